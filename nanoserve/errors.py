@@ -1,0 +1,23 @@
+"""Errors a user may see: one clear line each, with the exit code the command line answers with."""
+
+
+class NanoserveError(Exception):
+    """Base of every error worded for a user; the command line prints it as one line, without a traceback."""
+
+    exit_code = 1
+
+
+class RuntimeFailure(NanoserveError):
+    """Something failed while running (out of memory, an unwritable file, an executor that died)."""
+
+
+class UsageError(NanoserveError, ValueError):
+    """The caller asked for something that is not allowed; the message says what to change."""
+
+    exit_code = 2
+
+
+class ModelError(NanoserveError):
+    """The model directory is missing, incomplete or not supported."""
+
+    exit_code = 3
