@@ -1,0 +1,144 @@
+"""The decoder: every supported family is this code with other fields in its ModelConfig.
+
+A layer is two pieces with attention between them. Attention is a callable passed in, so the same layers train, serve
+from a paged cache, or hand attention to another device.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nanoserve.config import ModelConfig
+from nanoserve.models.attention import AttentionFunction
+from nanoserve.models.experts import SparseExperts
+from nanoserve.models.rotary import RotaryEmbedding, rotate
+
+INITIAL_STANDARD_DEVIATION = 0.02
+
+
+class RMSNorm(nn.Module):
+    """Scale to unit root mean square over the last dimension, computed in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        exact = hidden.float()
+        normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(hidden.dtype)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x)), gate and up in one matrix."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+        output: Tensor = self.down(functional.silu(gate) * up)
+        return output
+
+
+class DecoderLayer(nn.Module):
+    """One transformer layer, split where attention happens."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.config = config
+        self.index = index
+        self.query_size = config.num_heads * config.head_dim
+        self.kv_size = config.num_kv_heads * config.head_dim
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.qkv = nn.Linear(config.hidden_size, self.query_size + 2 * self.kv_size, bias=config.qkv_bias)
+        if config.qk_norm:
+            self.query_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.key_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.output = nn.Linear(self.query_size, config.hidden_size, bias=config.output_bias)
+        self.feed_forward_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.feed_forward: nn.Module
+        if config.moe is not None and config.is_sparse(index):
+            self.feed_forward = SparseExperts(config.hidden_size, config.moe)
+        else:
+            self.feed_forward = FeedForward(config)
+        if config.norms_per_layer == 4:
+            self.attention_output_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.feed_forward_output_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def pre_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [T, hidden_size] -> rotated query [T, num_heads, head_dim] and key, and value [T, num_kv_heads, head_dim]."""
+        config = self.config
+        query, key, value = self.qkv(self.attention_norm(hidden)).split(
+            (self.query_size, self.kv_size, self.kv_size), dim=-1
+        )
+        query = query.view(-1, config.num_heads, config.head_dim)
+        key = key.view(-1, config.num_kv_heads, config.head_dim)
+        value = value.view(-1, config.num_kv_heads, config.head_dim)
+        if config.qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return rotate(query, cos, sin, config.rope), rotate(key, cos, sin, config.rope), value
+
+    def post_attention(self, attention_output: Tensor, residual: Tensor) -> Tensor:
+        """attention_output [T, num_heads * head_dim], residual [T, hidden_size] -> the layer's output [T, hidden_size]."""
+        four_norms = self.config.norms_per_layer == 4
+        attended = self.output(attention_output)
+        residual = residual + (self.attention_output_norm(attended) if four_norms else attended)
+        fed = self.feed_forward(self.feed_forward_norm(residual))
+        return residual + (self.feed_forward_output_norm(fed) if four_norms else fed)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction) -> Tensor:
+        query, key, value = self.pre_attention(hidden, cos, sin)
+        return self.post_attention(attention(self.index, query, key, value), hidden)
+
+
+class Decoder(nn.Module):
+    """Token ids in, hidden states out; logits only for the positions that are asked for.
+
+    Built on torch's default device and dtype with random weights (normal, 0.02), ready to train; `load_model` fills
+    it from a checkpoint.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = RotaryEmbedding(config.rope)
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.rotary.to(self.embedding.weight.device)
+        self.apply(_initialize)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embedding.weight
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionFunction) -> Tensor:
+        """token_ids and positions, int64 [T] -> hidden states [T, hidden_size] after the final norm.
+
+        The T tokens may belong to any number of sequences: only `attention` knows which.
+        """
+        hidden: Tensor = self.embedding(token_ids)
+        cos, sin = self.rotary(positions)
+        cos, sin = cos.to(hidden.dtype), sin.to(hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin, attention)
+        normed: Tensor = self.final_norm(hidden)
+        return normed
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, hidden_size] -> logits, float32 [N, vocab_size]"""
+        logits: Tensor = self.lm_head(hidden)
+        return logits.float()
+
+
+def _initialize(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=INITIAL_STANDARD_DEVIATION)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+    if isinstance(module, SparseExperts):
+        nn.init.normal_(module.gate_up, std=INITIAL_STANDARD_DEVIATION)
+        nn.init.normal_(module.down, std=INITIAL_STANDARD_DEVIATION)

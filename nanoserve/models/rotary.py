@@ -1,0 +1,95 @@
+"""Rotary position embedding (arXiv 2104.09864) with the frequency stretching of longer-context checkpoints."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from nanoserve.config import RopeConfig
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns positions into the cosines and sines that rotate queries and keys.
+
+    The frequencies are made on the CPU in float32 whatever the default device and dtype are: a model built on the
+    meta device or in bf16 still rotates by exact angles.
+    """
+
+    inverse_frequencies: Tensor
+
+    def __init__(self, rope: RopeConfig) -> None:
+        super().__init__()
+        self.attention_factor = _attention_factor(rope)
+        self.register_buffer("inverse_frequencies", _inverse_frequencies(rope), persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] -> cosines and sines, float32 [T, 1, rotary_dim // 2] (the 1 spreads over heads)."""
+        angles = (positions.float()[:, None] * self.inverse_frequencies)[:, None, :]
+        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor, rope: RopeConfig) -> Tensor:
+    """Rotate the first `rotary_dim` dimensions of heads [T, H, head_dim] by the angles of their positions."""
+    turning = heads[..., : rope.rotary_dim]
+    if rope.interleaved:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    else:
+        first, second = turning.chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    if rope.rotary_dim == heads.shape[-1]:
+        return turned
+    return torch.cat((turned, heads[..., rope.rotary_dim :]), dim=-1)
+
+
+def _inverse_frequencies(rope: RopeConfig) -> Tensor:
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device="cpu") / rope.rotary_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(frequencies, rope)
+    if rope.kind == "yarn":
+        return _yarn(frequencies, rope)
+    return frequencies
+
+
+def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """Llama 3.1: long wavelengths are divided by the factor, short ones kept, those between are blended."""
+    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
+    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return kept * frequencies + (1.0 - kept) * frequencies / rope.factor
+
+
+def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """YaRN section 3.2: dimensions that turn more than beta_fast times in the trained context are kept, those that turn
+    less than beta_slow times are interpolated, with a linear ramp over the dimension's index between."""
+    low, high = _dimension(rope.beta_fast, rope), _dimension(rope.beta_slow, rope)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    index = torch.arange(rope.rotary_dim // 2, dtype=torch.float32, device="cpu")
+    interpolated = ((index - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    return interpolated * frequencies / rope.factor + (1.0 - interpolated) * frequencies
+
+
+def _dimension(turns: float, rope: RopeConfig) -> float:
+    """The (fractional) index of the frequency that turns this often within the trained context."""
+    wavelength_ratio = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+    return rope.rotary_dim * math.log(wavelength_ratio) / (2 * math.log(rope.theta))
+
+
+def _attention_factor(rope: RopeConfig) -> float:
+    """YaRN's temperature on the attention logits, folded into the cosines and sines."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _magnitude(rope.factor, rope.mscale) / _magnitude(rope.factor, rope.mscale_all_dim)
+    return _magnitude(rope.factor, 1.0)
+
+
+def _magnitude(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0

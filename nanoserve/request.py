@@ -1,0 +1,369 @@
+"""What a user asks for (SamplingParams, Request), how it lives in the engine (Sequence), and what comes back.
+
+A Request with ``n`` samples becomes ``n`` Sequences. A Sequence has two words of state: its status, which moves
+along the arrows of ``LEGAL_TRANSITIONS`` and nowhere else, and the place of its KV cache.
+"""
+
+import math
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from nanoserve.errors import UsageError
+
+MAX_SAMPLES = 16
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_LENGTH = 1024
+MAX_LOGIT_BIASES = 1024
+MAX_SEED = 2**63 - 1
+MAX_TOKENS = 2**31 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are drawn and when a sequence ends; the names and meanings are vLLM's.
+
+    Attributes:
+        n: samples of one prompt, 1 to 16.
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches p, in (0, 1].
+        min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output.
+        presence_penalty: subtracted once from the logit of a token already in the output, -2 to 2.
+        frequency_penalty: subtracted per occurrence in the output, -2 to 2.
+        logit_bias: added to the logits of these token ids, -100 to 100.
+        seed: equal requests with equal seeds give equal tokens; None draws a seed.
+        stop: strings that end the text; they are not part of it.
+        stop_token_ids: token ids that end the sequence.
+        max_tokens: None means until the context is full.
+        min_tokens: end tokens are not sampled before so many tokens.
+        ignore_eos: go on past the model's end tokens.
+        logprobs: report the sampled token's log probability and so many of the likeliest (0 to 20).
+        prompt_logprobs: the same for every prompt token but the first.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_integer("n", self.n, 1, MAX_SAMPLES)
+        _check_number("temperature", self.temperature, 0.0, 100.0)
+        _check_integer("top_k", self.top_k, -1, MAX_TOKENS)
+        _check_number("top_p", self.top_p, 0.0, 1.0, above=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, 0, MAX_SEED)
+        if self.max_tokens is not None:
+            _check_integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_TOKENS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _check_integer(name, value, 0, MAX_LOGPROBS)
+        self._check_stops()
+        self._check_logit_bias()
+
+    def _check_stops(self) -> None:
+        if isinstance(self.stop, str) or len(self.stop) > MAX_STOP_STRINGS:
+            raise UsageError(f"stop must be a list of at most {MAX_STOP_STRINGS} strings")
+        for text in self.stop:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_STRING_LENGTH:
+                raise UsageError(f"every stop string must have 1 to {MAX_STOP_STRING_LENGTH} characters")
+        for token in self.stop_token_ids:
+            _check_integer("every stop token id", token, 0, MAX_TOKENS)
+
+    def _check_logit_bias(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise UsageError(f"logit_bias may name at most {MAX_LOGIT_BIASES} tokens")
+        for token, bias in self.logit_bias.items():
+            _check_integer("every token id of logit_bias", token, 0, MAX_TOKENS)
+            _check_number("every value of logit_bias", bias, -100.0, 100.0)
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> "SamplingParams":
+        """Build from untrusted settings (a JSON row, flags): unknown names and wrong types raise UsageError."""
+        settings = dict(settings)
+        if isinstance(settings.get("stop"), str):
+            settings["stop"] = [settings["stop"]]
+        if isinstance(bias := settings.get("logit_bias"), Mapping):  # JSON keys are strings
+            settings["logit_bias"] = {_token_id(key): value for key, value in bias.items()}
+        try:
+            return msgspec.convert(settings, cls)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"sampling settings: {error}") from None
+
+
+def _token_id(key: object) -> object:
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise UsageError(f"{name} must be a whole number from {low} to {high}, not {value!r}")
+
+
+def _check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not low <= value <= high or (above and value == low):  # type: ignore[operator]
+        bounds = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
+        raise UsageError(f"{name} must be a number {bounds}, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt as the engine takes it in: token ids, never text.
+
+    Attributes:
+        request_id: the caller's name for it, unique among the requests in the engine.
+        prompt: token ids, at least one.
+        params: sampling parameters.
+        seed: the resolved seed (``params.seed`` or one drawn at the edge).
+        end_tokens: the model's end-of-sequence ids.
+        arrival_time: seconds on the executor's clock.
+        cache_salt: requests share cached prefixes only with requests of the same salt.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    end_tokens: tuple[int, ...] = ()
+    arrival_time: float = 0.0
+    cache_salt: str = ""
+
+
+class Status(Enum):
+    """Where a sequence stands in its life (DESIGN section 2)."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+class Place(Enum):
+    """Where a sequence's KV cache is."""
+
+    NONE = "none"
+    DEVICE = "device"
+
+
+class FinishReason(Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+LEGAL_TRANSITIONS: dict[Status, frozenset[Status]] = {
+    Status.WAITING: frozenset({Status.PREFILL, Status.FINISHED}),
+    Status.PREFILL: frozenset({Status.DECODE, Status.WAITING, Status.FINISHED}),
+    Status.DECODE: frozenset({Status.WAITING, Status.FINISHED}),
+    Status.FINISHED: frozenset(),
+}
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log probability of one token under the model's raw distribution, before penalties and temperature.
+
+    Attributes:
+        token: the token this position really holds.
+        logprob: its natural log probability.
+        rank: 1 for the likeliest token of the vocabulary.
+        top: the likeliest tokens and their log probabilities, best first.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample of one request: its tokens, its blocks and its state. Only the Scheduler changes it.
+
+    Attributes:
+        sequence_id: unique and increasing with arrival, so it is also the age.
+        tokens: prompt, then everything generated.
+        computed: positions ``0..computed-1`` have their KV written by plans already submitted.
+        block_table: device blocks in order of position.
+        in_flight: rows of submitted plans that are not answered yet.
+        preempt_when_answered: chosen as a victim while in flight; its blocks come back with its last answer.
+        copy_source: a block whose first slots must be copied before this fork writes (copy-on-write), or None.
+    """
+
+    sequence_id: int
+    request: Request
+    index: int
+    tokens: list[int]
+    status: Status = Status.WAITING
+    place: Place = Place.NONE
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    error: str | None = None
+    computed: int = 0
+    block_table: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    in_flight: int = 0
+    preempt_when_answered: bool = False
+    begun: bool = False
+    copy_source: int | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def output_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def output_tokens(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens whose KV no submitted plan computes yet."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def ready(self) -> bool:
+        """May enter the next plan: not finished, not in flight, not a marked victim."""
+        return self.in_flight == 0 and not self.finished and not self.preempt_when_answered
+
+    def move_to(self, status: Status) -> None:
+        """The one place where a status changes.
+
+        Raises:
+            RuntimeError: if the transition is not in LEGAL_TRANSITIONS.
+        """
+        if status not in LEGAL_TRANSITIONS[self.status]:
+            raise RuntimeError(f"sequence {self.sequence_id}: illegal transition {self.status} -> {status}")
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceUpdate:
+    """What one sequence gained in one step, as the engine hands it to whoever asked.
+
+    ``sequence`` may be read (metrics, cached tokens) but not changed.
+    """
+
+    request_id: str
+    index: int
+    new_tokens: tuple[int, ...]
+    sequence: Sequence
+
+    @property
+    def finished(self) -> bool:
+        return self.sequence.finished
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of one sequence, in seconds on the engine's clock; None where the event never came."""
+
+    arrival_time: float
+    first_scheduled_time: float | None
+    first_token_time: float | None
+    finished_time: float | None
+    output_tokens: int
+
+    @property
+    def queue_time(self) -> float | None:
+        """From arrival until a plan first held the sequence."""
+        return self._since_arrival(self.first_scheduled_time)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """TTFT: from arrival until the first token was known."""
+        return self._since_arrival(self.first_token_time)
+
+    @property
+    def latency(self) -> float | None:
+        """E2EL: from arrival until the last token was known."""
+        return self._since_arrival(self.finished_time)
+
+    @property
+    def time_per_output_token(self) -> float | None:
+        """TPOT: (E2EL - TTFT) / (output tokens - 1); None with fewer than two tokens."""
+        if self.finished_time is None or self.first_token_time is None or self.output_tokens < 2:
+            return None
+        return (self.finished_time - self.first_token_time) / (self.output_tokens - 1)
+
+    def _since_arrival(self, event: float | None) -> float | None:
+        return None if event is None else event - self.arrival_time
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sample: the whole of it from ``generate``, what is new from ``stream``.
+
+    Attributes:
+        finish_reason: "stop", "length", "abort", "error", or None while it goes on.
+        stop_reason: the stop string or the token id that ended it, if one did.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    metrics: RequestMetrics
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What became of one request.
+
+    Attributes:
+        prompt: the prompt's text where the caller gave text.
+        cached_tokens: prompt tokens that came from the prefix cache.
+        prompt_logprobs: None at the first position, as nothing predicts it.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: SequenceOf[CompletionOutput]
+    finished: bool
+    cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None

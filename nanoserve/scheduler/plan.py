@@ -1,0 +1,147 @@
+"""The only words that pass between scheduler and executors (DESIGN section 2): StepPlan, StepResult, Executor.
+
+Everything here is a msgspec Struct, so a plan crosses to a worker process as typed msgpack and never as pickle.
+The words grow by adding fields, each with a test.
+"""
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from nanoserve.request import SamplingParams, TokenLogprob
+
+Tier = Literal["device", "host"]
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """A sequence enters the executor: at its first plan, and again after a preemption.
+
+    A second Begin of a sequence replaces everything the executor knew of it, its block table included.
+
+    Attributes:
+        sequence: its id.
+        tokens: prompt and output so far.
+        prompt_length: how many of ``tokens`` are the prompt.
+        index: which of the request's ``n`` samples it is; part of the random counter.
+        seed: the request's resolved seed.
+        params: its sampling parameters.
+        end_tokens: ids that min_tokens keeps from being sampled too early.
+    """
+
+    sequence: int
+    tokens: tuple[int, ...]
+    prompt_length: int
+    index: int
+    seed: int
+    params: SamplingParams
+    end_tokens: tuple[int, ...] = ()
+
+
+class Row(msgspec.Struct, frozen=True):
+    """Some consecutive positions of one sequence to compute in this step.
+
+    A decode is a row of one token, a prefill chunk a row of many, speculation a row of several.
+
+    Attributes:
+        sequence: its id.
+        start: first position.
+        tokens: the ids at positions start, start + 1, ...
+        sample: whether the logits after the last position are sampled.
+        new_blocks: appended to the sequence's block table before the row is computed.
+        tier: where the sequence's KV lives.
+    """
+
+    sequence: int
+    start: int
+    tokens: tuple[int, ...]
+    sample: bool
+    new_blocks: tuple[int, ...] = ()
+    tier: Tier = "device"
+
+
+class Copy(msgspec.Struct, frozen=True, array_like=True):
+    """Copy device block ``source`` to ``target``, all layers, before anything of the plan is written."""
+
+    source: int
+    target: int
+
+
+class Swap(msgspec.Struct, frozen=True):
+    """Move a sequence's blocks between tiers; both sides stay owned until the swap is answered.
+
+    Attributes:
+        swap: id that the answer names.
+        direction: "out" is device to host, "in" is host to device.
+        device_blocks, host_blocks: pairwise source and target.
+    """
+
+    swap: int
+    sequence: int
+    direction: Literal["out", "in"]
+    device_blocks: tuple[int, ...]
+    host_blocks: tuple[int, ...]
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step. Order of effects: end, begin, copies, then rows; in each layer all rows write before any reads."""
+
+    step: int
+    begin: tuple[Begin, ...] = ()
+    rows: tuple[Row, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    swaps: tuple[Swap, ...] = ()
+    end: tuple[int, ...] = ()
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What became known of one sequence: sampled tokens (one, or several accepted), or what went wrong.
+
+    Attributes:
+        logprobs: one per token, where asked for.
+        prompt_logprobs: for prompt positions row.start + 1 .. row.start + len(row.tokens), where asked for.
+        error: set if the sequence cannot go on (its logits were not numbers, say); it then has no tokens.
+    """
+
+    sequence: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What the executor knows anew.
+
+    Attributes:
+        step: the plan that ended, or None. Its rows without ``sample`` are thereby answered.
+        answers: by sequence, perhaps to earlier plans.
+        swapped: ids of swaps that are done.
+        seconds: device time of the step.
+    """
+
+    step: int | None
+    answers: tuple[Answer, ...] = ()
+    swapped: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+
+class Executor(Protocol):
+    """Runs plans, in the order they are submitted.
+
+    Attributes:
+        max_in_flight: how many plans may be submitted and not yet ended.
+    """
+
+    max_in_flight: int
+
+    def submit(self, plan: StepPlan) -> None:
+        """Take a plan; never blocks on the device."""
+
+    def collect(self, until: float | None) -> list[StepResult]:
+        """Results in order of becoming known; waits for the first one, at most until that time on ``now()``."""
+
+    def now(self) -> float:
+        """Seconds on this executor's clock, real or virtual."""
+
+    def close(self) -> None:
+        """Give everything back; further calls are errors."""
