@@ -1,4 +1,4 @@
-"""What is fixed before the first step: the model's shape (from a Hugging Face config.json) and the engine's settings.
+"""What is fixed before the first step: the model's shape (from a config.json) and the engine's settings.
 
 No torch here: the scheduler, the simulator and `--help` read these without loading it.
 """
@@ -7,11 +7,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast, get_args
 
 from nanoserve.errors import ModelError
 
-# ---------------------------------------------------------------------------------------------------------- Model
+# ------------------------------------------------------------------------------------------------- Model
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
@@ -47,7 +47,7 @@ _CHATGLM_KEYS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: which frequencies, how they are stretched, how many dimensions of a head rotate.
+    """Rotary position embedding: which frequencies, how stretched, how many dimensions of a head rotate.
 
     `kind` is the scaling rule: linear (position interpolation), llama3 (Llama 3.1's piecewise rule) or yarn
     (arXiv 2309.00071). `interleaved` rotates neighbouring pairs (GLM) instead of the two halves of the head.
@@ -71,7 +71,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """Mixture of experts: each token of a sparse layer is sent to `experts_per_token` of `num_experts` SwiGLU experts."""
+    """Mixture of experts: a sparse layer sends each token to `experts_per_token` of its `num_experts`."""
 
     num_experts: int
     experts_per_token: int
@@ -93,7 +93,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything that tells one decoder family from another; the Decoder is built from this and nothing else."""
+    """All that tells one decoder family from another; the Decoder is built from this and nothing else."""
 
     family: str
     vocab_size: int
@@ -112,7 +112,7 @@ class ModelConfig:
     qk_norm: bool = False
     norms_per_layer: Literal[2, 4] = 2
     sliding_windows: tuple[int, ...] = ()
-    """Per layer: how many of the last positions a query sees, itself included; 0 = all. Empty = all, everywhere."""
+    """Per layer: how many of the last positions a query sees, itself included; 0 or an empty tuple = all."""
     moe: MoeConfig | None = None
     tie_word_embeddings: bool = False
     dtype: str = "float32"
@@ -137,7 +137,7 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Self:
-        """Read config.json and, where there is one, generation_config.json. Raises ModelError naming the file."""
+        """Read config.json and generation_config.json, if there is one. Raises ModelError naming the file."""
         path = Path(directory)
         if not path.is_dir():
             raise ModelError(f"{path}: no such model directory")
@@ -158,7 +158,7 @@ class ModelConfig:
         *,
         source: str = "config.json",
     ) -> Self:
-        """Translate a parsed config.json. Raises ModelError, one line beginning with `source`, for what is unsupported."""
+        """Translate a parsed config.json. Raises ModelError, one line that begins with `source`."""
         values, family, is_chatglm = _normalize(config, source)
         fields = _Fields(values, source)
         generation = _Fields(generation_config or {}, source.replace("config.json", "generation_config.json"))
@@ -212,7 +212,7 @@ class ModelConfig:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Parse a JSON object from a file. Raises ModelError naming the file when it is unreadable or something else."""
+    """Parse a JSON object from a file. Raises ModelError naming the file when that is not what it holds."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -324,33 +324,25 @@ def _rope(fields: _Fields, family: str, head_dim: int) -> RopeConfig:
             raise ModelError(f"{fields.source}: {key} must be an object, found {section!r}")
         merged.update(section or {})
     rope = _Fields(merged, fields.source)
-    kind = merged.get("rope_type") or merged.get("type") or "default"
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ModelError(
-            f"{fields.source}: rope type {kind!r} is not supported; supported: default, linear, llama3, yarn"
-        )
+    kind = _rope_kind(merged.get("rope_type") or merged.get("type") or "default", fields.source)
     is_glm = family in ("glm", "glm4")
     partial = rope.number("partial_rotary_factor", 0.5 if is_glm else 1.0)
     rotary_dim = int(head_dim * partial)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
-        raise ModelError(
-            f"{fields.source}: head_dim {head_dim} gives an impossible rotary size of {rotary_dim}"
-        )
+        raise ModelError(f"{fields.source}: head_dim {head_dim} gives an impossible rotary size of {rotary_dim}")
     max_position = rope.positive("max_position_embeddings")
     original = rope.positive("original_max_position_embeddings", max_position)
-    explicit_factor = rope.optional_number("factor")
-    factor = explicit_factor if explicit_factor is not None else max_position / original
+    # Only YaRN may leave its factor to be inferred from the two lengths.
+    factor = 1.0 if kind == "default" else rope.number("factor", max_position / original if kind == "yarn" else 0.0)
     theta = rope.number("rope_theta", 10000.0)
     if factor <= 0 or theta <= 0:
-        raise ModelError(
-            f"{fields.source}: rope factor and rope_theta must be positive, found {factor} and {theta}"
-        )
+        raise ModelError(f"{fields.source}: rope factor and rope_theta must be positive, found {factor} and {theta}")
     return RopeConfig(
         rotary_dim=rotary_dim,
         theta=theta,
         kind=kind,
         interleaved=is_glm,
-        factor=factor if kind != "default" else 1.0,
+        factor=factor,
         original_max_position_embeddings=original,
         low_freq_factor=rope.number("low_freq_factor", 1.0),
         high_freq_factor=rope.number("high_freq_factor", 4.0),
@@ -363,12 +355,17 @@ def _rope(fields: _Fields, family: str, head_dim: int) -> RopeConfig:
     )
 
 
+def _rope_kind(name: object, source: str) -> RopeKind:
+    for kind in get_args(RopeKind):
+        if name == kind:
+            return cast(RopeKind, kind)
+    supported = ", ".join(get_args(RopeKind))
+    raise ModelError(f"{source}: rope type {name!r} is not supported; supported: {supported}")
+
+
 def _sliding_windows(fields: _Fields, family: str, num_layers: int) -> tuple[int, ...]:
-    """Each layer's window. Qwen has a switch, and only the layers from `max_window_layers` on slide (or `layer_types`)."""
-    if (
-        family not in ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-        or fields.get("sliding_window") is None
-    ):
+    """Each layer's window. Qwen has a switch, and says which layers slide (`layer_types`, `max_window_layers`)."""
+    if family not in ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe") or fields.get("sliding_window") is None:
         return ()
     if family.startswith("qwen") and not fields.flag("use_sliding_window", default=False):
         return ()
@@ -380,11 +377,7 @@ def _sliding_windows(fields: _Fields, family: str, num_layers: int) -> tuple[int
         first_sliding = int(fields.number("max_window_layers", 28))
         return tuple(window if layer >= first_sliding else 0 for layer in range(num_layers))
     known = {"sliding_attention": window, "full_attention": 0}
-    if (
-        not isinstance(layer_types, list)
-        or len(layer_types) != num_layers
-        or not set(layer_types) <= set(known)
-    ):
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers or not set(layer_types) <= set(known):
         raise ModelError(f"{fields.source}: layer_types must name {' or '.join(known)} once for every layer")
     return tuple(known[layer_type] for layer_type in layer_types)
 
@@ -407,14 +400,12 @@ def _moe(fields: _Fields, family: str, num_layers: int) -> MoeConfig | None:
         experts_per_token=fields.positive("num_experts_per_tok", 8),
         intermediate_size=fields.positive("moe_intermediate_size", 768),
         normalize_weights=fields.flag("norm_topk_prob", default=False),
-        sparse_layers=frozenset(
-            layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0
-        ),
+        sparse_layers=frozenset(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0),
     )
 
 
 def _sampling_defaults(generation: _Fields) -> SamplingDefaults:
-    """What generation_config.json recommends. Without do_sample its temperature, top_p and top_k are not meant."""
+    """What generation_config.json recommends; without do_sample, temperature, top_p and top_k are not meant."""
     penalty = generation.optional_number("repetition_penalty")
     if not generation.flag("do_sample", default=False):
         return SamplingDefaults(repetition_penalty=penalty)

@@ -1,5 +1,7 @@
 """The attention functions a Decoder is given: dense over whole sequences, or over a paged cache."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -7,23 +9,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanoserve.config import ModelConfig
+from triton_ops import cache_write, paged_attention
 
 
 class AttentionFunction(Protocol):
     """What stands between the two halves of a layer."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [T, num_heads, head_dim], key and value [T, num_kv_heads, head_dim] -> [T, num_heads * head_dim].
+        """query [T, num_heads, head_dim], key, value [T, num_kv_heads, head_dim] -> [T, num_heads * head_dim].
 
-        Positions are already rotated in.
+        Query and key are already rotated to their positions.
         """
         ...
 
 
 class DenseCausalAttention:
-    """Causal attention over `batch` sequences of equal `length`, flattened to batch * length tokens; keeps no cache.
+    """Causal attention over `batch` sequences of equal `length`, flattened to batch * length tokens.
 
-    For training and as the plain reference. Differentiable, and torch.compile sees through it.
+    For training and as the plain reference: keeps no cache, differentiable, torch.compile sees through it.
     """
 
     def __init__(self, config: ModelConfig, batch: int, length: int) -> None:
@@ -52,3 +55,35 @@ class DenseCausalAttention:
         position = torch.arange(self.length, device=device)
         distance = position[:, None] - position[None, :]
         return (distance >= 0) & (distance < window)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    """Attention of one step over the paged cache: writes the new keys and values, then attends over the whole context.
+
+    Shapes as in `triton_ops.cache_write` and `triton_ops.paged_attention`; the caches are one tensor per layer.
+    """
+
+    config: ModelConfig
+    key_caches: Sequence[Tensor]
+    value_caches: Sequence[Tensor]
+    block_tables: Tensor
+    query_starts: Tensor
+    context_lengths: Tensor
+    slot_mapping: Tensor
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        cache_write(key, value, self.key_caches[layer], self.value_caches[layer], self.slot_mapping)
+        out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
+        paged_attention(
+            out,
+            query,
+            self.key_caches[layer],
+            self.value_caches[layer],
+            self.block_tables,
+            self.query_starts,
+            self.context_lengths,
+            scale=self.config.head_dim**-0.5,
+            sliding_window=self.config.sliding_window(layer),
+        )
+        return out

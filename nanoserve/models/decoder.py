@@ -1,7 +1,7 @@
 """The decoder: every supported family is this code with other fields in its ModelConfig.
 
-A layer is two pieces with attention between them. Attention is a callable passed in, so the same layers train, serve
-from a paged cache, or hand attention to another device.
+A layer is two pieces with attention between them. Attention is a callable passed in, so the same layers train,
+serve from a paged cache, or hand attention to another device.
 """
 
 import torch
@@ -70,7 +70,10 @@ class DecoderLayer(nn.Module):
             self.feed_forward_output_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def pre_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [T, hidden_size] -> rotated query [T, num_heads, head_dim] and key, and value [T, num_kv_heads, head_dim]."""
+        """hidden [T, hidden_size] -> query [T, num_heads, head_dim], key, value [T, num_kv_heads, head_dim].
+
+        Query and key are rotated to the positions of cos and sin.
+        """
         config = self.config
         query, key, value = self.qkv(self.attention_norm(hidden)).split(
             (self.query_size, self.kv_size, self.kv_size), dim=-1
@@ -83,11 +86,11 @@ class DecoderLayer(nn.Module):
         return rotate(query, cos, sin, config.rope), rotate(key, cos, sin, config.rope), value
 
     def post_attention(self, attention_output: Tensor, residual: Tensor) -> Tensor:
-        """attention_output [T, num_heads * head_dim], residual [T, hidden_size] -> the layer's output [T, hidden_size]."""
+        """attention_output [T, num_heads * head_dim] and residual [T, hidden_size] -> [T, hidden_size]"""
         four_norms = self.config.norms_per_layer == 4
-        attended = self.output(attention_output)
+        attended: Tensor = self.output(attention_output)
         residual = residual + (self.attention_output_norm(attended) if four_norms else attended)
-        fed = self.feed_forward(self.feed_forward_norm(residual))
+        fed: Tensor = self.feed_forward(self.feed_forward_norm(residual))
         return residual + (self.feed_forward_output_norm(fed) if four_norms else fed)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction) -> Tensor:
@@ -98,8 +101,8 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Token ids in, hidden states out; logits only for the positions that are asked for.
 
-    Built on torch's default device and dtype with random weights (normal, 0.02), ready to train; `load_model` fills
-    it from a checkpoint.
+    Built on torch's default device and dtype with random weights (normal, 0.02), ready to train; `load_model`
+    fills it from a checkpoint.
     """
 
     def __init__(self, config: ModelConfig) -> None:

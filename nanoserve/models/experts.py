@@ -10,8 +10,8 @@ from nanoserve.config import MoeConfig
 class SparseExperts(nn.Module):
     """A router picks `experts_per_token` SwiGLU experts for every token; their outputs are added, weighted.
 
-    The loop goes over experts, never over tokens: the pairs (token, expert) are sorted by expert once, and each expert
-    multiplies its contiguous share.
+    The loop goes over experts, never over tokens: the pairs (token, expert) are sorted by expert once, and each
+    expert multiplies its contiguous share.
     """
 
     def __init__(self, hidden_size: int, moe: MoeConfig) -> None:
@@ -29,7 +29,7 @@ class SparseExperts(nn.Module):
         share_sizes = torch.bincount(experts.flatten(), minlength=self.moe.num_experts).tolist()
         outputs = [
             self._expert(expert, share)
-            for expert, share in enumerate(hidden[tokens].split(share_sizes))
+            for expert, share in enumerate(torch.split(hidden[tokens], share_sizes))
             if share.shape[0]
         ]
         weighted = torch.cat(outputs) * weights.flatten()[order, None]

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864) with the frequency stretching of longer-context checkpoints."""
+"""Rotary position embedding (arXiv 2104.09864), with the stretched frequencies of long-context checkpoints."""
 
 import math
 
@@ -11,8 +11,8 @@ from nanoserve.config import RopeConfig
 class RotaryEmbedding(nn.Module):
     """Turns positions into the cosines and sines that rotate queries and keys.
 
-    The frequencies are made on the CPU in float32 whatever the default device and dtype are: a model built on the
-    meta device or in bf16 still rotates by exact angles.
+    The frequencies are made on the CPU in float32, whatever the default device and dtype are, so that a model in
+    bf16 still rotates by exact angles. Cast a model by loading it in that dtype, not with `.to(dtype)`.
     """
 
     inverse_frequencies: Tensor
@@ -63,8 +63,8 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """YaRN section 3.2: dimensions that turn more than beta_fast times in the trained context are kept, those that turn
-    less than beta_slow times are interpolated, with a linear ramp over the dimension's index between."""
+    """YaRN section 3.2: dimensions that turn more than beta_fast times in the trained context are kept, those that
+    turn less than beta_slow times are interpolated, with a linear ramp over the dimension's index between."""
     low, high = _dimension(rope.beta_fast, rope), _dimension(rope.beta_slow, rope)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)

@@ -1,0 +1,57 @@
+"""Write a decoder as a Hugging Face checkpoint, so that what is trained here can be read anywhere."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from nanoserve.config import ModelConfig
+from nanoserve.errors import UsageError
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.weights import tensor_parts
+
+
+def save_hf(decoder: Decoder, config: ModelConfig, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
+    """Write config.json and model.safetensors, readable as LlamaForCausalLM; `dtype` converts, None keeps the model's.
+
+    Raises UsageError for a family other than Llama, or for rope scaling: nothing trained here needs them.
+    """
+    if config.family != "llama" or config.rope.kind != "default":
+        raise UsageError(f"only Llama models without rope scaling can be saved, not {config.family}/{config.rope.kind}")
+    dtype = dtype or decoder.embedding.weight.dtype
+    parameters = dict(decoder.named_parameters())
+    tensors = {
+        part.name: part.region(parameters[part.parameter]).detach().to("cpu", dtype).contiguous().clone()
+        for part in tensor_parts(config)
+    }
+    target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    text = json.dumps(_llama_config(config, dtype), indent=2, sort_keys=True)
+    (target / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _llama_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope.theta,
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids) or None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }

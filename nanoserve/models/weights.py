@@ -1,0 +1,154 @@
+"""Which tensor of a Hugging Face checkpoint fills which rows of which parameter: one table, used to load and to save.
+
+The decoder keeps query, key and value in one matrix, gate and up in another, and all experts of a layer in two; a
+checkpoint holds them apart (or, for some families, together). A `TensorPart` is one tensor of the checkpoint.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nanoserve.config import ModelConfig, MoeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """A tensor of the checkpoint: its name, its shape, and the rows of a parameter that it fills."""
+
+    name: str
+    parameter: str
+    shape: tuple[int, ...]
+    first_row: int = 0
+    expert: int | None = None
+
+    def region(self, parameter: Tensor) -> Tensor:
+        """The view of the parameter that this tensor fills."""
+        rows = parameter if self.expert is None else parameter[self.expert]
+        return rows[self.first_row : self.first_row + self.shape[0]]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """What a family calls the tensors of a layer, relative to the layer. Fused matrices have one name."""
+
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output: str = "self_attn.o_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    attention_norm: str = "input_layernorm"
+    feed_forward_norm: str = "post_attention_layernorm"
+    attention_output_norm: str = "post_self_attn_layernorm"
+    feed_forward_output_norm: str = "post_mlp_layernorm"
+    router: str = "mlp.gate"
+    expert: str = "mlp.experts.{}"
+    expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointNames:
+    """What a family calls the tensors around its layers."""
+
+    layer: LayerNames = LayerNames()
+    layer_prefix: str = "model.layers.{}."
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    lm_head: str = "lm_head.weight"
+
+
+_GLM = CheckpointNames(layer=LayerNames(gate_up=("mlp.gate_up_proj",)))
+_MIXTRAL = CheckpointNames(
+    layer=LayerNames(
+        router="block_sparse_moe.gate",
+        expert="block_sparse_moe.experts.{}",
+        expert_gate_up=("w1", "w3"),
+        expert_down="w2",
+    )
+)
+_CHATGLM = CheckpointNames(
+    layer=LayerNames(
+        qkv=("self_attention.query_key_value",),
+        output="self_attention.dense",
+        gate_up=("mlp.dense_h_to_4h",),
+        down="mlp.dense_4h_to_h",
+    ),
+    layer_prefix="transformer.encoder.layers.{}.",
+    embedding="transformer.embedding.word_embeddings.weight",
+    final_norm="transformer.encoder.final_layernorm.weight",
+    lm_head="transformer.output_layer.weight",
+)
+
+
+def checkpoint_names(config: ModelConfig) -> CheckpointNames:
+    """The names that this checkpoint uses."""
+    if config.renamed_as_chatglm:
+        return _CHATGLM
+    return {"glm": _GLM, "glm4": _GLM, "mixtral": _MIXTRAL}.get(config.family, CheckpointNames())
+
+
+def tensor_parts(config: ModelConfig) -> Iterator[TensorPart]:
+    """Every tensor that the checkpoint must hold, once. A tied output matrix is the embedding and not listed."""
+    names = checkpoint_names(config)
+    vocabulary = (config.vocab_size, config.hidden_size)
+    yield TensorPart(names.embedding, "embedding.weight", vocabulary)
+    for index in range(config.num_layers):
+        yield from _layer_parts(config, names, index)
+    yield TensorPart(names.final_norm, "final_norm.weight", (config.hidden_size,))
+    if not config.tie_word_embeddings:
+        yield TensorPart(names.lm_head, "lm_head.weight", vocabulary)
+
+
+def may_be_ignored(name: str, config: ModelConfig) -> bool:
+    """Whether an extra tensor means nothing: rotary tables of old checkpoints, a written copy of a tied matrix."""
+    if name.endswith(("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")):
+        return True
+    return config.tie_word_embeddings and name == checkpoint_names(config).lm_head
+
+
+def _layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iterator[TensorPart]:
+    layer, prefix, target = names.layer, names.layer_prefix.format(index), f"layers.{index}."
+    hidden, head_dim = config.hidden_size, config.head_dim
+    query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    norms = {"attention_norm": (layer.attention_norm, hidden), "feed_forward_norm": (layer.feed_forward_norm, hidden)}
+    if config.norms_per_layer == 4:
+        norms["attention_output_norm"] = (layer.attention_output_norm, hidden)
+        norms["feed_forward_output_norm"] = (layer.feed_forward_output_norm, hidden)
+    if config.qk_norm:
+        norms["query_norm"] = ("self_attn.q_norm", head_dim)
+        norms["key_norm"] = ("self_attn.k_norm", head_dim)
+    for parameter, (name, size) in norms.items():
+        yield TensorPart(f"{prefix}{name}.weight", f"{target}{parameter}.weight", (size,))
+    qkv_names = tuple(prefix + name for name in layer.qkv)
+    yield from _rows(qkv_names, target + "qkv", (query_size, kv_size, kv_size), hidden, bias=config.qkv_bias)
+    yield from _rows((prefix + layer.output,), target + "output", (hidden,), query_size, bias=config.output_bias)
+    if config.moe is not None and config.is_sparse(index):
+        yield from _expert_parts(config.moe, layer, prefix, target + "feed_forward.", hidden)
+        return
+    inner = config.intermediate_size
+    gate_up_names = tuple(prefix + name for name in layer.gate_up)
+    yield from _rows(gate_up_names, target + "feed_forward.gate_up", (inner, inner), hidden, bias=config.mlp_bias)
+    yield from _rows((prefix + layer.down,), target + "feed_forward.down", (hidden,), inner, bias=config.mlp_bias)
+
+
+def _rows(
+    names: tuple[str, ...], parameter: str, sizes: tuple[int, ...], columns: int, *, bias: bool
+) -> Iterator[TensorPart]:
+    """The parts of a matrix made of row blocks; one name for several blocks means they are stored fused."""
+    blocks = sizes if len(names) == len(sizes) else (sum(sizes),)
+    first_row = 0
+    for name, rows in zip(names, blocks, strict=True):
+        yield TensorPart(f"{name}.weight", f"{parameter}.weight", (rows, columns), first_row)
+        if bias:
+            yield TensorPart(f"{name}.bias", f"{parameter}.bias", (rows,), first_row)
+        first_row += rows
+
+
+def _expert_parts(moe: MoeConfig, layer: LayerNames, prefix: str, target: str, hidden: int) -> Iterator[TensorPart]:
+    yield TensorPart(f"{prefix}{layer.router}.weight", f"{target}router.weight", (moe.num_experts, hidden))
+    inner = moe.intermediate_size
+    for expert in range(moe.num_experts):
+        name = prefix + layer.expert.format(expert)
+        for block, matrix in enumerate(layer.expert_gate_up):
+            yield TensorPart(f"{name}.{matrix}.weight", f"{target}gate_up", (inner, hidden), block * inner, expert)
+        yield TensorPart(f"{name}.{layer.expert_down}.weight", f"{target}down", (hidden, inner), 0, expert)

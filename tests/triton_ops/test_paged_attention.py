@@ -1,0 +1,214 @@
+"""Every operator against an independent float64 reference, on ragged batches with poison in every unused slot."""
+
+import math
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from triton_ops import cache_write, copy_blocks, paged_attention
+
+HEAD_DIM = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence: how many of its tokens are queries of this step, and how many it has in all."""
+
+    queries: int
+    context: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A filled cache with its metadata, and each row's keys and values as plain tensors for the reference."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_tables: Tensor
+    query_starts: Tensor
+    context_lengths: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+def build(rows: list[Row], *, num_heads: int, num_kv_heads: int, block_size: int, seed: int, shared: int = 0) -> Batch:
+    """Rows on shuffled blocks; the first `shared` blocks of every row long enough are one and the same."""
+    generator = torch.Generator().manual_seed(seed)
+    order = random.Random(seed)
+    needed = [-(-row.context // block_size) for row in rows]
+    free = list(range(sum(needed) + 4))
+    order.shuffle(free)
+    common = [free.pop() for _ in range(shared)]
+    shape = (len(free) + shared + sum(needed), num_kv_heads, block_size, HEAD_DIM)
+    key_cache, value_cache = torch.full(shape, math.nan), torch.full(shape, math.nan)
+    # What stands behind a row's last block in its table must not matter: here the number of a block that does not exist.
+    tables = torch.full((len(rows), max(needed) + 1), 10**6, dtype=torch.int32)
+    keys, values = [], []
+    longest = max(row.context for row in rows)
+    prefix = torch.randn(2, longest, num_kv_heads, HEAD_DIM, generator=generator)
+    for index, row in enumerate(rows):
+        blocks = [
+            common[position] if position < shared and (position + 1) * block_size <= row.context else free.pop()
+            for position in range(needed[index])
+        ]
+        tables[index, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        own = torch.randn(2, row.context, num_kv_heads, HEAD_DIM, generator=generator)
+        common_tokens = sum(block in common for block in blocks) * block_size
+        own[:, :common_tokens] = prefix[:, :common_tokens]
+        keys.append(own[0])
+        values.append(own[1])
+        for position in range(row.context):
+            block, offset = blocks[position // block_size], position % block_size
+            key_cache[block, :, offset] = own[0, position]
+            value_cache[block, :, offset] = own[1, position]
+    starts = [0]
+    for row in rows:
+        starts.append(starts[-1] + row.queries)
+    return Batch(
+        query=torch.randn(starts[-1], num_heads, HEAD_DIM, generator=generator),
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_tables=tables,
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        context_lengths=torch.tensor([row.context for row in rows], dtype=torch.int32),
+        keys=keys,
+        values=values,
+    )
+
+
+def reference(batch: Batch, scale: float, window: int) -> Tensor:
+    """Attention by its definition, one query and one head at a time, in float64."""
+    num_heads, num_kv_heads = batch.query.shape[1], batch.key_cache.shape[1]
+    results = torch.empty(batch.query.shape, dtype=torch.float64)
+    for row, (key, value) in enumerate(zip(batch.keys, batch.values, strict=True)):
+        start, end = batch.query_starts[row : row + 2].tolist()
+        for token in range(start, end):
+            position = key.shape[0] - (end - token)
+            first = max(0, position - window + 1) if window else 0
+            for head in range(num_heads):
+                kv_head = head * num_kv_heads // num_heads
+                scores = key[first : position + 1, kv_head].double() @ batch.query[token, head].double() * scale
+                weights = torch.exp(scores - scores.max())
+                results[token, head] = weights @ value[first : position + 1, kv_head].double() / weights.sum()
+    return results.flatten(1)
+
+
+def attend(batch: Batch, scale: float, window: int) -> Tensor:
+    out = torch.full((batch.query.shape[0], batch.query.shape[1] * HEAD_DIM), math.nan)
+    paged_attention(
+        out,
+        batch.query,
+        batch.key_cache,
+        batch.value_cache,
+        batch.block_tables,
+        batch.query_starts,
+        batch.context_lengths,
+        scale=scale,
+        sliding_window=window,
+    )
+    return out
+
+
+@st.composite
+def ragged_rows(draw: st.DrawFn) -> list[Row]:
+    rows = draw(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40), st.booleans()), min_size=1, max_size=6))
+    return [Row(1 if decode else queries, (1 if decode else queries) + computed) for queries, computed, decode in rows]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=ragged_rows(),
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
+    block_size=st.sampled_from([1, 4, 16]),
+    window=st.sampled_from([0, 1, 5, 16]),
+    shared=st.integers(0, 3),
+    seed=st.integers(0, 2**31),
+)
+@example(rows=[Row(1, 16), Row(1, 17), Row(1, 1)], heads=(4, 2), block_size=16, window=0, shared=0, seed=0)
+@example(rows=[Row(16, 16), Row(1, 32), Row(17, 33)], heads=(4, 2), block_size=16, window=16, shared=1, seed=1)
+def test_attention_is_the_definition_of_attention(
+    rows: list[Row], heads: tuple[int, int], block_size: int, window: int, shared: int, seed: int
+) -> None:
+    num_heads, num_kv_heads = heads
+    batch = build(rows, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size, seed=seed, shared=shared)
+    expected = reference(batch, 0.3, window)
+    torch.testing.assert_close(attend(batch, 0.3, window).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    rows = [Row(1, 30), Row(7, 20), Row(1, 3)]
+    together = build(rows, num_heads=4, num_kv_heads=2, block_size=4, seed=3)
+    alone = Batch(
+        query=together.query[:1],
+        key_cache=together.key_cache,
+        value_cache=together.value_cache,
+        block_tables=together.block_tables[:1],
+        query_starts=together.query_starts[:2],
+        context_lengths=together.context_lengths[:1],
+        keys=together.keys[:1],
+        values=together.values[:1],
+    )
+    torch.testing.assert_close(attend(together, 0.3, 0)[:1], attend(alone, 0.3, 0), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_within_its_rounding(dtype: torch.dtype) -> None:
+    batch = build([Row(1, 30), Row(9, 20)], num_heads=4, num_kv_heads=2, block_size=4, seed=5)
+    out = torch.empty(batch.query.shape[0], 4 * HEAD_DIM, dtype=dtype)
+    paged_attention(
+        out,
+        batch.query.to(dtype),
+        batch.key_cache.to(dtype),
+        batch.value_cache.to(dtype),
+        batch.block_tables,
+        batch.query_starts,
+        batch.context_lengths,
+        scale=0.3,
+        sliding_window=0,
+    )
+    torch.testing.assert_close(out.double(), reference(batch, 0.3, 0), atol=3e-2, rtol=3e-2)
+
+
+def test_tokens_land_in_their_slots_and_padding_lands_nowhere() -> None:
+    num_blocks, num_kv_heads, block_size = 5, 2, 4
+    key_cache = torch.full((num_blocks, num_kv_heads, block_size, HEAD_DIM), math.nan)
+    value_cache = key_cache.clone()
+    # A slice of a wider tensor, as the fused projection hands it over.
+    key, value = torch.randn(4, num_kv_heads, 2 * HEAD_DIM).split(HEAD_DIM, dim=-1)
+    cache_write(key, value, key_cache, value_cache, torch.tensor([19, -1, 0, 7]))
+    for token, (block, offset) in {0: (4, 3), 2: (0, 0), 3: (1, 3)}.items():
+        assert torch.equal(key_cache[block, :, offset], key[token])
+        assert torch.equal(value_cache[block, :, offset], value[token])
+    stored = 3 * num_kv_heads * HEAD_DIM
+    assert int(key_cache.isfinite().sum()) == int(value_cache.isfinite().sum()) == stored
+
+
+def test_copies_read_every_source_before_they_write() -> None:
+    key_cache = torch.arange(4.0)[:, None, None, None].expand(4, 2, 3, HEAD_DIM).clone()
+    value_cache = -key_cache
+    copy_blocks(key_cache, value_cache, torch.tensor([[0, 1], [1, 2]]))
+    assert key_cache[:, 0, 0, 0].tolist() == [0, 0, 1, 3]
+    assert value_cache[:, 1, 2, 7].tolist() == [0, 0, -1, -3]
+
+
+def test_torch_accepts_the_operators_for_tracing() -> None:
+    """Schema, fake kernel and functionalization are consistent, as torch.compile relies on."""
+    batch = build([Row(1, 6), Row(3, 5)], num_heads=4, num_kv_heads=2, block_size=4, seed=7)
+    key_cache, value_cache = torch.randn(2, *batch.key_cache.shape).unbind()
+    key_cache, value_cache = key_cache.clone(), value_cache.clone()
+    out = torch.empty(4, 4 * HEAD_DIM)
+    metadata = (batch.block_tables, batch.query_starts, batch.context_lengths)
+    operators = torch.ops.nanoserve
+    torch.library.opcheck(
+        operators.paged_attention.default, (out, batch.query, key_cache, value_cache, *metadata, 0.3, 0)
+    )
+    new_keys, new_values = torch.randn(3, 2, HEAD_DIM), torch.randn(3, 2, HEAD_DIM)
+    slots = torch.tensor([3, -1, 0])
+    torch.library.opcheck(operators.cache_write.default, (new_keys, new_values, key_cache, value_cache, slots))
+    torch.library.opcheck(operators.copy_blocks.default, (key_cache, value_cache, torch.tensor([[0, 1]])))

@@ -1,0 +1,175 @@
+"""Attention of new tokens over everything their sequences have in the paged cache."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from triton_ops.registration import register
+
+
+def paged_attention(
+    out: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lengths: Tensor,
+    *,
+    scale: float,
+    sliding_window: int,
+) -> None:
+    """Causal attention for R rows of tokens, whatever their number per row (prefill, chunk or decode); fills `out`.
+
+    out: [T, num_heads * head_dim]; query: [T, num_heads, head_dim];
+    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], the new tokens already written;
+    block_tables: int32 [R, max_blocks], the row's blocks in order, anything behind its last block;
+    query_starts: int32 [R + 1], row r's queries are query_starts[r] to query_starts[r + 1];
+    context_lengths: int32 [R], the row's tokens in the cache, its queries (the last of them) included;
+    sliding_window: positions a query sees, itself included; 0 means all. Slots that no row uses are never read into
+    a result, whatever they hold.
+    """
+    torch.ops.nanoserve.paged_attention(
+        out,
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        query_starts,
+        context_lengths,
+        scale,
+        sliding_window,
+    )
+
+
+def _paged_attention(
+    out: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lengths: Tensor,
+    scale: float,
+    sliding_window: int,
+) -> None:
+    """Rows of one token (decode) are attended together, padded by less than a factor of two; other rows one by one."""
+    starts, contexts = query_starts.tolist(), context_lengths.tolist()
+    block_size = key_cache.shape[2]
+    decode_rows: dict[int, list[int]] = {}
+    for row, context in enumerate(contexts):
+        length = starts[row + 1] - starts[row]
+        if length == 1:
+            decode_rows.setdefault(_padded_blocks(context, block_size, sliding_window), []).append(row)
+        elif length > 1:
+            _attend_one_row(
+                out[starts[row] : starts[row + 1]],
+                query[starts[row] : starts[row + 1]],
+                *_gather_row(key_cache, value_cache, block_tables[row], context),
+                scale,
+                sliding_window,
+            )
+    for blocks, rows in decode_rows.items():
+        chosen = torch.tensor(rows, device=query.device)
+        tokens = query_starts[chosen].long()
+        out[tokens] = _attend_single_tokens(
+            query[tokens],
+            key_cache,
+            value_cache,
+            block_tables[chosen].long(),
+            context_lengths[chosen].long(),
+            blocks,
+            scale,
+            sliding_window,
+        )
+
+
+def _padded_blocks(context: int, block_size: int, sliding_window: int) -> int:
+    """How many blocks a decode row's query looks at, rounded up to a power of two: rows of one number share a batch."""
+    first_seen = max(0, context - sliding_window) if sliding_window else 0
+    blocks = (context - 1) // block_size - first_seen // block_size + 1
+    return 1 << (blocks - 1).bit_length()
+
+
+def _attend_single_tokens(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lengths: Tensor,
+    blocks: int,
+    scale: float,
+    sliding_window: int,
+) -> Tensor:
+    """query [B, num_heads, head_dim], one per row -> [B, num_heads * head_dim], over `blocks` blocks of each row.
+
+    The query heads of a key-value head are treated as its queries: one batched product with no repeated keys.
+    """
+    batch, num_heads, head_dim = query.shape
+    _, num_kv_heads, block_size, _ = key_cache.shape
+    first_seen = (context_lengths - sliding_window).clamp(min=0) if sliding_window else 0 * context_lengths
+    first_block = first_seen // block_size
+    columns = first_block[:, None] + torch.arange(blocks, device=query.device)
+    table = block_tables.gather(1, columns.clamp(max=block_tables.shape[1] - 1))
+    last_block = (context_lengths - 1) // block_size
+    # Columns behind the row's last block may hold anything; any block of the row does in their place, masked below.
+    table = torch.where(columns <= last_block[:, None], table, block_tables.gather(1, last_block[:, None]))
+    position = first_block[:, None] * block_size + torch.arange(blocks * block_size, device=query.device)
+    seen = (position >= first_seen[:, None]) & (position < context_lengths[:, None])
+    seen = seen[:, None, :, None]
+    # A masked NaN would still be NaN after the product with a zero weight, so what is not seen is cleared.
+    key = _gather_rows(key_cache, table).masked_fill_(~seen, 0.0)
+    value = _gather_rows(value_cache, table).masked_fill_(~seen, 0.0)
+    attended = functional.scaled_dot_product_attention(
+        query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim),
+        key,
+        value,
+        attn_mask=seen.transpose(2, 3),
+        scale=scale,
+    )
+    return attended.reshape(batch, num_heads * head_dim)
+
+
+def _gather_rows(cache: Tensor, table: Tensor) -> Tensor:
+    """The blocks of table [B, blocks] -> [B, num_kv_heads, blocks * block_size, head_dim], a fresh copy."""
+    batch, blocks = table.shape
+    _, num_kv_heads, block_size, head_dim = cache.shape
+    return cache[table].transpose(1, 2).reshape(batch, num_kv_heads, blocks * block_size, head_dim)
+
+
+def _gather_row(key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """One row's keys and values, exactly its context: [num_kv_heads, context, head_dim] each."""
+    blocks = (context - 1) // key_cache.shape[2] + 1
+    table = block_table[None, :blocks].long()
+    key, value = _gather_rows(key_cache, table)[0], _gather_rows(value_cache, table)[0]
+    return key[:, :context], value[:, :context]
+
+
+def _attend_one_row(out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int) -> None:
+    """query [L, num_heads, head_dim], the last L of the row's tokens; key, value [num_kv_heads, context, head_dim]."""
+    length, num_heads, _ = query.shape
+    num_kv_heads, context, _ = key.shape
+    mask = None
+    if context > length or 0 < sliding_window < context:
+        key_position = torch.arange(context, device=query.device)
+        distance = key_position[context - length :, None] - key_position[None, :]
+        mask = distance >= 0
+        if sliding_window:
+            mask &= distance < sliding_window
+    attended = functional.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key[None],
+        value[None],
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=num_heads > num_kv_heads,
+    )
+    out.copy_(attended[0].transpose(0, 1).reshape(length, -1))
+
+
+register(
+    "paged_attention(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables,"
+    " Tensor query_starts, Tensor context_lengths, float scale, int sliding_window) -> ()",
+    _paged_attention,
+)
