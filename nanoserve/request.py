@@ -212,6 +212,7 @@ class Sequence:
         tokens: prompt, then everything generated.
         computed: positions ``0..computed-1`` have their KV written by plans already submitted.
         block_table: device blocks in order of position.
+        chain: prefix-cache entries of its first full blocks.
         in_flight: rows of submitted plans that are not answered yet.
         preempt_when_answered: chosen as a victim while in flight; its blocks come back with its last answer.
         copy_source: a block whose first slots must be copied before this fork writes (copy-on-write), or None.
@@ -228,7 +229,7 @@ class Sequence:
     error: str | None = None
     computed: int = 0
     block_table: list[int] = field(default_factory=list)
-    block_keys: list[bytes] = field(default_factory=list)
+    chain: list[int] = field(default_factory=list)
     in_flight: int = 0
     preempt_when_answered: bool = False
     begun: bool = False

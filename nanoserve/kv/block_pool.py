@@ -1,0 +1,93 @@
+"""BlockPool: reference counts of the KV blocks of one tier, and the order in which free ones are reused."""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
+
+from nanoserve.kv.prefix_cache import CachedBlock, ChainLink, PrefixCache
+
+
+class BlockPool:
+    """Hands out blocks ``0..num_blocks-1``.
+
+    A block is *owned* while its count of references is positive. A free block either holds nothing of use, and is
+    then reused first, or is still cached, and is then reused least recently used first.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._references = [0] * num_blocks
+        self._blank: deque[int] = deque(range(num_blocks))
+        self._reusable: OrderedDict[int, None] = OrderedDict()
+        self._cache = PrefixCache(block_size) if prefix_caching else None
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks without an owner, cached or not."""
+        return len(self._blank) + len(self._reusable)
+
+    def blocks_for(self, tokens: int) -> int:
+        """How many blocks so many tokens take."""
+        return -(-tokens // self.block_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` blocks; their content is lost to the prefix cache.
+
+        Raises:
+            RuntimeError: if fewer are free; callers look at ``free_blocks`` first.
+        """
+        if count > self.free_blocks:
+            raise RuntimeError(f"{count} blocks asked for, {self.free_blocks} free")
+        return [self._take_free_block() for _ in range(count)]
+
+    def _take_free_block(self) -> int:
+        if self._blank:
+            block = self._blank.popleft()
+        else:
+            block, _ = self._reusable.popitem(last=False)
+            assert self._cache is not None  # only cached blocks are reusable
+            self._cache.forget(block)
+        self._references[block] = 1
+        return block
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add an owner to each block; one that was free but cached is free no more."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._reusable[block]
+            self._references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one owner of each block, the last block of a sequence first, so that it is reused first."""
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._cache is not None and block in self._cache:
+                    self._reusable[block] = None
+                else:
+                    self._blank.append(block)
+
+    def match_prefix(self, tokens: Sequence[int], salt: str) -> list[CachedBlock]:
+        """Cached blocks that begin ``tokens``; at least one token is left to compute. They are not owned yet."""
+        return [] if self._cache is None else self._cache.match(tokens, salt)
+
+    def cache_block(self, block: int, previous: ChainLink, tokens: Sequence[int]) -> int | None:
+        """Let a full block be shared; returns its link in the chain, or None without prefix caching."""
+        return None if self._cache is None else self._cache.insert(block, previous, tuple(tokens))
+
+    def check_integrity(self, owners: Counter[int]) -> None:
+        """Compare with the owners that the caller knows of.
+
+        Raises:
+            RuntimeError: if a block is leaked, used twice, or both free and owned.
+        """
+        free = list(self._blank) + list(self._reusable)
+        if len(free) != len(set(free)):
+            raise RuntimeError("a block is free twice")
+        for block in range(self.num_blocks):
+            if self._references[block] != owners[block]:
+                raise RuntimeError(f"block {block}: {self._references[block]} references, {owners[block]} owners")
+        if set(free) != {block for block, count in enumerate(self._references) if count == 0}:
+            raise RuntimeError("free blocks and blocks without an owner differ")
+        if self._cache is not None and any(block in self._cache for block in self._blank):
+            raise RuntimeError("a cached block is listed as blank")

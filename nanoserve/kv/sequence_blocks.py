@@ -1,0 +1,87 @@
+"""SequenceBlocks: gives sequences their blocks and takes them back."""
+
+from collections import Counter
+
+from nanoserve.kv.block_pool import BlockPool
+from nanoserve.request import Place, Sequence
+
+
+class SequenceBlocks:
+    """The block tables of all sequences over one pool: prefix hits, growth, forks, release."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+
+    def take_prefix(self, sequence: Sequence) -> None:
+        """Begin the table with the cached blocks of the sequence's prefix; those positions need no computing."""
+        cached = self.pool.match_prefix(sequence.tokens, sequence.request.cache_salt)
+        sequence.block_table = [entry.block for entry in cached]
+        sequence.chain = [entry.entry for entry in cached]
+        sequence.computed = len(cached) * self.pool.block_size
+        self.pool.share(sequence.block_table)
+
+    def capacity(self, sequence: Sequence) -> int:
+        """Positions to compute that fit into the sequence's blocks and all free ones."""
+        blocks = len(sequence.block_table) + self.pool.free_blocks
+        return blocks * self.pool.block_size - sequence.computed
+
+    def grow(self, sequence: Sequence, count: int) -> list[int]:
+        """Append the blocks that ``count`` more positions need; returns the new ones. They must be free."""
+        missing = self.pool.blocks_for(sequence.computed + count) - len(sequence.block_table)
+        new_blocks = self.pool.allocate(missing)
+        sequence.block_table += new_blocks
+        return new_blocks
+
+    def share_full(self, sequence: Sequence) -> None:
+        """Let every full block of computed tokens be found by other sequences."""
+        size = self.pool.block_size
+        for index in range(len(sequence.chain), sequence.computed // size):
+            previous = sequence.chain[-1] if sequence.chain else sequence.request.cache_salt
+            tokens = sequence.tokens[index * size : (index + 1) * size]
+            entry = self.pool.cache_block(sequence.block_table[index], previous, tokens)
+            if entry is None:
+                return
+            sequence.chain.append(entry)
+
+    def fork(self, parent: Sequence, sibling: Sequence) -> None:
+        """Share all of the parent's prompt but its last token, whose logits the sibling samples for itself."""
+        sibling.computed = parent.prompt_length - 1
+        full, partial = divmod(sibling.computed, self.pool.block_size)
+        sibling.block_table = parent.block_table[:full]
+        sibling.chain = parent.chain[:full]
+        self.pool.share(sibling.block_table)
+        if partial:
+            # Copied when the sibling first writes. Until then the parent may go on writing to the block: only
+            # behind the prompt, where the sibling does not look.
+            sibling.copy_source = parent.block_table[full]
+            self.pool.share([sibling.copy_source])
+
+    def take_copy_source(self, sequence: Sequence) -> int | None:
+        """The block whose copy the sequence is about to write, if it is a fork that has not written yet.
+
+        It is given back: a plan's copies run before anything of the plan is written.
+        """
+        source, sequence.copy_source = sequence.copy_source, None
+        if source is not None:
+            self.pool.release([source])
+        return source
+
+    def release(self, sequence: Sequence) -> None:
+        """Give everything back; the sequence's KV is nowhere."""
+        self.take_copy_source(sequence)
+        self.pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.chain = []
+        sequence.computed = 0
+        sequence.place = Place.NONE
+
+    def check_integrity(self, sequences: list[Sequence]) -> None:
+        """Raise RuntimeError unless the pool's owners are exactly these sequences' tables."""
+        owners: Counter[int] = Counter()
+        for sequence in sequences:
+            owners.update(sequence.block_table)
+            if sequence.copy_source is not None:
+                owners[sequence.copy_source] += 1
+            elif len(sequence.block_table) * self.pool.block_size < sequence.computed:
+                raise RuntimeError(f"sequence {sequence.sequence_id} has fewer blocks than computed tokens")
+        self.pool.check_integrity(owners)

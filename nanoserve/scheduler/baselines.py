@@ -1,0 +1,64 @@
+"""The three policies that the papers compare with.
+
+Symbols: WP = ``load.waiting_tokens``, RD = ``load.running_decodes``.
+"""
+
+from dataclasses import dataclass
+
+from nanoserve.scheduler.load import Decision, Load
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFirst:
+    """Orca (OSDI 2022, section 4.2) as vLLM ran it at first.
+
+    Whenever a waiting prompt fits, a step of whole prompts; otherwise a step of all decodes. Best time to first
+    token, but every arriving prompt stalls all running sequences.
+
+    Attributes:
+        token_budget: prompt tokens of one step.
+    """
+
+    token_budget: int = 2048
+
+    def decide(self, load: Load) -> Decision:
+        if load.first_waiting_fits:
+            return Decision(prefill_tokens=self.token_budget, decodes=0, whole_prompts=True)
+        return Decision(prefill_tokens=0, decodes=load.ready_decodes)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFirst:
+    """FasterTransformer's request-level batching (as described in Sarathi-Serve, section 2.4).
+
+    A batch of prompts is prefilled, then decoded to its end before the next prompts are taken. Best time per output
+    token, worst utilisation: the batch shrinks as its sequences finish.
+
+    Attributes:
+        token_budget: prompt tokens of one step while a batch is formed.
+    """
+
+    token_budget: int = 2048
+
+    def decide(self, load: Load) -> Decision:
+        forming = load.running_decodes == 0 or (load.previous is not None and load.previous.prefill_tokens > 0)
+        if forming and load.first_waiting_fits:
+            return Decision(prefill_tokens=self.token_budget, decodes=0, whole_prompts=True)
+        return Decision(prefill_tokens=0, decodes=load.ready_decodes)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedPrefill:
+    """Sarathi-Serve (OSDI 2024, algorithm 3): stall-free batches under one token budget.
+
+    All ready decodes first, one token each; what is left of the budget goes to chunks of prompts.
+
+    Attributes:
+        token_budget: decode and prompt tokens of one step together.
+    """
+
+    token_budget: int = 2048
+
+    def decide(self, load: Load) -> Decision:
+        decodes = min(load.ready_decodes, self.token_budget)
+        return Decision(prefill_tokens=self.token_budget - decodes, decodes=decodes)
