@@ -15,6 +15,13 @@ from nanoserve.errors import ModelError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
+_GLM_DEFAULTS: Mapping[str, Any] = {
+    "rms_norm_eps": 1.5625e-7,
+    "max_position_embeddings": 131072,
+    "head_dim": 128,
+    "attention_bias": True,
+}
+
 # Values that Hugging Face assumes for keys which a checkpoint of the family may leave out.
 _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
@@ -26,8 +33,8 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 4096,
         "head_dim": 128,
     },
-    "glm": {"rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "head_dim": 128},
-    "glm4": {"rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "head_dim": 128},
+    "glm": _GLM_DEFAULTS,
+    "glm4": _GLM_DEFAULTS,
     "mixtral": {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1e6},
     "qwen3_moe": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "sliding_window": 4096},
 }
@@ -396,7 +403,7 @@ def _moe(fields: _Fields, family: str, num_layers: int) -> MoeConfig | None:
     step = fields.positive("decoder_sparse_step", 1)
     dense = set(fields.token_ids("mlp_only_layers"))
     return MoeConfig(
-        num_experts=fields.positive("num_experts", 128),
+        num_experts=fields.positive("num_experts", fields.positive("num_local_experts", 128)),
         experts_per_token=fields.positive("num_experts_per_tok", 8),
         intermediate_size=fields.positive("moe_intermediate_size", 768),
         normalize_weights=fields.flag("norm_topk_prob", default=False),

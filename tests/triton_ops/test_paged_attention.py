@@ -47,7 +47,7 @@ def build(rows: list[Row], *, num_heads: int, num_kv_heads: int, block_size: int
     common = [free.pop() for _ in range(shared)]
     shape = (len(free) + shared + sum(needed), num_kv_heads, block_size, HEAD_DIM)
     key_cache, value_cache = torch.full(shape, math.nan), torch.full(shape, math.nan)
-    # What stands behind a row's last block in its table must not matter: here the number of a block that does not exist.
+    # Behind a row's last block its table may hold anything: here, a block that does not exist.
     tables = torch.full((len(rows), max(needed) + 1), 10**6, dtype=torch.int32)
     keys, values = [], []
     longest = max(row.context for row in rows)

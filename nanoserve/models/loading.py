@@ -1,0 +1,161 @@
+"""Read a Hugging Face model directory: config.json and safetensors, in one file or in shards.
+
+Only safetensors are read: a `.bin` checkpoint is a pickle, and unpickling can run code.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nanoserve.config import ModelConfig, read_json_object
+from nanoserve.errors import ModelError
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.dtypes import resolve_dtype
+from nanoserve.models.rotary import RotaryEmbedding
+from nanoserve.models.weights import TensorPart, may_be_ignored, tensor_parts
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+# What a checkpoint may store its numbers in, as safetensors calls them, and how many bytes each takes.
+_STORED_BYTES: Mapping[str, int] = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes read, bytes in all) while a checkpoint is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    """Where a tensor of the checkpoint lies, known from the file's header; nothing is read yet."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+
+def load_model(
+    directory: str | Path,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> tuple[Decoder, ModelConfig]:
+    """The decoder of a model directory with its weights, ready for inference, and its config.
+
+    `dtype` is "auto", "bf16", "fp16" or "fp32". Raises ModelError, one line naming the file (and the tensor).
+    """
+    path, device = Path(directory), torch.device(device)
+    config = ModelConfig.from_directory(path)
+    parts = list(tensor_parts(config))
+    with ExitStack() as files:
+        handles = {file: files.enter_context(_open(file)) for file in _weight_files(path)}
+        stored = _stored_tensors(path, handles)
+        _check(parts, stored, config, path)
+        decoder = empty_decoder(config, resolve_dtype(dtype, device), device)
+        _fill(decoder, parts, stored, handles, progress)
+    return decoder, config
+
+
+def empty_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A decoder whose parameters are allocated, not initialized, and not trainable."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    decoder.to(dtype).to_empty(device=device)
+    decoder.rotary = RotaryEmbedding(config.rope).to(device)
+    if config.tie_word_embeddings:
+        decoder.lm_head.weight = decoder.embedding.weight
+    return decoder.requires_grad_(False).eval()
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / INDEX_NAME
+    if index.is_file():
+        return [directory / name for name in sorted(set(_weight_map(index).values()))]
+    if (directory / SINGLE_NAME).is_file():
+        return [directory / SINGLE_NAME]
+    if any(directory.glob("*.bin")):
+        raise ModelError(f"{directory}: only .bin weights found, which are not read; convert them to safetensors")
+    raise ModelError(f"{directory}: no weights found ({SINGLE_NAME} or {INDEX_NAME})")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index}: no weight_map")
+    for name in weight_map.values():
+        # A shard lies beside its index: a name that leads elsewhere would read files the user did not offer.
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelError(f"{index}: {name!r} is not the name of a safetensors file in this directory")
+        if not (index.parent / name).is_file():
+            raise ModelError(f"{index.parent / name}: missing; {INDEX_NAME} names it")
+    return weight_map
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: not a complete safetensors file ({' '.join(str(error).split())})") from error
+
+
+def _stored_tensors(directory: Path, handles: Mapping[Path, Any]) -> dict[str, _StoredTensor]:
+    stored: dict[str, _StoredTensor] = {}
+    for path, handle in handles.items():
+        for name in handle.keys():  # noqa: SIM118  (a safetensors file is not a mapping)
+            header = handle.get_slice(name)
+            shape, dtype = tuple(header.get_shape()), header.get_dtype()
+            if name in stored:
+                raise ModelError(f"{path}: tensor {name} is also in {stored[name].path.name}")
+            num_bytes = _STORED_BYTES.get(dtype, 0) * torch.Size(shape).numel()
+            stored[name] = _StoredTensor(path, shape, dtype, num_bytes)
+    index = directory / INDEX_NAME
+    if index.is_file():
+        for name, file in _weight_map(index).items():
+            if name not in stored or stored[name].path.name != file:
+                raise ModelError(f"{directory / file}: tensor {name} is missing; {INDEX_NAME} says it is here")
+    return stored
+
+
+def _check(parts: list[TensorPart], stored: Mapping[str, _StoredTensor], config: ModelConfig, directory: Path) -> None:
+    """Every tensor of the model is there in the right shape, and nothing else is."""
+    for part in parts:
+        found = stored.get(part.name)
+        if found is None:
+            raise ModelError(f"{directory}: tensor {part.name} is missing from the checkpoint")
+        if found.shape != part.shape:
+            wanted, shape = list(part.shape), list(found.shape)
+            raise ModelError(f"{found.path}: tensor {part.name} has shape {shape}, config.json says {wanted}")
+        if found.dtype not in _STORED_BYTES:
+            raise ModelError(
+                f"{found.path}: tensor {part.name} is stored as {found.dtype}; only {', '.join(_STORED_BYTES)} are read"
+            )
+    known = {part.name for part in parts}
+    for name, found in stored.items():
+        if name not in known and not may_be_ignored(name, config):
+            raise ModelError(f"{found.path}: tensor {name} does not belong to a {config.family} model of this config")
+
+
+def _fill(
+    decoder: Decoder,
+    parts: list[TensorPart],
+    stored: Mapping[str, _StoredTensor],
+    handles: Mapping[Path, Any],
+    progress: Progress | None,
+) -> None:
+    parameters = dict(decoder.named_parameters())
+    total, done = sum(stored[part.name].num_bytes for part in parts), 0
+    for part in sorted(parts, key=lambda part: stored[part.name].path):
+        source = stored[part.name]
+        try:
+            tensor = handles[source.path].get_tensor(part.name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{source.path}: tensor {part.name} cannot be read ({error})") from error
+        part.region(parameters[part.parameter]).copy_(tensor)
+        done += source.num_bytes
+        if progress is not None:
+            progress(done, total)

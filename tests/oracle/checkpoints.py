@@ -1,0 +1,161 @@
+"""Small random Hugging Face checkpoints of every family, for tests of the model and of the engine.
+
+`make_checkpoint("qwen3", tmp_path)` writes one; `FAMILIES` names them all, variants of rope and windows included.
+Weights are drawn wider than at initialization, so that attention, norms and biases all leave their mark on the logits.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedConfig, PreTrainedModel
+
+VOCAB_SIZE = 160
+WEIGHT_STANDARD_DEVIATION = 0.15
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 50000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def _config(model_type: str, **settings: Any) -> PreTrainedConfig:
+    return transformers.AutoConfig.for_model(model_type, **{**_SHAPE, **settings})
+
+
+def _llama(**settings: Any) -> PreTrainedConfig:
+    return _config("llama", **settings)
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: _llama(),
+    "llama-tied-biased": lambda: _llama(
+        tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=32, num_key_value_heads=4
+    ),
+    "llama-linear": lambda: _llama(rope_parameters={"rope_type": "linear", "rope_theta": 20000.0, "factor": 3.0}),
+    "llama-llama3": lambda: _llama(rope_parameters=_LLAMA3, tie_word_embeddings=True),
+    "llama-yarn": lambda: _llama(rope_parameters=_YARN),
+    "llama-yarn-mscale": lambda: _llama(
+        rope_parameters={**_YARN, "mscale": 1.5, "mscale_all_dim": 0.5, "beta_fast": 24.0, "truncate": False}
+    ),
+    "mistral": lambda: _config("mistral", sliding_window=24),
+    "mistral-no-window": lambda: _config("mistral", sliding_window=None, head_dim=24),
+    "qwen2": lambda: _config("qwen2", tie_word_embeddings=True),
+    "qwen2-window": lambda: _config("qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1),
+    "qwen3": lambda: _config("qwen3", head_dim=32, tie_word_embeddings=True),
+    "qwen3-layer-types": lambda: _config(
+        "qwen3",
+        head_dim=16,
+        use_sliding_window=True,
+        sliding_window=12,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "glm": lambda: _config("glm", head_dim=16, attention_bias=True),
+    "glm4": lambda: _config("glm4", head_dim=16, attention_bias=False),
+    "mixtral": lambda: _config("mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=24),
+    "qwen3_moe": lambda: _config(
+        "qwen3_moe",
+        head_dim=16,
+        moe_intermediate_size=40,
+        num_experts=6,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_moe-sparse-step": lambda: _config(
+        "qwen3_moe",
+        head_dim=16,
+        moe_intermediate_size=40,
+        num_experts=5,
+        num_experts_per_tok=2,
+        norm_topk_prob=False,
+        decoder_sparse_step=2,
+    ),
+}
+
+
+def make_checkpoint(family: str, directory: Path, *, shard_size: str = "5GB", seed: int = 0) -> PreTrainedModel:
+    """Write the family's checkpoint (float32) into the directory and return the model it was written from."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if "norm" in name else 0.0
+            parameter.normal_(centre, WEIGHT_STANDARD_DEVIATION)
+    model.save_pretrained(directory, max_shard_size=shard_size)
+    return model
+
+
+_CHATGLM_NAMES = {
+    "model.embed_tokens": "transformer.embedding.word_embeddings",
+    "model.norm": "transformer.encoder.final_layernorm",
+    "lm_head": "transformer.output_layer",
+    "model.layers": "transformer.encoder.layers",
+    "self_attn.o_proj": "self_attention.dense",
+    "mlp.gate_up_proj": "mlp.dense_h_to_4h",
+    "mlp.down_proj": "mlp.dense_4h_to_h",
+}
+
+
+def rename_glm_as_chatglm(source: Path, target: Path) -> None:
+    """Rewrite a `glm` checkpoint under the names of the older `chatglm` releases."""
+    tensors = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    renamed = {}
+    for name, tensor in tensors.items():
+        if ".k_proj." in name or ".v_proj." in name:
+            continue
+        if ".q_proj." in name:
+            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            name, tensor = name.replace("self_attn.q_proj", "self_attention.query_key_value"), torch.cat(parts)
+        for old, new in _CHATGLM_NAMES.items():
+            name = name.replace(old, new)
+        renamed[name] = tensor
+    renamed["transformer.rotary_pos_emb.inv_freq"] = torch.zeros(4)
+    target.mkdir(parents=True, exist_ok=True)
+    save_file(renamed, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text(json.dumps(_chatglm_config(config)))
+
+
+def _chatglm_config(glm: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model_type": "chatglm",
+        "architectures": ["ChatGLMModel"],
+        "add_bias_linear": False,
+        "add_qkv_bias": glm["attention_bias"],
+        "ffn_hidden_size": glm["intermediate_size"],
+        "hidden_size": glm["hidden_size"],
+        "kv_channels": glm["head_dim"],
+        "layernorm_epsilon": glm["rms_norm_eps"],
+        "multi_query_attention": True,
+        "multi_query_group_num": glm["num_key_value_heads"],
+        "num_attention_heads": glm["num_attention_heads"],
+        "num_layers": glm["num_hidden_layers"],
+        "padded_vocab_size": glm["vocab_size"],
+        "rmsnorm": True,
+        "rope_ratio": glm["rope_parameters"]["rope_theta"] / 10000.0,
+        "seq_length": glm["max_position_embeddings"],
+        "eos_token_id": glm["eos_token_id"],
+        "torch_dtype": "float32",
+    }

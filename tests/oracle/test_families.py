@@ -1,0 +1,139 @@
+"""Every family against Hugging Face transformers, in float32: logits at every position, and 64 greedy tokens."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from nanoserve.config import ModelConfig
+from nanoserve.models.attention import DenseCausalAttention, PagedAttention
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.loading import load_model
+from tests.oracle.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, rename_glm_as_chatglm
+
+Checkpoint = Callable[[str], tuple[Path, PreTrainedModel]]
+
+PROMPT_LENGTH = 45  # longer than every sliding window
+GREEDY_TOKENS = 64
+TOLERANCE = 1e-4
+NO_SUCH_TOKEN = -1  # so that nothing ends early
+BLOCK_SIZE = 16
+
+
+def prompt(seed: int = 0) -> Tensor:
+    return torch.randint(3, VOCAB_SIZE, (PROMPT_LENGTH,), generator=torch.Generator().manual_seed(seed))
+
+
+def dense_logits(decoder: Decoder, config: ModelConfig, tokens: Tensor) -> Tensor:
+    attention = DenseCausalAttention(config, batch=1, length=len(tokens))
+    with torch.inference_mode():
+        return decoder.compute_logits(decoder(tokens, torch.arange(len(tokens)), attention))
+
+
+def reference_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = model(tokens[None]).logits[0]
+    return logits
+
+
+class PagedSequence:
+    """One sequence on scattered blocks, driven by hand: what a runner does, in its plainest form."""
+
+    def __init__(self, decoder: Decoder, config: ModelConfig) -> None:
+        self.decoder, self.config = decoder, config
+        self.blocks = torch.randperm(16, generator=torch.Generator().manual_seed(1))
+        shape = (16, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+        self.key_caches = [torch.full(shape, torch.nan) for _ in range(config.num_layers)]
+        self.value_caches = [torch.full(shape, torch.nan) for _ in range(config.num_layers)]
+        self.length = 0
+
+    def append(self, tokens: Tensor) -> Tensor:
+        """Logits of the appended tokens, [len(tokens), vocab_size]."""
+        positions = torch.arange(self.length, self.length + len(tokens))
+        self.length += len(tokens)
+        attention = PagedAttention(
+            config=self.config,
+            key_caches=self.key_caches,
+            value_caches=self.value_caches,
+            block_tables=self.blocks[None].int(),
+            query_starts=torch.tensor([0, len(tokens)], dtype=torch.int32),
+            context_lengths=torch.tensor([self.length], dtype=torch.int32),
+            slot_mapping=self.blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+        )
+        with torch.inference_mode():
+            return self.decoder.compute_logits(self.decoder(tokens, positions, attention))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family: str, checkpoint: Checkpoint) -> None:
+    directory, model = checkpoint(family)
+    decoder, config = load_model(directory, "fp32")
+    expected = reference_logits(model, prompt())
+    assert expected.std() > 0.5, "a flat reference would prove nothing"
+    torch.testing.assert_close(dense_logits(decoder, config, prompt()), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_from_the_paged_cache_are_those_of_transformers(family: str, checkpoint: Checkpoint) -> None:
+    directory, model = checkpoint(family)
+    decoder, config = load_model(directory, "fp32")
+    with torch.inference_mode():
+        generated = model.generate(
+            prompt()[None],
+            attention_mask=torch.ones(1, PROMPT_LENGTH, dtype=torch.long),
+            max_new_tokens=GREEDY_TOKENS,
+            do_sample=False,
+            eos_token_id=NO_SUCH_TOKEN,
+        )
+    expected = generated[0, PROMPT_LENGTH:].tolist()
+    sequence = PagedSequence(decoder, config)
+    chunks = [sequence.append(chunk) for chunk in prompt().split(17)]
+    torch.testing.assert_close(torch.cat(chunks), reference_logits(model, prompt()), atol=TOLERANCE, rtol=0)
+    logits, tokens = chunks[-1][-1], []
+    for _ in range(GREEDY_TOKENS):
+        tokens.append(int(logits.argmax()))
+        logits = sequence.append(torch.tensor(tokens[-1:]))[-1]
+    assert len(expected) == GREEDY_TOKENS
+    assert tokens == expected
+
+
+@pytest.mark.parametrize("family", ["llama-tied-biased", "qwen3_moe", "glm4"])
+def test_a_checkpoint_split_over_files_is_the_same_model(family: str, tmp_path: Path, checkpoint: Checkpoint) -> None:
+    make_checkpoint(family, tmp_path, shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    decoder, config = load_model(tmp_path, "fp32")
+    expected = reference_logits(checkpoint(family)[1], prompt())
+    torch.testing.assert_close(dense_logits(decoder, config, prompt()), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_a_chatglm_checkpoint_is_a_renamed_glm(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    directory, model = checkpoint("glm")
+    rename_glm_as_chatglm(directory, tmp_path)
+    decoder, config = load_model(tmp_path, "fp32")
+    expected = reference_logits(model, prompt())
+    torch.testing.assert_close(dense_logits(decoder, config, prompt()), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_settings_written_before_transformers_5_mean_the_same(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    """rope_theta beside rope_scaling, and torch_dtype, instead of rope_parameters and dtype."""
+    directory, _ = checkpoint("llama-llama3")
+    config = json.loads((directory / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope
+    config["torch_dtype"] = config.pop("dtype")
+    assert ModelConfig.from_hf(config) == ModelConfig.from_directory(directory)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_follows_float32(dtype: str, checkpoint: Checkpoint) -> None:
+    directory, model = checkpoint("llama-yarn")
+    decoder, config = load_model(directory, dtype)
+    logits = dense_logits(decoder, config, prompt())
+    expected = reference_logits(model, prompt())
+    assert logits.dtype == torch.float32
+    assert (logits - expected).abs().mean() < 0.05 * expected.std()
