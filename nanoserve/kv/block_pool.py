@@ -67,6 +67,15 @@ class BlockPool:
                 else:
                     self._blank.append(block)
 
+    def owned_once(self, block: int) -> bool:
+        """Whether it has exactly one owner."""
+        return self._references[block] == 1
+
+    def uncache(self, block: int) -> None:
+        """An owned block is about to be written by its only owner: nobody may find it by its old content."""
+        if self._cache is not None and block in self._cache:
+            self._cache.forget(block)
+
     def match_prefix(self, tokens: Sequence[int], salt: str) -> list[CachedBlock]:
         """Cached blocks that begin ``tokens``; at least one token is left to compute. They are not owned yet."""
         return [] if self._cache is None else self._cache.match(tokens, salt)

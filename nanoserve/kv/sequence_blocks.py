@@ -22,15 +22,31 @@ class SequenceBlocks:
 
     def capacity(self, sequence: Sequence) -> int:
         """Positions to compute that fit into the sequence's blocks and all free ones."""
-        blocks = len(sequence.block_table) + self.pool.free_blocks
+        adopted = sequence.copy_source is not None and self.pool.owned_once(sequence.copy_source)
+        blocks = len(sequence.block_table) + self.pool.free_blocks + adopted
         return blocks * self.pool.block_size - sequence.computed
 
-    def grow(self, sequence: Sequence, count: int) -> list[int]:
-        """Append the blocks that ``count`` more positions need; returns the new ones. They must be free."""
+    def grow(self, sequence: Sequence, count: int) -> tuple[list[int], tuple[int, int] | None]:
+        """Append the blocks that ``count`` more positions need; they must be free.
+
+        Returns:
+            The new blocks, and the (source, target) of a block to copy before the first of them is written: a fork
+            that writes for the first time copies the block in which its prompt ends, unless it is left alone with it.
+        """
         missing = self.pool.blocks_for(sequence.computed + count) - len(sequence.block_table)
-        new_blocks = self.pool.allocate(missing)
+        source, sequence.copy_source = sequence.copy_source, None
+        copy = None
+        if source is None:
+            new_blocks = self.pool.allocate(missing)
+        elif self.pool.owned_once(source):
+            self.pool.uncache(source)  # it may be known as a full block of the parent that is gone
+            new_blocks = [source, *self.pool.allocate(missing - 1)]
+        else:
+            new_blocks = self.pool.allocate(missing)
+            copy = (source, new_blocks[0])
+            self.pool.release([source])
         sequence.block_table += new_blocks
-        return new_blocks
+        return new_blocks, copy
 
     def share_full(self, sequence: Sequence) -> None:
         """Let every full block of computed tokens be found by other sequences."""
@@ -56,20 +72,12 @@ class SequenceBlocks:
             sibling.copy_source = parent.block_table[full]
             self.pool.share([sibling.copy_source])
 
-    def take_copy_source(self, sequence: Sequence) -> int | None:
-        """The block whose copy the sequence is about to write, if it is a fork that has not written yet.
-
-        It is given back: a plan's copies run before anything of the plan is written.
-        """
-        source, sequence.copy_source = sequence.copy_source, None
-        if source is not None:
-            self.pool.release([source])
-        return source
-
     def release(self, sequence: Sequence) -> None:
         """Give everything back; the sequence's KV is nowhere."""
-        self.take_copy_source(sequence)
+        if sequence.copy_source is not None:
+            self.pool.release([sequence.copy_source])
         self.pool.release(sequence.block_table)
+        sequence.copy_source = None
         sequence.block_table = []
         sequence.chain = []
         sequence.computed = 0

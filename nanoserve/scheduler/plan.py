@@ -45,7 +45,8 @@ class Row(msgspec.Struct, frozen=True):
     Attributes:
         sequence: its id.
         start: first position.
-        tokens: the ids at positions start, start + 1, ...
+        tokens: the ids at positions start, start + 1, ... Ids behind the last one the executor knows are guesses
+            (speculation): it answers the longest run of them that it would have sampled, and one token more.
         sample: whether the logits after the last position are sampled.
         new_blocks: appended to the sequence's block table before the row is computed.
         tier: where the sequence's KV lives.

@@ -249,9 +249,9 @@ class Scheduler:
     def _draft_row(self, draft: _Draft, sequence: Sequence, count: int, now: float) -> None:
         """Put ``count`` positions of a sequence into the plan; the blocks they need are free."""
         start, end = sequence.computed, sequence.computed + count
-        new_blocks = self.blocks.grow(sequence, count)
-        if (source := self.blocks.take_copy_source(sequence)) is not None:
-            draft.copies.append(Copy(source, new_blocks[0]))
+        new_blocks, copy = self.blocks.grow(sequence, count)
+        if copy is not None:
+            draft.copies.append(Copy(*copy))
         if not sequence.begun:
             draft.begin.append(_begin(sequence))
             sequence.begun = True

@@ -1,0 +1,1 @@
+"""Stand-ins that tests share. None of them imports torch."""
