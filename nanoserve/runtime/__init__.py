@@ -1,0 +1,1 @@
+"""Runs a StepPlan with torch: inputs, forward pass, sampling, answers."""

@@ -1,0 +1,138 @@
+"""Logits that a request wants changed before sampling: bias, penalties, end tokens that must wait.
+
+Each sequence keeps a sparse table of the tokens concerned, so the cost follows the tokens seen and not the vocabulary:
+a dense count of 256 sequences and 150,000 tokens would be as large as the logits themselves, several times over.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoserve.request import SamplingParams
+from nanoserve.scheduler.plan import Begin
+
+_ENTRY = np.dtype([("token", "i8"), ("bias", "f4"), ("count", "f4"), ("seen", "?"), ("end", "?")])
+
+
+class TokenAdjustments:
+    """The tokens of one sequence whose logits are changed, and by what; grows by the tokens that are sampled.
+
+    Token ids outside the vocabulary can never be sampled and are left out.
+    """
+
+    def __init__(self, begin: Begin, vocab_size: int) -> None:
+        self.params = begin.params
+        self.vocab_size = vocab_size
+        self._counts_tokens = _penalizes(begin.params)
+        self._place: dict[int, int] = {}
+        self._entries = np.zeros(16, _ENTRY)
+        for token, bias in begin.params.logit_bias.items():
+            self._set((token,), "bias", bias)
+        if begin.params.min_tokens:
+            self._set((*begin.end_tokens, *begin.params.stop_token_ids), "end", True)
+        if self._counts_tokens:
+            self._set(begin.tokens[: begin.prompt_length], "seen", True)
+            for token in begin.tokens[begin.prompt_length :]:
+                self.append(token)
+
+    @staticmethod
+    def wanted(params: SamplingParams) -> bool:
+        """Whether sampling with these parameters needs a table at all."""
+        return bool(params.logit_bias) or params.min_tokens > 0 or _penalizes(params)
+
+    @property
+    def entries(self) -> np.ndarray:
+        """The table, one entry per distinct token."""
+        return self._entries[: len(self._place)]
+
+    def append(self, token: int) -> None:
+        """Count a token of the output."""
+        if self._counts_tokens:
+            self._set((token,), "seen", True)
+            self._entries["count"][self._place[token]] += 1
+
+    def _set(self, tokens: Iterable[int], field: str, value: float) -> None:
+        for token in tokens:
+            if not 0 <= token < self.vocab_size:
+                continue
+            place = self._place.setdefault(token, len(self._place))
+            if place == len(self._entries):
+                self._entries = np.concatenate((self._entries, np.zeros_like(self._entries)))
+            self._entries["token"][place] = token
+            self._entries[field][place] = value
+
+
+def _penalizes(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdjustmentRows:
+    """The tables of P of the batch's rows, padded to the longest, as tensors: [P, 1] per row, [P, L] per token.
+
+    Attributes:
+        rows: int64 [P, 1], places in the batch.
+        tokens: int64; a row's padding repeats its first entry, which is harmless as it writes the same value again.
+        seen: the token is in the prompt or the output.
+        forbidden: an end token before min_tokens.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    bias: Tensor
+    counts: Tensor
+    seen: Tensor
+    forbidden: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+    @classmethod
+    def gather(
+        cls, tables: Sequence[TokenAdjustments | None], output_lengths: Sequence[int], device: torch.device
+    ) -> "AdjustmentRows | None":
+        """Put the tables of a batch together; None if no row has one with something in it."""
+        chosen = [(row, table) for row, table in enumerate(tables) if table is not None and len(table.entries)]
+        if not chosen:
+            return None
+        packed = np.empty((len(chosen), max(len(table.entries) for _, table in chosen)), _ENTRY)
+        settings = np.empty((len(chosen), 3), np.float32)
+        waiting = np.empty((len(chosen), 1), np.bool_)
+        for place, (row, table) in enumerate(chosen):
+            params = table.params
+            packed[place, : len(table.entries)] = table.entries
+            packed[place, len(table.entries) :] = table.entries[0]
+            settings[place] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+            waiting[place] = output_lengths[row] < params.min_tokens
+        per_row = torch.from_numpy(settings).to(device)
+        return cls(
+            rows=torch.tensor([[row] for row, _ in chosen], device=device),
+            tokens=_to_tensor(packed["token"], device),
+            bias=_to_tensor(packed["bias"], device),
+            counts=_to_tensor(packed["count"], device),
+            seen=_to_tensor(packed["seen"], device),
+            forbidden=_to_tensor(packed["end"] & waiting, device),
+            repetition=per_row[:, 0:1],
+            presence=per_row[:, 1:2],
+            frequency=per_row[:, 2:3],
+        )
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """A changed copy of logits [R, V]: bias, then penalties, then end tokens forbidden (vLLM's order).
+
+        Repetition divides positive and multiplies negative logits (CTRL, arXiv 1909.05858, as Hugging Face has it);
+        presence and frequency subtract for tokens of the output alone (OpenAI).
+        """
+        values = logits[self.rows, self.tokens] + self.bias
+        punished = torch.where(values > 0, values / self.repetition, values * self.repetition)
+        values = torch.where(self.seen, punished, values)
+        values = values - self.frequency * self.counts - self.presence * (self.counts > 0)
+        values = values.masked_fill(self.forbidden, -torch.inf)
+        return logits.index_put((self.rows, self.tokens), values)
+
+
+def _to_tensor(column: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(column)).to(device)

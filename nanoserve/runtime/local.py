@@ -1,0 +1,99 @@
+"""LocalExecutor: runs plans in this process, on one device, one at a time."""
+
+import gc
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from nanoserve.config import ModelConfig
+from nanoserve.errors import RuntimeFailure
+from nanoserve.models.decoder import Decoder
+from nanoserve.runtime.memory import available_memory, kv_bytes_per_block
+from nanoserve.runtime.model_runner import ModelRunner
+from nanoserve.scheduler.plan import StepPlan, StepResult
+from nanoserve.sizes import format_size
+
+
+class LocalExecutor:
+    """The Executor of one process with one device: `submit` queues a plan, `collect` runs it.
+
+    Raises:
+        RuntimeFailure: from the constructor and from `collect`, when the device has no memory left.
+    """
+
+    max_in_flight = 1
+
+    def __init__(
+        self, decoder: Decoder, config: ModelConfig, *, num_blocks: int, block_size: int, device: torch.device | str
+    ) -> None:
+        self._device = torch.device(device)
+        size = num_blocks * kv_bytes_per_block(config, block_size, decoder.embedding.weight.dtype)
+        decoder.eval()
+        with _memory_errors(self._device, f"a KV cache of {format_size(size)} does not fit", "--kv-cache-memory"):
+            self._runner: ModelRunner | None = ModelRunner(
+                decoder, num_blocks=num_blocks, block_size=block_size, device=self._device
+            )
+        self._plans: deque[StepPlan] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Take a plan; it runs in the next `collect`.
+
+        Raises:
+            RuntimeError: if the executor is closed or a plan is waiting already.
+        """
+        self._open_runner()
+        if len(self._plans) >= self.max_in_flight:
+            raise RuntimeError(f"at most {self.max_in_flight} plan may be in flight")
+        self._plans.append(plan)
+
+    def collect(self, until: float | None) -> list[StepResult]:
+        """Run the waiting plan. With none, nothing can become known: sleeps to the end of `until`, if one is given."""
+        runner = self._open_runner()
+        if not self._plans:
+            if until is not None:
+                time.sleep(max(0.0, until - self.now()))
+            return []
+        plan = self._plans.popleft()
+        began = self.now()
+        num_tokens = sum(len(row.tokens) for row in plan.rows)
+        with _memory_errors(self._device, f"a step of {num_tokens} tokens does not fit", "--max-num-batched-tokens"):
+            answers = runner.execute(plan)
+        return [StepResult(step=plan.step, answers=answers, seconds=self.now() - began)]
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def close(self) -> None:
+        """Give the memory back; closing again does nothing, anything else is an error from here on."""
+        self._plans.clear()
+        if self._runner is not None:
+            self._runner = None
+            gc.collect()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _open_runner(self) -> ModelRunner:
+        if self._runner is None:
+            raise RuntimeError("the executor is closed")
+        return self._runner
+
+
+@contextmanager
+def _memory_errors(device: torch.device, problem: str, flag: str) -> Iterator[None]:
+    """Turn torch's many ways of saying "out of memory" into one line that names the flag to lower."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not _out_of_memory(error):
+            raise
+        free = format_size(available_memory(device))
+        raise RuntimeFailure(f"out of memory on {device}: {problem} into {free} free; lower {flag}") from error
+
+
+def _out_of_memory(error: Exception) -> bool:
+    # On the CPU torch raises a plain RuntimeError from its allocator.
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, kinds) or "DefaultCPUAllocator" in str(error)

@@ -1,0 +1,124 @@
+"""How much memory there is, and how much of it becomes KV cache."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from nanoserve.config import ModelConfig
+from nanoserve.errors import UsageError
+from nanoserve.sizes import format_size
+
+CPU_SHARE = 0.25
+"""Of free memory, for the cache by default: the machine's owner is working on it too."""
+CUDA_SHARE = 0.85
+"""Of a device's free memory once the weights are loaded; the rest is for activations and logits."""
+
+
+def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys and values of all layers and heads for `block_size` tokens."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * dtype.itemsize
+
+
+def available_memory(device: torch.device | str) -> int:
+    """Bytes that can still be allocated on the device; for the CPU within what its control group allows."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(
+        _free_memory(Path("/proc/meminfo")), *_control_group_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    )
+
+
+def _free_memory(meminfo: Path) -> int:
+    """What the kernel estimates can be used without swapping; without /proc (macOS), the physical memory."""
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _control_group_rooms(membership: Path, mount: Path) -> list[int]:
+    """What is left in every control group above this process that has a limit (cgroup version 2, then version 1)."""
+    rooms = []
+    own = mount
+    if membership.is_file():
+        for line in membership.read_text().splitlines():
+            if line.startswith("0::"):
+                own = mount / line.removeprefix("0::").strip().lstrip("/")
+    for group in (own, *own.parents):
+        if group.is_relative_to(mount):
+            rooms.append(_room(group / "memory.max", group / "memory.current", group / "memory.stat", "inactive_file"))
+    old = mount / "memory"
+    rooms.append(
+        _room(old / "memory.limit_in_bytes", old / "memory.usage_in_bytes", old / "memory.stat", "total_inactive_file")
+    )
+    return [room for room in rooms if room is not None]
+
+
+def _room(limit: Path, usage: Path, statistics: Path, reclaimable: str) -> int | None:
+    """Limit minus usage, where usage leaves out file cache that the kernel drops when memory is short."""
+    try:
+        allowed, used = limit.read_text().strip(), int(usage.read_text())
+        lines = dict(line.split(maxsplit=1) for line in statistics.read_text().splitlines())
+        return None if allowed == "max" else max(0, int(allowed) - used + int(lines.get(reclaimable, "0")))
+    except (OSError, ValueError):
+        return None
+
+
+def choose_num_blocks(
+    config: ModelConfig,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    kv_cache_memory: int | None,
+    max_model_len: int | None,
+    max_num_seqs: int,
+) -> int:
+    """How many blocks the KV cache gets.
+
+    Args:
+        kv_cache_memory: bytes asked for (``--kv-cache-memory``), or None: a share of what is free, but no more than
+            `max_num_seqs` requests of full length can use.
+        max_model_len: the longest request, asked for; None stands for the model's own limit, and then a default cache
+            may be smaller than that: the caller lowers the limit to ``blocks * block_size``.
+
+    Raises:
+        UsageError: if one request of full length does not fit, or more is asked for than is free.
+    """
+    length = max_model_len or config.max_position_embeddings
+    per_block = kv_bytes_per_block(config, block_size, dtype)
+    per_request = -(-length // block_size)
+    free = available_memory(device)
+    if kv_cache_memory is not None:
+        return _explicit(kv_cache_memory, free, per_block, per_request, length, block_size)
+    share = CPU_SHARE if torch.device(device).type == "cpu" else CUDA_SHARE
+    affordable = int(free * share) // per_block
+    if max_model_len is not None:
+        affordable = max(affordable, per_request)  # asked for by name: more than the usual share, if it is there
+    if affordable < 1 or affordable * per_block > free:
+        needed = format_size(per_request * per_block)
+        raise UsageError(
+            f"one request of {length} tokens needs {needed} of KV cache, but only {format_size(free)} of memory"
+            " is free; lower --max-model-len or free some memory"
+        )
+    return min(affordable, per_request * max_num_seqs)
+
+
+def _explicit(asked: int, free: int, per_block: int, per_request: int, length: int, block_size: int) -> int:
+    if asked > free:
+        raise UsageError(
+            f"--kv-cache-memory {format_size(asked)} is more than the {format_size(free)} of memory that is free;"
+            f" ask for less"
+        )
+    blocks = asked // per_block
+    if blocks < per_request:
+        shorter = f" or lower --max-model-len to {blocks * block_size}" if blocks else ""
+        raise UsageError(
+            f"--kv-cache-memory {format_size(asked)} holds {blocks * block_size} tokens, but one request may have"
+            f" {length}; raise it to {format_size(per_request * per_block)}{shorter}"
+        )
+    return blocks

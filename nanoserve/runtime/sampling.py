@@ -1,0 +1,172 @@
+"""From logits to tokens, for a whole batch at once.
+
+Order of effects, as in Hugging Face and vLLM: logit bias, penalties and forbidden end tokens; temperature; top_k; top_p
+within what top_k left; min_p. Then the Gumbel-max trick (Gumbel 1954), as a race of exponentials: the argmax of
+logit - log(noise) over the tokens kept is distributed as their softmax.
+
+Nothing sorts a vocabulary. What is kept and drawn for a row is a function of that row alone, so a request gives the
+same tokens alone, in a batch, and at any place in it. Ties: top_k prefers lower token ids; top_p without top_k keeps
+all tokens that tie with the last one; greedy takes the lowest id.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoserve.request import SamplingParams
+from nanoserve.runtime.adjustments import AdjustmentRows, TokenAdjustments
+from nanoserve.runtime.counter_random import exponential, row_keys
+from nanoserve.runtime.selection import order_keys, smallest_sufficient_key, top_tokens
+from nanoserve.scheduler.plan import Begin
+
+_SETTINGS = np.dtype(
+    [("temperature", "f4"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f4"), ("seed", "i8"), ("index", "i8")]
+)
+# Probabilities are added as integers: 2^44 times a weight of at most 1, and 2^18 tokens fit into 63 bits.
+_FIXED_POINT = 2.0**44
+
+
+class SamplingState:
+    """What the sampler keeps of one sequence between its steps."""
+
+    def __init__(self, begin: Begin, vocab_size: int) -> None:
+        params = begin.params
+        top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+        values = (params.temperature, top_k, params.top_p, params.min_p, begin.seed, begin.index)
+        self.params: SamplingParams = params
+        self.prompt_length = begin.prompt_length
+        self.settings = np.array([values], _SETTINGS)
+        wanted = TokenAdjustments.wanted(params)
+        self.adjustments = TokenAdjustments(begin, vocab_size) if wanted else None
+
+    def append(self, token: int) -> None:
+        """Take note of a sampled token."""
+        if self.adjustments is not None:
+            self.adjustments.append(token)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """G rows of the batch that are drawn in one way. All tensors are [G, 1] but for `rows` [G] and `keys` [G, 2].
+
+    Attributes:
+        largest_top_k: candidates to look at; 0 means the whole vocabulary, and then no row has a top_k.
+        top_p: None if no row of the group has one below 1.
+        log_min_p: log of min_p; None if all are 0.
+    """
+
+    rows: Tensor
+    keys: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    largest_top_k: int
+    top_p: Tensor | None
+    log_min_p: Tensor | None
+
+    @classmethod
+    def gather(cls, settings: np.ndarray, positions: np.ndarray, rows: np.ndarray, device: torch.device) -> "Draw":
+        chosen = settings[rows]
+
+        def column(name: str) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(chosen[name])).to(device)[:, None]
+
+        position = torch.from_numpy(positions[rows]).to(device)
+        return cls(
+            rows=torch.from_numpy(rows).to(device),
+            keys=row_keys(column("seed")[:, 0], column("index")[:, 0], position),
+            temperature=column("temperature"),
+            top_k=column("top_k"),
+            largest_top_k=int(chosen["top_k"].max()),
+            top_p=column("top_p") if (chosen["top_p"] < 1).any() else None,
+            log_min_p=column("min_p").log() if (chosen["min_p"] > 0).any() else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each row of a batch of logits is sampled. Without draws and adjustments the batch is plainly greedy."""
+
+    draws: tuple[Draw, ...]
+    adjustments: AdjustmentRows | None
+
+    @classmethod
+    def gather(cls, states: Sequence[SamplingState], positions: Sequence[int], device: torch.device) -> "SamplingRows":
+        """positions: of the tokens to be sampled, in their sequences."""
+        settings = np.concatenate([state.settings for state in states])
+        position = np.asarray(positions, np.int64)
+        random = settings["temperature"] > 0
+        by_top_k, by_top_p = settings["top_k"] > 0, settings["top_p"] < 1
+        # A row's group depends on its own settings alone, and so does the way it is computed.
+        groups = (random & by_top_k, random & ~by_top_k & by_top_p, random & ~by_top_k & ~by_top_p)
+        output_lengths = [place - state.prompt_length for place, state in zip(positions, states, strict=True)]
+        return cls(
+            draws=tuple(
+                Draw.gather(settings, position, np.flatnonzero(group), device) for group in groups if group.any()
+            ),
+            adjustments=AdjustmentRows.gather([state.adjustments for state in states], output_lengths, device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """tokens: int64 [R]; valid: bool [R], False where the logits were not numbers or no token was left to sample."""
+
+    tokens: Tensor
+    valid: Tensor
+
+
+def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
+    """Sample one token for each row of logits, float32 [R, V], which stay as they are."""
+    if rows.adjustments is not None:
+        logits = rows.adjustments.apply(logits)
+    maxima, tokens = logits.max(dim=1)  # NaN wins a maximum, so the maxima alone tell what is valid
+    for draw in rows.draws:
+        scaled = (logits[draw.rows] - maxima[draw.rows, None]) / draw.temperature
+        scaled.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)  # an invalid row must not leave the range of an index
+        pick = _draw_of_candidates if draw.largest_top_k else _draw_of_vocabulary
+        tokens = tokens.index_copy(0, draw.rows, pick(scaled, draw))
+    return Sampled(tokens, torch.isfinite(maxima))
+
+
+def _draw_of_candidates(scaled: Tensor, draw: Draw) -> Tensor:
+    """Rows with top_k: only their best tokens are looked at. scaled: [G, V], largest 0; result: token ids [G]."""
+    tokens = top_tokens(scaled, draw.largest_top_k)
+    candidates = scaled.gather(1, tokens)
+    rank = torch.arange(tokens.shape[1], device=tokens.device)
+    candidates = candidates.masked_fill(rank >= draw.top_k, -torch.inf)
+    if draw.top_p is not None:
+        weights = _weights(candidates)
+        before = weights.cumsum(1) - weights
+        candidates = candidates.masked_fill(before >= _needed(weights, draw.top_p)[:, None], -torch.inf)
+    winner = _race(candidates, tokens, draw)
+    return tokens.gather(1, winner[:, None])[:, 0]
+
+
+def _draw_of_vocabulary(scaled: Tensor, draw: Draw) -> Tensor:
+    """Rows without top_k. scaled: [G, V], largest 0; result: token ids [G]."""
+    if draw.top_p is not None:
+        weights, keys = _weights(scaled), order_keys(scaled)
+        lowest = smallest_sufficient_key(keys, weights, _needed(weights, draw.top_p))
+        scaled = scaled.masked_fill(keys < lowest[:, None], -torch.inf)
+    return _race(scaled, torch.arange(scaled.shape[1], device=scaled.device)[None], draw)
+
+
+def _weights(scaled: Tensor) -> Tensor:
+    """Probabilities up to a factor, as integers."""
+    return (scaled.exp().double() * _FIXED_POINT).long()
+
+
+def _needed(weights: Tensor, top_p: Tensor) -> Tensor:
+    """How much weight top_p asks to keep, int64 [G]."""
+    total = weights.sum(1)
+    return torch.minimum((top_p[:, 0] * total.double()).ceil().long(), total)
+
+
+def _race(scaled: Tensor, tokens: Tensor, draw: Draw) -> Tensor:
+    """Apply min_p and draw: the place of the winner in each row, int64 [G]."""
+    if draw.log_min_p is not None:
+        scaled = scaled.masked_fill(scaled < draw.log_min_p, -torch.inf)
+    return (scaled - exponential(draw.keys, tokens).log_()).argmax(dim=1)

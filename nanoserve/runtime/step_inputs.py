@@ -1,0 +1,113 @@
+"""From the rows of a plan to the tensors of a forward pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoserve.scheduler.plan import Row
+
+
+class BlockTable:
+    """The blocks of one sequence in order of position, as an array that grows by doubling."""
+
+    def __init__(self) -> None:
+        self._blocks = np.zeros(16, np.int32)
+        self._length = 0
+
+    def extend(self, blocks: Sequence[int]) -> None:
+        length = self._length + len(blocks)
+        if length > len(self._blocks):
+            self._blocks = np.concatenate((self._blocks, np.zeros(max(length, len(self._blocks)), np.int32)))
+        self._blocks[self._length : length] = blocks
+        self._length = length
+
+    @property
+    def blocks(self) -> np.ndarray:
+        return self._blocks[: self._length]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The tensors of one forward pass over T tokens in R rows. They are views of buffers: good until the next step.
+
+    Attributes:
+        token_ids, positions, slot_mapping: int64 [T].
+        block_tables: int32 [R, most blocks of a row].
+        query_starts: int32 [R + 1].
+        context_lengths: int32 [R], tokens in the cache once this step has written.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    block_tables: Tensor
+    query_starts: Tensor
+    context_lengths: Tensor
+
+
+class InputBuilder:
+    """Fills numpy buffers that are kept between steps, then makes one transfer per kind of number."""
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        self.device = device
+        self._token_columns = np.zeros((3, 256), np.int64)
+        self._row_columns = np.zeros(256, np.int32)
+
+    def build(self, rows: Sequence[Row], tables: Sequence[BlockTable]) -> StepInputs:
+        """tables: each row's block table, long enough for its last position.
+
+        Raises:
+            RuntimeError: if a table is too short, which is a mistake of whoever made the plan.
+        """
+        lengths = np.array([len(row.tokens) for row in rows], np.int32)
+        starts = np.array([row.start for row in rows], np.int32)
+        num_tokens, width = int(lengths.sum()), max(len(table.blocks) for table in tables)
+        self._check_capacity(rows, tables)
+        block_tables, query_starts, contexts = self._row_buffers(len(rows), width)
+        query_starts[0] = 0
+        np.cumsum(lengths, out=query_starts[1:])
+        np.add(starts, lengths, out=contexts)
+        token_ids, positions, slots = token_columns = self._token_buffers(num_tokens)
+        for place, (row, table) in enumerate(zip(rows, tables, strict=True)):
+            token_ids[query_starts[place] : query_starts[place + 1]] = row.tokens
+            block_tables[place, : len(table.blocks)] = table.blocks
+            block_tables[place, len(table.blocks) :] = 0
+        row_of_token = np.repeat(np.arange(len(rows)), lengths)
+        positions[:] = np.arange(num_tokens) - query_starts[row_of_token] + starts[row_of_token]
+        slots[:] = block_tables[row_of_token, positions // self.block_size]
+        slots *= self.block_size
+        slots += positions % self.block_size
+        return self._to_device(token_columns, len(rows), width)
+
+    def _check_capacity(self, rows: Sequence[Row], tables: Sequence[BlockTable]) -> None:
+        for row, table in zip(rows, tables, strict=True):
+            if row.start + len(row.tokens) > len(table.blocks) * self.block_size:
+                raise RuntimeError(
+                    f"sequence {row.sequence}: {len(table.blocks)} blocks of {self.block_size} slots"
+                    f" do not reach position {row.start + len(row.tokens) - 1}"
+                )
+
+    def _token_buffers(self, num_tokens: int) -> np.ndarray:
+        """[3, num_tokens]: token ids, positions, slots."""
+        if num_tokens > self._token_columns.shape[1]:
+            self._token_columns = np.zeros((3, 2 * num_tokens), np.int64)
+        return self._token_columns[:, :num_tokens]
+
+    def _row_buffers(self, num_rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Block tables [num_rows, width], query starts [num_rows + 1] and context lengths [num_rows] of one buffer."""
+        size = num_rows * (width + 2) + 1
+        if size > len(self._row_columns):
+            self._row_columns = np.zeros(2 * size, np.int32)
+        tables, rest = self._row_columns[: num_rows * width], self._row_columns[num_rows * width : size]
+        return tables.reshape(num_rows, width), rest[: num_rows + 1], rest[num_rows + 1 :]
+
+    def _to_device(self, token_columns: np.ndarray, num_rows: int, width: int) -> StepInputs:
+        token_ids, positions, slots = torch.from_numpy(token_columns).to(self.device)
+        size = num_rows * (width + 2) + 1
+        row_columns = torch.from_numpy(self._row_columns[:size]).to(self.device)
+        tables, rest = row_columns[: num_rows * width].view(num_rows, width), row_columns[num_rows * width :]
+        return StepInputs(token_ids, positions, slots, tables, rest[: num_rows + 1], rest[num_rows + 1 :])
