@@ -1,0 +1,1 @@
+"""Text in, text out: tokenizers, chat templates, detokenizing, stop strings, reasoning blocks. Never imports torch."""

@@ -1,0 +1,200 @@
+"""The two libraries that tokenize, behind one small interface."""
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from nanoserve.errors import ModelError
+from nanoserve.text.control_tokens import ControlTokens, Piece
+
+# Control tokens by their looks, for tokenizers that forget to flag them special (the role tokens of some families).
+_CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class Backend(Protocol):
+    """What a tokenizing library must be able to do."""
+
+    control_ids: Mapping[str, int]
+    """Spelling -> id of every control token; they are left out of decoded text."""
+    vocab_size: int
+    """One more than the largest token id."""
+
+    def encode(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
+        """Ids of the pieces in a row. Nothing inside a text piece is ever taken for a control token.
+
+        `add_special_tokens` adds what the tokenizer's own file puts around a text, such as BOS.
+        """
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of the ids; ids outside the vocabulary have no text."""
+
+    def token_id(self, spelling: str) -> int | None:
+        """The id of one token, or None."""
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the token is one raw byte of a byte-fallback vocabulary."""
+
+
+class TokenizersBackend:
+    """`tokenizer.json` through the `tokenizers` library.
+
+    The library can be told to read special tokens as text, but then those of the template are text too. So the ones
+    that are meant are replaced by private separator tokens, which cut the text at exactly the places where the control
+    tokens would; their ids are put in afterwards. Ordinary text is tokenized as if the library had seen everything.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], named_special: Sequence[str]) -> None:
+        from tokenizers import AddedToken, Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise ModelError(f"{path} is not a usable tokenizer: {error}") from error
+        added = self._add_missing_tokens(settings, named_special)
+        self.control_ids: Mapping[str, int] = {
+            token.content: token_id
+            for token_id, token in added.items()
+            if token.special or token.content in named_special or _CONTROL_SHAPE.fullmatch(token.content)
+        }
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocabulary.values(), default=-1)
+        self._byte_ids = frozenset(token_id for token, token_id in vocabulary.items() if _BYTE_PIECE.fullmatch(token))
+        self._tokenizer.add_special_tokens(list(self.control_ids))
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+        # One separator for each way in which control tokens swallow the blanks beside them, names unguessable.
+        nonce = secrets.token_hex(16)
+        sides = {(token.lstrip, token.rstrip) for token in added.values()}
+        separators = {side: f"\ue000{nonce}{side[0]:d}{side[1]:d}\ue001" for side in sides}
+        self._tokenizer.add_tokens(
+            [
+                AddedToken(text, lstrip=left, rstrip=right, normalized=False)
+                for (left, right), text in separators.items()
+            ]
+        )
+        self._separator = {token_id: separators[token.lstrip, token.rstrip] for token_id, token in added.items()}
+        self._separator_ids = {self._tokenizer.token_to_id(text) for text in separators.values()}
+
+    def _add_missing_tokens(self, settings: Mapping[str, Any], named_special: Sequence[str]) -> dict[int, Any]:
+        """Tokens that only tokenizer_config.json knows are added as HF does; answers all added tokens by id."""
+        from tokenizers import AddedToken
+
+        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        declared = settings.get("added_tokens_decoder") or {}
+        flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
+        for _, entry in sorted(declared.items(), key=lambda item: int(item[0])):
+            if entry["content"] not in known:
+                token = AddedToken(entry["content"], **{flag: entry[flag] for flag in flags if flag in entry})
+                (self._tokenizer.add_special_tokens if token.special else self._tokenizer.add_tokens)([token])
+                known.add(entry["content"])
+        in_vocabulary = [name for name in named_special if self._tokenizer.token_to_id(name) is not None]
+        self._tokenizer.add_special_tokens([name for name in in_vocabulary if name not in known])
+        added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
+        return added
+
+    def encode(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
+        control = [piece for piece in pieces if isinstance(piece, int)]
+        text = "".join(piece if isinstance(piece, str) else self._separator[piece] for piece in pieces)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if control:
+            following = iter(control)
+            ids = [next(following) if token in self._separator_ids else token for token in ids]
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        known = [token for token in token_ids if 0 <= token < self.vocab_size]
+        text: str = self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_id(self, spelling: str) -> int | None:
+        token_id: int | None = self._tokenizer.token_to_id(spelling)
+        return token_id
+
+    def is_byte(self, token_id: int) -> bool:
+        return token_id in self._byte_ids
+
+
+class SentencePieceBackend:
+    """`tokenizer.model` through `sentencepiece`, with the tokens that were added beside it."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], added: Mapping[str, int]) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        try:
+            self._processor = SentencePieceProcessor(model_file=str(path))
+        except (OSError, RuntimeError) as error:
+            raise ModelError(f"{path} is not a sentencepiece model") from error
+        self._size: int = self._processor.piece_size()
+        pieces: list[str] = [self._processor.id_to_piece(number) for number in range(self._size)]
+        declared = settings.get("added_tokens_decoder") or {}
+        added = {**added, **{entry["content"]: int(number) for number, entry in declared.items()}}
+        plain = {entry["content"] for entry in declared.values() if not entry.get("special")}
+        controls = {pieces[number]: number for number in range(self._size) if self._processor.is_control(number)}
+        self.control_ids: Mapping[str, int] = controls | {
+            text: number for text, number in added.items() if text not in plain
+        }
+        self.vocab_size = max([self._size - 1, *added.values()]) + 1
+        self._skipped = frozenset(self.control_ids.values())
+        # Tokens that sentencepiece does not write itself: its controls and what lies beyond its vocabulary.
+        self._spelling = {
+            number: text for text, number in {**added, **controls}.items() if number >= self._size or text in controls
+        }
+        self._plain = ControlTokens({text: number for text, number in added.items() if text in plain})
+        # The older reading gives every text between control tokens sentencepiece's leading blank, the newer one only
+        # the very beginning of the prompt.
+        self._blank_everywhere = bool(settings.get("legacy", True))
+        self._has_leading_blank = self._processor.encode("a", out_type=str)[0].startswith("▁")
+        characters = set().union(*pieces)
+        # A character of no piece merges with nothing: behind it a text is tokenized as if it stood within another.
+        self._stopper = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in characters)
+        self._stopper_length = len(self._processor.encode(self._stopper))
+        self._bos = self._processor.bos_id()
+
+    def encode(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = [self._bos] if add_special_tokens and self._bos >= 0 else []
+        at_beginning = True
+        for piece in pieces:
+            for part in self._plain.split(piece) if isinstance(piece, str) else [piece]:
+                if isinstance(part, int):
+                    ids.append(part)
+                elif at_beginning or self._blank_everywhere:
+                    ids += self._processor.encode(part)
+                else:
+                    ids += self._processor.encode(self._stopper + part)[self._stopper_length :]
+                at_beginning = False
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        text = ""
+        run: list[int] = []
+        for token in token_ids:
+            if skip_special_tokens and token in self._skipped:
+                continue
+            if token in self._spelling:
+                text += self._decode_run(run, at_beginning=not text) + self._spelling[token]
+                run = []
+            elif 0 <= token < self._size:
+                run.append(token)
+        return text + self._decode_run(run, at_beginning=not text)
+
+    def _decode_run(self, run: list[int], *, at_beginning: bool) -> str:
+        if not run:
+            return ""
+        text: str = self._processor.decode(run)
+        # sentencepiece takes one blank off the beginning of whatever it decodes; within a text it belongs there.
+        inside = not at_beginning and self._has_leading_blank
+        return " " + text if inside and self._processor.id_to_piece(run[0]).startswith("▁") else text
+
+    def token_id(self, spelling: str) -> int | None:
+        number: int = self._processor.piece_to_id(spelling)
+        if self._processor.id_to_piece(number) == spelling:
+            return number
+        return next((number for number, text in self._spelling.items() if text == spelling), None)
+
+    def is_byte(self, token_id: int) -> bool:
+        return 0 <= token_id < self._size and bool(self._processor.is_byte(token_id))

@@ -1,0 +1,33 @@
+"""Reading the small JSON and text files of a model directory, with errors that name the file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nanoserve.errors import ModelError
+
+
+def read_text(path: Path) -> str:
+    """The file as text. Raises ModelError naming the file when it cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not UTF-8 text") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises ModelError naming the file when it is missing, broken or not an object."""
+    try:
+        value = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def read_optional_json_object(path: Path) -> dict[str, Any]:
+    """Like `read_json_object`, but a missing file is an empty object."""
+    return read_json_object(path) if path.exists() else {}

@@ -1,0 +1,193 @@
+"""Tokenizers: text to token ids and back, for prompts and for conversations."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nanoserve.errors import ModelError
+from nanoserve.text.backends import Backend, SentencePieceBackend, TokenizersBackend
+from nanoserve.text.chat_template import RESERVED_ARGUMENTS, ChatTemplate, PlainConversation, load_chat_template
+from nanoserve.text.control_tokens import ControlTokens, choose_mark
+from nanoserve.text.files import read_optional_json_object
+from nanoserve.text.messages import check_messages, check_template_arguments, check_text
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class Tokenizer:
+    """One interface over the tokenizing libraries; text from users never turns into control tokens."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        template: ChatTemplate | PlainConversation,
+        named_tokens: Mapping[str, str],
+        settings: Mapping[str, Any],
+    ) -> None:
+        self._backend = backend
+        self._template = template
+        self._control = ControlTokens(backend.control_ids)
+        self._settings = settings
+        self.vocab_size = backend.vocab_size
+        """One more than the largest token id."""
+        self.special_ids = frozenset(backend.control_ids.values())
+        """Ids that `decode` leaves out."""
+        self.bos_token_id = self._named_id(named_tokens, "bos_token")
+        self.eos_token_id = self._named_id(named_tokens, "eos_token")
+
+    def _named_id(self, named_tokens: Mapping[str, str], name: str) -> int | None:
+        spelling = named_tokens.get(name)
+        return None if spelling is None else self._backend.token_id(spelling)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text typed by a user: spellings of special tokens in it are ordinary text.
+
+        `add_special_tokens` puts around it what the model expects, usually BOS. Raises UsageError for text with NUL or
+        lone surrogates.
+        """
+        return self._encode([check_text(text)] if text else [], add_special_tokens=add_special_tokens)
+
+    def _encode(self, pieces: Sequence[str | int], *, add_special_tokens: bool) -> list[int]:
+        # An explicit setting beats the rules in the tokenizer's own file, as in HF transformers.
+        explicit = "add_bos_token" in self._settings or "add_eos_token" in self._settings
+        if not add_special_tokens or not explicit:
+            return self._backend.encode(pieces, add_special_tokens=add_special_tokens)
+        bos = [self.bos_token_id] if self._settings.get("add_bos_token") else []
+        eos = [self.eos_token_id] if self._settings.get("add_eos_token") else []
+        ids = [*bos, *self._backend.encode(pieces, add_special_tokens=False), *eos]
+        return [token for token in ids if token is not None]
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation in the model's own chat format.
+
+        Control tokens come from the template alone. Raises UsageError when the messages are malformed or the template
+        refuses them, ModelError when the template fails.
+        """
+        pieces = self._chat_pieces(messages, template_arguments, add_generation_prompt=add_generation_prompt)
+        # A template writes BOS where the model wants it; the plain format leaves that to the tokenizer.
+        return self._encode(pieces, add_special_tokens=not self.has_chat_template)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as the text that `encode_chat` tokenizes."""
+        arguments = check_template_arguments(template_arguments, RESERVED_ARGUMENTS)
+        return self._template.render(
+            check_messages(messages), add_generation_prompt=add_generation_prompt, arguments=arguments
+        )
+
+    def _chat_pieces(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_arguments: Mapping[str, Any] | None,
+        *,
+        add_generation_prompt: bool,
+    ) -> list[str | int]:
+        checked = check_messages(messages)
+        arguments = check_template_arguments(template_arguments, RESERVED_ARGUMENTS)
+        conversation = json.dumps([checked, arguments], ensure_ascii=False)
+        mark = choose_mark([conversation, self._template.source])
+        rendered = self._template.render(
+            [{**self._control.mark_all(message, mark), "role": message["role"]} for message in checked],
+            add_generation_prompt=add_generation_prompt,
+            arguments=self._control.mark_all(arguments, mark),
+        )
+        if not self.has_chat_template:
+            return [rendered.replace(mark, "")]
+        pieces = self._control.split(rendered)
+        texts = [piece if isinstance(piece, int) else piece.replace(mark, "") for piece in pieces]
+        return [piece for piece in texts if piece != ""]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the ids; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the token is one raw byte of a byte-fallback vocabulary."""
+        return self._backend.is_byte(token_id)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model brought a chat template of its own."""
+        return isinstance(self._template, ChatTemplate)
+
+    @property
+    def notice(self) -> str | None:
+        """What a user who chats should be told about the prompt format, if anything."""
+        return self._template.notice
+
+    def close(self) -> None:
+        """End the process in which the chat template runs."""
+        self._template.close()
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """The tokenizer of a model directory: tokenizer.json, else tokenizer.model, with their settings and chat template.
+
+    Raises ModelError naming the file that is missing, broken or hostile.
+    """
+    directory = Path(directory)
+    settings = read_optional_json_object(directory / "tokenizer_config.json")
+    named_tokens = _named_tokens(read_optional_json_object(directory / "special_tokens_map.json") | settings)
+    # The template's process starts while the tokenizer loads.
+    template = load_chat_template(directory, settings, named_tokens)
+    try:
+        backend = _load_backend(directory, settings, named_tokens)
+        if isinstance(template, ChatTemplate):
+            template.check()
+    except BaseException:
+        template.close()
+        raise
+    return Tokenizer(backend, template, named_tokens, settings)
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise ModelError when the tokenizer has ids that the model's embedding of `vocab_size` rows lacks."""
+    if tokenizer.vocab_size > vocab_size:
+        raise ModelError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens but the model's embedding only {vocab_size}: "
+            "tokenizer and config.json do not belong together"
+        )
+
+
+def _load_backend(directory: Path, settings: Mapping[str, Any], named_tokens: Mapping[str, str]) -> Backend:
+    try:
+        if (directory / "tokenizer.json").exists():
+            special = [*named_tokens.values(), *_additional_tokens(settings)]
+            return TokenizersBackend(directory / "tokenizer.json", settings, special)
+        if (directory / "tokenizer.model").exists():
+            added = read_optional_json_object(directory / "added_tokens.json")
+            return SentencePieceBackend(directory / "tokenizer.model", settings, added)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"the added tokens in {directory / 'tokenizer_config.json'} are malformed: {error!r}"
+        ) from error
+    raise ModelError(f"no tokenizer in {directory}: it needs a tokenizer.json or a tokenizer.model")
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token and its kin, which are written as text or as an object with a `content`."""
+    found = {}
+    for name in _NAMED_TOKENS:
+        value = settings.get(name)
+        value = value.get("content") if isinstance(value, Mapping) else value
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _additional_tokens(settings: Mapping[str, Any]) -> list[str]:
+    listed = settings.get("additional_special_tokens") or []
+    texts = [entry.get("content") if isinstance(entry, Mapping) else entry for entry in listed]
+    return [text for text in texts if isinstance(text, str)]
