@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
 
-from nanoserve.errors import ModelError
+from nanoserve.errors import ModelError, UsageError
 
 # ------------------------------------------------------------------------------------------------- Model
 
@@ -424,3 +424,52 @@ def _sampling_defaults(generation: _Fields) -> SamplingDefaults:
         min_p=generation.optional_number("min_p"),
         repetition_penalty=penalty,
     )
+
+
+# ------------------------------------------------------------------------------------------------ Engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How the engine runs a model.
+
+    Attributes:
+        dtype: of weights and KV cache: auto, bfloat16, float16 or float32.
+        device: a torch device.
+        max_model_len: longest sequence in tokens; None takes the model's limit, or what the cache holds.
+        kv_cache_memory: bytes of the KV cache; None takes a share of what is free.
+        block_size: tokens per KV block.
+        max_num_seqs: sequences that hold blocks at a time.
+        max_num_batched_tokens: token budget of a step.
+        policy: name of a scheduling policy.
+        enable_prefix_caching: share the KV of equal prefixes.
+        offline: never use the network.
+        seed: makes the seeds repeatable that requests without one are given.
+
+    Raises:
+        UsageError: if a number is out of range.
+    """
+
+    dtype: str = "auto"
+    device: str = "cpu"
+    max_model_len: int | None = None
+    kv_cache_memory: int | None = None
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    policy: str = "sarathi"
+    enable_prefix_caching: bool = True
+    offline: bool = False
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "max_model_len": (self.max_model_len, 2, 2**31),
+            "kv_cache_memory": (self.kv_cache_memory, 1, 2**50),
+            "block_size": (self.block_size, 1, 1024),
+            "max_num_seqs": (self.max_num_seqs, 1, 65536),
+            "max_num_batched_tokens": (self.max_num_batched_tokens, 1, 2**31),
+        }
+        for name, (value, low, high) in bounds.items():
+            if value is not None and not low <= value <= high:
+                raise UsageError(f"{name} must be from {low} to {high}, not {value}")

@@ -1,6 +1,6 @@
 """Engine: the loop intake -> schedule -> submit -> collect -> output, and nothing else."""
 
-from nanoserve.errors import UsageError
+from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.request import FinishReason, Request, SequenceUpdate
 from nanoserve.scheduler.plan import Executor
 from nanoserve.scheduler.scheduler import Scheduler
@@ -55,20 +55,27 @@ class Engine:
     def step(self, until: float | None = None) -> list[SequenceUpdate]:
         """Submit as many plans as may be in flight, then take in what has become known.
 
+        A step that fails (out of memory, say) ends its own sequences with an error; the engine goes on.
+
         Args:
             until: wait for a result at most until this time; None waits for one.
         """
+        updates: list[SequenceUpdate] = []
+        try:
+            self._submit_plans()
+            if self.scheduler.steps_in_flight:
+                for result in self.executor.collect(until):
+                    updates += self.scheduler.apply(result, self.executor.now())
+        except RuntimeFailure as error:
+            updates += self.scheduler.fail_steps(str(error), self.executor.now())
+        return updates
+
+    def _submit_plans(self) -> None:
         while self.scheduler.steps_in_flight < self.executor.max_in_flight:
             plan = self.scheduler.schedule(self.executor.now())
             if plan is None:
-                break
+                return
             self.executor.submit(plan)
-        if not self.scheduler.steps_in_flight:
-            return []
-        updates: list[SequenceUpdate] = []
-        for result in self.executor.collect(until):
-            updates += self.scheduler.apply(result, self.executor.now())
-        return updates
 
     def close(self) -> None:
         """Close the executor."""

@@ -76,6 +76,13 @@ class BlockPool:
         if self._cache is not None and block in self._cache:
             self._cache.forget(block)
 
+    def forget_cache(self) -> None:
+        """No block may be found by its content any more; owners keep theirs."""
+        if self._cache is not None:
+            self._cache.clear()
+            self._blank.extend(self._reusable)
+            self._reusable.clear()
+
     def match_prefix(self, tokens: Sequence[int], salt: str) -> list[CachedBlock]:
         """Cached blocks that begin ``tokens``; at least one token is left to compute. They are not owned yet."""
         return [] if self._cache is None else self._cache.match(tokens, salt)

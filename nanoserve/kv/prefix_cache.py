@@ -73,3 +73,8 @@ class PrefixCache:
         """The block is about to be written over."""
         cached = self._by_block.pop(block)
         del self._by_address[cached.address]
+
+    def clear(self) -> None:
+        """Forget every block; the numbers of entries go on."""
+        self._by_block.clear()
+        self._by_address.clear()

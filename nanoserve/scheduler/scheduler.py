@@ -345,14 +345,24 @@ class Scheduler:
             sequence = self._sequences[answer.sequence]
             row = self._rows_in_flight[answer.sequence]
             self._keep_prompt_logprobs(sequence, row, answer)
-            if row.sample:
+            if row.sample or answer.error is not None:
                 updates += self._take_tokens(sequence, answer, now)
                 self._answered(sequence)
         if result.step is not None:
             plan = self._plans_in_flight.pop(result.step)
             for row in plan.rows:
-                if not row.sample:
+                if not row.sample and self._rows_in_flight.get(row.sequence) is row:
                     self._answered(self._sequences[row.sequence])
+        return updates
+
+    def fail_steps(self, error: str, now: float) -> list[SequenceUpdate]:
+        """The plans in flight will never be answered: their sequences end with an error, the others go on."""
+        # Blocks are shared from the moment their plan is submitted; these were perhaps never written.
+        self.pool.forget_cache()
+        updates = []
+        for plan in list(self._plans_in_flight.values()):
+            answers = tuple(Answer(row.sequence, error=error) for row in plan.rows)
+            updates += self.apply(StepResult(plan.step, answers), now)
         return updates
 
     def _keep_prompt_logprobs(self, sequence: Sequence, row: Row, answer: Answer) -> None:
@@ -363,12 +373,12 @@ class Scheduler:
     def _take_tokens(self, sequence: Sequence, answer: Answer, now: float) -> list[SequenceUpdate]:
         if sequence.finished:  # aborted while in flight
             return []
-        if sequence.status is Status.PREFILL:
-            sequence.move_to(Status.DECODE)
         before = len(sequence.tokens)
         if answer.error is not None:
             sequence.error = answer.error
             self._finish(sequence, FinishReason.ERROR, now)
+        elif sequence.status is Status.PREFILL:
+            sequence.move_to(Status.DECODE)
         for position, token in enumerate(answer.tokens):
             sequence.tokens.append(token)
             sequence.logprobs += answer.logprobs[position : position + 1]

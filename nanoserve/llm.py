@@ -1,0 +1,272 @@
+"""LLM: the offline API. Puts a model, a tokenizer and an engine together in this process."""
+
+import random
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import torch
+
+from nanoserve.config import EngineConfig, ModelConfig, SamplingDefaults
+from nanoserve.engine import Engine
+from nanoserve.errors import NanoserveError, UsageError
+from nanoserve.interrupts import deferred_interrupts
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.dummy import make_dummy_model
+from nanoserve.models.hub import ResolvedModel, resolve_model
+from nanoserve.models.loading import load_model
+from nanoserve.outputs import RequestTracker
+from nanoserve.request import MAX_SEED, FinishReason, Request, RequestOutput, SamplingParams
+from nanoserve.runtime.local import LocalExecutor
+from nanoserve.runtime.memory import choose_num_blocks
+from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+
+Message = Mapping[str, Any]
+Prompt = str | SequenceOf[int] | SequenceOf[Message]
+"""Text, token ids, or the messages of a conversation."""
+
+
+class LLM:
+    """A model that answers in this process; its engine runs in the thread that calls it.
+
+    Use it as a context manager, so that its memory is given back::
+
+        with LLM() as llm:
+            print(llm.generate("Once upon a time")[0].outputs[0].text)
+
+    Args:
+        model: directory, Hugging Face hub id, ``dummy:NAME``, or None for the bundled storyteller.
+        progress: called with (stage, done, total) while something is downloaded or loaded.
+        settings: the fields of EngineConfig.
+
+    Raises:
+        ModelError: if the model cannot be used.
+        UsageError: if a setting makes no sense here.
+    """
+
+    def __init__(self, model: str | Path | None = None, *, progress: Any = None, **settings: Any) -> None:
+        self.engine_config = EngineConfig(**settings)
+        self._random = random.Random(self.engine_config.seed)
+        resolved = resolve_model(
+            None if model is None else str(model), offline=self.engine_config.offline, progress=progress
+        )
+        self.model_name = resolved.name
+        self.tokenizer = load_tokenizer(resolved.tokenizer_directory)
+        try:
+            decoder, self.config = self._load(resolved, progress)
+            check_vocabulary(self.tokenizer, self.config.vocab_size)
+            self.engine = self._make_engine(decoder)
+        except BaseException:
+            self.tokenizer.close()
+            raise
+        self._end_tokens = _end_tokens(self.config, self.tokenizer)
+        self._trackers: dict[str, RequestTracker] = {}
+        self._names = count()
+
+    def _load(self, resolved: ResolvedModel, progress: Any) -> tuple[Decoder, ModelConfig]:
+        config = self.engine_config
+        if resolved.directory is None:
+            return make_dummy_model(resolved.name, config.dtype, config.device)
+        return load_model(resolved.directory, config.dtype, config.device, _staged(progress))
+
+    def _make_engine(self, decoder: Decoder) -> Engine:
+        config = self.engine_config
+        longest = self.config.max_position_embeddings
+        if config.max_model_len is not None and config.max_model_len > longest:
+            raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
+        num_blocks = choose_num_blocks(
+            self.config,
+            block_size=config.block_size,
+            dtype=decoder.embedding.weight.dtype,
+            device=config.device,
+            kv_cache_memory=config.kv_cache_memory,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+        )
+        self.max_model_len = min(config.max_model_len or longest, num_blocks * config.block_size)
+        executor = LocalExecutor(
+            decoder,
+            self.config,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            device=torch.device(config.device),
+        )
+        scheduler = Scheduler(
+            make_policy(config.policy, config.max_num_batched_tokens),
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            prefix_caching=config.enable_prefix_caching,
+            pipeline_depth=executor.max_in_flight,
+        )
+        return Engine(scheduler, executor, vocab_size=self.config.vocab_size)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends."""
+        return _sampling_params(self.config.sampling_defaults)
+
+    # ---- asking -----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: str | SequenceOf[int] | SequenceOf[str | SequenceOf[int]],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; the outputs are in the order of the prompts.
+
+        Args:
+            prompts: one prompt or several, each as text or as token ids.
+            params: for all of them, or one for each; None takes the model's defaults.
+
+        Raises:
+            UsageError: if a prompt can never run here; none of them runs then.
+        """
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        return self._run_all([prompts] if one else list(prompts), params)  # type: ignore[list-item, arg-type]
+
+    def chat(
+        self,
+        messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; messages are {"role": ..., "content": ...}.
+
+        Raises:
+            UsageError: if a conversation is malformed or too long.
+        """
+        one = len(messages) == 0 or isinstance(messages[0], Mapping)
+        return self._run_all([messages] if one else list(messages), params)  # type: ignore[list-item, arg-type]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Yield what is new as it comes; closing the iterator aborts the request.
+
+        Raises:
+            UsageError: at once, if the prompt can never run here.
+        """
+        tracker = self._add(prompt, params)
+        return self._stream(tracker)
+
+    def _stream(self, tracker: RequestTracker) -> Iterator[RequestOutput]:
+        try:
+            while not tracker.finished:
+                self._step()
+                if tracker.has_news:
+                    yield tracker.delta()
+        finally:
+            self._forget(tracker)
+
+    def generate_as_completed(
+        self, items: Iterable[tuple[Prompt, SamplingParams | None]]
+    ) -> Iterator[tuple[int, RequestOutput | NanoserveError]]:
+        """Yield (position, output) in the order in which requests finish; a refused one yields its error.
+
+        ``items`` is read only as far ahead as the engine can use, so it may be long.
+        """
+        pending = enumerate(items)
+        running: dict[int, RequestTracker] = {}
+        exhausted = False
+        try:
+            while running or not exhausted:
+                while not exhausted and len(running) < 2 * self.engine_config.max_num_seqs:
+                    position, item = next(pending, (0, None))
+                    if item is None:
+                        exhausted = True
+                        break
+                    try:
+                        running[position] = self._add(*item)
+                    except NanoserveError as error:
+                        yield position, error
+                if running:
+                    self._step()
+                for position in [position for position, tracker in running.items() if tracker.finished]:
+                    tracker = running.pop(position)
+                    self._forget(tracker)
+                    yield position, tracker.whole()
+        finally:
+            for tracker in running.values():
+                self._forget(tracker)
+
+    def _run_all(
+        self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None
+    ) -> list[RequestOutput]:
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise UsageError(f"{len(prompts)} prompts but {len(each)} sampling parameters: give one, or one for each")
+        trackers: list[RequestTracker] = []
+        try:
+            for prompt, prompt_params in zip(prompts, each, strict=True):
+                trackers.append(self._add(prompt, prompt_params))
+            while not all(tracker.finished for tracker in trackers):
+                self._step()
+            return [tracker.whole() for tracker in trackers]
+        finally:
+            for tracker in trackers:
+                self._forget(tracker)
+
+    # ---- engine -----------------------------------------------------------------------------------------------
+
+    def _add(self, prompt: Prompt, params: SamplingParams | None) -> RequestTracker:
+        params = params or self.default_sampling_params()
+        text, tokens = self._tokenize(prompt)
+        request = Request(
+            request_id=f"request-{next(self._names)}",
+            prompt=tuple(tokens),
+            params=params,
+            seed=self._random.randint(0, MAX_SEED) if params.seed is None else params.seed,
+            end_tokens=self._end_tokens,
+            arrival_time=self.engine.now(),
+        )
+        self.engine.add(request)
+        tracker = RequestTracker(request, self.tokenizer, prompt=text)
+        self._trackers[request.request_id] = tracker
+        return tracker
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, SequenceOf[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if len(prompt) > 0 and isinstance(prompt[0], Mapping):
+            return None, self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+        if not all(isinstance(token, int) for token in prompt):
+            raise UsageError("a prompt is text, a list of token ids, or a list of messages")
+        return None, prompt  # type: ignore[return-value]
+
+    def _step(self) -> None:
+        """One engine step. Ctrl-C takes effect behind it, so that no step is left half done."""
+        with deferred_interrupts():
+            for update in self.engine.step():
+                tracker = self._trackers.get(update.request_id)
+                if tracker is not None and tracker.take(update):
+                    self.engine.stop(update.request_id, index=update.index, reason=FinishReason.STOP)
+
+    def _forget(self, tracker: RequestTracker) -> None:
+        """The caller wants no more of this request; what still runs of it is aborted."""
+        if self._trackers.pop(tracker.request.request_id, None) is not None and not tracker.finished:
+            self.engine.stop(tracker.request.request_id)
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.engine.close()
+        self.tokenizer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return tuple(dict.fromkeys(config.eos_token_ids + own))
+
+
+def _sampling_params(defaults: SamplingDefaults) -> SamplingParams:
+    named = {field: getattr(defaults, field) for field in defaults.__slots__}
+    return SamplingParams(**{name: value for name, value in named.items() if value is not None})
