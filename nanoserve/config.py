@@ -4,8 +4,9 @@ No torch here: the scheduler, the simulator and `--help` read these without load
 """
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
 
@@ -212,11 +213,6 @@ class ModelConfig:
             renamed_as_chatglm=is_chatglm,
         )
 
-    def with_layers(self, num_layers: int) -> Self:
-        """The same model cut (or repeated) to another depth, as benchmarks of one layer's cost need it."""
-        windows = tuple(self.sliding_window(layer % self.num_layers) for layer in range(num_layers))
-        return replace(self, num_layers=num_layers, sliding_windows=windows if any(windows) else ())
-
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Parse a JSON object from a file. Raises ModelError naming the file when that is not what it holds."""
@@ -254,7 +250,7 @@ class _Fields:
         value = self.values.get(key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self._fail(key, "a number")
         return float(value)
 

@@ -57,7 +57,14 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama-llama3": lambda: _llama(rope_parameters=_LLAMA3, tie_word_embeddings=True),
     "llama-yarn": lambda: _llama(rope_parameters=_YARN),
     "llama-yarn-mscale": lambda: _llama(
-        rope_parameters={**_YARN, "mscale": 1.5, "mscale_all_dim": 0.5, "beta_fast": 24.0, "truncate": False}
+        rope_parameters={
+            **_YARN,
+            "mscale": 1.5,
+            "mscale_all_dim": 0.5,
+            "beta_fast": 4.0,
+            "beta_slow": 0.5,
+            "truncate": False,
+        }
     ),
     "mistral": lambda: _config("mistral", sliding_window=24),
     "mistral-no-window": lambda: _config("mistral", sliding_window=None, head_dim=24),

@@ -1,0 +1,131 @@
+"""What a config.json may say, and what is refused in one line."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoserve.config import ModelConfig, RopeConfig, SamplingDefaults
+from nanoserve.errors import ModelError
+
+
+def llama(**changes: Any) -> dict[str, Any]:
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+    }
+    return {**config, **changes}
+
+
+def qwen2(**changes: Any) -> dict[str, Any]:
+    return llama(model_type="qwen2", architectures=["Qwen2ForCausalLM"], **changes)
+
+
+def test_a_llama_config_says_what_it_says() -> None:
+    config = ModelConfig.from_hf(llama(eos_token_id=[2, 7], bos_token_id=1, torch_dtype="bfloat16"))
+    assert (config.head_dim, config.group_size, config.eos_token_ids, config.bos_token_id) == (16, 2, (2, 7), 1)
+    assert config.dtype == "bfloat16"
+    assert config.rope == RopeConfig(rotary_dim=16, theta=10000.0, original_max_position_embeddings=256)
+    assert not (config.qkv_bias or config.qk_norm or config.tie_word_embeddings or config.moe or config.sliding_windows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads must be a positive integer, found 0"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers must be a positive integer"),
+        ({"hidden_size": "64"}, "hidden_size must be a positive integer, found '64'"),
+        ({"vocab_size": None}, "vocab_size must be a positive integer, found None"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"hidden_size": 65}, "hidden_size 65 is not a multiple of num_attention_heads 4"),
+        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "architecture MambaForCausalLM"),
+        ({"model_type": None}, "model_type None"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "not a text generation model"),
+        ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope type 'dynamic' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "rope factor"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"rope_parameters": {"rope_theta": -1}}, "rope_theta must be positive"),
+        ({"head_dim": 15}, "impossible rotary size"),
+        ({"rms_norm_eps": "tiny"}, "rms_norm_eps must be a number"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a number"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ModelError) as refusal:
+        ModelConfig.from_hf(llama(**changes), source="somewhere/config.json")
+    message = str(refusal.value)
+    assert complaint in message
+    assert message.startswith("somewhere/config.json: ")
+    assert "\n" not in message
+
+
+def test_qwen_windows_start_at_max_window_layers_when_switched_on() -> None:
+    sliding = {"sliding_window": 8, "max_window_layers": 2}
+    assert ModelConfig.from_hf(qwen2(**sliding)).sliding_windows == ()
+    switched_on = ModelConfig.from_hf(qwen2(**sliding, use_sliding_window=True))
+    assert switched_on.sliding_windows == (0, 0, 8, 8)
+    listed = qwen2(**sliding, use_sliding_window=True, layer_types=["sliding_attention", *["full_attention"] * 3])
+    assert ModelConfig.from_hf(listed).sliding_windows == (8, 0, 0, 0)
+
+
+def test_layer_types_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ModelError, match="layer_types"):
+        ModelConfig.from_hf(qwen2(sliding_window=8, use_sliding_window=True, layer_types=["full_attention"]))
+
+
+def test_mistral_slides_unless_null_says_otherwise() -> None:
+    mistral = llama(model_type="mistral", architectures=["MistralForCausalLM"])
+    assert ModelConfig.from_hf(mistral).sliding_window(0) == 4096
+    assert ModelConfig.from_hf({**mistral, "sliding_window": None}).sliding_window(0) == 0
+
+
+def test_generation_config_wins_for_end_tokens_and_recommends_sampling() -> None:
+    generation = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": [5, 6]}
+    config = ModelConfig.from_hf(llama(eos_token_id=2), generation)
+    assert config.eos_token_ids == (5, 6)
+    assert config.sampling_defaults == SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20)
+
+
+def test_without_do_sample_only_the_repetition_penalty_is_meant() -> None:
+    config = ModelConfig.from_hf(llama(), {"temperature": 0.6, "repetition_penalty": 1.1})
+    assert config.sampling_defaults == SamplingDefaults(repetition_penalty=1.1)
+
+
+def test_a_directory_is_read_and_its_faults_name_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such model directory"):
+        ModelConfig.from_directory(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    with pytest.raises(ModelError, match=r"config\.json: unreadable JSON"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelError, match=r"config\.json: unreadable JSON"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelError, match=r"config\.json: unreadable JSON"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="expected a JSON object, found list"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(llama()))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert ModelConfig.from_directory(tmp_path).eos_token_ids == (9,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": "hot", "do_sample": True}))
+    with pytest.raises(ModelError, match=r"generation_config\.json: temperature must be a number"):
+        ModelConfig.from_directory(tmp_path)

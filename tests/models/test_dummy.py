@@ -1,0 +1,66 @@
+"""Shapes of real models, filled with random weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoserve.errors import ModelError
+from nanoserve.models.attention import DenseCausalAttention
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.dummy import make_dummy_model
+from nanoserve.models.shapes import SHAPES, dummy_config
+
+# Published sizes, in millions of parameters.
+PUBLISHED_MILLIONS = {
+    "smollm2-135m": 135,
+    "llama-3.2-1b": 1236,
+    "llama-3.1-8b": 8030,
+    "llama-3.1-70b": 70554,
+    "llama-2-7b": 6738,
+    "mistral-7b": 7248,
+    "mixtral-8x7b": 46703,
+    "qwen2.5-0.5b": 494,
+    "qwen2.5-14b": 14770,
+    "qwen2.5-32b": 32764,
+    "qwen3-0.6b": 596,
+    "qwen3-8b": 8191,
+    "qwen3-30b-a3b": 30532,
+    "glm-4-9b": 9400,
+    "glm-4-32b": 32566,
+}
+
+
+def tiny_config(directory: Path) -> str:
+    path = directory / "tiny.json"
+    tiny = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    path.write_text(json.dumps({**SHAPES["qwen2.5-0.5b"], **tiny, "vocab_size": 50, "tie_word_embeddings": True}))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_is_a_valid_model_of_the_published_size(name: str) -> None:
+    with torch.device("meta"):
+        decoder = Decoder(dummy_config(f"dummy:{name}"))
+    millions = sum(parameter.numel() for parameter in decoder.parameters()) / 1e6
+    assert millions == pytest.approx(PUBLISHED_MILLIONS.get(name, millions), rel=0.005)
+
+
+def test_dummy_weights_are_the_same_every_time_and_finite(tmp_path: Path) -> None:
+    spec = tiny_config(tmp_path)
+    first, config = make_dummy_model(spec, "fp32")
+    second, _ = make_dummy_model(f"dummy:{spec}", "fp32")
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+    assert first.embedding.weight.std() == pytest.approx(0.02, rel=0.1)
+    attention = DenseCausalAttention(config, batch=1, length=5)
+    logits = first.compute_logits(first(torch.arange(5), torch.arange(5), attention))
+    assert logits.isfinite().all()
+    assert logits.std() > 0
+
+
+def test_an_unknown_shape_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"unknown shape 'gpt-7'; .*qwen3-0\.6b"):
+        make_dummy_model("dummy:gpt-7")
+    with pytest.raises(ModelError, match="no such file"):
+        make_dummy_model(str(tmp_path / "none.json"))
