@@ -1,0 +1,93 @@
+"""Two traces worked out by hand: every plan, row by row. Read them beside scheduler.py.
+
+Blocks hold 2 tokens. The "model" answers token ``100 + position``, so a sequence reads 1 2 3 103 104 105.
+"""
+
+from nanoserve.engine import Engine
+from nanoserve.request import Request, SamplingParams
+from nanoserve.scheduler.baselines import ChunkedPrefill
+from nanoserve.scheduler.plan import StepPlan
+from nanoserve.scheduler.scheduler import Scheduler
+from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
+
+
+def _run(requests: list[tuple[tuple[int, ...], SamplingParams]], *, num_blocks: int, token_budget: int) -> list[str]:
+    executor = MemoryCheckingExecutor(num_blocks, 2, model=lambda prefix, begin: 100 + len(prefix))
+    scheduler = Scheduler(ChunkedPrefill(token_budget), num_blocks=num_blocks, block_size=2, max_model_len=12)
+    engine = Engine(scheduler, executor, vocab_size=200)
+    for name, (prompt, params) in zip("ABCDEF", requests, strict=False):
+        engine.add(Request(name, prompt, params, seed=0))
+    while engine.has_work:
+        engine.step()
+        scheduler.check_integrity()
+    return [line for plan in executor.plans for line in _spell_out(plan)]
+
+
+def _spell_out(plan: StepPlan) -> list[str]:
+    """One line per plan, then one per row: sequence, positions, ids, blocks added, and * if it is sampled."""
+    begin = "".join(f" begin {entry.sequence}" for entry in plan.begin)
+    copies = "".join(f" copy {copy.source}>{copy.target}" for copy in plan.copies)
+    end = "".join(f" end {sequence}" for sequence in plan.end)
+    lines = [f"step {plan.step}:{end}{begin}{copies}"]
+    for row in plan.rows:
+        ids = " ".join(map(str, row.tokens))
+        blocks = f" +{list(row.new_blocks)}" if row.new_blocks else ""
+        lines.append(f"  {row.sequence} at {row.start}: {ids}{blocks}{' *' if row.sample else ''}")
+    return lines
+
+
+def _greedy(max_tokens: int, n: int = 1) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, n=n)
+
+
+def test_six_requests_with_chunks_prefix_hits_reuse_and_a_fork() -> None:
+    requests = [
+        ((1, 2, 3), _greedy(3)),  # A = sequence 0
+        ((1, 2, 9), _greedy(2)),  # B = 1, shares A's first block in the plan in which A writes it
+        ((5, 6, 7, 8, 9), _greedy(2)),  # C = 2, in two chunks
+        ((4, 4), _greedy(2, n=2)),  # D = 3 and its sibling 4, which copies the block its prompt ends in
+        ((1, 2, 3, 1), _greedy(1)),  # E = 5, finds A's first block in the cache after A is gone
+        ((6,), _greedy(1)),  # F = 6
+    ]
+    assert _run(requests, num_blocks=7, token_budget=4) == [
+        "step 0: begin 0 begin 1",
+        "  0 at 0: 1 2 3 +[0, 1] *",
+        "  1 at 2: 9 +[0, 2] *",
+        "step 1: begin 2",  # decodes first, the rest of the budget is C's
+        "  0 at 3: 103 *",
+        "  1 at 3: 103 *",
+        "  2 at 0: 5 6 +[3]",
+        "step 2: end 1",  # B had its two tokens; its block 2 goes to the end of the blank ones
+        "  0 at 4: 104 +[4] *",
+        "  2 at 2: 7 8 9 +[5, 6] *",
+        "step 3: end 0 begin 3 begin 5",  # A's full blocks 0 and 1 stay cached, its block 4 is blank
+        "  2 at 5: 105 *",
+        "  3 at 0: 4 4 +[2] *",
+        "  5 at 2: 3 +[0, 4]",
+        "step 4: end 2 begin 4 begin 6 copy 2>1",  # no blank block is left: block 1 is the least recently used
+        "  3 at 2: 102 +[6] *",
+        "  4 at 1: 4 +[1] *",
+        "  5 at 3: 1 *",
+        "  6 at 0: 6 +[5] *",
+        "step 5: end 3 end 5 end 6",
+        "  4 at 2: 102 +[6] *",
+    ]
+
+
+def test_the_newest_is_preempted_and_recomputed() -> None:
+    requests = [((1, 2), _greedy(4)), ((3, 4), _greedy(3))]
+    assert _run(requests, num_blocks=3, token_budget=8) == [
+        "step 0: begin 0 begin 1",
+        "  0 at 0: 1 2 +[0] *",
+        "  1 at 0: 3 4 +[1] *",
+        "step 1:",  # one block is left, and it is the older one's; the newer sits out but keeps its KV
+        "  0 at 2: 102 +[2] *",
+        "step 2:",
+        "  0 at 3: 103 *",
+        "step 3: end 1",  # now the older takes the newer one's block
+        "  0 at 4: 104 +[1] *",
+        "step 4: end 0 begin 1",  # prompt and the token it had are computed again
+        "  1 at 0: 3 4 102 +[1, 2] *",
+        "step 5:",
+        "  1 at 3: 103 *",
+    ]
