@@ -135,4 +135,4 @@ class AdjustmentRows:
 
 
 def _to_tensor(column: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(column)).to(device)
+    return torch.from_numpy(column.copy()).to(device)

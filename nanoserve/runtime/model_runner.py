@@ -74,7 +74,7 @@ class ModelRunner:
         """Run one plan and wait for its answers, one for each row that has something to say.
 
         Raises:
-            RuntimeError: if the plan asks for a tier that does not exist here or names a sequence or tokens unknown here.
+            RuntimeError: if the plan uses a host tier, which does not exist here, or sequences or tokens unknown here.
         """
         if plan.swaps or any(row.tier != "device" for row in plan.rows):
             raise RuntimeError("this executor has no host tier")

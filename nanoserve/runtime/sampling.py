@@ -71,7 +71,7 @@ class Draw:
         chosen = settings[rows]
 
         def column(name: str) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(chosen[name])).to(device)[:, None]
+            return torch.from_numpy(chosen[name].copy()).to(device)[:, None]
 
         position = torch.from_numpy(positions[rows]).to(device)
         return cls(
@@ -126,47 +126,41 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
     for draw in rows.draws:
         scaled = (logits[draw.rows] - maxima[draw.rows, None]) / draw.temperature
         scaled.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)  # an invalid row must not leave the range of an index
-        pick = _draw_of_candidates if draw.largest_top_k else _draw_of_vocabulary
-        tokens = tokens.index_copy(0, draw.rows, pick(scaled, draw))
+        values, ids = keep_likely(scaled, draw)
+        winners = (values - exponential(draw.keys, ids).log_()).argmax(dim=1, keepdim=True)
+        tokens = tokens.index_copy(0, draw.rows, ids.expand_as(values).gather(1, winners)[:, 0])
     return Sampled(tokens, torch.isfinite(maxima))
 
 
-def _draw_of_candidates(scaled: Tensor, draw: Draw) -> Tensor:
-    """Rows with top_k: only their best tokens are looked at. scaled: [G, V], largest 0; result: token ids [G]."""
-    tokens = top_tokens(scaled, draw.largest_top_k)
-    candidates = scaled.gather(1, tokens)
-    rank = torch.arange(tokens.shape[1], device=tokens.device)
-    candidates = candidates.masked_fill(rank >= draw.top_k, -torch.inf)
+def keep_likely(scaled: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+    """Apply top_k, top_p and min_p: what is left to draw from.
+
+    scaled: logits over temperature, float32 [G, V], the largest 0. Returns K values per row [G, K], -inf where a token
+    is dropped, and their token ids, [G, K] or [1, K].
+    """
+    if draw.largest_top_k:
+        tokens = top_tokens(scaled, draw.largest_top_k)
+        rank = torch.arange(tokens.shape[1], device=tokens.device)
+        kept = scaled.gather(1, tokens).masked_fill(rank >= draw.top_k, -torch.inf)
+    else:
+        tokens = torch.arange(scaled.shape[1], device=scaled.device)[None]
+        kept = scaled
     if draw.top_p is not None:
-        weights = _weights(candidates)
-        before = weights.cumsum(1) - weights
-        candidates = candidates.masked_fill(before >= _needed(weights, draw.top_p)[:, None], -torch.inf)
-    winner = _race(candidates, tokens, draw)
-    return tokens.gather(1, winner[:, None])[:, 0]
-
-
-def _draw_of_vocabulary(scaled: Tensor, draw: Draw) -> Tensor:
-    """Rows without top_k. scaled: [G, V], largest 0; result: token ids [G]."""
-    if draw.top_p is not None:
-        weights, keys = _weights(scaled), order_keys(scaled)
-        lowest = smallest_sufficient_key(keys, weights, _needed(weights, draw.top_p))
-        scaled = scaled.masked_fill(keys < lowest[:, None], -torch.inf)
-    return _race(scaled, torch.arange(scaled.shape[1], device=scaled.device)[None], draw)
-
-
-def _weights(scaled: Tensor) -> Tensor:
-    """Probabilities up to a factor, as integers."""
-    return (scaled.exp().double() * _FIXED_POINT).long()
-
-
-def _needed(weights: Tensor, top_p: Tensor) -> Tensor:
-    """How much weight top_p asks to keep, int64 [G]."""
-    total = weights.sum(1)
-    return torch.minimum((top_p[:, 0] * total.double()).ceil().long(), total)
-
-
-def _race(scaled: Tensor, tokens: Tensor, draw: Draw) -> Tensor:
-    """Apply min_p and draw: the place of the winner in each row, int64 [G]."""
+        kept = _apply_top_p(kept, draw.top_p, is_sorted=draw.largest_top_k > 0)
     if draw.log_min_p is not None:
-        scaled = scaled.masked_fill(scaled < draw.log_min_p, -torch.inf)
-    return (scaled - exponential(draw.keys, tokens).log_()).argmax(dim=1)
+        kept = kept.masked_fill(kept < draw.log_min_p, -torch.inf)
+    return kept, tokens
+
+
+def _apply_top_p(scaled: Tensor, top_p: Tensor, *, is_sorted: bool) -> Tensor:
+    weights = (scaled.exp().double() * _FIXED_POINT).long()
+    total = weights.sum(1)
+    needed = torch.minimum((top_p[:, 0] * total.double()).ceil().long(), total)
+    if is_sorted:
+        better = weights.cumsum(1) - weights
+        dropped = better >= needed[:, None]
+    else:
+        keys = order_keys(scaled)
+        dropped = keys < smallest_sufficient_key(keys, weights, needed)[:, None]
+    # A row without top_p keeps what weighs nothing too, whether or not another row of the group has one.
+    return scaled.masked_fill(dropped & (top_p < 1), -torch.inf)
