@@ -51,6 +51,7 @@ class _Record:
     begin: Begin
     tokens: list[int]
     block_table: list[int] = field(default_factory=list)
+    computed: int = 0
 
 
 class MemoryCheckingExecutor:
@@ -123,7 +124,7 @@ class MemoryCheckingExecutor:
         Full blocks may stay cached, and a fork may still want the block in which the prompt ends.
         """
         ended = self._records.pop(sequence)
-        keep = max(len(ended.tokens) // self.block_size, (ended.begin.prompt_length - 1) // self.block_size + 1)
+        keep = max(ended.computed // self.block_size, (ended.begin.prompt_length - 1) // self.block_size + 1)
         still_used = {block for record in self._records.values() for block in record.block_table}
         for block in set(ended.block_table[keep:]) - still_used:
             self._memory["device"][block] = [POISON] * self.block_size
@@ -165,6 +166,7 @@ class MemoryCheckingExecutor:
             block, slot = self._slot(record, position)
             self._check_no_other_reader(row, block, slot, (token, position))
             self._memory[row.tier][block][slot] = (token, position)
+        record.computed = row.start + len(known)
 
     def _slot(self, record: _Record, position: int) -> tuple[int, int]:
         index, slot = divmod(position, self.block_size)

@@ -1,0 +1,169 @@
+"""Single situations: admission, forks, prefix sharing within a plan, failures, several plans in flight."""
+
+import pytest
+
+from nanoserve.engine import Engine
+from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate
+from nanoserve.scheduler.baselines import ChunkedPrefill
+from nanoserve.scheduler.plan import StepPlan
+from nanoserve.scheduler.scheduler import Scheduler
+from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
+from tests.fakes.reference import expected_tokens
+
+BLOCK_SIZE = 4
+
+
+def _engine(num_blocks: int = 16, *, depth: int = 1, budget: int = 64, max_num_seqs: int = 256) -> Engine:
+    scheduler = Scheduler(
+        ChunkedPrefill(budget),
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_model_len=32,
+        max_num_seqs=max_num_seqs,
+        pipeline_depth=depth,
+    )
+    return Engine(scheduler, MemoryCheckingExecutor(num_blocks, BLOCK_SIZE, depth=depth), vocab_size=50)
+
+
+def _request(name: str, length: int, **params: object) -> Request:
+    return Request(name, tuple(range(1, length + 1)), SamplingParams(temperature=0, **params), seed=1)  # type: ignore[arg-type]
+
+
+def _finish(engine: Engine) -> list[SequenceUpdate]:
+    updates = []
+    while engine.has_work:
+        updates += engine.step()
+        engine.scheduler.check_integrity()
+    return updates
+
+
+def _plans(engine: Engine) -> list[StepPlan]:
+    assert isinstance(engine.executor, MemoryCheckingExecutor)
+    return engine.executor.plans
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (Request("r", (), SamplingParams(), seed=0), "prompt is empty"),
+        (Request("r", (1,) * 32, SamplingParams(), seed=0), "32 tokens, but the context holds 32"),
+        (Request("r", (1, 50), SamplingParams(), seed=0), "token id 50 is not in the vocabulary of 50"),
+        (Request("r", (1, -1), SamplingParams(), seed=0), "token id -1"),
+        (Request("r", (1,), SamplingParams(logit_bias={50: 1}), seed=0), "logit_bias: token id 50"),
+        (Request("r", (1,), SamplingParams(stop_token_ids=(50,)), seed=0), "stop_token_ids: token id 50"),
+    ],
+)
+def test_what_can_never_run_is_refused_at_admission(request_: Request, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        _engine().add(request_)
+
+
+def test_a_request_that_outgrows_the_whole_cache_is_refused() -> None:
+    engine = _engine(num_blocks=4)
+    with pytest.raises(UsageError, match="may grow to 32 tokens, which take 8 KV blocks, but there are 4"):
+        engine.add(_request("r", 10))
+    engine.add(_request("r", 10, max_tokens=7))  # 17 tokens, of which the last is never attended to
+    assert len(_finish(engine)) == 7
+
+
+def test_a_prompt_as_long_as_the_context_allows_gives_one_token() -> None:
+    engine = _engine()
+    engine.add(_request("r", 31))
+    (update,) = _finish(engine)
+    assert update.sequence.finish_reason is FinishReason.LENGTH
+    assert len(update.new_tokens) == 1
+
+
+def test_an_id_in_use_is_refused() -> None:
+    engine = _engine()
+    engine.add(_request("r", 3))
+    with pytest.raises(UsageError, match="'r' is in use"):
+        engine.add(_request("r", 3))
+
+
+def test_two_equal_prompts_that_arrive_together_share_their_blocks_in_one_plan() -> None:
+    engine = _engine()
+    engine.add(_request("a", 9, max_tokens=1))
+    engine.add(_request("b", 9, max_tokens=1))
+    _finish(engine)
+    first, second = _plans(engine)[0].rows
+    assert second.start == 2 * BLOCK_SIZE
+    assert second.new_blocks[:2] == first.new_blocks[:2]
+
+
+def test_a_full_hit_still_computes_one_token() -> None:
+    engine = _engine()
+    engine.add(_request("a", 8, max_tokens=1))
+    _finish(engine)
+    engine.add(_request("b", 8, max_tokens=1))
+    (update,) = _finish(engine)
+    assert update.sequence.cached_tokens == BLOCK_SIZE
+    assert _plans(engine)[-1].rows[0].start == BLOCK_SIZE
+
+
+def test_siblings_share_the_prompt_and_copy_the_block_it_ends_in() -> None:
+    engine = _engine()
+    request = _request("r", 10, n=3, max_tokens=5)
+    engine.add(request)
+    updates = _finish(engine)
+    assert len(_plans(engine)[1].copies) == 2
+    assert [row.start for row in _plans(engine)[1].rows if row.sequence > 0] == [9, 9]
+    for index in range(3):
+        tokens = [token for update in updates if update.index == index for token in update.new_tokens]
+        assert tokens == expected_tokens(request, index=index, max_model_len=32)[0]
+
+
+def test_a_sibling_left_alone_takes_the_last_block_over() -> None:
+    engine = _engine(num_blocks=3, max_num_seqs=2, budget=3)
+    engine.add(_request("r", 11, n=2, max_tokens=1))
+    assert len(_finish(engine)) == 2
+    assert not any(plan.copies for plan in _plans(engine))
+
+
+def test_as_many_plans_as_the_pipeline_is_deep_are_in_flight() -> None:
+    engine = _engine(depth=3, budget=4)
+    for name in "abc":
+        engine.add(Request(name, (int(name, 16),) * 4, SamplingParams(temperature=0, max_tokens=3), seed=0))
+    engine.step()
+    assert [len(plan.rows) for plan in _plans(engine)] == [1, 1, 1]
+    _finish(engine)
+
+
+def test_an_abort_in_flight_keeps_its_blocks_until_the_answer() -> None:
+    engine = _engine(depth=2)
+    engine.add(_request("r", 8))
+    plan = engine.scheduler.schedule(0.0)
+    assert plan is not None
+    (update,) = engine.stop("r")
+    assert update.sequence.finish_reason is FinishReason.ABORT
+    assert engine.scheduler.pool.free_blocks == 14
+    engine.executor.submit(plan)
+    assert _finish(engine) == []
+    assert engine.scheduler.pool.free_blocks == 16
+
+
+class _FailsOnce(MemoryCheckingExecutor):
+    """Runs out of memory in its second plan."""
+
+    def submit(self, plan: StepPlan) -> None:
+        if plan.step == 1:
+            self._begin_only(plan)
+            raise RuntimeFailure("out of memory")
+        super().submit(plan)
+
+    def _begin_only(self, plan: StepPlan) -> None:
+        self._run(StepPlan(plan.step, begin=plan.begin, end=plan.end))
+
+
+def test_a_failed_step_ends_its_own_sequences_and_caches_nothing() -> None:
+    engine = _engine(budget=8)
+    engine.executor = _FailsOnce(16, BLOCK_SIZE)
+    for name in ("fails", "waits"):
+        engine.add(_request(name, 16, max_tokens=2))  # two chunks each; the second of the first fails
+    updates = _finish(engine)
+    assert [update.request_id for update in updates] == ["fails", "waits", "waits"]
+    failed = updates[0].sequence
+    assert (failed.finish_reason, failed.error) == (FinishReason.ERROR, "out of memory")
+    assert updates[-1].sequence.cached_tokens == 0
+    assert engine.scheduler.pool.free_blocks == 16

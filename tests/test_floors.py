@@ -1,0 +1,72 @@
+"""Who may import whom (docs/tour.md, the floors), checked on the source and by importing with torch blocked."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TORCH_FREE = ["request", "config", "errors", "sizes", "outputs", "kv", "scheduler", "engine", "text", "commands"]
+
+# Each room may import the rooms named here, and itself.
+FLOORS: dict[str, set[str]] = {
+    "errors": set(),
+    "sizes": {"errors"},
+    "request": {"errors"},
+    "config_json": {"errors"},
+    "config": {"errors", "config_json"},
+    "kv": {"errors", "request", "config"},
+    "scheduler": {"errors", "request", "config", "kv"},
+    "engine": {"errors", "request", "config", "kv", "scheduler"},
+    "text": {"errors"},
+    "outputs": {"errors", "request", "text"},
+    "models": {"errors", "config", "triton_ops"},
+    "runtime": {"errors", "config", "sizes", "request", "scheduler", "models", "triton_ops"},
+    "triton_ops": set(),
+}
+
+
+def _room(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts
+    if parts[0] == "triton_ops":
+        return "triton_ops"
+    return parts[1].removesuffix(".py")
+
+
+def _imported_rooms(path: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "triton_ops":
+                rooms.add("triton_ops")
+            elif parts[0] == "nanoserve" and len(parts) > 1:
+                rooms.add(parts[1])
+    return rooms
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_no_room_imports_a_floor_above_it(room: str) -> None:
+    sources = [*(ROOT / "nanoserve").rglob("*.py"), *(ROOT / "triton_ops").rglob("*.py")]
+    mine = [path for path in sources if _room(path) == room]
+    assert mine
+    for path in mine:
+        assert _imported_rooms(path) <= FLOORS[room] | {room}, path
+
+
+def test_the_torch_free_floors_work_without_torch() -> None:
+    program = (
+        "import sys, importlib\n"
+        "sys.modules['torch'] = None\n"
+        "import nanoserve\n"
+        f"for name in {TORCH_FREE!r}: importlib.import_module('nanoserve.' + name)\n"
+        "import nanoserve.scheduler.scheduler, nanoserve.kv.block_pool, nanoserve.commands.main\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
