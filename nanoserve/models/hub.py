@@ -1,0 +1,124 @@
+"""Finding the files of a model: the bundled one, a directory, a repository of the Hugging Face hub, or a dummy."""
+
+import io
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanoserve.errors import ModelError
+from nanoserve.text.files import read_optional_json_object
+
+ProgressCallback = Callable[[str, int, int], None]
+"""Called with (stage, done, total)."""
+
+DUMMY_PREFIX = "dummy:"
+# Weights only as safetensors, code never: nothing that arrives is unpickled or run.
+ALLOWED_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja")
+# Weights in other layouts, of the same size again, that some repositories hold beside ours.
+IGNORED_FILES = ("*/*", "consolidated*")
+
+_BUNDLED = Path(__file__).parent.parent / "assets" / "storyteller"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_PATH_LIKE = re.compile(r"^[./~\\]|^[A-Za-z]:\\|[/\\]$|/.*/")
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """Where a model is: its name for people, its directory (None for a dummy), and where its tokenizer is."""
+
+    name: str
+    directory: Path | None
+    tokenizer_directory: Path
+
+
+def resolve_model(
+    name: str | None, *, offline: bool = False, progress: ProgressCallback | None = None
+) -> ResolvedModel:
+    """The model that `--model` means: None is the bundled one, else a dummy, a directory, an alias or a hub id.
+
+    Aliases are the names in nanoserve/aliases.json of the user's configuration directory: {"short": "model"}. A hub id
+    is downloaded at one commit into the hub's own cache, or found there when `offline` (or HF_HUB_OFFLINE) is set. A
+    dummy has the tokenizer of the bundled model. Raises ModelError when there is no such model.
+    """
+    if name is None:
+        return ResolvedModel("storyteller", _BUNDLED, _BUNDLED)
+    if not Path(name).exists():
+        name = _read_aliases().get(name, name)
+    if name.startswith(DUMMY_PREFIX):
+        return ResolvedModel(name, None, _BUNDLED)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return ResolvedModel(path.resolve().name, path, path)
+    if path.exists():
+        raise ModelError(f"{name} is a file; --model takes the directory that holds config.json and its weights")
+    if _PATH_LIKE.search(name) or not _HUB_ID.fullmatch(name):
+        raise ModelError(f"no such directory: {name!r}; --model takes a directory, a hub id (owner/name) or dummy:NAME")
+    directory = _download(name, progress, offline=offline or _hub_is_offline())
+    return ResolvedModel(name, directory, directory)
+
+
+def _hub_is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _read_aliases() -> dict[str, str]:
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    path = Path(home) / "nanoserve" / "aliases.json"
+    found = read_optional_json_object(path)
+    if not all(isinstance(model, str) for model in found.values()):
+        raise ModelError(f"{path} must map names to models, both as text")
+    return found
+
+
+def _download(name: str, progress: ProgressCallback | None, *, offline: bool) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    instead = "give the path of a directory that holds the model instead"
+    try:
+        found = snapshot_download(
+            name,
+            allow_patterns=list(ALLOWED_FILES),
+            ignore_patterns=list(IGNORED_FILES),
+            local_files_only=offline,
+            tqdm_class=_bar_class(progress),
+        )
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"{name} is gated: accept its terms on the Hugging Face hub and log in, or {instead}"
+        ) from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise ModelError(f"no directory and no Hugging Face hub model is called {name!r}; {instead}") from error
+    except errors.LocalEntryNotFoundError as error:
+        why = "is not in the local cache, and downloading is off" if offline else "cannot be downloaded: no network"
+        raise ModelError(f"{name} {why}; {instead}") from error
+    except Exception as error:
+        # Whatever an HTTP library, a proxy or a full disk comes up with is one thing to the user.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{name} cannot be downloaded: {reason}; {instead}") from error
+    directory = Path(str(found))
+    if not any(directory.glob("*.safetensors")):
+        raise ModelError(
+            f"{name} has no *.safetensors weights, and nanoserve reads no other kind; choose another model"
+        )
+    return directory
+
+
+def _bar_class(progress: ProgressCallback | None) -> Any:
+    """A tqdm class that draws nothing and tells `progress` instead: the hub library reports through tqdm alone."""
+    from tqdm import tqdm
+
+    class ReportingBar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "file": io.StringIO(), "disable": progress is None})
+
+        def display(self, *args: Any, **options: Any) -> None:
+            # Of the two bars that count bytes, "Reconstructing" counts those that are on disk; total is still growing.
+            stage = {"B": "downloading bytes", "it": "downloading files"}.get(self.unit)
+            if progress is None or stage is None or not self.total or str(self.desc).startswith("Download"):
+                return
+            progress(stage, int(self.n), int(self.total))
+
+    return ReportingBar
