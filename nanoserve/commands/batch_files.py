@@ -1,0 +1,176 @@
+"""The two files of an offline batch: rows of prompts going in, rows of results coming out.
+
+A result file only ever grows, a whole line at a time. What a killed run left is read back: finished rows are not
+computed again, and a torn last line is cut off.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from nanoserve.errors import RuntimeFailure, UsageError
+
+RowKey = tuple[str, str | int]
+_ROW_BEGINS = b'{"index":'  # how every line of ours begins; nothing else is ever cut off
+_PROMPT_NAMES = ("prompt", "messages")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One prompt of the input.
+
+    Attributes:
+        index: its line in the file, from 0.
+        id: the user's name for it, or None.
+        prompt: a text, or chat messages.
+        settings: its own sampling settings.
+        error: why it cannot be used; then there is no prompt.
+    """
+
+    index: int
+    id: str | int | None = None
+    prompt: Any = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def key(self) -> RowKey:
+        """What a result is found again by: the id where there is one."""
+        return _key(self.index, self.id)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Rows of a ``.jsonl`` file, or one prompt per line of any other; blank lines are no rows.
+
+    Raises:
+        UsageError: if the file cannot be read.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    parse = _json_row if path.suffix.lower() in (".jsonl", ".ndjson") else _text_row
+    rows = [parse(index, line) for index, line in enumerate(lines) if line.strip()]
+    if not rows:
+        raise UsageError(f"{path} has no prompts")
+    return _without_repeated_ids(rows)
+
+
+def _text_row(index: int, line: bytes) -> Row:
+    try:
+        return Row(index, prompt=line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return Row(index, error="not valid UTF-8")
+
+
+def _json_row(index: int, line: bytes) -> Row:
+    try:
+        fields = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return Row(index, error=f"not valid JSON: {error}")
+    if not isinstance(fields, dict):
+        return Row(index, error="not a JSON object")
+    identity = fields.pop("id", None)
+    if isinstance(identity, bool) or not isinstance(identity, str | int | None):
+        return Row(index, error="id must be a string or a whole number")
+    prompts = [fields.pop(name) for name in _PROMPT_NAMES if name in fields]
+    if len(prompts) != 1:
+        return Row(index, identity, error='a row needs either "prompt" or "messages"')
+    if not prompts[0] or not isinstance(prompts[0], str | list):
+        return Row(index, identity, error="the prompt is empty" if not prompts[0] else "the prompt is no text")
+    return Row(index, identity, prompts[0], fields)
+
+
+def _without_repeated_ids(rows: Iterable[Row]) -> list[Row]:
+    seen: set[RowKey] = set()
+    result = []
+    for row in rows:
+        if row.key in seen and row.error is None:
+            row = Row(row.index, row.id, error=f"the id {row.id!r} appears a second time")
+        seen.add(row.key)
+        result.append(row)
+    return result
+
+
+class ResultFile:
+    """Appends result rows. Use it as a context manager.
+
+    Attributes:
+        done: keys of the rows that an earlier run finished.
+    """
+
+    def __init__(self, path: Path):
+        """Open or make the file.
+
+        Raises:
+            UsageError: if it holds anything but results.
+            RuntimeFailure: if it cannot be written.
+        """
+        self._path = path
+        try:
+            self._file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115
+        except OSError as error:
+            raise RuntimeFailure(f"cannot write {path}: {error.strerror}") from None
+        try:
+            self.done = self._read_back()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "ResultFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, result: Mapping[str, Any]) -> None:
+        """Add one row; it is with the operating system when this returns.
+
+        Raises:
+            RuntimeFailure: if the disk is full, or the like.
+        """
+        try:
+            self._file.write(msgspec.json.encode(result) + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise RuntimeFailure(f"cannot write {self._path}: {error.strerror}") from None
+
+    def _read_back(self) -> set[RowKey]:
+        done: set[RowKey] = set()
+        end = 0
+        for number, line in enumerate(self._file, start=1):
+            key = _result_key(line)
+            if key is None and (line.endswith(b"\n") or not _is_torn(line)):
+                raise UsageError(f"{self._path} line {number} is not a result of a batch; choose another --output")
+            if key is not None:
+                done.add(key)
+                end += len(line)
+                if not line.endswith(b"\n"):  # cut off just before the line break: the row itself is whole
+                    self._file.seek(0, os.SEEK_END)
+                    self._file.write(b"\n")
+                    end += 1
+        self._file.seek(end)
+        self._file.truncate()
+        return done
+
+
+def _result_key(line: bytes) -> RowKey | None:
+    try:
+        fields = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or not isinstance(fields.get("index"), int):
+        return None
+    return _key(fields["index"], fields.get("id"))
+
+
+def _is_torn(line: bytes) -> bool:
+    return line.startswith(_ROW_BEGINS) or _ROW_BEGINS.startswith(line)
+
+
+def _key(index: int, identity: str | int | None) -> RowKey:
+    return ("index", index) if identity is None else ("id", identity)

@@ -1,0 +1,164 @@
+"""``nanoserve chat``: a conversation on a terminal, or one answer where there is none."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from nanoserve.commands.chat_commands import ChatCommands
+from nanoserve.commands.chat_session import ChatSession, Piece
+from nanoserve.commands.failures import EXIT_OK, say
+from nanoserve.commands.options import EngineOptions, SamplingOptions, check_utf8, option, switch
+from nanoserve.commands.printers import AnswerPrinter, MarkdownPrinter, PlainPrinter
+from nanoserve.commands.prompt import ChatPrompt, edit_text, history_path
+from nanoserve.commands.terminal import StopOnInterrupt, is_terminal, load_progress, read_stdin, remark
+from nanoserve.commands.usage import envelope
+from nanoserve.errors import NanoserveError, UsageError
+
+PANEL = "Chat"
+_CTRL_C_HINT = "(the line was cleared; Ctrl-D or /exit leaves)"
+
+
+def chat(
+    message: Annotated[
+        str | None, typer.Argument(help="Answer this and exit. What is piped in is added to it.", show_default=False)
+    ] = None,
+    *,
+    system: Annotated[
+        str | None,
+        option("--system", "-s", panel=PANEL, metavar="TEXT", help="System prompt, kept at the start of the context."),
+    ] = None,
+    json_output: Annotated[bool, switch("--json", panel=PANEL, help="One JSON object instead of text.")] = False,
+    plain: Annotated[bool, switch("--plain", panel=PANEL, help="Do not render markdown on a terminal.")] = False,
+    hide_thinking: Annotated[bool, switch("--hide-thinking", panel=PANEL, help="Do not show <think> blocks.")] = False,
+    no_history: Annotated[bool, switch("--no-history", panel=PANEL, help="Keep no history of input lines.")] = False,
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+) -> int:
+    """Talk with a model: on a terminal a conversation, else one answer to what is piped in.
+
+    [bold]Examples[/bold]
+
+      nanoserve chat                                          the bundled storyteller
+      nanoserve chat --model ./Qwen3-0.6B --temperature 0.7   a model directory
+      nanoserve chat "a story about a fox and a boat"         one answer
+      cat notes.txt | nanoserve chat "Summarize:" --json      answer, usage and timings as JSON
+    """
+    settings = sampling.given()
+    question = _question(message)
+    if question is None and json_output:
+        raise UsageError("--json answers one message: give it as an argument or on stdin")
+    if system is not None:
+        check_utf8(system, "the system prompt")
+    with load_progress() as progress:
+        llm = engine.open_llm(progress)
+    with llm:
+        session = ChatSession(llm, notify=say, system=system, settings=settings)
+        if llm.tokenizer.notice:
+            say(llm.tokenizer.notice)
+        if question is not None:
+            return _answer_once(session, question, plain=plain, hide_thinking=hide_thinking, as_json=json_output)
+        return _Conversation(session, plain=plain, hide_thinking=hide_thinking, keep_history=not no_history).run()
+
+
+def _question(message: str | None) -> str | None:
+    """What to answer, or None if there is a terminal to talk on.
+
+    Raises:
+        UsageError: if it is empty or not UTF-8.
+    """
+    if message is not None:
+        check_utf8(message, "the message")
+    piped = "" if sys.stdin is not None and sys.stdin.isatty() else read_stdin()
+    if message is None and sys.stdin is not None and sys.stdin.isatty():
+        return None
+    question = "\n\n".join(part for part in (message, piped) if part and part.strip())
+    if not question:
+        raise UsageError("the message is empty")
+    return question
+
+
+def _answer_once(session: ChatSession, question: str, *, plain: bool, hide_thinking: bool, as_json: bool) -> int:
+    printer = _printer(plain=plain, hide_thinking=hide_thinking)
+    for piece in session.ask(question, interrupted=lambda: False):
+        if not as_json:
+            _show(printer, piece, thinking=not hide_thinking)
+    printer.finish()
+    answer = session.last_answer
+    if as_json and answer is not None:
+        result = envelope(session.llm.model_name, answer.text, answer.reasoning, answer.usage, answer.finish_reason)
+        print(json.dumps(result, ensure_ascii=False))
+    return EXIT_OK
+
+
+class _Conversation:
+    """The loop of an interactive chat: read, obey or answer, until the user leaves."""
+
+    def __init__(self, session: ChatSession, *, plain: bool, hide_thinking: bool, keep_history: bool):
+        self._session = session
+        self._plain = plain
+        self._commands = ChatCommands(session, edit=edit_text)
+        self._commands.show_thinking = not hide_thinking
+        self._prompt = ChatPrompt(history_path() if keep_history else None, self._commands.names)
+
+    def run(self) -> int:
+        remark(f"{self._session.llm.model_name}. /help lists the commands, Ctrl-D leaves.")
+        while True:
+            try:
+                line = self._prompt.read()
+            except KeyboardInterrupt:
+                remark(_CTRL_C_HINT)
+                continue
+            except EOFError:
+                return EXIT_OK
+            if line.startswith("/"):
+                if self._obey(line):
+                    return EXIT_OK
+            elif line.strip():
+                self._answer(partial(self._session.ask, line.strip()))
+
+    def _obey(self, line: str) -> bool:
+        """Run a command; true if it says to leave."""
+        outcome = self._commands.run(line)
+        if outcome.text:
+            remark(outcome.text)
+        if outcome.message is not None:
+            self._answer(partial(self._session.ask, outcome.message))
+        if outcome.regenerate:
+            self._answer(self._session.regenerate)
+        return outcome.leave
+
+    def _answer(self, ask: Callable[[Callable[[], bool]], Iterator[Piece]]) -> None:
+        thinking = self._commands.show_thinking
+        printer = _printer(plain=self._plain, hide_thinking=not thinking)
+        before = self._session.last_answer
+        try:
+            with StopOnInterrupt() as stop:
+                for piece in ask(stop.requested):
+                    _show(printer, piece, thinking=thinking)
+        except NanoserveError as error:
+            printer.finish()
+            say(str(error))
+            return
+        printer.finish()
+        answer = self._session.last_answer
+        if answer is not None and answer is not before:
+            remark(answer.usage.line(self._session.llm.max_model_len, interrupted=answer.interrupted))
+
+
+def _printer(*, plain: bool, hide_thinking: bool) -> AnswerPrinter:
+    if plain or not is_terminal(sys.stdout):
+        return PlainPrinter(sys.stdout, None if hide_thinking or not is_terminal(sys.stderr) else sys.stderr)
+    from rich.console import Console
+
+    return MarkdownPrinter(Console(file=sys.stdout))
+
+
+def _show(printer: AnswerPrinter, piece: Piece, *, thinking: bool) -> None:
+    if not piece.thinking:
+        printer.answer(piece.text)
+    elif thinking:
+        printer.thinking(piece.text)

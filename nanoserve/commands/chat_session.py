@@ -1,0 +1,285 @@
+"""A conversation with a model, without any terminal: turns, settings, and what is done when the context is full."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from nanoserve.commands.options import sampling_params
+from nanoserve.commands.usage import Usage
+from nanoserve.errors import RuntimeFailure, UsageError
+
+if TYPE_CHECKING:
+    from nanoserve.llm import LLM
+    from nanoserve.request import RequestOutput, SamplingParams
+    from nanoserve.text.reasoning import ReasoningSplitter
+
+_ANSWER_SHARE = 4  # the oldest turns make room until a quarter of the context is left for the answer
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One turn of one side. ``interrupted`` marks an answer that Ctrl-C cut short; the model does not see the mark."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+    interrupted: bool = False
+
+
+class SavedChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file of ``/save``."""
+
+    messages: list[Message]
+    settings: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of an answer as it streams."""
+
+    text: str
+    thinking: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer that has ended."""
+
+    text: str
+    reasoning: str
+    usage: Usage
+    finish_reason: str | None
+    interrupted: bool
+
+
+@dataclass(slots=True)
+class ChatSession:
+    """Turns and settings; the model's engine runs in the caller's thread while an answer is iterated.
+
+    Attributes:
+        llm: an open LLM.
+        notify: called with one line when something happens that the user should know.
+        system: the system prompt, always kept.
+        settings: what ``/set`` and the flags changed; the model's defaults are the rest.
+        turns: user and assistant in alternation, a user's first.
+        last_answer: the latest one, also when it was interrupted.
+        answers: how many there were since the session began.
+    """
+
+    llm: "LLM"
+    notify: Callable[[str], None]
+    system: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    turns: list[Message] = field(default_factory=list)
+    last_answer: Answer | None = None
+    answers: int = 0
+
+    def ask(self, question: str, interrupted: Callable[[], bool]) -> Iterator[Piece]:
+        """Send a message and yield the answer; history changes when the answer has ended.
+
+        ``interrupted`` is asked after every step; true ends the answer and keeps what there is of it.
+
+        Raises:
+            NanoserveError: if the model cannot answer; the history is as before.
+        """
+        message = Message("user", question)
+        self._make_room(message)
+        params = self.sampling_params()
+        answer: list[str] = []
+        reasoning: list[str] = []
+        conversation = self._for_model([*self.turns, message])
+        splitter = _reasoning_splitter(self.llm.tokenizer.render_chat(conversation))
+        tokens, last = 0, None
+        with closing(self.llm.stream(conversation, params)) as stream:  # type: ignore[type-var]
+            for last in stream:
+                tokens += len(last.outputs[0].token_ids)
+                stopped = interrupted() and not last.finished
+                parts = splitter.push(last.outputs[0].text)
+                if stopped or last.finished:
+                    parts += splitter.flush()
+                for part, text in parts:
+                    (reasoning if part == "thinking" else answer).append(text)
+                    yield Piece(text, thinking=part == "thinking")
+                if stopped:
+                    break
+        self._conclude(message, "".join(answer), "".join(reasoning), tokens, last)
+
+    def regenerate(self, interrupted: Callable[[], bool]) -> Iterator[Piece]:
+        """Ask for the last answer again; the old one stays if there is no new one.
+
+        Raises:
+            UsageError: if there is no answer yet.
+        """
+        question, old_answer = self._take_back()
+        count = self.answers
+        try:
+            yield from self.ask(question.content, interrupted)
+        finally:
+            if self.answers == count:
+                self.turns += [question, old_answer]
+
+    def undo(self) -> str:
+        """Take back the last question and its answer; returns the question.
+
+        Raises:
+            UsageError: if there is none.
+        """
+        return self._take_back()[0].content
+
+    def reset(self) -> None:
+        """Forget the conversation; system prompt and settings stay."""
+        self.turns.clear()
+
+    def change(self, name: str, value: object) -> None:
+        """Change one setting; None puts the model's default back.
+
+        Raises:
+            UsageError: for an unknown name or a value out of range.
+        """
+        settings = {key: old for key, old in self.settings.items() if key != name}
+        if name not in CHANGEABLE:
+            raise UsageError(f"unknown setting {name!r}; there are {', '.join(CHANGEABLE)}")
+        if value is not None:
+            settings[name] = value
+        sampling_params(self.llm.default_sampling_params(), settings)
+        self.settings = settings
+
+    def sampling_params(self) -> "SamplingParams":
+        """The model's defaults with this session's settings over them."""
+        return sampling_params(self.llm.default_sampling_params(), self.settings)
+
+    def messages(self) -> list[Message]:
+        """The whole conversation, the system prompt first."""
+        return ([Message("system", self.system)] if self.system else []) + self.turns
+
+    def save(self, path: Path) -> None:
+        """Write messages and settings as JSON; either the whole file is there or the old one.
+
+        Raises:
+            RuntimeFailure: if it cannot be written.
+        """
+        saved = msgspec.to_builtins(SavedChat(self.messages(), self.settings))
+        try:
+            _write_atomically(path, json.dumps(saved, indent=2, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise RuntimeFailure(f"cannot write {path}: {error.strerror}") from None
+
+    def load(self, path: Path) -> None:
+        """Replace conversation and settings by those of a saved file.
+
+        Raises:
+            UsageError: if the file is no saved chat; the session stays as it was.
+        """
+        try:
+            saved = msgspec.json.decode(path.read_bytes(), type=SavedChat)
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}") from None
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise UsageError(f"{path} is not a saved chat: {error}") from None
+        if unknown := set(saved.settings) - set(CHANGEABLE):
+            raise UsageError(f"{path} has unknown settings: {', '.join(sorted(unknown))}")
+        sampling_params(self.llm.default_sampling_params(), saved.settings)
+        first_turn = 1 if saved.messages and saved.messages[0].role == "system" else 0
+        turns = saved.messages[first_turn:]
+        if any(turn.role != ("user", "assistant")[index % 2] for index, turn in enumerate(turns)) or len(turns) % 2:
+            raise UsageError(f"{path} is not a saved chat: user and assistant must take turns, the user first")
+        self.system = saved.messages[0].content if first_turn else None
+        self.turns, self.settings = turns, saved.settings
+
+    def context_used(self) -> int:
+        """Tokens of the conversation so far, as the model would see it."""
+        messages = self._for_model(self.turns)
+        return len(self.llm.tokenizer.encode_chat(messages, add_generation_prompt=False)) if messages else 0
+
+    def _take_back(self) -> tuple[Message, Message]:
+        if not self.turns:
+            raise UsageError("there is no answer yet")
+        question, answer = self.turns[-2:]
+        del self.turns[-2:]
+        return question, answer
+
+    def _for_model(self, turns: list[Message]) -> list[dict[str, str]]:
+        system = [Message("system", self.system)] if self.system else []
+        return [{"role": message.role, "content": message.content} for message in [*system, *turns]]
+
+    def _make_room(self, message: Message) -> None:
+        """Drop the oldest pairs of turns until question and answer fit.
+
+        Raises:
+            UsageError: if the question does not fit even alone.
+        """
+        context = self.llm.max_model_len
+        room = min(context // _ANSWER_SHARE, self.sampling_params().max_tokens or context)
+        dropped = 0
+        while (length := self._length([*self.turns[2 * dropped :], message])) > context - room:
+            if 2 * dropped == len(self.turns):
+                break
+            dropped += 1
+        if length >= context:
+            raise UsageError(f"the message makes {length} tokens, the context holds {context}: shorten it")
+        if dropped:
+            del self.turns[: 2 * dropped]
+            what = "turn was" if dropped == 1 else f"{dropped} turns were"
+            self.notify(f"the context of {context} tokens is full: the oldest {what} dropped")
+
+    def _length(self, turns: list[Message]) -> int:
+        return len(self.llm.tokenizer.encode_chat(self._for_model(turns)))
+
+    def _conclude(
+        self, message: Message, answer: str, reasoning: str, tokens: int, last: "RequestOutput | None"
+    ) -> None:
+        if last is None:
+            raise RuntimeFailure("the model gave no answer")
+        sample = last.outputs[0]
+        if sample.error is not None:
+            raise RuntimeFailure(sample.error)
+        cut = not last.finished
+        self.last_answer = Answer(answer, reasoning, Usage.of(last, tokens), sample.finish_reason, interrupted=cut)
+        if cut and not answer:
+            self.notify("stopped before the answer began; the message was taken back")
+            return
+        self.turns += [message, Message("assistant", answer, interrupted=cut)]
+        self.answers += 1
+        if sample.finish_reason == "length" and self.last_answer.usage.total_tokens >= self.llm.max_model_len:
+            self.notify("the answer was cut where the context ends")
+
+
+CHANGEABLE = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "stop",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""What ``/set`` knows."""
+
+
+def _reasoning_splitter(prompt: str) -> "ReasoningSplitter":
+    from nanoserve.text.reasoning import ReasoningSplitter, opens_reasoning
+
+    return ReasoningSplitter(starts_inside=opens_reasoning(prompt))
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Write beside the file, then rename: a crash leaves the old file or the new one, never half of one."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise

@@ -1,0 +1,100 @@
+"""The chat's input line: editing, history in a private file, pastes and messages of several lines."""
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from nanoserve.commands.terminal import remark
+from nanoserve.errors import RuntimeFailure
+
+PROMPT, CONTINUATION = ">>> ", "... "
+BLOCK_QUOTES = '"""'
+
+
+def history_path() -> Path:
+    """Where the platform keeps state: XDG_STATE_HOME, or ~/.local/state; ~/Library or LOCALAPPDATA elsewhere."""
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Application Support"
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home())
+    else:
+        base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return base / "nanoserve" / "history"
+
+
+def private_file(path: Path) -> Path:
+    """Make the file, if it is not there, so that only its owner can read it; also when it was made by others.
+
+    Raises:
+        OSError: if it cannot be made.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+    os.chmod(path, 0o600)
+    return path
+
+
+class ChatPrompt:
+    """Reads messages from a terminal.
+
+    Args:
+        history: the file to keep lines in, or None to keep them in memory.
+        commands: completed with the tabulator key.
+    """
+
+    def __init__(self, history: Path | None, commands: Sequence[str]):
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+        from prompt_toolkit.output import create_output
+
+        kept: History = InMemoryHistory()
+        if history is not None:
+            try:
+                kept = FileHistory(str(private_file(history)))
+            except OSError as error:
+                remark(f"no history is kept: cannot write {history}: {error.strerror}")
+        self._session: PromptSession[str] = PromptSession(
+            history=kept,
+            completer=WordCompleter(list(commands), sentence=True),
+            complete_while_typing=False,
+            enable_open_in_editor=True,
+            output=create_output(sys.stdout if sys.stdout.isatty() else sys.stderr),
+        )
+
+    def read(self) -> str:
+        """One message; a line that begins with three quotes goes on until a line ends with three.
+
+        Raises:
+            KeyboardInterrupt: on Ctrl-C.
+            EOFError: on Ctrl-D in an empty line.
+        """
+        text = self._session.prompt(PROMPT)
+        if not text.startswith(BLOCK_QUOTES):
+            return text
+        text = text.removeprefix(BLOCK_QUOTES)
+        while not text.rstrip().endswith(BLOCK_QUOTES):
+            text += "\n" + self._session.prompt(CONTINUATION)
+        # The space keeps a quoted message that begins with a slash from being taken for a command.
+        return " " + text.rstrip().removesuffix(BLOCK_QUOTES).strip("\n")
+
+
+def edit_text(text: str) -> str:
+    """Open $VISUAL or $EDITOR on a text; returns what it is afterwards.
+
+    Raises:
+        RuntimeFailure: if the editor cannot be run or fails.
+    """
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    with tempfile.TemporaryDirectory(prefix="nanoserve-") as directory:
+        path = Path(directory) / "message.txt"
+        path.write_text(text, encoding="utf-8")
+        try:
+            subprocess.run([*shlex.split(editor), str(path)], check=True)
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError, subprocess.CalledProcessError) as error:
+            raise RuntimeFailure(f"the editor {editor!r} failed: {error}") from None

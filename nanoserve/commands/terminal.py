@@ -1,0 +1,98 @@
+"""What the commands ask of the terminal: is there one, read what was piped in, show progress, notice Ctrl-C."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, TextIO
+
+from nanoserve.commands.printers import DIM, NORMAL
+from nanoserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from nanoserve.commands.options import Progress
+
+_REDRAW_SECONDS = 0.1
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether someone watches this stream and it understands cursor movements."""
+    return stream is not None and not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def dim(text: str, stream: TextIO) -> str:
+    """Text in faint type where the stream is a terminal."""
+    return f"{DIM}{text}{NORMAL}" if is_terminal(stream) else text
+
+
+def remark(text: str) -> None:
+    """One or more lines beside the answers, on stderr."""
+    print(dim(text, sys.stderr), file=sys.stderr, flush=True)
+
+
+def read_stdin() -> str:
+    """All that was piped in, without the line break at its end.
+
+    Raises:
+        UsageError: if it is not UTF-8.
+    """
+    if sys.stdin is None:
+        return ""
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"stdin is not valid UTF-8 (byte {error.start})") from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+class StopOnInterrupt:
+    """While active, a first Ctrl-C only sets a mark, so that the engine ends its step; a second one interrupts."""
+
+    def __enter__(self) -> "StopOnInterrupt":
+        self._requested = False
+        self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def requested(self) -> bool:
+        """Whether Ctrl-C was pressed."""
+        return self._requested
+
+    def _on_signal(self, _signal: int, _frame: FrameType | None) -> None:
+        if self._requested:
+            raise KeyboardInterrupt
+        self._requested = True
+
+
+@contextmanager
+def load_progress() -> Iterator["Progress | None"]:
+    """A callback that draws one bar per stage on stderr, or None where nobody watches.
+
+    The bars are drawn by the caller's thread: a thread of their own would slow down the loading.
+    """
+    if not is_terminal(sys.stderr):
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
+    stages: dict[str, TaskID] = {}
+    drawn = 0.0
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bars:
+
+        def show(stage: str, done: int, total: int) -> None:
+            nonlocal drawn
+            if stage not in stages:
+                stages[stage] = bars.add_task(stage, total=total)
+            bars.update(stages[stage], completed=done, total=total)
+            if done >= total or time.monotonic() - drawn > _REDRAW_SECONDS:
+                drawn = time.monotonic()
+                bars.refresh()
+
+        yield show

@@ -1,0 +1,98 @@
+"""What an answer cost: token counts and times, as one line for people and as JSON for programs."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanoserve.request import RequestMetrics, RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens and seconds of one answer; a rate or time is None where it was never reached.
+
+    Attributes:
+        cached_tokens: prompt tokens whose KV came from the prefix cache.
+        metrics: of the first sample.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    metrics: "RequestMetrics"
+
+    @classmethod
+    def of(cls, output: "RequestOutput", completion_tokens: int | None = None) -> "Usage":
+        """Of a whole output, or of the last delta of a stream with the tokens of all deltas counted."""
+        if completion_tokens is None:
+            completion_tokens = sum(len(sample.token_ids) for sample in output.outputs)
+        return cls(len(output.prompt_token_ids), output.cached_tokens, completion_tokens, output.outputs[0].metrics)
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and answer together: the context in use."""
+        return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """Prompt tokens computed (not cached) per second, from the first plan to the first token."""
+        start, end = self.metrics.first_scheduled_time, self.metrics.first_token_time
+        if start is None or end is None or end <= start:
+            return None
+        return (self.prompt_tokens - self.cached_tokens) / (end - start)
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens per second after the first."""
+        pace = self.metrics.time_per_output_token
+        return 1 / pace if pace else None
+
+    def counts(self) -> dict[str, int]:
+        """The OpenAI field names, and the cached tokens."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.total_tokens,
+        }
+
+    def timings(self) -> dict[str, float | None]:
+        """Seconds and tokens per second."""
+        return {
+            "queue_s": _rounded(self.metrics.queue_time),
+            "ttft_s": _rounded(self.metrics.time_to_first_token),
+            "tpot_s": _rounded(self.metrics.time_per_output_token),
+            "total_s": _rounded(self.metrics.latency),
+            "prefill_tokens_per_s": _rounded(self.prefill_rate),
+            "decode_tokens_per_s": _rounded(self.decode_rate),
+        }
+
+    def line(self, context: int, *, interrupted: bool = False) -> str:
+        """One line; ``context`` is the most tokens that prompt and answer may have together."""
+        parts = [
+            f"{self.prompt_tokens} prompt tokens ({self.cached_tokens} cached)",
+            f"{self.completion_tokens} new" + (", interrupted" if interrupted else ""),
+        ]
+        if (first := self.metrics.time_to_first_token) is not None:
+            parts.append(f"TTFT {first:.2f} s")
+        if (rate := self.prefill_rate) is not None:
+            parts.append(f"prefill {rate:,.0f} tokens/s")
+        if (rate := self.decode_rate) is not None:
+            parts.append(f"decode {rate:,.1f} tokens/s")
+        parts.append(f"context {self.total_tokens}/{context}")
+        return " · ".join(parts)
+
+
+def envelope(model: str, text: str, reasoning: str, usage: Usage, finish_reason: str | None) -> dict[str, Any]:
+    """The object that ``--json`` prints."""
+    answer = {"text": text} | ({"reasoning": reasoning} if reasoning else {})
+    return answer | {
+        "finish_reason": finish_reason,
+        "model": model,
+        "usage": usage.counts(),
+        "timings": usage.timings(),
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
