@@ -29,8 +29,8 @@ def parse_size(size: str | int) -> int:
 
 
 def format_size(number: int) -> str:
-    """Bytes for people, in binary units: "1.5 GiB"."""
+    """Bytes for people, in binary units: "1.5 GiB". Rounded up, so that a size named as needed is enough."""
     for unit, power in (("GiB", 3), ("MiB", 2), ("KiB", 1)):
         if number >= 1024**power:
-            return f"{number / 1024**power:.1f} {unit}"
+            return f"{-(-number * 10 // 1024**power) / 10:.1f} {unit}"
     return f"{number} B"
