@@ -1,0 +1,216 @@
+"""The storyteller's training text: documents read from the data directory, its tokenizer, and packed batches."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from storyteller_chats import Turn, story_chat
+from storyteller_tales import MAX_CHAT_STORY_BYTES, exchange_nouns, rename_people
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+VOCABULARY_SIZE = 4096
+END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|end|>"
+SPECIAL_TOKENS = (END_OF_TEXT, END_OF_TURN, "<|system|>", "<|user|>", "<|assistant|>")
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+BOOK_PIECE_CHARACTERS = 2000
+STORY_START = "Once upon a time"
+
+
+def normalize(text: str) -> str:
+    """One blank line between paragraphs, as in the validation file, and straight quotes."""
+    text = text.replace("“", '"').replace("”", '"').replace("’", "'").replace("‘", "'")
+    return re.sub(r"\n\s*", "\n\n", text.strip())
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The documents to train on, by kind."""
+
+    stories: tuple[str, ...]
+    books: tuple[str, ...]
+    talks: tuple[tuple[Turn, ...], ...]
+
+    @cached_property
+    def short_stories(self) -> list[str]:
+        """The stories that are short enough to be a chat's answer."""
+        return [story for story in self.stories if len(story.encode()) <= MAX_CHAT_STORY_BYTES]
+
+
+def read_corpus(data: Path) -> Corpus:
+    """Read the training stories, children's books and small talk; never the validation stories."""
+    raw = (data / "tinystories_train_subset.txt").read_text(encoding="utf-8").split(END_OF_TEXT)
+    stories = tuple(normalize(story) for story in raw if story.strip())
+    books = tuple(split_book((data / "children_classics.txt").read_text(encoding="utf-8")))
+    talks = tuple(read_talks(data / "dialogues.jsonl"))
+    return Corpus(stories, books, talks)
+
+
+def split_book(text: str) -> Iterator[str]:
+    """Whole paragraphs, about BOOK_PIECE_CHARACTERS at a time, without headings."""
+    piece: list[str] = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        cleaned = normalize(re.sub(r"\s*\n\s*", " ", paragraph))
+        if not cleaned or cleaned.startswith(("#", "---", "|", "[", "!")):
+            continue
+        piece.append(cleaned)
+        if sum(map(len, piece)) > BOOK_PIECE_CHARACTERS:
+            yield "\n\n".join(piece)
+            piece = []
+
+
+def read_talks(path: Path) -> Iterator[tuple[Turn, ...]]:
+    """The persona chats of the dialogue file (simple modern English)."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            if row["source"].startswith("synthetic-persona-chat"):
+                yield tuple((turn["role"], normalize(turn["content"])) for turn in row["messages"])
+
+
+def split_validation_stories(text: str) -> list[str]:
+    """Pieces of the validation file, whose stories are separated by blank lines as their paragraphs are.
+
+    Only a paragraph that begins with "Once upon a time" is taken for a new story's first, so some pieces hold several
+    stories. Every byte of the file but the separators before such paragraphs is in one piece.
+    """
+    return [piece.strip() for piece in re.split(rf"\n\n(?={STORY_START})", text) if piece.strip()]
+
+
+# ------------------------------------------------------------------------------------------- tokenizer
+
+
+def train_tokenizer(corpus: Corpus, seed: int) -> Tokenizer:
+    """A byte-level BPE of VOCABULARY_SIZE tokens; stories and story chats weigh most."""
+    random_source = random.Random(seed)
+    chats = [story_chat(corpus.short_stories, random_source) for _ in range(2000)]
+    chat_texts = [text for chat in chats for _, text in chat]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*corpus.stories, *chat_texts, *corpus.books[::8]], trainer)
+    start = tokenizer.token_to_id(END_OF_TEXT)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", pair=f"{END_OF_TEXT} $A $B", special_tokens=[(END_OF_TEXT, start)]
+    )
+    return tokenizer
+
+
+def tokenizer_config(max_positions: int) -> dict[str, Any]:
+    """tokenizer_config.json as Hugging Face reads it."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TURN,
+        "pad_token": END_OF_TEXT,
+        "model_max_length": max_positions,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A plain document: its start token, then its text."""
+    ids: list[int] = tokenizer.encode(text).ids
+    return ids
+
+
+def encode_chat(tokenizer: Tokenizer, chat: Sequence[Turn]) -> list[int]:
+    """A conversation as CHAT_TEMPLATE writes it."""
+    ids = [token_id(tokenizer, END_OF_TEXT)]
+    for role, text in chat:
+        ids.append(token_id(tokenizer, f"<|{role}|>"))
+        ids += tokenizer.encode(text, add_special_tokens=False).ids
+        ids.append(token_id(tokenizer, END_OF_TURN))
+    return ids
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a special token. Raises ValueError where the tokenizer is not the storyteller's."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(f"the tokenizer has no {token}")
+    return int(found)
+
+
+# --------------------------------------------------------------------------------------------- batches
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Share of documents by kind: children's books, persona chats, plain stories, story chats."""
+
+    book: float
+    talk: float
+    story: float
+    chat: float
+
+
+BROAD_MIX = Mix(book=0.35, talk=0.07, story=0.28, chat=0.30)
+STORY_MIX = Mix(book=0.05, talk=0.0, story=0.40, chat=0.55)
+
+
+def draw_document(corpus: Corpus, tokenizer: Tokenizer, mix: Mix, random_source: random.Random) -> list[int]:
+    """The token ids of one document of the mix."""
+    kind = random_source.choices(("book", "talk", "story", "chat"), (mix.book, mix.talk, mix.story, mix.chat))[0]
+    if kind == "book":
+        return encode_text(tokenizer, random_source.choice(corpus.books))
+    if kind == "talk":
+        return encode_chat(tokenizer, random_source.choice(corpus.talks))
+    if kind == "chat":
+        return encode_chat(tokenizer, story_chat(corpus.short_stories, random_source))
+    return encode_text(tokenizer, vary_story(random_source.choice(corpus.stories), random_source))
+
+
+def vary_story(story: str, random_source: random.Random) -> str:
+    """A plain story, half of the time with other names and sometimes with other nouns."""
+    choice = random_source.random()
+    if choice < 0.5:
+        return story
+    story = rename_people(story, random_source)
+    return exchange_nouns(story, random_source)[0] if choice > 0.75 else story
+
+
+class Packer:
+    """Fills rows of one length with whole documents, so that every row starts where a document does.
+
+    Of the documents waiting, the longest that fits comes next; what is left at a row's end is filled with the start
+    of one more document.
+    """
+
+    def __init__(self, draw: Callable[[], list[int]], waiting: int = 48) -> None:
+        self.draw = draw
+        self.waiting = [draw() for _ in range(waiting)]
+
+    def row(self, length: int) -> list[int]:
+        """The token ids of one row."""
+        ids = self.take(self.waiting[0] if self.waiting else self.draw())[:length]
+        while len(ids) < length:
+            room = length - len(ids)
+            fitting = [document for document in self.waiting if len(document) <= room]
+            ids += self.take(max(fitting, key=len) if fitting else self.waiting[0])[:room]
+        return ids
+
+    def take(self, document: list[int]) -> list[int]:
+        """Remove a waiting document and draw another in its place."""
+        self.waiting.remove(document)
+        self.waiting.append(self.draw())
+        return document

@@ -1,0 +1,126 @@
+"""Train the bundled storyteller, or its small sibling, from the text in a data directory.
+
+    python scripts/train_storyteller.py --data DIR --minutes 50
+    python scripts/train_storyteller.py --data DIR --minutes 10 --draft
+    python scripts/train_storyteller.py --data DIR --evaluate
+
+Uses a GPU if one is at hand, otherwise the CPU. The sibling takes the tokenizer of the storyteller that is already
+there, so train that one first. `--evaluate` prints the validation loss of the files in the output directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # idle threads leave the cores to others; read when torch loads
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))  # the project need not be installed to train its model
+
+import torch  # noqa: E402
+from storyteller_data import read_corpus, tokenizer_config, train_tokenizer  # noqa: E402
+from storyteller_training import Progress, Recipe, make_config, nats_per_byte, train  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+
+from nanoserve.config import ModelConfig  # noqa: E402
+from nanoserve.models.decoder import Decoder  # noqa: E402
+from nanoserve.models.loading import load_model  # noqa: E402
+from nanoserve.models.saving import save_hf  # noqa: E402
+
+ASSETS = REPOSITORY / "nanoserve" / "assets"
+STORYTELLER, DRAFT = ASSETS / "storyteller", ASSETS / "storyteller-draft"
+MAX_POSITIONS = 1024
+PIECES_WHILE_TRAINING = 60
+
+STORYTELLER_SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+}
+DRAFT_SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="directory with tinystories_train_subset.txt etc.")
+    parser.add_argument("--minutes", type=float, default=50.0, help="time budget of the training loop")
+    parser.add_argument("--output", type=Path, help="model directory (default: the bundled one)")
+    parser.add_argument("--draft", action="store_true", help="the small sibling instead of the storyteller")
+    parser.add_argument("--evaluate", action="store_true", help="print the validation loss of the output directory")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    return parser.parse_args()
+
+
+def write_model(decoder: Decoder, config: ModelConfig, tokenizer: Tokenizer, directory: Path) -> None:
+    """Everything a Hugging Face model directory holds; weights in bfloat16."""
+    save_hf(decoder, config, directory, dtype=torch.bfloat16)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    generation = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids),
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_p": 0.95,
+    }
+    for name, content in (
+        ("tokenizer_config.json", tokenizer_config(MAX_POSITIONS)),
+        ("generation_config.json", generation),
+    ):
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Train or evaluate."""
+    arguments = parse_arguments()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    output = arguments.output or (DRAFT if arguments.draft else STORYTELLER)
+    validation = (arguments.data / "tinystories_valid_subset.txt").read_text(encoding="utf-8")
+    if arguments.evaluate:
+        decoder, _ = load_model(output, "float32", device)
+        tokenizer = Tokenizer.from_file(str(output / "tokenizer.json"))
+        print(f"{nats_per_byte(decoder, tokenizer, validation):.4f} nats per byte on the validation stories")
+        return
+
+    corpus = read_corpus(arguments.data)
+    recipe = Recipe(minutes=arguments.minutes)
+    if arguments.draft:
+        tokenizer = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(corpus, recipe.seed)
+    config = make_config(tokenizer, DRAFT_SHAPE if arguments.draft else STORYTELLER_SHAPE)
+    with device:
+        decoder = Decoder(config)
+    print(f"{sum(parameter.numel() for parameter in decoder.parameters()):,} parameters on {device}", flush=True)
+
+    def report(progress: Progress) -> None:
+        loss = nats_per_byte(decoder, tokenizer, validation, limit=PIECES_WHILE_TRAINING)
+        print(
+            f"{progress.seconds / 60:5.1f} min, step {progress.step}, {progress.tokens:,} tokens, training loss "
+            f"{progress.training_loss:.3f} nats/token, validation {loss:.4f} nats/byte",
+            flush=True,
+        )
+        write_model(decoder, config, tokenizer, output)
+
+    report(train(decoder, corpus, tokenizer, recipe, report))
+    print(f"all validation stories: {nats_per_byte(decoder, tokenizer, validation):.4f} nats per byte")
+
+
+if __name__ == "__main__":
+    main()
