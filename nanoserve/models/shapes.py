@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanoserve.config import ModelConfig, read_json_object
+from nanoserve.config import ModelConfig
 from nanoserve.errors import ModelError
+from nanoserve.text.files import read_json_object
 
 DUMMY_PREFIX = "dummy:"
 

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from nanoserve.config import ModelConfig, RopeConfig, SamplingDefaults
 from nanoserve.errors import ModelError
+from nanoserve.models.rotary import RotaryEmbedding
+from tests.oracle.checkpoints import FAMILIES
 
 
 def llama(**changes: Any) -> dict[str, Any]:
@@ -43,6 +47,7 @@ def test_a_llama_config_says_what_it_says() -> None:
     ("changes", "complaint"),
     [
         ({"num_attention_heads": 0}, "num_attention_heads must be a positive integer, found 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000"),
         ({"num_hidden_layers": -1}, "num_hidden_layers must be a positive integer"),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer, found '64'"),
         ({"vocab_size": None}, "vocab_size must be a positive integer, found None"),
@@ -61,6 +66,9 @@ def test_a_llama_config_says_what_it_says() -> None:
         ({"head_dim": 15}, "impossible rotary size"),
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps must be a number"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a number"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_slow": 0}}, "0 < beta_slow < beta_fast"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4}}, "low_freq_factor < high_freq_factor"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
     ],
@@ -112,16 +120,16 @@ def test_a_directory_is_read_and_its_faults_name_the_file(tmp_path: Path) -> Non
     with pytest.raises(ModelError, match=r"no config\.json"):
         ModelConfig.from_directory(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": ')
-    with pytest.raises(ModelError, match=r"config\.json: unreadable JSON"):
+    with pytest.raises(ModelError, match=r"config\.json is not (valid JSON|UTF-8 text)"):
         ModelConfig.from_directory(tmp_path)
     (tmp_path / "config.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ModelError, match=r"config\.json: unreadable JSON"):
+    with pytest.raises(ModelError, match=r"config\.json is not (valid JSON|UTF-8 text)"):
         ModelConfig.from_directory(tmp_path)
     (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(ModelError, match=r"config\.json: unreadable JSON"):
+    with pytest.raises(ModelError, match=r"config\.json is not (valid JSON|UTF-8 text)"):
         ModelConfig.from_directory(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ModelError, match="expected a JSON object, found list"):
+    with pytest.raises(ModelError, match="must hold a JSON object, not list"):
         ModelConfig.from_directory(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(llama()))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
@@ -129,3 +137,32 @@ def test_a_directory_is_read_and_its_faults_name_the_file(tmp_path: Path) -> Non
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": "hot", "do_sample": True}))
     with pytest.raises(ModelError, match=r"generation_config\.json: temperature must be a number"):
         ModelConfig.from_directory(tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=4,
+)
+FULL_CONFIGS = {
+    name: {**json.loads(FAMILIES[name]().to_json_string()), "max_window_layers": 1}
+    for name in ("qwen2-window", "qwen3_moe")
+} | {"llama": llama(rope_scaling={"type": "yarn", "factor": 2.0, "beta_fast": 30})}
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), name=st.sampled_from(sorted(FULL_CONFIGS)))
+def test_any_value_anywhere_is_accepted_or_refused_in_one_line(data: st.DataObject, name: str) -> None:
+    config = dict(FULL_CONFIGS[name])
+    keys = sorted(
+        {*config, "rope_parameters", "rope_scaling", "layer_types", "head_dim", "rope_theta", "mlp_only_layers"}
+    )
+    for key in data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=3)):
+        config[key] = data.draw(JSON, label=key)
+    try:
+        accepted = ModelConfig.from_hf(config, {"eos_token_id": data.draw(JSON)})
+    except ModelError as refusal:
+        assert "\n" not in str(refusal)
+        return
+    assume(accepted.head_dim <= 4096)
+    assert RotaryEmbedding(accepted.rope).inverse_frequencies.isfinite().all()

@@ -1,0 +1,326 @@
+"""Read a Hugging Face config.json: which keys mean what in which family, and what is refused."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from nanoserve.config import ModelConfig, MoeConfig, RopeConfig, RopeKind, SamplingDefaults
+from nanoserve.errors import ModelError
+from nanoserve.text.files import read_json_object, read_optional_json_object
+
+# Larger than any real model, small enough to be refused before memory runs out.
+_MAX_LAYERS = 10_000
+_MAX_INTEGER = 2**31 - 1
+_MAX_NUMBER = 1e30
+_LEAST_ROPE_NUMBER = 1e-6
+
+_GLM_DEFAULTS: Mapping[str, Any] = {
+    "rms_norm_eps": 1.5625e-7,
+    "max_position_embeddings": 131072,
+    "head_dim": 128,
+    "attention_bias": True,
+}
+
+# Values that Hugging Face assumes for keys which a checkpoint of the family may leave out.
+_FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+    "mistral": {"rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "qwen2": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "sliding_window": 4096},
+    "qwen3": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "head_dim": 128,
+    },
+    "glm": _GLM_DEFAULTS,
+    "glm4": _GLM_DEFAULTS,
+    "mixtral": {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1e6},
+    "qwen3_moe": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "sliding_window": 4096},
+}
+
+# The older GLM checkpoints (`chatglm`) are `glm` under other names: their key -> the key of `glm`.
+_CHATGLM_KEYS: Mapping[str, str] = {
+    "num_layers": "num_hidden_layers",
+    "multi_query_group_num": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "ffn_hidden_size": "intermediate_size",
+    "layernorm_epsilon": "rms_norm_eps",
+    "seq_length": "max_position_embeddings",
+    "padded_vocab_size": "vocab_size",
+    "add_qkv_bias": "attention_bias",
+}
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """The config of a model directory. Raises ModelError naming the file."""
+    path = directory / "config.json"
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such model directory")
+    if not path.is_file():
+        raise ModelError(f"{directory}: no config.json; this is not a Hugging Face model directory")
+    generation_config = read_optional_json_object(directory / "generation_config.json")
+    return translate(read_json_object(path), generation_config, str(path))
+
+
+def translate(config: Mapping[str, Any], generation_config: Mapping[str, Any], source: str) -> ModelConfig:
+    """Both files, parsed, as a ModelConfig. Raises ModelError, one line that begins with `source`."""
+    values, family, is_chatglm = _normalize(config, source)
+    fields = _Fields(values, source)
+    generation = _Fields(generation_config, source.replace("config.json", "generation_config.json"))
+    num_layers = fields.positive("num_hidden_layers", most=_MAX_LAYERS)
+    num_heads, num_kv_heads, head_dim = _heads(fields)
+    attention_bias = fields.flag("attention_bias", default=False)
+    return ModelConfig(
+        family=family,
+        vocab_size=fields.positive("vocab_size"),
+        hidden_size=fields.positive("hidden_size"),
+        intermediate_size=fields.positive("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=fields.positive("max_position_embeddings"),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=_rope(fields, family, head_dim),
+        qkv_bias=family == "qwen2" or (family not in ("mistral", "mixtral") and attention_bias),
+        output_bias=family in ("llama", "qwen3", "qwen3_moe") and attention_bias,
+        mlp_bias=family == "llama" and fields.flag("mlp_bias", default=False),
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        norms_per_layer=4 if family == "glm4" else 2,
+        sliding_windows=_sliding_windows(fields, family, num_layers),
+        moe=_moe(fields, family, num_layers),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+        dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch."),
+        bos_token_id=_first(generation.token_ids("bos_token_id") or fields.token_ids("bos_token_id")),
+        eos_token_ids=generation.token_ids("eos_token_id") or fields.token_ids("eos_token_id"),
+        sampling_defaults=_sampling_defaults(generation),
+        renamed_as_chatglm=is_chatglm,
+    )
+
+
+def _heads(fields: "_Fields") -> tuple[int, int, int]:
+    """Query heads, key-value heads and the size of a head, which must fit each other."""
+    hidden_size, num_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
+    num_kv_heads = fields.positive("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"{fields.source}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+        )
+    if fields.get("head_dim") is None and hidden_size % num_heads:
+        raise ModelError(
+            f"{fields.source}: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}"
+        )
+    return num_heads, num_kv_heads, fields.positive("head_dim", hidden_size // num_heads)
+
+
+class _Fields:
+    """Typed access to a JSON object; every complaint names the file and the key."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self.values = values
+        self.source = source
+
+    def get(self, key: str) -> Any:
+        return self.values.get(key)
+
+    def _fail(self, key: str, wanted: str) -> ModelError:
+        return ModelError(f"{self.source}: {key} must be {wanted}, found {self.values.get(key)!r}")
+
+    def positive(self, key: str, default: int | None = None, *, most: int = _MAX_INTEGER) -> int:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self._fail(key, "a positive integer")
+        if value > most:
+            raise self._fail(key, f"at most {most}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_NUMBER:
+            raise self._fail(key, "a number")
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.values.get(key) is None else self.number(key, 0.0)
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._fail(key, "true or false")
+        return value
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+            raise self._fail(key, "a token id or a list of them")
+        return tuple(ids)
+
+
+def _first(ids: tuple[int, ...]) -> int | None:
+    return ids[0] if ids else None
+
+
+def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], str, bool]:
+    """Fill in the family's defaults and translate `chatglm` keys: (values, family, was it chatglm)."""
+    model_type = config.get("model_type")
+    architectures = config.get("architectures") or []
+    is_chatglm = model_type == "chatglm"
+    family = "glm" if is_chatglm else model_type
+    named = ", ".join(str(name) for name in architectures) if isinstance(architectures, list) else ""
+    if not isinstance(family, str) or family not in _FAMILY_DEFAULTS:
+        supported = ", ".join((*_FAMILY_DEFAULTS, "chatglm"))
+        raise ModelError(
+            f"{source}: architecture {named or 'unnamed'} (model_type {model_type!r}) is not supported;"
+            f" supported model types: {supported}"
+        )
+    if named and not is_chatglm and "ForCausalLM" not in named:
+        raise ModelError(f"{source}: {named} is not a text generation model (...ForCausalLM)")
+    if config.get("quantization_config"):
+        raise ModelError(f"{source}: quantized checkpoints are not supported; use the bf16, fp16 or fp32 one")
+    values = {
+        **_FAMILY_DEFAULTS[family],
+        **{key: value for key, value in config.items() if value is not None},
+    }
+    if family in ("mistral", "mixtral") and "sliding_window" in config:
+        values["sliding_window"] = config["sliding_window"]  # an explicit null switches the window off
+    if is_chatglm:
+        _translate_chatglm(values, config, source)
+    if values.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ModelError(f"{source}: hidden_act {values['hidden_act']!r} is not supported; only silu is")
+    return values, family, is_chatglm
+
+
+def _translate_chatglm(values: dict[str, Any], config: Mapping[str, Any], source: str) -> None:
+    values.update({new: config[old] for old, new in _CHATGLM_KEYS.items() if config.get(old) is not None})
+    if not config.get("multi_query_attention", True):
+        values["num_key_value_heads"] = config.get("num_attention_heads")
+    if config.get("add_bias_linear") or not config.get("rmsnorm", True):
+        raise ModelError(f"{source}: this chatglm variant (add_bias_linear or layer norm) is not supported")
+    values["rope_theta"] = 10000.0 * _Fields(config, source).number("rope_ratio", 1.0)
+
+
+def _rope(fields: _Fields, family: str, head_dim: int) -> RopeConfig:
+    """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
+    merged = dict(fields.values)
+    for key in ("rope_scaling", "rope_parameters"):
+        section = fields.get(key)
+        if section is not None and not isinstance(section, dict):
+            raise ModelError(f"{fields.source}: {key} must be an object, found {section!r}")
+        merged.update(section or {})
+    rope = _Fields(merged, fields.source)
+    kind = _rope_kind(merged.get("rope_type") or merged.get("type") or "default", fields.source)
+    is_glm = family in ("glm", "glm4")
+    partial = rope.number("partial_rotary_factor", 0.5 if is_glm else 1.0)
+    rotary_dim = int(head_dim * partial)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise ModelError(f"{fields.source}: head_dim {head_dim} gives an impossible rotary size of {rotary_dim}")
+    max_position = rope.positive("max_position_embeddings")
+    original = rope.positive("original_max_position_embeddings", max_position)
+    # Only YaRN may leave its factor to be inferred from the two lengths.
+    factor = 1.0 if kind == "default" else rope.number("factor", max_position / original if kind == "yarn" else 0.0)
+    theta = rope.number("rope_theta", 10000.0)
+    if min(factor, theta) < _LEAST_ROPE_NUMBER:
+        raise ModelError(f"{fields.source}: rope factor and rope_theta must be positive, found {factor} and {theta}")
+    rope_config = RopeConfig(
+        rotary_dim=rotary_dim,
+        theta=theta,
+        kind=kind,
+        interleaved=is_glm,
+        factor=factor,
+        original_max_position_embeddings=original,
+        low_freq_factor=rope.number("low_freq_factor", 1.0),
+        high_freq_factor=rope.number("high_freq_factor", 4.0),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", default=True),
+        attention_factor=rope.optional_number("attention_factor"),
+        mscale=rope.number("mscale", 0.0),
+        mscale_all_dim=rope.number("mscale_all_dim", 0.0),
+    )
+    _check_bands(rope_config, fields.source)
+    return rope_config
+
+
+def _check_bands(rope: RopeConfig, source: str) -> None:
+    """The rules that blend kept and stretched frequencies need two different borders between them."""
+    if rope.kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
+        raise ModelError(f"{source}: rope type llama3 needs 0 < low_freq_factor < high_freq_factor")
+    if rope.kind == "yarn" and not (0 < rope.beta_slow < rope.beta_fast and rope.theta > 1):
+        raise ModelError(f"{source}: rope type yarn needs 0 < beta_slow < beta_fast and rope_theta above 1")
+
+
+def _rope_kind(name: object, source: str) -> RopeKind:
+    for kind in get_args(RopeKind):
+        if name == kind:
+            return cast(RopeKind, kind)
+    supported = ", ".join(get_args(RopeKind))
+    raise ModelError(f"{source}: rope type {name!r} is not supported; supported: {supported}")
+
+
+def _sliding_windows(fields: _Fields, family: str, num_layers: int) -> tuple[int, ...]:
+    """Each layer's window. Qwen has a switch, and says which layers slide (`layer_types`, `max_window_layers`)."""
+    if family not in ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe") or fields.get("sliding_window") is None:
+        return ()
+    if family.startswith("qwen") and not fields.flag("use_sliding_window", default=False):
+        return ()
+    window = fields.positive("sliding_window")
+    if family not in ("qwen2", "qwen3"):
+        return (window,) * num_layers
+    layer_types = fields.get("layer_types")
+    if layer_types is None:
+        first_sliding = int(fields.number("max_window_layers", 28))
+        return tuple(window if layer >= first_sliding else 0 for layer in range(num_layers))
+    known = {"sliding_attention": window, "full_attention": 0}
+    if (
+        not isinstance(layer_types, list)
+        or len(layer_types) != num_layers
+        or not all(isinstance(layer_type, str) and layer_type in known for layer_type in layer_types)
+    ):
+        raise ModelError(f"{fields.source}: layer_types must name {' or '.join(known)} once for every layer")
+    return tuple(known[layer_type] for layer_type in layer_types)
+
+
+def _moe(fields: _Fields, family: str, num_layers: int) -> MoeConfig | None:
+    if family == "mixtral":
+        return MoeConfig(
+            num_experts=fields.positive("num_local_experts", 8),
+            experts_per_token=fields.positive("num_experts_per_tok", 2),
+            intermediate_size=fields.positive("intermediate_size"),
+            normalize_weights=True,
+            sparse_layers=frozenset(range(num_layers)),
+        )
+    if family != "qwen3_moe":
+        return None
+    step = fields.positive("decoder_sparse_step", 1)
+    dense = set(fields.token_ids("mlp_only_layers"))
+    return MoeConfig(
+        num_experts=fields.positive("num_experts", fields.positive("num_local_experts", 128)),
+        experts_per_token=fields.positive("num_experts_per_tok", 8),
+        intermediate_size=fields.positive("moe_intermediate_size", 768),
+        normalize_weights=fields.flag("norm_topk_prob", default=False),
+        sparse_layers=frozenset(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0),
+    )
+
+
+def _sampling_defaults(generation: _Fields) -> SamplingDefaults:
+    """What generation_config.json recommends; without do_sample, temperature, top_p and top_k are not meant."""
+    penalty = generation.optional_number("repetition_penalty")
+    if not generation.flag("do_sample", default=False):
+        return SamplingDefaults(repetition_penalty=penalty)
+    top_k = generation.optional_number("top_k")
+    return SamplingDefaults(
+        temperature=generation.optional_number("temperature"),
+        top_p=generation.optional_number("top_p"),
+        top_k=None if top_k is None else int(top_k),
+        min_p=generation.optional_number("min_p"),
+        repetition_penalty=penalty,
+    )

@@ -1,0 +1,132 @@
+"""The decoder by itself: it trains, it compiles, its two halves are separate, and batches do not mix."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nanoserve.config import ModelConfig, MoeConfig
+from nanoserve.models.attention import DenseCausalAttention, PagedAttention
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.experts import SparseExperts
+from tests.oracle.checkpoints import FAMILIES
+
+BLOCK_SIZE = 4
+
+
+def build(family: str, seed: int = 0) -> tuple[Decoder, ModelConfig]:
+    config = ModelConfig.from_hf(FAMILIES[family]().to_dict())
+    torch.manual_seed(seed)
+    return Decoder(config), config
+
+
+def random_tokens(config: ModelConfig, count: int) -> Tensor:
+    return torch.randint(config.vocab_size, (count,), generator=torch.Generator().manual_seed(4))
+
+
+def paged(config: ModelConfig, lengths: list[int]) -> PagedAttention:
+    """Whole prompts of these lengths, each on blocks of its own."""
+    starts = [sum(lengths[:row]) for row in range(len(lengths) + 1)]
+    most = -(-max(lengths) // BLOCK_SIZE)
+    tables = torch.arange(len(lengths) * most).view(len(lengths), most)
+    slots = [
+        int(tables[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+        for row, length in enumerate(lengths)
+        for position in range(length)
+    ]
+    shape = (tables.numel(), config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    return PagedAttention(
+        config=config,
+        key_caches=[torch.full(shape, torch.nan) for _ in range(config.num_layers)],
+        value_caches=[torch.full(shape, torch.nan) for _ in range(config.num_layers)],
+        block_tables=tables.int(),
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        context_lengths=torch.tensor(lengths, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots),
+    )
+
+
+@pytest.mark.parametrize("family", ["llama-tied-biased", "glm4", "qwen3", "mixtral"])
+def test_every_parameter_learns(family: str) -> None:
+    decoder, config = build(family)
+    tokens = random_tokens(config, 24).view(2, 12)
+    positions, attention = torch.arange(12).repeat(2), DenseCausalAttention(config, batch=2, length=12)
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        logits = decoder.compute_logits(decoder(tokens.flatten(), positions, attention)).view(2, 12, -1)
+        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    assert [name for name, weight in decoder.named_parameters() if not weight.grad.abs().sum() > 0] == []
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral"])
+def test_sequences_of_a_batch_do_not_see_each_other(family: str) -> None:
+    decoder, config = build(family)
+    tokens = random_tokens(config, 60)
+    positions = torch.arange(30)
+    together = decoder(tokens, positions.repeat(2), DenseCausalAttention(config, batch=2, length=30))
+    alone = decoder(tokens[30:], positions, DenseCausalAttention(config, batch=1, length=30))
+    torch.testing.assert_close(together[30:], alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama-llama3", "glm", "mistral", "qwen3_moe"])
+def test_a_ragged_paged_batch_equals_each_prompt_alone(family: str) -> None:
+    decoder, config = build(family)
+    lengths = [1, 30, 4, 13]
+    tokens = random_tokens(config, sum(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    with torch.inference_mode():
+        together = decoder(tokens, positions, paged(config, lengths)).split(lengths)
+        for prompt, hidden in zip(tokens.split(lengths), together, strict=True):
+            dense = DenseCausalAttention(config, batch=1, length=len(prompt))
+            torch.testing.assert_close(hidden, decoder(prompt, torch.arange(len(prompt)), dense), atol=1e-5, rtol=1e-5)
+
+
+def test_the_two_halves_of_a_layer_make_the_layer() -> None:
+    decoder, config = build("qwen3")
+    layer = decoder.layers[1]
+    hidden = torch.randn(6, config.hidden_size)
+    cos, sin = decoder.rotary(torch.arange(6))
+    attention = DenseCausalAttention(config, batch=1, length=6)
+    query, key, value = layer.pre_attention(hidden, cos, sin)
+    assert query.shape == (6, config.num_heads, config.head_dim)
+    assert key.shape == value.shape == (6, config.num_kv_heads, config.head_dim)
+    by_halves = layer.post_attention(attention(1, query, key, value), hidden)
+    assert torch.equal(by_halves, layer(hidden, cos, sin, attention))
+
+
+@pytest.mark.parametrize("family", ["llama-tied-biased", "mistral", "glm4"])
+def test_the_whole_forward_is_one_graph(family: str) -> None:
+    decoder, config = build(family)
+    tokens, positions = random_tokens(config, 30), torch.arange(30)
+    dense = DenseCausalAttention(config, batch=1, length=30)
+    whole = torch.compile(lambda attention: decoder(tokens, positions, attention), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(whole(dense), decoder(tokens, positions, dense), atol=1e-5, rtol=1e-5)
+    with torch.inference_mode():
+        traced = whole(paged(config, [30]))
+        torch.testing.assert_close(traced, decoder(tokens, positions, paged(config, [30])), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_experts_are_the_weighted_sum_of_each_tokens_choices(normalize: bool) -> None:  # noqa: FBT001
+    moe = MoeConfig(7, 3, 12, normalize_weights=normalize, sparse_layers=frozenset({0}))
+    torch.manual_seed(2)
+    experts = SparseExperts(16, moe)
+    torch.nn.init.normal_(experts.gate_up)
+    torch.nn.init.normal_(experts.down)
+    hidden = torch.randn(9, 16)
+    expected = torch.zeros_like(hidden)
+    for token, state in enumerate(hidden):
+        probabilities = experts.router(state).softmax(-1)
+        chosen = probabilities.argsort(descending=True)[:3]
+        total = probabilities[chosen].sum() if normalize else 1.0
+        for expert in chosen.tolist():
+            gate, up = (experts.gate_up[expert] @ state).chunk(2)
+            output = experts.down[expert] @ (functional.silu(gate) * up)
+            expected[token] += probabilities[expert] / total * output
+    torch.testing.assert_close(experts(hidden), expected, atol=1e-4, rtol=1e-4)
