@@ -1,0 +1,134 @@
+"""The whole engine against Hugging Face transformers and against itself: the tokens never depend on how they were
+scheduled.
+
+Policies, block sizes, chunk sizes, prefix caching and preemption are covered pairwise, for every family.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from nanoserve.config import ModelConfig
+from nanoserve.engine import Engine
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.loading import load_model
+from nanoserve.request import Request, SamplingParams
+from nanoserve.runtime.local import LocalExecutor
+from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.scheduler import Scheduler
+from tests.oracle.checkpoints import FAMILIES, VOCAB_SIZE
+
+Checkpoint = Callable[[str], tuple[Path, PreTrainedModel]]
+
+OUTPUT_TOKENS = 20
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to schedule. ``tight`` leaves so few blocks that sequences preempt each other."""
+
+    policy: str
+    block_size: int
+    token_budget: int
+    prefix_caching: bool
+    tight: bool
+
+    def num_blocks(self) -> int:
+        tokens = 100 if self.tight else 1000
+        return -(-tokens // self.block_size)
+
+
+SETTINGS = [
+    Setting("sarathi", 16, 2048, True, False),
+    Setting("sarathi", 4, 7, False, True),
+    Setting("sarathi", 32, 64, True, True),
+    Setting("prefill-first", 16, 64, True, True),
+    Setting("prefill-first", 4, 2048, False, False),
+    Setting("prefill-first", 32, 7, True, False),
+    Setting("decode-first", 16, 7, False, True),
+    Setting("decode-first", 4, 64, True, False),
+    Setting("decode-first", 32, 2048, True, True),
+]
+
+
+def _prompts() -> list[tuple[int, ...]]:
+    """A long one, one with the same beginning, a short one, a single token, and the first once more."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(3, VOCAB_SIZE, (120,), generator=generator).tolist()
+    first = tuple(tokens[:45])
+    return [first, (*first[:33], *tokens[50:60]), tuple(tokens[60:77]), (tokens[80],), first]
+
+
+def _run(decoder: Decoder, config: ModelConfig, setting: Setting, requests: list[Request]) -> tuple[list, Scheduler]:
+    executor = LocalExecutor(
+        decoder, config, num_blocks=setting.num_blocks(), block_size=setting.block_size, device="cpu"
+    )
+    scheduler = Scheduler(
+        make_policy(setting.policy, setting.token_budget),
+        num_blocks=setting.num_blocks(),
+        block_size=setting.block_size,
+        max_model_len=96,
+        prefix_caching=setting.prefix_caching,
+    )
+    engine = Engine(scheduler, executor, vocab_size=config.vocab_size)
+    outputs: dict[tuple[str, int], list[int]] = {
+        (request.request_id, index): [] for request in requests for index in range(request.params.n)
+    }
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for update in engine.step():
+            assert update.sequence.error is None
+            outputs[update.request_id, update.index] += update.new_tokens
+        scheduler.check_integrity()
+    engine.close()
+    return list(outputs.values()), scheduler
+
+
+@torch.inference_mode()
+def _transformers_greedy(model: PreTrainedModel, prompt: tuple[int, ...]) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(OUTPUT_TOKENS):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers_however_they_are_scheduled(
+    family: str, checkpoint: Checkpoint
+) -> None:
+    directory, model = checkpoint(family)
+    decoder, config = load_model(directory, "fp32")
+    expected = [_transformers_greedy(model, prompt) for prompt in _prompts()]
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS)
+    requests = [Request(str(number), prompt, params, seed=0) for number, prompt in enumerate(_prompts())]
+    preemptions = 0
+    for setting in SETTINGS:
+        outputs, scheduler = _run(decoder, config, setting, requests)
+        assert outputs == expected, setting
+        preemptions += scheduler.preemptions
+    assert preemptions > 0, "no setting was tight enough"
+
+
+def test_seeded_samples_do_not_depend_on_what_shares_the_batch(checkpoint: Checkpoint) -> None:
+    decoder, config = load_model(checkpoint("qwen3")[0], "fp32")
+    variants = [
+        SamplingParams(temperature=0.9, top_p=0.8, n=2, max_tokens=OUTPUT_TOKENS),
+        SamplingParams(temperature=1.5, top_k=9, repetition_penalty=1.3, max_tokens=OUTPUT_TOKENS),
+        SamplingParams(temperature=0.7, min_p=0.1, presence_penalty=1, frequency_penalty=0.5, max_tokens=OUTPUT_TOKENS),
+        SamplingParams(temperature=1.0, logit_bias={7: 2.0, 9: -100.0}, n=3, max_tokens=OUTPUT_TOKENS),
+        SamplingParams(temperature=0, frequency_penalty=2, max_tokens=OUTPUT_TOKENS),
+    ]
+    requests = [
+        Request(str(number), prompt, params, seed=40 + number)
+        for number, (prompt, params) in enumerate(zip(_prompts(), variants, strict=True))
+    ]
+    alone = [outputs for request in requests for outputs in _run(decoder, config, SETTINGS[0], [request])[0]]
+    assert len({tuple(output) for output in alone}) == len(alone)
+    for setting in SETTINGS:
+        assert _run(decoder, config, setting, requests)[0] == alone, setting
