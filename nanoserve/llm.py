@@ -1,14 +1,13 @@
 """LLM: the offline API. Puts a model, a tokenizer and an engine together in this process."""
 
 import random
-import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
 import torch
 
 from nanoserve.config import EngineConfig, ModelConfig, SamplingDefaults
@@ -73,7 +72,9 @@ class LLM:
         config = self.engine_config
         if resolved.directory is None:
             return make_dummy_model(resolved.name, config.dtype, config.device)
-        return load_model(resolved.directory, config.dtype, config.device, _staged(progress))
+        return load_model(
+            resolved.directory, config.dtype, config.device, None if progress is None else partial(progress, "load")
+        )
 
     def _make_engine(self, decoder: Decoder) -> Engine:
         config = self.engine_config
