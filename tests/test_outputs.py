@@ -1,0 +1,109 @@
+"""Tokens to text: stop strings over several tokens, end tokens, deltas that add up to the whole."""
+
+from collections.abc import Sequence as SequenceOf
+
+from nanoserve.outputs import RequestTracker
+from nanoserve.request import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Sequence,
+    SequenceUpdate,
+    Status,
+    TokenLogprob,
+)
+
+
+class _Letters:
+    """Token 0 is a special end token; token k reads as the k-th letter."""
+
+    special_ids = frozenset({0})
+
+    def decode(self, token_ids: SequenceOf[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(chr(ord("a") + token - 1) for token in token_ids if token)
+
+    def is_byte(self, token_id: int) -> bool:
+        return False
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    return tuple(ord(letter) - ord("a") + 1 for letter in text)
+
+
+class _Life:
+    """A request with one sample whose tokens are fed by hand."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.request = Request("r", _ids("prompt"), params, seed=0, end_tokens=(0,))
+        self.tracker = RequestTracker(self.request, _Letters(), prompt="prompt")
+        self.sequence = Sequence(0, self.request, 0, list(self.request.prompt), status=Status.DECODE)
+
+    def feed(self, *tokens: int, finish: FinishReason | None = None) -> bool:
+        for token in tokens:
+            self.sequence.tokens.append(token)
+            self.sequence.logprobs.append(TokenLogprob(token, -1.0, 1))
+        if finish is not None:
+            self.sequence.move_to(Status.FINISHED)
+            self.sequence.finish_reason = finish
+            if finish is FinishReason.STOP:
+                self.sequence.stop_token = tokens[-1]
+        return self.tracker.take(SequenceUpdate("r", 0, tokens, self.sequence))
+
+    def whole(self) -> RequestOutput:
+        return self.tracker.whole()
+
+
+def test_a_stop_string_over_several_tokens_is_cut_out_and_ends_the_sample() -> None:
+    life = _Life(SamplingParams(stop=("xyz",)))
+    shown = ""
+    for letter in "abxyxy":
+        assert not life.feed(*_ids(letter))
+        shown += life.tracker.delta().outputs[0].text
+    assert shown == "abxy", "what may still become the stop string is held back"
+    assert life.feed(*_ids("z")), "the engine must be told"
+    output = life.whole().outputs[0]
+    assert (output.text, output.finish_reason, output.stop_reason) == ("abxy", "stop", "xyz")
+    assert life.whole().finished
+
+
+def test_what_was_held_back_is_shown_when_the_sample_ends_otherwise() -> None:
+    life = _Life(SamplingParams(stop=("xyz",)))
+    life.feed(*_ids("axy"))
+    life.feed(*_ids("b"), finish=FinishReason.LENGTH)
+    assert life.whole().outputs[0].text == "axyb"
+    life = _Life(SamplingParams(stop=("xyz",)))
+    life.feed(*_ids("axy"), finish=FinishReason.LENGTH)
+    assert life.whole().outputs[0].text == "axy"
+
+
+def test_stop_strings_wait_for_min_tokens() -> None:
+    life = _Life(SamplingParams(stop=("b",), min_tokens=2))
+    assert not life.feed(*_ids("bb"))
+    assert life.feed(*_ids("b"))
+    assert life.whole().outputs[0].text == "bb"
+
+
+def test_the_text_of_a_token_that_stops_is_left_out_but_its_id_is_there() -> None:
+    for params, stop in ((SamplingParams(), 0), (SamplingParams(stop_token_ids=(5,)), 5)):
+        life = _Life(params)
+        life.feed(*_ids("ab"), stop, finish=FinishReason.STOP)
+        output = life.whole().outputs[0]
+        assert (output.text, output.token_ids, output.stop_reason) == ("ab", (1, 2, stop), stop)
+
+
+def test_deltas_add_up_to_the_whole() -> None:
+    life = _Life(SamplingParams(logprobs=0))
+    deltas = []
+    for tokens in (_ids("ab"), (), _ids("c")):
+        life.feed(*tokens)
+        if life.tracker.has_news:
+            deltas.append(life.tracker.delta())
+    life.feed(0, finish=FinishReason.STOP)
+    deltas.append(life.tracker.delta())
+    assert [delta.outputs[0].text for delta in deltas] == ["ab", "c", ""]
+    whole = life.whole().outputs[0]
+    assert sum((delta.outputs[0].token_ids for delta in deltas), ()) == whole.token_ids == (1, 2, 3, 0)
+    assert sum((delta.outputs[0].logprobs or () for delta in deltas), ()) == whole.logprobs
+    assert deltas[-1].finished and deltas[-1].outputs[0].finish_reason == "stop"
+    assert not any(delta.finished for delta in deltas[:-1])
