@@ -34,7 +34,7 @@ class TokenAdjustments:
         if begin.params.min_tokens:
             self._set((*begin.end_tokens, *begin.params.stop_token_ids), "end", True)
         if self._counts_tokens:
-            self._set(begin.tokens[: begin.prompt_length], "seen", True)
+            self._set(dict.fromkeys(begin.tokens[: begin.prompt_length]), "seen", True)
             for token in begin.tokens[begin.prompt_length :]:
                 self.append(token)
 

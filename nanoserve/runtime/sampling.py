@@ -23,7 +23,7 @@ from nanoserve.runtime.selection import order_keys, smallest_sufficient_key, top
 from nanoserve.scheduler.plan import Begin
 
 _SETTINGS = np.dtype(
-    [("temperature", "f4"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f4"), ("seed", "i8"), ("index", "i8")]
+    [("temperature", "f4"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8"), ("seed", "i8"), ("index", "i8")]
 )
 # Probabilities are added as integers: 2^44 times a weight of at most 1, and 2^18 tokens fit into 63 bits.
 _FIXED_POINT = 2.0**44
@@ -81,7 +81,7 @@ class Draw:
             top_k=column("top_k"),
             largest_top_k=int(chosen["top_k"].max()),
             top_p=column("top_p") if (chosen["top_p"] < 1).any() else None,
-            log_min_p=column("min_p").log() if (chosen["min_p"] > 0).any() else None,
+            log_min_p=column("min_p").log().float() if (chosen["min_p"] > 0).any() else None,
         )
 
 
@@ -112,7 +112,7 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """tokens: int64 [R]; valid: bool [R], False where the logits were not numbers or no token was left to sample."""
+    """tokens: int64 [R]; valid: bool [R], False where the logits were not numbers or no token was left (any token then)."""
 
     tokens: Tensor
     valid: Tensor
@@ -125,7 +125,6 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
     maxima, tokens = logits.max(dim=1)  # NaN wins a maximum, so the maxima alone tell what is valid
     for draw in rows.draws:
         scaled = (logits[draw.rows] - maxima[draw.rows, None]) / draw.temperature
-        scaled.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)  # an invalid row must not leave the range of an index
         values, ids = keep_likely(scaled, draw)
         winners = (values - exponential(draw.keys, ids).log_()).argmax(dim=1, keepdim=True)
         tokens = tokens.index_copy(0, draw.rows, ids.expand_as(values).gather(1, winners)[:, 0])

@@ -16,7 +16,7 @@ _SHIFTS = (22, 11, 0)  # three digits hold the 32 bits of a key
 
 
 def order_keys(values: Tensor) -> Tensor:
-    """Integers ordered as the float32 values are: int64 of the same shape, 0 to 2^32 - 1. NaN is not allowed."""
+    """Integers ordered as the float32 values are: int64 of the same shape, 0 to 2^32 - 1. NaN gets any of them."""
     bits = values.contiguous().view(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + (1 << 31)
 
@@ -24,7 +24,7 @@ def order_keys(values: Tensor) -> Tensor:
 def top_tokens(values: Tensor, count: int) -> Tensor:
     """The token ids of the `count` largest values of each row, best first, equal values by lower id.
 
-    values: float32 [R, V] without NaN, V at most 2^20; result int64 [R, min(count, V)].
+    values: float32 [R, V], V at most 2^20; result int64 [R, min(count, V)].
     """
     tokens = torch.arange(values.shape[1], device=values.device)
     keys = (order_keys(values) << _TOKEN_BITS) | (_MAX_TOKEN - tokens)
@@ -36,7 +36,8 @@ def smallest_sufficient_key(keys: Tensor, weights: Tensor, needed: Tensor) -> Te
     """The largest key such that everything at or above it weighs at least `needed`; found digit by digit, no sort.
 
     keys: int64 [R, V] from `order_keys`; weights: int64 [R, V], not negative; needed: int64 [R], 1 to the row's sum.
-    Integer sums do not depend on the order of adding, so neither does the result: int64 [R].
+    Integer sums do not depend on the order of adding, so neither does the result: int64 [R]. A row whose arguments break
+    these rules (its logits were NaN) gets some key, and never an index out of range.
     """
     prefix = torch.zeros_like(needed)
     for shift in _SHIFTS:

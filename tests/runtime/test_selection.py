@@ -3,7 +3,7 @@
 import struct
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.runtime.selection import order_keys, smallest_sufficient_key, top_tokens
@@ -13,6 +13,7 @@ floats = st.floats(width=32, allow_nan=False)
 rows = st.lists(st.sampled_from([-3.0, -1.5, 0.0, 0.25, 0.5, 7.0]), min_size=1, max_size=40)
 
 
+@settings(deadline=None)
 @given(floats, floats)
 def test_keys_are_ordered_as_the_numbers_are(left: float, right: float) -> None:
     key_left, key_right = order_keys(torch.tensor([[left, right]], dtype=torch.float32))[0].tolist()
@@ -23,12 +24,14 @@ def test_keys_are_ordered_as_the_numbers_are(left: float, right: float) -> None:
         assert key_left == key_right
 
 
+@settings(deadline=None)
 @given(rows, st.integers(1, 50))
 def test_top_tokens_are_the_largest_with_ties_to_the_lower_id(values: list[float], count: int) -> None:
     chosen = top_tokens(torch.tensor([values]), count)[0].tolist()
     assert chosen == sorted(range(len(values)), key=lambda token: (-values[token], token))[:count]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(floats, st.integers(0, 2**40)), min_size=1, max_size=40), st.data())
 def test_smallest_sufficient_key_is_where_the_sorted_sum_arrives(
     items: list[tuple[float, int]], data: st.DataObject

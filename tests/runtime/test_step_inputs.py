@@ -1,0 +1,50 @@
+"""The tensors of a step equal what a loop over tokens says, also once the buffers had to grow."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from nanoserve.runtime.step_inputs import BlockTable, InputBuilder
+from nanoserve.scheduler.plan import Row
+
+BLOCK_SIZE = 4
+
+
+def table_of(blocks: Sequence[int]) -> BlockTable:
+    table = BlockTable()
+    for block in blocks[:3]:
+        table.extend((block,))
+    table.extend(blocks[3:])
+    return table
+
+
+def row(sequence: int, start: int, length: int) -> Row:
+    return Row(sequence, start, tuple(range(100 * sequence, 100 * sequence + length)), True)
+
+
+@pytest.mark.parametrize("rows", [[row(1, 6, 1), row(2, 0, 9), row(3, 3, 2)], [row(1, 40, 300), row(2, 99, 1)]])
+def test_inputs_equal_a_loop_over_tokens(rows: list[Row]) -> None:
+    builder = InputBuilder(BLOCK_SIZE, torch.device("cpu"))
+    tables = [
+        table_of([(place + 1) * 1000 + block for block in range((each.start + len(each.tokens) + 3) // BLOCK_SIZE)])
+        for place, each in enumerate(rows)
+    ]
+    builder.build(rows[::-1], tables[::-1])  # an earlier step leaves nothing behind
+    inputs = builder.build(rows, tables)
+    expected = [
+        (token, each.start + offset, int(table.blocks[position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE)
+        for each, table in zip(rows, tables, strict=True)
+        for offset, token in enumerate(each.tokens)
+        for position in [each.start + offset]
+    ]
+    columns = (inputs.token_ids, inputs.positions, inputs.slot_mapping)
+    assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
+    assert {column.dtype for column in columns} == {torch.int64}
+    lengths = [len(each.tokens) for each in rows]
+    assert inputs.query_starts.tolist() == [sum(lengths[:place]) for place in range(len(rows) + 1)]
+    assert inputs.context_lengths.tolist() == [each.start + len(each.tokens) for each in rows]
+    width = max(len(table.blocks) for table in tables)
+    padded = [[*table.blocks.tolist(), *[0] * (width - len(table.blocks))] for table in tables]
+    assert inputs.block_tables.tolist() == padded
+    assert inputs.block_tables.dtype == inputs.query_starts.dtype == inputs.context_lengths.dtype == torch.int32
