@@ -122,9 +122,9 @@ class ModelRunner:
         for row, record, end in zip(rows, records, ends, strict=True):
             if len(targets := record.prompt_targets(row)):
                 logprobs = self._prompt_logprobs(hidden[end - len(row.tokens) :], targets, record)
-                failed = logprobs is None
-                error = NOT_NUMBERS if failed else None
-                answers[row.sequence] = Answer(row.sequence, prompt_logprobs=logprobs or (), error=error)
+                answers[row.sequence] = Answer(
+                    row.sequence, prompt_logprobs=logprobs or (), error=None if logprobs else NOT_NUMBERS
+                )
         sampled = [place for place, row in enumerate(rows) if row.sample]
         if sampled:
             logits = self._logits(hidden, ends[sampled] - 1)

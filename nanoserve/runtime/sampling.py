@@ -112,7 +112,7 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """tokens: int64 [R]; valid: bool [R], False where the logits were not numbers or no token was left (any token then)."""
+    """tokens: int64 [R]; valid: bool [R], False where logits were not numbers or no token was left (some token then)."""
 
     tokens: Tensor
     valid: Tensor

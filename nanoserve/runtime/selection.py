@@ -36,8 +36,8 @@ def smallest_sufficient_key(keys: Tensor, weights: Tensor, needed: Tensor) -> Te
     """The largest key such that everything at or above it weighs at least `needed`; found digit by digit, no sort.
 
     keys: int64 [R, V] from `order_keys`; weights: int64 [R, V], not negative; needed: int64 [R], 1 to the row's sum.
-    Integer sums do not depend on the order of adding, so neither does the result: int64 [R]. A row whose arguments break
-    these rules (its logits were NaN) gets some key, and never an index out of range.
+    Integer sums do not depend on the order of adding, so neither does the result: int64 [R]. A row whose arguments
+    break these rules (its logits were NaN) gets some key, and never an index out of range.
     """
     prefix = torch.zeros_like(needed)
     for shift in _SHIFTS:
