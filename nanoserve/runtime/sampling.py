@@ -112,7 +112,7 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """tokens: int64 [R]; valid: bool [R], False where logits were not numbers or no token was left (some token then)."""
+    """tokens: int64 [R]; valid: bool [R], False if logits are not numbers or no token was left (any token then)."""
 
     tokens: Tensor
     valid: Tensor
