@@ -134,7 +134,7 @@ def test_a_whole_large_vocabulary_is_kept_exactly() -> None:
         SamplingParams(top_k=12, top_p=0.9, min_p=0.05, temperature=1.5),
         SamplingParams(logit_bias={4: 2.0, 7: -1.0}),
     ],
-    ids=str,
+    ids=["plain", "temperature", "top_k", "top_p", "min_p", "all", "bias"],
 )
 def test_draws_follow_the_probabilities(params: SamplingParams) -> None:
     """Chi-square of 5,000 draws; seeds are fixed, and a correct sampler misses the level 1 time in 10^4."""
