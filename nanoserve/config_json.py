@@ -91,8 +91,8 @@ def translate(config: Mapping[str, Any], generation_config: Mapping[str, Any], s
         moe=_moe(fields, family, num_layers),
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch."),
-        bos_token_id=_first(generation.token_ids("bos_token_id") or fields.token_ids("bos_token_id")),
-        eos_token_ids=generation.token_ids("eos_token_id") or fields.token_ids("eos_token_id"),
+        bos_token_id=_first(generation.integers("bos_token_id") or fields.integers("bos_token_id")),
+        eos_token_ids=generation.integers("eos_token_id") or fields.integers("eos_token_id"),
         sampling_defaults=_sampling_defaults(generation),
         renamed_as_chatglm=is_chatglm,
     )
@@ -155,13 +155,13 @@ class _Fields:
             raise self._fail(key, "true or false")
         return value
 
-    def token_ids(self, key: str) -> tuple[int, ...]:
+    def integers(self, key: str) -> tuple[int, ...]:
         value = self.values.get(key)
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-            raise self._fail(key, "a token id or a list of them")
+            raise self._fail(key, "an integer from 0 on or a list of them")
         return tuple(ids)
 
 
@@ -301,7 +301,7 @@ def _moe(fields: _Fields, family: str, num_layers: int) -> MoeConfig | None:
     if family != "qwen3_moe":
         return None
     step = fields.positive("decoder_sparse_step", 1)
-    dense = set(fields.token_ids("mlp_only_layers"))
+    dense = set(fields.integers("mlp_only_layers"))
     return MoeConfig(
         num_experts=fields.positive("num_experts", fields.positive("num_local_experts", 128)),
         experts_per_token=fields.positive("num_experts_per_tok", 8),

@@ -70,7 +70,7 @@ def test_a_llama_config_says_what_it_says() -> None:
         ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_slow": 0}}, "0 < beta_slow < beta_fast"),
         ({"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4}}, "low_freq_factor < high_freq_factor"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
-        ({"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be an integer from 0 on"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(changes: dict[str, Any], complaint: str) -> None:

@@ -100,6 +100,7 @@ def test_the_two_halves_of_a_layer_make_the_layer() -> None:
     assert torch.equal(by_halves, layer(hidden, cos, sin, attention))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama-tied-biased", "mistral", "glm4"])
 def test_the_whole_forward_is_one_graph(family: str) -> None:
     decoder, config = build(family)
