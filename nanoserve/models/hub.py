@@ -50,9 +50,9 @@ def resolve_model(
     if name.startswith(DUMMY_PREFIX):
         return ResolvedModel(name, None, _BUNDLED)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return ResolvedModel(path.resolve().name, path, path)
-    if path.exists():
+    if path.is_file():
         raise ModelError(f"{name} is a file; --model takes the directory that holds config.json and its weights")
     if _PATH_LIKE.search(name) or not _HUB_ID.fullmatch(name):
         raise ModelError(f"no such directory: {name!r}; --model takes a directory, a hub id (owner/name) or dummy:NAME")

@@ -12,6 +12,7 @@ class Decoder(Protocol):
     """The part of a Tokenizer that detokenizing needs."""
 
     special_ids: frozenset[int]
+    vocab_size: int
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids."""
@@ -31,15 +32,14 @@ class Detokenizer:
     def __init__(self, tokenizer: Decoder, prompt_ids: Sequence[int] = ()) -> None:
         """`prompt_ids`: what the output continues; without them it is decoded as the beginning of a text."""
         self._tokenizer = tokenizer
-        tail = [token for token in prompt_ids[-4 * _PROMPT_WINDOW :] if token not in tokenizer.special_ids]
-        self._window = tail[-_PROMPT_WINDOW:]
+        self._window = self._readable(prompt_ids[-4 * _PROMPT_WINDOW :])[-_PROMPT_WINDOW:]
         self._known_ids = len(self._window)
         # Half a character at the end of the prompt is completed by the output.
         self._emitted = len(self._decode().rstrip(_REPLACEMENT))
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that became certain with these ids; empty while a character is incomplete."""
-        new = [token for token in token_ids if token not in self._tokenizer.special_ids]
+        new = self._readable(token_ids)
         if not new:
             return ""
         self._window += new
@@ -62,6 +62,11 @@ class Detokenizer:
         fresh = text[self._emitted :]
         self._emitted = len(text)
         return fresh
+
+    def _readable(self, token_ids: Sequence[int]) -> list[int]:
+        """The ids that have a text: no control tokens, no rows that only pad the embedding."""
+        skipped, vocab_size = self._tokenizer.special_ids, self._tokenizer.vocab_size
+        return [token for token in token_ids if token not in skipped and token < vocab_size]
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window)

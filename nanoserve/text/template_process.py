@@ -15,7 +15,7 @@ from typing import Any
 
 import minijinja
 
-MEMORY_LIMIT = 512 << 20
+MEMORY_LIMIT = 256 << 20
 
 
 class Refusal(Exception):
