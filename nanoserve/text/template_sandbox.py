@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from nanoserve.errors import ModelError, UsageError
@@ -20,6 +21,8 @@ MAX_GROWTH = 4
 # Processor time is limited inside the process; this only catches one that neither computes nor answers.
 SILENCE_SECONDS = 20.0
 
+# Where nanoserve itself is: an editable installation is found by a hook of the site, not on the path.
+_PACKAGES = str(Path(__file__).parents[2])
 _COMMAND = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);from nanoserve.text.template_process import main; main()"
 )
@@ -65,7 +68,7 @@ class TemplateSandbox:
     def _start(self) -> subprocess.Popen[bytes]:
         # -I and -S: the process needs none of the site's start-up work, only the paths on which we found our packages.
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _COMMAND, json.dumps(sys.path)],
+            [sys.executable, "-I", "-S", "-c", _COMMAND, json.dumps([_PACKAGES, *sys.path])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
