@@ -61,9 +61,7 @@ class TemplateSandbox:
     def close(self) -> None:
         """End the process; a later rendering would start another."""
         with self._lock:
-            if self._process is not None:
-                self._finalizer()
-                self._process = None
+            self._discard()
 
     def _start(self) -> subprocess.Popen[bytes]:
         # -I and -S: the process needs none of the site's start-up work, only the paths on which we found our packages.
@@ -77,6 +75,11 @@ class TemplateSandbox:
         self._finalizer = weakref.finalize(self, _end, process)
         self._send(process, json.dumps({"template": self._template}))
         return process
+
+    def _discard(self) -> None:
+        if self._process is not None:
+            self._finalizer()
+            self._process = None
 
     @staticmethod
     def _send(process: subprocess.Popen[bytes], line: str) -> None:
@@ -93,11 +96,14 @@ class TemplateSandbox:
         watchdog.start()
         try:
             answer = process.stdout.readline()
+        except BaseException:
+            # Interrupted: the answer is still to come, and must not be taken for that of the next request.
+            self._discard()
+            raise
         finally:
             watchdog.cancel()
         if not answer:
-            self._finalizer()
-            self._process = None
+            self._discard()
             return {"error": "it needs more memory or time than a template may have"}
         result: dict[str, str] = json.loads(answer)
         return result

@@ -183,6 +183,24 @@ def test_long_conversations_are_no_bombs(styles):
     assert len(rendered) > 1_500_000
 
 
+def test_an_interrupted_rendering_does_not_answer_the_next():
+    class Interrupted:
+        def readline(self):
+            raise KeyboardInterrupt
+
+        def close(self):
+            pass
+
+    template = ChatTemplate({"default": "{{ messages[0].content }}"}, {}, "here")
+    sandbox = next(iter(template._sandboxes.values()))
+    stdout, sandbox._process.stdout = sandbox._process.stdout, Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        template.render([{"role": "user", "content": "first"}])
+    assert template.render([{"role": "user", "content": "second"}]) == "second"
+    template.close()
+    stdout.close()
+
+
 def test_closing_ends_the_process():
     template = ChatTemplate({"default": "{{ messages | length }}"}, {}, "here")
     process = next(iter(template._sandboxes.values()))._process
