@@ -8,21 +8,34 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TORCH_FREE = ["request", "config", "errors", "sizes", "outputs", "kv", "scheduler", "engine", "text", "commands"]
+TORCH_FREE = [
+    "request",
+    "config",
+    "errors",
+    "files",
+    "sizes",
+    "outputs",
+    "kv",
+    "scheduler",
+    "engine",
+    "text",
+    "commands",
+]
 
 # Each room may import the rooms named here, and itself.
 FLOORS: dict[str, set[str]] = {
     "errors": set(),
+    "files": {"errors"},
     "sizes": {"errors"},
     "request": {"errors"},
-    "config_json": {"errors"},
+    "config_json": {"errors", "files", "config"},
     "config": {"errors", "config_json"},
     "kv": {"errors", "request", "config"},
     "scheduler": {"errors", "request", "config", "kv"},
     "engine": {"errors", "request", "config", "kv", "scheduler"},
-    "text": {"errors"},
+    "text": {"errors", "files"},
     "outputs": {"errors", "request", "text"},
-    "models": {"errors", "config", "triton_ops"},
+    "models": {"errors", "files", "config", "triton_ops"},
     "runtime": {"errors", "config", "sizes", "request", "scheduler", "models", "triton_ops"},
     "triton_ops": set(),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.errors import ModelError
-from nanoserve.text.files import read_optional_json_object
+from nanoserve.files import read_optional_json_object
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""

@@ -14,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import ModelError
+from nanoserve.files import read_json_object
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.rotary import RotaryEmbedding
 from nanoserve.models.weights import TensorPart, may_be_ignored, tensor_parts
-from nanoserve.text.files import read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -9,7 +9,7 @@ from typing import Any
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import ModelError
-from nanoserve.text.files import read_json_object
+from nanoserve.files import read_json_object
 
 DUMMY_PREFIX = "dummy:"
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.errors import ModelError
+from nanoserve.files import read_optional_json_object
 from nanoserve.text.backends import Backend, SentencePieceBackend, TokenizersBackend
 from nanoserve.text.chat_template import RESERVED_ARGUMENTS, ChatTemplate, PlainConversation, load_chat_template
 from nanoserve.text.control_tokens import ControlTokens, choose_mark
-from nanoserve.text.files import read_optional_json_object
 from nanoserve.text.messages import check_messages, check_template_arguments, check_text
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
