@@ -156,10 +156,11 @@ class LLM:
 
     def _stream(self, tracker: RequestTracker) -> Iterator[RequestOutput]:
         try:
-            while not tracker.finished:
-                self._step()
-                if tracker.has_news:
+            while tracker.has_news or not tracker.finished:
+                if tracker.has_news:  # perhaps from a step that another stream asked for
                     yield tracker.delta()
+                else:
+                    self._step()
         finally:
             self._forget(tracker)
 
@@ -231,6 +232,8 @@ class LLM:
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, SequenceOf[int]]:
         if isinstance(prompt, str):
+            if not prompt:  # a tokenizer that puts BOS in front would hide it
+                raise UsageError("the prompt is empty: give some text")
             return prompt, self.tokenizer.encode(prompt)
         if len(prompt) > 0 and isinstance(prompt[0], Mapping):
             return None, self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]

@@ -35,6 +35,7 @@ class _Sample:
         self._sequence: Sequence | None = None
         self._shown_text = 0
         self._shown_tokens = 0
+        self._shown_end = False
         self.stop_string: str | None = None
         self.finished = False
 
@@ -66,7 +67,7 @@ class _Sample:
     def delta(self) -> CompletionOutput:
         """What is new since the last delta."""
         text, tokens = self._shown_text, self._shown_tokens
-        self._shown_text, self._shown_tokens = len(self._text), len(self._tokens)
+        self._shown_text, self._shown_tokens, self._shown_end = len(self._text), len(self._tokens), self.finished
         return self._output(self._text[text:], self._tokens[tokens:], self._logprobs[tokens:])
 
     def whole(self) -> CompletionOutput:
@@ -76,7 +77,7 @@ class _Sample:
     @property
     def has_news(self) -> bool:
         """Whether a delta would say anything but times."""
-        return self._shown_tokens < len(self._tokens) or self.finished
+        return self._shown_tokens < len(self._tokens) or self._shown_end != self.finished
 
     def _output(self, text: list[str], tokens: list[int], logprobs: list[TokenLogprob]) -> CompletionOutput:
         return CompletionOutput(
@@ -143,6 +144,7 @@ class RequestTracker:
 
     @property
     def has_news(self) -> bool:
+        """Whether a delta would say anything."""
         return any(sample.has_news for sample in self._samples)
 
     def whole(self) -> RequestOutput:

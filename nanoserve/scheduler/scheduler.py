@@ -455,7 +455,7 @@ def _begin(sequence: Sequence) -> Begin:
         index=sequence.index,
         seed=request.seed,
         params=request.params,
-        end_tokens=request.end_tokens,
+        end_tokens=() if request.params.ignore_eos else request.end_tokens,
     )
 
 

@@ -1,0 +1,190 @@
+"""The offline API on the bundled model: what a Python user sees."""
+
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.errors import ModelError, RuntimeFailure, UsageError
+from nanoserve.scheduler.plan import StepResult
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+STORY = [{"role": "user", "content": "Tell me a story about a cat and a boat, and let it end well for all."}]
+
+
+def _all_blocks_are_back(llm: LLM) -> bool:
+    llm.engine.scheduler.check_integrity()
+    pool = llm.engine.scheduler.pool
+    return pool.free_blocks == pool.num_blocks and not llm.engine.has_work
+
+
+def test_one_prompt_or_many_give_the_same(storyteller: LLM) -> None:
+    prompts = ["Once upon a time", "The dog", "A"]
+    together = storyteller.generate(prompts, GREEDY)
+    assert [output.prompt for output in together] == prompts
+    alone = [storyteller.generate(prompt, GREEDY)[0] for prompt in prompts]
+    assert [output.outputs[0].token_ids for output in together] == [output.outputs[0].token_ids for output in alone]
+    ids = storyteller.generate(storyteller.tokenizer.encode("The dog"), GREEDY)
+    assert ids[0].outputs[0].text == together[1].outputs[0].text
+    assert _all_blocks_are_back(storyteller)
+
+
+def test_a_stream_adds_up_to_what_generate_gives(storyteller: LLM) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, logprobs=2)
+    deltas = list(storyteller.stream("One day", params))
+    whole = storyteller.generate("One day", params)[0].outputs[0]
+    assert "".join(delta.outputs[0].text for delta in deltas) == whole.text
+    assert sum((delta.outputs[0].token_ids for delta in deltas), ()) == whole.token_ids
+    assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    assert whole.logprobs is not None
+    for token, logprob in zip(whole.token_ids, whole.logprobs, strict=True):
+        assert logprob.token == token and logprob.logprob <= logprob.top[0][1] <= 0 and len(logprob.top) == 2
+
+
+def test_a_seed_gives_the_same_story_in_any_company(storyteller: LLM) -> None:
+    params = SamplingParams(temperature=0.9, seed=11, n=2, max_tokens=25)
+    alone = storyteller.chat(STORY, params)[0]
+    crowd = storyteller.chat([STORY, *([STORY] * 3)], [params, *[SamplingParams(max_tokens=20)] * 3])[0]
+    assert [sample.text for sample in alone.outputs] == [sample.text for sample in crowd.outputs]
+    assert alone.outputs[0].text != alone.outputs[1].text, "samples of one request differ"
+
+
+def test_the_second_turn_finds_the_first_in_the_cache(storyteller: LLM) -> None:
+    first = storyteller.chat(STORY, GREEDY)[0]
+    turns = [*STORY, {"role": "assistant", "content": first.outputs[0].text}, {"role": "user", "content": "And then?"}]
+    second = storyteller.chat(turns, GREEDY)[0]
+    assert second.cached_tokens >= len(first.prompt_token_ids) // 16 * 16 > 0
+
+
+def test_stop_strings_end_a_sample_and_the_engines_work_on_it(storyteller: LLM) -> None:
+    whole = storyteller.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=60))[0].outputs[0].text
+    stop = whole[10:14]
+    output = storyteller.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=60, stop=(stop,)))[0]
+    assert output.outputs[0].text == whole[: whole.index(stop)]
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
+    assert len(output.outputs[0].token_ids) < 60
+    assert _all_blocks_are_back(storyteller)
+
+
+def test_prompt_logprobs_cover_all_but_the_first_token(storyteller: LLM) -> None:
+    prompt = storyteller.tokenizer.encode("The cat sat on the mat and the cat was happy.")
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    storyteller.generate(prompt, params)
+    scored = storyteller.generate(prompt, params)[0].prompt_logprobs  # not taken from the cache the second time
+    assert scored is not None
+    assert scored[0] is None
+    assert [entry.token for entry in scored[1:] if entry] == prompt[1:]
+
+
+def test_times_are_told(storyteller: LLM) -> None:
+    metrics = storyteller.generate("Once", GREEDY)[0].outputs[0].metrics
+    assert metrics.queue_time is not None and metrics.time_to_first_token is not None and metrics.latency is not None
+    assert 0 <= metrics.queue_time <= metrics.time_to_first_token <= metrics.latency
+
+
+def test_closing_a_stream_aborts_the_request(storyteller: LLM) -> None:
+    stream = storyteller.stream("Once upon a time", SamplingParams(max_tokens=500, ignore_eos=True))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert _all_blocks_are_back(storyteller)
+
+
+def test_streams_may_be_read_alternately(storyteller: LLM) -> None:
+    texts = ["The dog", "The cat"]
+    expected = [output.outputs[0].text for output in storyteller.generate(texts, GREEDY)]
+    streams = [storyteller.stream(text, GREEDY) for text in texts]
+    got = ["", ""]
+    for pair in zip(*streams, strict=True):
+        for index, delta in enumerate(pair):
+            got[index] += delta.outputs[0].text
+    assert got == expected
+
+
+def test_results_come_as_they_finish_and_a_refused_item_does_not_stop_the_rest(storyteller: LLM) -> None:
+    items = [("Once", SamplingParams(max_tokens=40, ignore_eos=True)), ("", None), ("Twice", GREEDY), (STORY, GREEDY)]
+    results = dict(storyteller.generate_as_completed(iter(items)))  # type: ignore[arg-type]
+    order = list(results)
+    assert order[0] == 1, "a refusal is known at once"
+    assert order[-1] == 0, "the longest is the last"
+    assert isinstance(results[1], UsageError)
+    assert _all_blocks_are_back(storyteller)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("", "prompt is empty"),
+        ([], "prompt is empty"),
+        ("word " * 3000, "shorten the prompt"),
+        ([10**6], "not in the vocabulary"),
+        (["a", 1], "text"),
+    ],
+)
+def test_prompts_that_can_never_run_are_refused(storyteller: LLM, prompt: object, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        storyteller.generate([prompt], GREEDY)  # type: ignore[list-item]
+    assert _all_blocks_are_back(storyteller)
+
+
+def test_params_must_be_one_or_one_for_each(storyteller: LLM) -> None:
+    with pytest.raises(UsageError, match="2 prompts but 1 sampling parameters"):
+        storyteller.generate(["a", "b"], [GREEDY])
+
+
+def test_an_interrupt_waits_for_the_end_of_the_step_and_leaves_nothing_behind(storyteller: LLM) -> None:
+    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        storyteller.generate("Once", SamplingParams(max_tokens=900, ignore_eos=True))
+    timer.join()
+    assert _all_blocks_are_back(storyteller)
+    assert storyteller.generate("Once", GREEDY)[0].finished
+
+
+def test_a_step_that_fails_ends_its_own_request_only(storyteller: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = storyteller.engine.executor.collect
+
+    def runs_out(until: float | None) -> list[StepResult]:
+        monkeypatch.undo()
+        collect(until)
+        raise RuntimeFailure("out of memory: lower --max-num-batched-tokens")
+
+    monkeypatch.setattr(storyteller.engine.executor, "collect", runs_out)
+    failed = storyteller.generate("Once", GREEDY)[0].outputs[0]
+    assert (failed.finish_reason, failed.error) == ("error", "out of memory: lower --max-num-batched-tokens")
+    assert _all_blocks_are_back(storyteller)
+    assert storyteller.generate("Once", GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"kv_cache_memory": 1}, "--kv-cache-memory"),
+        ({"kv_cache_memory": 2**49}, "--kv-cache-memory"),
+        ({"max_model_len": 10**6}, "--max-model-len"),
+        ({"max_model_len": 1}, "max_model_len must be from 2"),
+        ({"block_size": 0}, "block_size must be from 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
+        ({"policy": "fifo"}, "unknown policy"),
+        ({"dtype": "int3"}, "dtype"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        LLM(**settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    for name in (tmp_path, tmp_path / "nothing", "dummy:no-such-shape"):
+        with pytest.raises(ModelError):
+            LLM(name)
+
+
+def test_a_dummy_of_a_real_shape_runs() -> None:
+    with LLM("dummy:smollm2-135m", max_model_len=64, kv_cache_memory=8 << 20) as llm:
+        assert llm.config.num_layers == 30
+        assert len(llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids) == 12
