@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from nanoserve.commands.chat_commands import ChatCommands
-from nanoserve.commands.chat_session import ChatSession, Piece
+from nanoserve.commands.chat_session import ChatSession, Piece, Steps
 from nanoserve.commands.failures import EXIT_OK, say
 from nanoserve.commands.options import EngineOptions, SamplingOptions, check_utf8, option, switch
 from nanoserve.commands.printers import AnswerPrinter, MarkdownPrinter, PlainPrinter
@@ -83,7 +83,7 @@ def _question(message: str | None) -> str | None:
 
 def _answer_once(session: ChatSession, question: str, *, plain: bool, hide_thinking: bool, as_json: bool) -> int:
     printer = _printer(plain=plain, hide_thinking=hide_thinking)
-    for piece in session.ask(question, interrupted=lambda: False):
+    for piece in session.ask(question):
         if not as_json:
             _show(printer, piece, thinking=not hide_thinking)
     printer.finish()
@@ -131,13 +131,13 @@ class _Conversation:
             self._answer(self._session.regenerate)
         return outcome.leave
 
-    def _answer(self, ask: Callable[[Callable[[], bool]], Iterator[Piece]]) -> None:
+    def _answer(self, ask: Callable[[Steps], Iterator[Piece]]) -> None:
         thinking = self._commands.show_thinking
         printer = _printer(plain=self._plain, hide_thinking=not thinking)
         before = self._session.last_answer
         try:
             with StopOnInterrupt() as stop:
-                for piece in ask(stop.requested):
+                for piece in ask(stop.steps):
                     _show(printer, piece, thinking=thinking)
         except NanoserveError as error:
             printer.finish()

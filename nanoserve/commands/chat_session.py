@@ -18,9 +18,12 @@ from nanoserve.errors import RuntimeFailure, UsageError
 if TYPE_CHECKING:
     from nanoserve.llm import LLM
     from nanoserve.request import RequestOutput, SamplingParams
-    from nanoserve.text.reasoning import ReasoningSplitter
+    from nanoserve.text.reasoning import Part, ReasoningSplitter
 
 _ANSWER_SHARE = 4  # the oldest turns make room until a quarter of the context is left for the answer
+
+
+Steps = Callable[[Iterator["RequestOutput"]], Iterator["RequestOutput"]]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -79,37 +82,29 @@ class ChatSession:
     last_answer: Answer | None = None
     answers: int = 0
 
-    def ask(self, question: str, interrupted: Callable[[], bool]) -> Iterator[Piece]:
+    def ask(self, question: str, steps: Steps = iter) -> Iterator[Piece]:
         """Send a message and yield the answer; history changes when the answer has ended.
 
-        ``interrupted`` is asked after every step; true ends the answer and keeps what there is of it.
+        ``steps`` goes through the engine's steps and may end early: what there is of the answer is kept then.
 
         Raises:
             NanoserveError: if the model cannot answer; the history is as before.
         """
         message = Message("user", question)
         self._make_room(message)
-        params = self.sampling_params()
-        answer: list[str] = []
-        reasoning: list[str] = []
         conversation = self._for_model([*self.turns, message])
         splitter = _reasoning_splitter(self.llm.tokenizer.render_chat(conversation))
+        answer: list[str] = []
+        reasoning: list[str] = []
         tokens, last = 0, None
-        with closing(self.llm.stream(conversation, params)) as stream:  # type: ignore[type-var]
-            for last in stream:
+        with closing(self.llm.stream(conversation, self.sampling_params())) as stream:  # type: ignore[type-var]
+            for last in steps(stream):
                 tokens += len(last.outputs[0].token_ids)
-                stopped = interrupted() and not last.finished
-                parts = splitter.push(last.outputs[0].text)
-                if stopped or last.finished:
-                    parts += splitter.flush()
-                for part, text in parts:
-                    (reasoning if part == "thinking" else answer).append(text)
-                    yield Piece(text, thinking=part == "thinking")
-                if stopped:
-                    break
+                yield from _sorted(splitter.push(last.outputs[0].text), answer, reasoning)
+        yield from _sorted(splitter.flush(), answer, reasoning)
         self._conclude(message, "".join(answer), "".join(reasoning), tokens, last)
 
-    def regenerate(self, interrupted: Callable[[], bool]) -> Iterator[Piece]:
+    def regenerate(self, steps: Steps = iter) -> Iterator[Piece]:
         """Ask for the last answer again; the old one stays if there is no new one.
 
         Raises:
@@ -118,7 +113,7 @@ class ChatSession:
         question, old_answer = self._take_back()
         count = self.answers
         try:
-            yield from self.ask(question.content, interrupted)
+            yield from self.ask(question.content, steps)
         finally:
             if self.answers == count:
                 self.turns += [question, old_answer]
@@ -234,7 +229,8 @@ class ChatSession:
         self, message: Message, answer: str, reasoning: str, tokens: int, last: "RequestOutput | None"
     ) -> None:
         if last is None:
-            raise RuntimeFailure("the model gave no answer")
+            self.notify("stopped before the answer began; the message was taken back")
+            return
         sample = last.outputs[0]
         if sample.error is not None:
             raise RuntimeFailure(sample.error)
@@ -262,6 +258,13 @@ CHANGEABLE = (
     "frequency_penalty",
 )
 """What ``/set`` knows."""
+
+
+def _sorted(parts: "list[tuple[Part, str]]", answer: list[str], reasoning: list[str]) -> Iterator[Piece]:
+    """The pieces as the session hands them out, each also added where it belongs."""
+    for part, text in parts:
+        (reasoning if part == "thinking" else answer).append(text)
+        yield Piece(text, thinking=part == "thinking")
 
 
 def _reasoning_splitter(prompt: str) -> "ReasoningSplitter":

@@ -43,7 +43,8 @@ def describe(error: BaseException) -> tuple[str, int]:
     if isinstance(error, NanoserveError):
         return str(error), error.exit_code
     if hasattr(error, "format_message"):  # a usage error of typer, whichever click it stands on
-        return f"{error.format_message()} (nanoserve --help lists what there is)", getattr(error, "exit_code", 2)
+        command = getattr(getattr(error, "ctx", None), "command_path", "nanoserve")
+        return f"{error.format_message()} ({command} --help lists what there is)", getattr(error, "exit_code", 2)
     if isinstance(error, MemoryError):
         return "out of memory: choose a smaller --max-model-len, --max-num-seqs or --kv-cache-memory", EXIT_FAILURE
     if isinstance(error, OSError) and error.strerror:

@@ -40,7 +40,7 @@ def option(*names: str, panel: str, help: str, metavar: str = "N", **settings: A
 
 def switch(*names: str, panel: str, help: str, **settings: Any) -> Any:  # noqa: A002
     """An option without a value: giving it says yes."""
-    return option(*names, panel=panel, help=help, metavar="", is_flag=True, **settings)
+    return option(*names, panel=panel, help=help, metavar="", **settings)
 
 
 def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:

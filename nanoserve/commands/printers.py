@@ -118,7 +118,7 @@ class MarkdownPrinter:
         stays = self._raw.lay_out(piece)
         self._raw = _RawText(self._size())
         self._raw.lay_out(pending)  # it is on the screen already
-        return stays
+        return stays if pending or not piece.strip() else f"{stays}\n"
 
     def _restart(self, rendered: str) -> str:
         erase = self._raw.erase()

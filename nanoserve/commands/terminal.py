@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from nanoserve.commands.printers import DIM, NORMAL
 from nanoserve.errors import UsageError
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from nanoserve.commands.options import Progress
 
 _REDRAW_SECONDS = 0.1
+
+T = TypeVar("T")
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -49,7 +51,7 @@ def read_stdin() -> str:
 
 
 class StopOnInterrupt:
-    """While active, a first Ctrl-C only sets a mark, so that the engine ends its step; a second one interrupts."""
+    """While active, a first Ctrl-C ends the steps that are gone through; a second one interrupts the program."""
 
     def __enter__(self) -> "StopOnInterrupt":
         self._requested = False
@@ -59,9 +61,23 @@ class StopOnInterrupt:
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._previous)
 
-    def requested(self) -> bool:
-        """Whether Ctrl-C was pressed."""
-        return self._requested
+    def steps(self, stream: Iterator[T]) -> Iterator[T]:
+        """The stream until it ends or Ctrl-C is pressed.
+
+        While the engine works the default handler is in place, which it defers to the end of a step.
+        """
+        while not self._requested:
+            try:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                output = next(stream, None)
+            except KeyboardInterrupt:
+                self._requested = True
+                return
+            finally:
+                signal.signal(signal.SIGINT, self._on_signal)
+            if output is None:
+                return
+            yield output
 
     def _on_signal(self, _signal: int, _frame: FrameType | None) -> None:
         if self._requested:

@@ -1,0 +1,158 @@
+"""An LLM without a model: it says back what it was told, a word per step, so that commands are tested in milliseconds.
+
+``python -m tests.commands.fake_llm ARGUMENTS`` is the command ``nanoserve`` with this LLM behind it.
+
+What it is told may steer it: "slowly" makes it go on for ever with a pause between words, "fail" makes the engine give
+up, and a question that holds "<think>" is answered as it is, reasoning and all.
+"""
+
+import re
+import sys
+import time
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
+from nanoserve.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+
+PAUSE = 0.02
+
+
+def words(text: str) -> list[str]:
+    """The fake's tokens: a word with the blanks behind it."""
+    return re.findall(r"\S+\s*|\s+", text)
+
+
+class FakeTokenizer:
+    """A token is a word; a conversation is its lines "role: content"."""
+
+    has_chat_template = True
+    notice: str | None = None
+
+    def render_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return "".join(lines) + ("assistant: " if add_generation_prompt else "")
+
+    def encode_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
+        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
+
+    def encode(self, text: str) -> list[int]:
+        return [len(word) for word in words(text)]
+
+
+class FakeLLM:
+    """The part of LLM that commands use. ``prompts`` and ``params`` record what was asked."""
+
+    def __init__(self, model: str | None = None, *, max_model_len: int | None = None, **settings: Any) -> None:
+        if model == "missing":
+            raise ModelError("no model at missing: name a directory")
+        if model == "interrupted":
+            try:
+                raise KeyboardInterrupt
+            except KeyboardInterrupt:
+                raise ImportError("cannot load a library") from None
+        if model == "slow":
+            time.sleep(30)
+        if model == "broken":
+            raise ZeroDivisionError("a bug\nof two lines")
+        if settings.get("progress") is not None:
+            for done in range(3):
+                settings["progress"]("load", done, 2)
+        self.settings = settings
+        self.model_name = model or "storyteller"
+        self.max_model_len = max_model_len or 200
+        self.tokenizer = FakeTokenizer()
+        self.prompts: list[Any] = []
+        self.params: list[SamplingParams] = []
+        self.aborted = 0
+        self.closed = False
+
+    def __enter__(self) -> "FakeLLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+
+    def default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(temperature=0.8, top_p=0.95)
+
+    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
+        text, ids = self._tokenize(prompt)
+        if len(ids) >= self.max_model_len:
+            raise UsageError(f"the prompt has {len(ids)} tokens, the context {self.max_model_len}")
+        self.prompts.append(prompt)
+        self.params.append(params)
+        return self._stream(text, ids, params)
+
+    def generate_as_completed(
+        self, items: Iterable[tuple[Any, SamplingParams]]
+    ) -> Iterator[tuple[int, RequestOutput | NanoserveError]]:
+        held: list[tuple[int, RequestOutput]] = []
+        for position, (prompt, params) in enumerate(items):
+            try:
+                deltas = list(self.stream(prompt, params))
+            except NanoserveError as error:
+                yield position, error
+                continue
+            held.append((position, _whole(deltas, params.n)))
+            if len(held) == 2:  # finishing order is not the order of the input
+                yield held.pop()
+        yield from held
+
+    def _tokenize(self, prompt: Any) -> tuple[str, tuple[int, ...]]:
+        if isinstance(prompt, str):
+            return prompt, tuple(self.tokenizer.encode(prompt))
+        if not all(isinstance(message, dict) and "content" in message for message in prompt):
+            raise UsageError("messages are objects with role and content")
+        return prompt[-1]["content"], tuple(self.tokenizer.encode_chat(prompt))
+
+    def _stream(self, text: str, ids: tuple[int, ...], params: SamplingParams) -> Iterator[RequestOutput]:
+        if "fail" in text:
+            raise RuntimeFailure("the executor died")
+        slow = "slowly" in text
+        answer = words(text if "<think>" in text else f"You said: {text}")
+        room = min(params.max_tokens or 10**9, self.max_model_len - len(ids))
+        finished = False
+        try:
+            step = 0
+            while not finished:
+                time.sleep(PAUSE if slow else 0)
+                word = answer[step % len(answer)]
+                step += 1
+                ends = not slow and step == len(answer)
+                finished = ends or step == room
+                reason = "stop" if ends else "length" if finished else None
+                yield _delta(ids, word, step, reason)
+        finally:
+            self.aborted += not finished
+
+
+def _delta(ids: tuple[int, ...], text: str, step: int, reason: str | None) -> RequestOutput:
+    metrics = RequestMetrics(0.0, 0.25, 0.5, 0.5 + 0.1 * (step - 1) if reason else None, step)
+    sample = CompletionOutput(0, text, (step,), None, reason, None, metrics)
+    return RequestOutput("fake", None, ids, (sample,), reason is not None, cached_tokens=1)
+
+
+def _whole(deltas: list[RequestOutput], n: int) -> RequestOutput:
+    last = deltas[-1].outputs[0]
+    text = "".join(delta.outputs[0].text for delta in deltas)
+    tokens = tuple(range(len(deltas)))
+    samples = tuple(
+        CompletionOutput(i, text, tokens, None, last.finish_reason, None, last.metrics) for i in reversed(range(n))
+    )
+    return RequestOutput("fake", None, deltas[-1].prompt_token_ids, samples, finished=True, cached_tokens=1)
+
+
+def module() -> types.ModuleType:
+    """A stand-in for nanoserve.llm."""
+    stand_in = types.ModuleType("nanoserve.llm")
+    stand_in.LLM = FakeLLM  # type: ignore[attr-defined]
+    return stand_in
+
+
+if __name__ == "__main__":
+    from nanoserve.commands.main import run
+
+    sys.modules["nanoserve.llm"] = module()
+    run()

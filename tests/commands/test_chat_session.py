@@ -1,0 +1,228 @@
+"""A conversation without a terminal: history, settings, a full context, saved files."""
+
+import itertools
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoserve.commands.chat_session import ChatSession, Message, Steps
+from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
+from tests.commands.fake_llm import FakeLLM
+
+
+def make_session(**settings: Any) -> tuple[ChatSession, list[str]]:
+    notices: list[str] = []
+    llm: Any = FakeLLM(max_model_len=settings.pop("max_model_len", 200))
+    return ChatSession(llm, notify=notices.append, **settings), notices
+
+
+def answer(session: ChatSession, question: str, steps: Steps = iter) -> str:
+    return "".join(piece.text for piece in session.ask(question, steps) if not piece.thinking)
+
+
+def first(count: int) -> Steps:
+    """What Ctrl-C does: the stream ends after so many steps."""
+
+    def steps(stream: Iterator[Any]) -> Iterator[Any]:
+        return itertools.islice(stream, count)
+
+    return steps
+
+
+def test_turns_go_to_the_model_and_into_the_history() -> None:
+    session, _ = make_session(system="Be kind.")
+    assert answer(session, "one") == "You said: one"
+    answer(session, "two")
+    assert [message["content"] for message in session.llm.prompts[-1]] == ["Be kind.", "one", "You said: one", "two"]
+    assert [turn.role for turn in session.turns] == ["user", "assistant"] * 2
+    assert session.last_answer is not None
+    assert session.last_answer.usage.completion_tokens == 3
+
+
+def test_an_interrupted_answer_is_kept_and_marked() -> None:
+    session, notices = make_session()
+    assert answer(session, "a b c d", first(3)) == "You said: a "
+    assert session.turns[-1] == Message("assistant", "You said: a ", interrupted=True)
+    assert session.llm.aborted == 1
+    answer(session, "go on")
+    assert session.llm.prompts[-1][1] == {"role": "assistant", "content": "You said: a "}
+    assert notices == []
+
+
+@pytest.mark.parametrize(("question", "steps"), [("hello", 0), ("<think>hm hm hm</think> yes", 2)])
+def test_a_message_stopped_before_its_answer_is_taken_back(question: str, steps: int) -> None:
+    session, notices = make_session()
+    assert answer(session, question, first(steps)) == ""
+    assert session.turns == []
+    assert session.llm.aborted == (steps > 0)
+    assert notices == ["stopped before the answer began; the message was taken back"]
+
+
+def test_reasoning_is_told_apart_and_not_fed_back() -> None:
+    session, _ = make_session()
+    pieces = list(session.ask("<think>let me see</think> yes"))
+    assert "".join(piece.text for piece in pieces if piece.thinking) == "let me see"
+    assert session.turns[-1].content == "yes"
+    assert session.last_answer is not None
+    assert session.last_answer.reasoning == "let me see"
+
+
+def test_a_failure_leaves_the_history_as_it_was() -> None:
+    session, _ = make_session()
+    answer(session, "one")
+    with pytest.raises(RuntimeFailure):
+        answer(session, "fail")
+    assert len(session.turns) == 2
+    assert answer(session, "two") == "You said: two"
+
+
+def test_a_full_context_drops_the_oldest_pairs_and_says_so() -> None:
+    session, notices = make_session(max_model_len=60, system="Rule.")
+    for number in range(6):
+        answer(session, f"question {number} with some words")
+    sent = [message["content"] for message in session.llm.prompts[-1]]
+    assert sent[0] == "Rule."
+    assert sent[1].startswith("question 3")
+    assert sent[-1].startswith("question 5")
+    assert set(notices) == {"the context of 60 tokens is full: the oldest turn was dropped"}
+
+
+def test_several_turns_make_room_for_a_long_message() -> None:
+    session, notices = make_session(max_model_len=60)
+    for number in range(3):
+        answer(session, f"q {number}")
+    answer(session, "word " * 40)
+    assert len(session.turns) == 2
+    assert notices[0] == "the context of 60 tokens is full: the oldest 3 turns were dropped"
+
+
+def test_a_message_that_can_never_fit() -> None:
+    session, _ = make_session(max_model_len=20)
+    answer(session, "hello")
+    with pytest.raises(UsageError, match="the message makes 32 tokens, the context holds 20: shorten it"):
+        answer(session, "word " * 30)
+    assert len(session.turns) == 2
+
+
+def test_an_answer_that_fills_the_context() -> None:
+    session, notices = make_session(max_model_len=10)
+    answer(session, "a b c d e f")
+    assert notices == ["the answer was cut where the context ends"]
+    assert session.turns[-1].content == "You said: "
+
+
+def test_regenerate_replaces_the_last_answer() -> None:
+    session, _ = make_session()
+    with pytest.raises(UsageError, match="no answer yet"):
+        list(session.regenerate())
+    answer(session, "one")
+    answer(session, "two", first(1))
+    assert "".join(piece.text for piece in session.regenerate()) == "You said: two"
+    assert [turn.content for turn in session.turns] == ["one", "You said: one", "two", "You said: two"]
+
+
+def test_regenerate_keeps_the_old_answer_when_there_is_no_new_one() -> None:
+    session, _ = make_session()
+    answer(session, "one")
+    before = list(session.turns)
+    assert list(session.regenerate(first(0))) == []
+    assert session.turns == before
+    session.llm.max_model_len = 3
+    with pytest.raises(NanoserveError):
+        list(session.regenerate())
+    assert session.turns == before
+
+
+def test_undo_and_reset() -> None:
+    session, _ = make_session(system="Rule.")
+    answer(session, "one")
+    answer(session, "two")
+    assert session.undo() == "two"
+    assert len(session.turns) == 2
+    session.reset()
+    assert session.messages() == [Message("system", "Rule.")]
+    with pytest.raises(UsageError):
+        session.undo()
+
+
+def test_settings_lie_over_the_defaults_and_are_checked() -> None:
+    session, _ = make_session(settings={"top_k": 5})
+    session.change("temperature", 0)
+    answer(session, "hello")
+    params = session.llm.params[-1]
+    assert (params.temperature, params.top_k, params.top_p) == (0, 5, 0.95)
+    for name, value in [("temperature", -1), ("top_p", "x"), ("n", 2), ("colour", 1), ("stop", [""])]:
+        with pytest.raises(UsageError):
+            session.change(name, value)
+    assert session.settings == {"temperature": 0, "top_k": 5}
+    session.change("top_k", None)
+    assert session.settings == {"temperature": 0}
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    session, _ = make_session(system="Rule.", settings={"seed": 3})
+    answer(session, "é")
+    answer(session, "two", first(1))
+    path = tmp_path / "chat.json"
+    session.save(path)
+    saved = json.loads(path.read_text("utf-8"))
+    assert saved["settings"] == {"seed": 3}
+    assert saved["messages"][0] == {"role": "system", "content": "Rule."}
+    assert saved["messages"][-1] == {"role": "assistant", "content": "You ", "interrupted": True}
+    other, _ = make_session(system="Other.")
+    other.load(path)
+    assert (other.messages(), other.settings) == (session.messages(), session.settings)
+    assert os.listdir(tmp_path) == ["chat.json"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, _ = make_session()
+    path = tmp_path / "chat.json"
+    path.write_text("old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RuntimeFailure, match=r"cannot write .*: No space left on device"):
+        session.save(path)
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["chat.json"]
+    with pytest.raises(RuntimeFailure, match="No such file"):
+        session.save(tmp_path / "nowhere" / "chat.json")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"messages": 3}',
+        b'{"messages": [{"role": "tool", "content": "x"}]}',
+        b'{"messages": [{"role": "user", "content": "x"}]}',
+        b'{"messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}]}',
+        b'{"messages": [], "settings": {"temperature": -3}}',
+        b'{"messages": [], "settings": {"n": 3}}',
+        b'{"messages": [], "settings": {"temperature": NaN}}',
+        b'{"messages": [], "other": 1}',
+        b'{"messages": [{"role": "user", "content": "\xff"}]}',
+        b'{"messages":' + b"[" * 100_000,
+    ],
+)
+def test_what_is_no_saved_chat_changes_nothing(tmp_path: Path, content: bytes) -> None:
+    session, _ = make_session(system="Rule.")
+    answer(session, "one")
+    before = session.messages()
+    (tmp_path / "chat.json").write_bytes(content)
+    with pytest.raises(UsageError):
+        session.load(tmp_path / "chat.json")
+    with pytest.raises(UsageError, match="cannot read"):
+        session.load(tmp_path / "other.json")
+    assert session.messages() == before

@@ -1,0 +1,170 @@
+"""The door itself: help, version, exit codes, one line for every failure."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.commands.conftest import ROOT, start
+from tests.commands.fake_llm import FakeLLM
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_and_version_import_no_heavy_library(flag: str) -> None:
+    check = (
+        "import sys; from nanoserve.commands.main import main; code = main([sys.argv[1]]);"
+        "print([name for name in ('torch', 'tokenizers', 'prompt_toolkit', 'numpy') if name in sys.modules], code)"
+    )
+    result = subprocess.run([sys.executable, "-c", check, flag], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert result.stdout.endswith("[] 0\n")
+
+
+def test_the_doors_are_one(command: Run) -> None:
+    expected = command("--version")[1]
+    for door in (["cli.py"], ["-m", "nanoserve"]):
+        result = subprocess.run([sys.executable, *door, "--version"], capture_output=True, text=True, cwd=ROOT)
+        assert (result.stdout, result.stderr, result.returncode) == (expected, "", 0)
+
+
+def test_no_command_shows_the_help(command: Run) -> None:
+    assert command() == command("--help")
+    code, out, _ = command("--help")
+    assert code == 0
+    assert out.index("Examples") < out.index("Options")
+
+
+@pytest.mark.parametrize("name", ["chat", "generate"])
+def test_help_shows_panels_and_variables(command: Run, name: str) -> None:
+    code, out, _ = command(name, "--help")
+    assert code == 0
+    assert out.index("Examples") < out.index("─ Model ─") < out.index("─ Engine ─") < out.index("─ Sampling ")
+    assert "NANOSERVE_MAX_NUM_BATCHED_TOKENS" in out
+    assert "prefill-first" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--bogus"], 2, "--bogus"),
+        (["sing"], 2, "sing"),
+        (["chat", "hi", "--bogus"], 2, "--bogus (nanoserve chat --help lists what there is)"),
+        (["chat", "hi", "--policy", "magic"], 2, "'magic' is not one of prefill-first, decode-first, sarathi"),
+        (["chat", "hi", "--dtype", "int3"], 2, "int3"),
+        (["chat", "hi", "--temperature", "nan"], 2, "temperature must be a number from 0 to 100, not nan"),
+        (["chat", "hi", "--temperature", "-1"], 2, "temperature"),
+        (["chat", "hi", "--top-p", "0"], 2, "top_p"),
+        (["chat", "hi", "--max-tokens", "0"], 2, "max_tokens must be a whole number from 1"),
+        (["chat", "hi", "--max-tokens", "-5"], 2, "max_tokens"),
+        (["chat", "hi", "--max-tokens", "many"], 2, "'--max-tokens'"),
+        (["chat", "hi", "--seed", "-1"], 2, "seed"),
+        (["chat", "hi", "--kv-cache-memory", "lots"], 2, "'lots' is not a size"),
+        (["chat", ""], 2, "the message is empty"),
+        (["chat", "\udcff"], 2, "the message is not valid UTF-8"),
+        (["chat"], 2, "the message is empty"),
+        (["generate", ""], 2, "the prompt is empty"),
+        (["generate", "-"], 2, "the prompt is empty"),
+        (["generate"], 2, "give a prompt"),
+        (["generate", "a", "--file", "b"], 2, "not both"),
+        (["generate", "--file", "b"], 2, "--output"),
+        (["generate", "a", "--output", "b"], 2, "--file"),
+        (["generate", "--file", "/nowhere", "--output", "b"], 2, "cannot read /nowhere: No such file"),
+        (["generate", "hi " * 300], 2, "the prompt has 300 tokens"),
+        (["chat", "hi " * 300], 2, "the message makes 302 tokens, the context holds 200"),
+        (["chat", "hi", "--model", "missing"], 3, "no model at missing"),
+        (["chat", "hi", "--model", "interrupted"], 130, "interrupted"),
+        (["chat", "hi", "--model", "broken"], 1, "unexpected ZeroDivisionError: a bug of two lines (set NANOSERVE_D"),
+        (["generate", "fail"], 1, "the executor died"),
+        (["chat", "fail"], 1, "the executor died"),
+    ],
+)
+def test_a_failure_is_one_line_and_its_exit_code(command: Run, arguments: list[str], code: int, says: str) -> None:
+    actual, out, err = command(*arguments)
+    assert (actual, out) == (code, "")
+    assert err.startswith("nanoserve: ")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+@pytest.mark.parametrize("arguments", [["chat"], ["generate", "-"]])
+def test_stdin_that_is_no_text(command: Run, arguments: list[str]) -> None:
+    code, _, err = command(*arguments, stdin=b"abc\xff")
+    assert (code, err) == (2, "nanoserve: stdin is not valid UTF-8 (byte 3)\n")
+
+
+def test_debug_shows_the_traceback(command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOSERVE_DEBUG", "1")
+    assert "Traceback" in command("chat", "hi", "--model", "broken")[2]
+
+
+def test_flags_win_over_variables(command: Run, fake: list[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOSERVE_TEMPERATURE", "0.5")
+    monkeypatch.setenv("NANOSERVE_TOP_K", "7")
+    monkeypatch.setenv("NANOSERVE_POLICY", "prefill-first")
+    monkeypatch.setenv("NANOSERVE_NO_PREFIX_CACHING", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert command("generate", "hi", "--temperature", "0.1", "--kv-cache-memory", "2MiB", "--seed", "3")[0] == 0
+    params, settings = fake[0].params[0], fake[0].settings
+    assert (params.temperature, params.top_k, params.top_p) == (0.1, 7, 0.95)
+    assert settings["policy"] == "prefill-first"
+    assert settings["enable_prefix_caching"] is False
+    assert settings["offline"] is True
+    assert settings["kv_cache_memory"] == 2 * 1024**2
+    assert settings["seed"] == 3
+    assert settings["progress"] is None
+    assert fake[0].closed
+
+
+def test_a_bad_variable_is_named(command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOSERVE_BLOCK_SIZE", "big")
+    code, _, err = command("chat", "hi")
+    assert code == 2
+    assert "NANOSERVE_BLOCK_SIZE" in err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(shell: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", "from nanoserve.commands.main import run; run()"],
+        env={"_NANOSERVE_COMPLETE": f"source_{shell}", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert "_NANOSERVE_COMPLETE" in result.stdout
+    assert result.returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [["chat", "slowly"], ["generate", "slowly"], ["generate", "a b c d e f g h"]])
+def test_a_reader_that_leaves_is_no_failure(arguments: list[str]) -> None:
+    process = start(*arguments, "--max-model-len", "1000", stdin=subprocess.DEVNULL)
+    assert process.stdout is not None
+    if "slowly" in arguments:
+        process.stdout.read(5)
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    assert process.wait(60) == 0
+
+
+def test_no_streams_at_all() -> None:
+    words = f"{sys.executable} -m tests.commands.fake_llm generate hello <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", words], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [["generate", "slowly"], ["chat", "slowly"], ["chat", "hi", "--model", "slow"]])
+def test_interrupt_is_one_line(arguments: list[str]) -> None:
+    process = start(*arguments, "--max-model-len", "100000", stdin=subprocess.DEVNULL)
+    assert process.stdout is not None
+    if "slowly" in arguments:
+        process.stdout.read(5)
+    else:
+        time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert err == b"nanoserve: interrupted\n"
+    assert process.returncode == 130

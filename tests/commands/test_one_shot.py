@@ -1,0 +1,57 @@
+"""Without a terminal there is one answer, alone on stdout."""
+
+import json
+from collections.abc import Callable
+
+from tests.commands.fake_llm import FakeLLM
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_the_message_is_an_argument_or_piped_in_or_both(command: Run, fake: list[FakeLLM]) -> None:
+    assert command("chat", "hello") == (0, "You said: hello\n", "")
+    assert command("chat", stdin=b"from a pipe\n") == (0, "You said: from a pipe\n", "")
+    assert command("chat", "Summarize:", stdin="l’été\n".encode()) == (0, "You said: Summarize:\n\nl’été\n", "")
+    assert fake[2].prompts == [[{"role": "user", "content": "Summarize:\n\nl’été"}]]
+
+
+def test_system_prompt(command: Run, fake: list[FakeLLM]) -> None:
+    command("chat", "hello", "--system", "Be kind.")
+    assert fake[0].prompts[0][0] == {"role": "system", "content": "Be kind."}
+
+
+def test_generate_takes_the_text_as_it_is(command: Run, fake: list[FakeLLM]) -> None:
+    assert command("generate", " a  b ") == (0, "You said:  a  b \n", "")
+    assert command("generate", "-", stdin=b"  x\ny\n\n")[1] == "You said:   x\ny\n"
+    assert fake[1].prompts == ["  x\ny\n"]
+
+
+def test_json_envelope(command: Run) -> None:
+    code, out, err = command("generate", "one two", "--json", "--model", "small")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {
+        "text": "You said: one two",
+        "finish_reason": "stop",
+        "model": "small",
+        "usage": {"prompt_tokens": 2, "cached_tokens": 1, "completion_tokens": 4, "total_tokens": 6},
+        "timings": {
+            "queue_s": 0.25,
+            "ttft_s": 0.5,
+            "tpot_s": 0.1,
+            "total_s": 0.8,
+            "prefill_tokens_per_s": 4.0,
+            "decode_tokens_per_s": 10.0,
+        },
+    }
+
+
+def test_reasoning_is_not_the_answer(command: Run) -> None:
+    question = "<think>well now</think> so be it"
+    assert command("chat", question) == (0, "so be it\n", "")
+    result = json.loads(command("chat", question, "--json")[1])
+    assert (result["text"], result["reasoning"]) == ("so be it", "well now")
+
+
+def test_a_length_that_ends_it(command: Run) -> None:
+    result = json.loads(command("chat", "one two three", "--json", "--max-tokens", "2")[1])
+    assert (result["text"], result["finish_reason"]) == ("You said: ", "length")

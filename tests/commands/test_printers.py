@@ -1,0 +1,172 @@
+"""What a terminal shows of a streamed answer, on a small screen that is emulated."""
+
+import io
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from nanoserve.commands.markdown_blocks import Block, BlockSplitter, Kind
+from nanoserve.commands.printers import MarkdownPrinter, PlainPrinter, visible
+from tests.commands.screen import Screen
+
+ANSWER = """\
+# A list
+
+Some *words* before it
+on two lines:
+- one
+- two
+
+  still two
+- three
+
+```python
+def f():
+
+    return "a"
+```
+After `code` a paragraph that is longer than the screen is wide.
+
+1. first
+2. 日本語日本語日本語日本語日本語日本語
+"""
+
+
+def blocks_of(text: str, cuts: list[int]) -> list[Block]:
+    splitter, blocks, start = BlockSplitter(), [], 0
+    for cut in [*sorted(cuts), len(text)]:
+        blocks += splitter.push(text[start:cut])
+        start = cut
+    return blocks + splitter.finish()
+
+
+def test_blocks() -> None:
+    blocks = blocks_of(ANSWER, [])
+    assert [block.kind.value for block in blocks] == ["heading", "paragraph", "list", "code", "paragraph", "list"]
+    assert blocks[1].source == "Some *words* before it\non two lines:"
+    assert blocks[2].source == "- one\n- two\n\n  still two\n- three"
+    assert blocks[3].source.endswith('return "a"\n```')
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ("```\n# no heading\n\n- no list\n", [Kind.CODE]),
+        ("~~~\n```\n~~~\nafter", [Kind.CODE, Kind.PARAGRAPH]),
+        ("````\n```\n````\n", [Kind.CODE]),
+        ("- a\n  ```\n\nx\n  ```\n- b", [Kind.LIST]),
+        ("- a\nlazy\n\nnew", [Kind.LIST, Kind.PARAGRAPH]),
+        ("text\n# head\ntext", [Kind.PARAGRAPH, Kind.HEADING, Kind.PARAGRAPH]),
+        ("a ```b``` c\n```d``` e", [Kind.PARAGRAPH]),
+        ("\n\n \n", []),
+        ("2 * 3\n*emphasis* here", [Kind.PARAGRAPH]),
+    ],
+)
+def test_where_blocks_end(text: str, kinds: list[Kind]) -> None:
+    assert [block.kind for block in blocks_of(text, [])] == kinds
+
+
+@given(st.lists(st.integers(0, len(ANSWER))))
+def test_blocks_do_not_depend_on_the_pieces(cuts: list[int]) -> None:
+    assert blocks_of(ANSWER, cuts) == blocks_of(ANSWER, [])
+
+
+@given(st.text(alphabet="ab #-`~1.\n ", max_size=60))
+def test_no_line_of_the_text_is_lost(text: str) -> None:
+    kept = [line for block in blocks_of(text, []) for line in block.source.split("\n") if line.strip()]
+    assert [line.rstrip() for line in kept] == [line.rstrip() for line in text.split("\n") if line.strip()]
+
+
+def printed(pieces: list[str], width: int = 40, height: int = 100) -> Screen:
+    screen: Any = Screen(width, height)
+    console = Console(file=screen, force_terminal=True, width=width, no_color=True, color_system=None)
+    printer = MarkdownPrinter(console, size=lambda: (width, height))
+    for piece in pieces:
+        printer.answer(piece)
+    printer.finish()
+    return screen
+
+
+def test_finished_blocks_are_rendered_in_place() -> None:
+    shown = printed(list(ANSWER)).text
+    assert "**" not in shown
+    assert "```" not in shown
+    assert "A list\n\nSome words before it\non two lines:\n" in shown
+    assert ' return "a"' in shown
+    assert " 1 first\n 2 日本語" in shown
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, len(ANSWER))), st.integers(20, 60))
+def test_the_screen_does_not_depend_on_the_pieces(cuts: list[int], width: int) -> None:
+    edges = [0, *sorted(cuts), len(ANSWER)]
+    pieces = [ANSWER[start:end] for start, end in pairwise(edges)]
+    assert printed(pieces, width).text == printed([ANSWER], width).text
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.text(alphabet="ab日\n-`# \t*", max_size=200), st.integers(3, 8))
+def test_nothing_is_lost_on_a_screen_that_is_too_small(text: str, height: int) -> None:
+    plain = text.replace("`", "'").replace("#", "x").replace("-", "y").replace("*", "z")
+    shown = printed(list(plain), 20, height).text
+    assert "".join(shown.split()) == "".join(plain.split())
+
+
+def test_a_block_beyond_the_screen_stays_as_it_was_streamed() -> None:
+    code = "```\n" + "".join(f"line {number}\n" for number in range(30)) + "```\n\n"
+    shown = printed(["before **bold**\n\n", *code, "after **bold**\n\n", "end"], 40, 10).text
+    assert shown == "before bold\n\n" + code.rstrip() + "\n\nafter bold\n\nend"
+
+
+def test_text_shows_before_its_block_is_finished() -> None:
+    screen: Any = Screen(20, 10)
+    printer = MarkdownPrinter(Console(file=screen, force_terminal=True, width=20), size=lambda: (20, 10))
+    printer.answer("some **bo")
+    assert screen.text == "some **bo"
+    printer.answer("ld** words that go on")
+    assert screen.text == "some **bold** words\nthat go on"
+    printer.finish()
+    assert screen.text == "some bold words that\ngo on"
+
+
+def test_a_screen_that_was_resized_is_not_written_over() -> None:
+    screen: Any = Screen(40, 10)
+    size = [(40, 10)]
+    printer = MarkdownPrinter(Console(file=screen, force_terminal=True, width=40), size=lambda: size[0])
+    printer.answer("one **two**")
+    size[0] = (30, 10)
+    printer.answer(" three\n\n")
+    printer.answer("**four**\n\n")
+    assert screen.text == "one **two** three\n\nfour"
+
+
+def test_reasoning_stands_apart() -> None:
+    screen: Any = Screen(40, 10)
+    printer = MarkdownPrinter(Console(file=screen, force_terminal=True, width=40), size=lambda: (40, 10))
+    printer.thinking("hm **hm")
+    printer.thinking("**")
+    printer.answer("**yes**")
+    printer.finish()
+    assert screen.text == "hm **hm**\n\nyes"
+
+
+def test_escape_sequences_do_not_reach_a_terminal() -> None:
+    assert visible("a\x1b[2Jb\x07c\r\nd\x9b\te\u2028") == "a[2Jbc\nd    e"
+    assert "\x1b]0;" not in printed(["x \x1b]0;title\x07 y"]).text
+
+
+def test_plain_text_is_written_as_it_is() -> None:
+    stream = io.StringIO()
+    printer = PlainPrinter(stream)
+    printer.thinking("nobody sees this")
+    for piece in ("# a", "\x1b", "\n\n"):
+        printer.answer(piece)
+    printer.finish()
+    assert stream.getvalue() == "# a\x1b\n\n"
+    printer.answer("b")
+    printer.finish()
+    assert stream.getvalue() == "# a\x1b\n\nb\n"
