@@ -18,11 +18,12 @@ END_TOKEN = 0
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request, the step at which it comes, and perhaps the step at which somebody gives up on it."""
+    """A request, the step at which it comes, and perhaps the step at which somebody gives up on it or on a sample."""
 
     step: int
     request: Request
     abort_step: int | None
+    abort_index: int | None
 
 
 @st.composite
@@ -55,7 +56,8 @@ def _lives(draw: st.DrawFn) -> dict[str, object]:
         request = draw(_requests(f"r{number}", longest))
         step = draw(st.integers(0, 12))
         abort = draw(st.one_of(st.none(), st.none(), st.integers(0, 15)))
-        arrivals.append(Arrival(step, request, None if abort is None else step + abort))
+        index = draw(st.sampled_from([None, 0, 1]))
+        arrivals.append(Arrival(step, request, None if abort is None else step + abort, index))
     return {
         "block_size": block_size,
         "num_blocks": num_blocks,
@@ -91,7 +93,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(policy: str, life: dic
             key = (request.request_id, index)
             expected, reason = expected_tokens(request, index=index, max_model_len=life["max_model_len"])
             if reasons[key] is FinishReason.ABORT:
-                assert arrival.abort_step is not None
+                assert arrival.abort_step is not None and arrival.abort_index in (None, index)
                 assert outputs[key] == expected[: len(outputs[key])]
             else:
                 assert (outputs[key], reasons[key].value) == (expected, reason)
@@ -112,7 +114,7 @@ def _live(engine: Engine, arrivals: list[Arrival]) -> tuple[dict, dict]:
             if arrival.step == step:
                 engine.add(arrival.request)
             if arrival.abort_step == step:
-                updates += engine.stop(arrival.request.request_id)
+                updates += engine.stop(arrival.request.request_id, index=arrival.abort_index)
         updates += engine.step()
         for update in updates:
             key = (update.request_id, update.index)

@@ -14,13 +14,16 @@ from tests.fakes.reference import expected_tokens
 BLOCK_SIZE = 4
 
 
-def _engine(num_blocks: int = 16, *, depth: int = 1, budget: int = 64, max_num_seqs: int = 256) -> Engine:
+def _engine(
+    num_blocks: int = 16, *, depth: int = 1, budget: int = 64, max_num_seqs: int = 256, prefix_caching: bool = True
+) -> Engine:
     scheduler = Scheduler(
         ChunkedPrefill(budget),
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         max_model_len=32,
         max_num_seqs=max_num_seqs,
+        prefix_caching=prefix_caching,
         pipeline_depth=depth,
     )
     return Engine(scheduler, MemoryCheckingExecutor(num_blocks, BLOCK_SIZE, depth=depth), vocab_size=50)
@@ -41,6 +44,12 @@ def _finish(engine: Engine) -> list[SequenceUpdate]:
 def _plans(engine: Engine) -> list[StepPlan]:
     assert isinstance(engine.executor, MemoryCheckingExecutor)
     return engine.executor.plans
+
+
+def _plans_until(engine: Engine, count: int) -> list[StepPlan]:
+    while len(_plans(engine)) < count:
+        engine.step()
+    return _plans(engine)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +128,59 @@ def test_a_sibling_left_alone_takes_the_last_block_over() -> None:
     engine.add(_request("r", 11, n=2, max_tokens=1))
     assert len(_finish(engine)) == 2
     assert not any(plan.copies for plan in _plans(engine))
+
+
+def test_a_block_taken_over_is_not_found_by_what_its_last_owner_wrote() -> None:
+    engine = _engine(num_blocks=4)
+    scheduler = engine.scheduler
+    parent = Request("parent", (1, 2), SamplingParams(temperature=1, n=2, max_tokens=4), seed=3)
+    engine.add(parent)
+    engine.step()  # the prompt; now the sibling may start, and would copy block 0
+    sibling = next(sequence for sequence in scheduler.running if sequence.index == 1)
+    scheduler.running.remove(sibling)  # held back until the parent has filled the block and is gone
+    while len(scheduler.running):
+        engine.step()
+    scheduler.running.add(sibling)
+    _finish(engine)
+    theirs = expected_tokens(parent, index=0, max_model_len=32)[0]
+    assert theirs[:2] != sibling.output_tokens[:2]
+    engine.add(Request("same as the parent", (1, 2, *theirs), SamplingParams(max_tokens=1), seed=0))
+    _finish(engine)  # the executor notices if it is given the sibling's block
+
+
+def test_a_parent_given_up_before_its_prompt_is_computed_leaves_its_siblings_to_compute_it() -> None:
+    engine = _engine(budget=4)
+    request = _request("r", 10, n=2, max_tokens=3)
+    engine.add(request)
+    plan = engine.scheduler.schedule(0.0)
+    assert plan is not None
+    engine.stop("r", index=0)
+    engine.executor.submit(plan)
+    tokens = [token for update in _finish(engine) for token in update.new_tokens]
+    assert tokens == expected_tokens(request, index=1, max_model_len=32)[0]
+
+
+def test_what_was_taken_from_the_newest_is_not_given_back_to_it_in_the_same_plan() -> None:
+    engine = _engine(num_blocks=4, prefix_caching=False)
+    engine.add(_request("old", 4, max_tokens=8))
+    engine.add(Request("new", (9,) * 12, SamplingParams(temperature=0, max_tokens=2), seed=0))
+    assert [len(plan.rows) for plan in _plans_until(engine, 1)] == [2]
+    (second,) = _plans_until(engine, 2)[1:]
+    assert [row.sequence for row in second.rows] == [0]
+    assert second.end == (1,)
+    _finish(engine)
+
+
+def test_a_victim_in_flight_gives_its_blocks_up_with_its_answer() -> None:
+    engine = _engine(num_blocks=4, depth=2, budget=4)
+    engine.add(Request("old", (1,) * 4, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), seed=0))
+    engine.add(Request("new", (2,) * 4, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), seed=0))
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check_integrity()
+        for sequence in engine.scheduler.running:
+            assert sequence.in_flight or not sequence.preempt_when_answered
+    assert engine.scheduler.preemptions > 0, "the trace was to run out of blocks"
 
 
 def test_as_many_plans_as_the_pipeline_is_deep_are_in_flight() -> None:
