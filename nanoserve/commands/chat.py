@@ -14,7 +14,7 @@ from nanoserve.commands.failures import EXIT_OK, say
 from nanoserve.commands.options import EngineOptions, SamplingOptions, check_utf8, option, switch
 from nanoserve.commands.printers import AnswerPrinter, MarkdownPrinter, PlainPrinter
 from nanoserve.commands.prompt import ChatPrompt, edit_text, history_path
-from nanoserve.commands.terminal import StopOnInterrupt, is_terminal, load_progress, read_stdin, remark
+from nanoserve.commands.terminal import StopOnInterrupt, is_terminal, load_progress, read_stdin, remark, without_echo
 from nanoserve.commands.usage import envelope
 from nanoserve.errors import NanoserveError, UsageError
 
@@ -136,7 +136,7 @@ class _Conversation:
         printer = _printer(plain=self._plain, hide_thinking=not thinking)
         before = self._session.last_answer
         try:
-            with StopOnInterrupt() as stop:
+            with StopOnInterrupt() as stop, without_echo():
                 for piece in ask(stop.steps):
                     _show(printer, piece, thinking=thinking)
         except NanoserveError as error:

@@ -91,7 +91,7 @@ class ChatCommands:
     def _set(self, argument: str) -> Outcome:
         name, value = _name_and_value(argument)
         self._session.change(name, value)
-        return Outcome(f"{name} = {json.dumps(getattr(self._session.sampling_params(), name), ensure_ascii=False)}")
+        return Outcome(f"{name} = {_shown(getattr(self._session.sampling_params(), name))}")
 
     def _show(self, _: str) -> Outcome:
         session = self._session
@@ -103,7 +103,7 @@ class ChatCommands:
         ]
         for name in CHANGEABLE:
             mark = "" if name in session.settings else "  (the model's default)"
-            lines.append(f"  {name} = {json.dumps(getattr(params, name), ensure_ascii=False)}{mark}")
+            lines.append(f"  {name} = {_shown(getattr(params, name))}{mark}")
         return Outcome("\n".join(lines))
 
     def _stats(self, _: str) -> Outcome:
@@ -148,6 +148,11 @@ def _path(argument: str, command: str) -> Path:
     if not argument:
         raise UsageError(f"name a file: {command} FILE")
     return Path(argument).expanduser()
+
+
+def _shown(value: object) -> str:
+    """As ``/set`` would take it."""
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _name_and_value(argument: str) -> tuple[str, Any]:

@@ -115,10 +115,11 @@ class MarkdownPrinter:
             return self._raw.lay_out(piece)
         if self._raw.erasable(self._size()):
             return self._restart("".join(map(self._rendered, blocks)))
+        blank_line = self._raw.column == 0 and not piece.strip()
         stays = self._raw.lay_out(piece)
         self._raw = _RawText(self._size())
         self._raw.lay_out(pending)  # it is on the screen already
-        return stays if pending or not piece.strip() else f"{stays}\n"
+        return stays if pending or blank_line else f"{stays}\n"
 
     def _restart(self, rendered: str) -> str:
         erase = self._raw.erase()

@@ -86,6 +86,25 @@ class StopOnInterrupt:
 
 
 @contextmanager
+def without_echo() -> Iterator[None]:
+    """Keys pressed meanwhile wait for the next prompt unseen: their echo would move the cursor under an answer."""
+    if sys.platform == "win32" or sys.stdin is None or not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    silent = before.copy()
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(descriptor, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+@contextmanager
 def load_progress() -> Iterator["Progress | None"]:
     """A callback that draws one bar per stage on stderr, or None where nobody watches.
 

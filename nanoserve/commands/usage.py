@@ -68,17 +68,17 @@ class Usage:
         }
 
     def line(self, context: int, *, interrupted: bool = False) -> str:
-        """One line; ``context`` is the most tokens that prompt and answer may have together."""
+        """One line (t/s: tokens per second); ``context`` is the most tokens of prompt and answer together."""
         parts = [
-            f"{self.prompt_tokens} prompt tokens ({self.cached_tokens} cached)",
+            f"{self.prompt_tokens} prompt ({self.cached_tokens} cached)",
             f"{self.completion_tokens} new" + (", interrupted" if interrupted else ""),
         ]
         if (first := self.metrics.time_to_first_token) is not None:
             parts.append(f"TTFT {first:.2f} s")
         if (rate := self.prefill_rate) is not None:
-            parts.append(f"prefill {rate:,.0f} tokens/s")
+            parts.append(f"prefill {rate:,.0f} t/s")
         if (rate := self.decode_rate) is not None:
-            parts.append(f"decode {rate:,.1f} tokens/s")
+            parts.append(f"decode {rate:,.1f} t/s")
         parts.append(f"context {self.total_tokens}/{context}")
         return " · ".join(parts)
 

@@ -86,10 +86,11 @@ def test_system_show_and_stats(session: ChatSession, commands: ChatCommands) -> 
     assert "storyteller" in shown
     assert "Be kind.\nAlways." in shown
     assert "top_k = 3\n" in shown
+    assert "seed = none  (the model's default)\n" in shown
     assert "temperature = 0.8  (the model's default)" in shown
     assert "of 200 tokens, 1 turns" in shown
     assert commands.run("/stats").text == (
-        "7 prompt tokens (1 cached) · 3 new · TTFT 0.50 s · prefill 24 tokens/s · decode 10.0 tokens/s · context 10/200"
+        "7 prompt (1 cached) · 3 new · TTFT 0.50 s · prefill 24 t/s · decode 10.0 t/s · context 10/200"
     )
     commands.run("/system")
     assert session.system is None

@@ -1,0 +1,49 @@
+"""Which sub-commands there are."""
+
+from typing import Annotated
+
+import typer
+
+from nanoserve import __version__
+from nanoserve.commands.chat import chat
+from nanoserve.commands.generate import generate
+from nanoserve.commands.options import with_options
+
+HELP = """A compact LLM inference engine.
+
+[bold]Examples[/bold]
+
+  nanoserve chat                                  talk with the bundled storyteller
+  nanoserve chat "a story about a fox"            one answer
+  nanoserve generate "Once upon a time" -n 60     raw completion
+  nanoserve generate --file prompts.jsonl --output out.jsonl
+
+Every flag can also be set by the environment variable named beside it.
+"""
+
+
+def application() -> typer.Typer:
+    """The commands as typer knows them; parsing yields an Action (see options.with_options)."""
+    typed = typer.Typer(
+        name="nanoserve",
+        help=HELP,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        pretty_exceptions_enable=False,
+    )
+    typed.callback(invoke_without_command=True)(_top_level)
+    typed.command()(with_options(chat))
+    typed.command()(with_options(generate))
+    return typed
+
+
+def _top_level(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", "-V", help="Show the version and exit.", is_eager=True)] = False,  # noqa: FBT002
+) -> None:
+    if version:
+        print(f"nanoserve {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit

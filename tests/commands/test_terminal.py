@@ -1,0 +1,136 @@
+"""The whole chat on a terminal: a pseudo-terminal with a process behind it."""
+
+import errno
+import os
+import pty
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nanoserve.commands.terminal import StopOnInterrupt
+from tests.commands.conftest import ROOT
+
+PATIENCE = 60.0  # seconds; a busy machine starts processes slowly
+
+
+class Terminal:
+    """A process on a pseudo-terminal of 24 rows."""
+
+    def __init__(self, *arguments: str, state: Path) -> None:
+        self.shown = ""
+        words = [sys.executable, "-m", "tests.commands.fake_llm", *arguments]
+        self.process, self.descriptor = pty.fork()
+        if self.process == 0:
+            os.chdir(ROOT)
+            settings = {"XDG_STATE_HOME": str(state), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+            os.execve(sys.executable, words, os.environ | settings)
+
+    def type(self, keys: str) -> None:
+        os.write(self.descriptor, keys.encode())
+
+    def wait_for(self, text: str) -> str:
+        """What came until this text was shown."""
+        deadline = time.monotonic() + PATIENCE
+        while text not in self.shown:
+            assert time.monotonic() < deadline, f"{text!r} does not come after {self.shown!r}"
+            self._read()
+        before, _, self.shown = self.shown.partition(text)
+        return before
+
+    def exit_code(self) -> int:
+        deadline = time.monotonic() + PATIENCE
+        while not (status := os.waitpid(self.process, os.WNOHANG))[0]:
+            assert time.monotonic() < deadline
+            self._read()
+        return os.waitstatus_to_exitcode(status[1])
+
+    def _read(self) -> None:
+        if select.select([self.descriptor], [], [], 0.1)[0]:
+            try:
+                self.shown += os.read(self.descriptor, 65536).decode()
+            except OSError as error:  # how Linux says that the other side is closed
+                assert error.errno == errno.EIO
+                time.sleep(0.05)
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Iterator[Terminal]:
+    terminal = Terminal("chat", state=tmp_path)
+    yield terminal
+    os.close(terminal.descriptor)
+
+
+def test_a_conversation(chat: Terminal, tmp_path: Path) -> None:
+    chat.wait_for(">>>")
+    chat.type("some **bold** words\r")
+    chat.wait_for("You said: some \x1b[1mbold\x1b[0m words")  # rendered in place
+    assert "TTFT 0.50 s" in chat.wait_for("/200")
+    chat.type("slowly\r")
+    chat.wait_for("You said: slowly")
+    chat.type("\x03")
+    chat.wait_for("interrupted")
+    chat.wait_for(">>>")
+    chat.type("half\x03")
+    chat.wait_for("the line was cleared")
+    chat.type("/bogus\r")
+    chat.wait_for("unknown command /bogus")
+    chat.type("fail\r")
+    chat.wait_for("nanoserve: the executor died")
+    chat.wait_for(">>>")
+    chat.type("\x04")
+    assert chat.exit_code() == 0
+    assert "+some **bold** words" in (tmp_path / "nanoserve" / "history").read_text()
+
+
+def test_a_second_interrupt_ends_the_program(tmp_path: Path) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), StopOnInterrupt() as stop:
+        for _ in stop.steps(iter([1])):
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize("inside_step", [True, False])
+def test_an_interrupt_ends_the_steps(*, inside_step: bool) -> None:
+    def stream() -> Iterator[int]:
+        for step in range(5):
+            if inside_step and step == 2:
+                signal.raise_signal(signal.SIGINT)
+            yield step
+
+    taken = []
+    with StopOnInterrupt() as stop:
+        for step in stop.steps(stream()):
+            taken.append(step)
+            if not inside_step and step == 1:
+                signal.raise_signal(signal.SIGINT)
+    assert taken == [0, 1]
+
+
+def test_no_history(tmp_path: Path) -> None:
+    terminal = Terminal("chat", "--no-history", "--plain", state=tmp_path)
+    terminal.wait_for(">>>")
+    terminal.type("**bold**\r")
+    terminal.wait_for("You said: **bold**\r\n")
+    terminal.type("/exit\r")
+    assert terminal.exit_code() == 0
+    os.close(terminal.descriptor)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_and_answer_on_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("one\ntwo\nthree\n")
+    out = tmp_path / "out.jsonl"
+    terminal = Terminal("generate", "--file", str(tmp_path / "rows.txt"), "--output", str(out), state=tmp_path)
+    terminal.wait_for("load")
+    terminal.wait_for("3/3")
+    terminal.wait_for("tokens/s")
+    terminal.wait_for("3 rows written")
+    assert terminal.exit_code() == 0
+    os.close(terminal.descriptor)
