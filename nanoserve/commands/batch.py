@@ -58,6 +58,9 @@ def run_batch(source: Path, target: Path, engine: EngineOptions, settings: dict[
         raise UsageError("--file and --output are the same file")
     with ResultFile(target) as results:
         open_rows = [row for row in rows if row.key not in results.done]
+        if not open_rows:
+            say(f"all {len(rows)} rows are in {target} already")
+            return EXIT_OK
         tally = _Tally(len(rows), len(rows) - len(open_rows), time.monotonic())
         usable = [row for row in open_rows if row.error is None]
         for row in open_rows:
@@ -68,8 +71,8 @@ def run_batch(source: Path, target: Path, engine: EngineOptions, settings: dict[
                 _answer_rows(usable, results, tally, engine, settings)
         except KeyboardInterrupt:
             left = tally.total - tally.done_before - tally.written
-            say(f"{left} rows are left; {tally.summary(target)}; the same command goes on from here")
-            raise
+            state = f"{tally.summary(target)}, {left} rows are left; the same command goes on from here"
+            raise KeyboardInterrupt(state) from None
     say(tally.summary(target))
     return EXIT_OK
 

@@ -39,7 +39,8 @@ def guarded(action: Callable[[], int]) -> int:
 def describe(error: BaseException) -> tuple[str, int]:
     """One line for the user, and the exit code."""
     if _came_from_interrupt(error):
-        return "interrupted", EXIT_INTERRUPTED
+        state = f": {error}" if isinstance(error, KeyboardInterrupt) and error.args else ""
+        return f"interrupted{state}", EXIT_INTERRUPTED
     if isinstance(error, NanoserveError):
         return str(error), error.exit_code
     if hasattr(error, "format_message"):  # a usage error of typer, whichever click it stands on
