@@ -12,6 +12,8 @@ from storyteller_words import IRREGULAR_PLURALS, NOUN_GROUPS, plural, with_artic
 
 Turn = tuple[str, str]  # role, text
 
+INVENTED_SHARE = 0.55
+"""Of the stories asked for: invented ones name both nouns again and again, so a model learns to pick them up."""
 FOLLOW_UP_CHANCES = (0.45, 0.35, 0.2)
 """How likely a first, second and third wish is, each after the one before."""
 
@@ -182,7 +184,7 @@ def story_chat(stories: Sequence[str], random_source: random.Random) -> list[Tur
     story = random_source.choice(stories)
     if random_source.random() < 0.04 and (parts := two_part_chat(story, random_source)):
         return chat + parts
-    tale = invented_tale(random_source) if random_source.random() < 0.2 else real_tale(story, random_source)
+    tale = invented_tale(random_source) if random_source.random() < INVENTED_SHARE else real_tale(story, random_source)
     chat += [("user", ask_for(tale, random_source)), ("assistant", tale.text)]
     for chance in FOLLOW_UP_CHANCES:
         if random_source.random() > chance:

@@ -13,6 +13,7 @@ from typing import Any
 
 from storyteller_chats import Turn, story_chat
 from storyteller_tales import MAX_CHAT_STORY_BYTES, exchange_nouns, rename_people
+from storyteller_words import BOYS, GIRLS, GROUP_OF_NOUN
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 VOCABULARY_SIZE = 4096
@@ -156,28 +157,45 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 @dataclass(frozen=True)
 class Mix:
-    """Share of documents by kind: children's books, persona chats, plain stories, story chats."""
+    """Weights of documents by kind: children's books, persona chats, plain stories, story chats, echoes."""
 
     book: float
     talk: float
     story: float
     chat: float
+    echo: float = 0.01
 
 
 BROAD_MIX = Mix(book=0.35, talk=0.07, story=0.28, chat=0.30)
-STORY_MIX = Mix(book=0.05, talk=0.0, story=0.40, chat=0.55)
+STORY_MIX = Mix(book=0.03, talk=0.0, story=0.25, chat=0.72)
 
 
 def draw_document(corpus: Corpus, tokenizer: Tokenizer, mix: Mix, random_source: random.Random) -> list[int]:
     """The token ids of one document of the mix."""
-    kind = random_source.choices(("book", "talk", "story", "chat"), (mix.book, mix.talk, mix.story, mix.chat))[0]
+    kinds = ("book", "talk", "story", "chat", "echo")
+    kind = random_source.choices(kinds, (mix.book, mix.talk, mix.story, mix.chat, mix.echo))[0]
     if kind == "book":
         return encode_text(tokenizer, random_source.choice(corpus.books))
     if kind == "talk":
         return encode_chat(tokenizer, random_source.choice(corpus.talks))
     if kind == "chat":
         return encode_chat(tokenizer, story_chat(corpus.short_stories, random_source))
+    if kind == "echo":
+        return draw_echo(corpus, tokenizer, random_source)
     return encode_text(tokenizer, vary_story(random_source.choice(corpus.stories), random_source))
+
+
+def draw_echo(corpus: Corpus, tokenizer: Tokenizer, random_source: random.Random) -> list[int]:
+    """Random nouns and names, or a story with its nouns exchanged, and then the same again.
+
+    Nothing helps but to look back, as a story must at its request and a story told anew at the one before.
+    """
+    if random_source.random() < 0.5:
+        once = exchange_nouns(random_source.choice(corpus.short_stories), random_source)[0]
+        return encode_text(tokenizer, "\n\n".join([once] * 2))
+    choices = [*GROUP_OF_NOUN, *GIRLS, *BOYS]
+    once = " ".join(random_source.choices(choices, k=random_source.randint(4, 40)))
+    return encode_text(tokenizer, "\n\n".join([once] * 3))
 
 
 def vary_story(story: str, random_source: random.Random) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from storyteller_data import (
@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nanoserve.config import ModelConfig
-from nanoserve.models.attention import AttentionFunction, DenseCausalAttention
-from nanoserve.models.decoder import Decoder, FeedForward
+from nanoserve.models.attention import DenseCausalAttention
+from nanoserve.models.decoder import Decoder, DecoderLayer, FeedForward
 
-BROAD_SHARE = 0.22
-"""The first share of the time, in which books and talk are read beside the stories."""
+DRILL_SHARE = 0.4
+"""The first share of the time, in which echoes are drilled: without them copying comes late, or not at all."""
+ECHO_WEIGHT = 0.15
 WARM_UP_SHARE = 0.015
 DECAY_START = 0.25
 """From this share of the time on the learning rates fall in a straight line to zero."""
@@ -41,16 +42,18 @@ GRADIENT_NORM = 1.0
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is made orthogonal (Jordan et al., 2024): the matrices of the layers learn evenly.
 
-    torch.optim.Muon iterates in bfloat16, which is slow on CPUs without matrix instructions for it; this one stays in
-    the parameter's dtype.
+    A fused parameter is updated as the matrices it is made of, given by their rows: made orthogonal in one piece,
+    query and key would hardly move beside value, whose gradient is far larger, and the model would not learn to look
+    back. (torch.optim.Muon cannot do this, and iterates in bfloat16, which is slow on most CPUs.)
     """
 
-    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+    def __init__(self, fused: Mapping[nn.Parameter, tuple[int, ...]], lr: float, momentum: float, weight_decay: float):
+        super().__init__(list(fused), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.fused = fused
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
+        """Update every parameter; all must have a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
@@ -58,10 +61,13 @@ class Muon(torch.optim.Optimizer):
                     state["momentum"] = torch.zeros_like(parameter)
                 momentum: Tensor = state["momentum"]
                 momentum.lerp_(parameter.grad, 1 - group["momentum"])
-                update = orthogonalize(parameter.grad.lerp(momentum, group["momentum"]))
+                direction = parameter.grad.lerp(momentum, group["momentum"])
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                scale = max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
-                parameter.add_(update, alpha=-group["lr"] * scale)
+                for matrix, part in zip(
+                    parameter.split(self.fused[parameter]), direction.split(self.fused[parameter]), strict=True
+                ):
+                    scale = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
+                    matrix.add_(orthogonalize(part), alpha=-group["lr"] * scale)
 
 
 def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
@@ -77,27 +83,16 @@ def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
     return orthogonal
 
 
-class DroppingAttention:
-    """Dense causal attention whose output loses some values, against learning stories by heart."""
-
-    def __init__(self, attention: AttentionFunction, probability: float) -> None:
-        self.attention = attention
-        self.probability = probability
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return functional.dropout(self.attention(layer, query, key, value), self.probability)
-
-
 @dataclass(frozen=True)
 class Recipe:
     """What a training run may choose."""
 
     minutes: float
+    broad_share: float = 0.22  # the first share of the time, in which books and talk are read beside the stories
     tokens_per_step: int = 4096
-    matrix_rate: float = 0.02
-    vector_rate: float = 3e-3
-    weight_decay: float = 0.02
-    dropout: float = 0.1
+    matrix_rate: float = 0.01
+    vector_rate: float = 2e-3
+    weight_decay: float = 0.1
     seed: int = 1
 
 
@@ -122,21 +117,17 @@ def train(
 ) -> Progress:
     """Train in place until the recipe's time is over; `report` is called about every `report_seconds`."""
     random_source = random.Random(recipe.seed)
-    torch.manual_seed(recipe.seed)
     device = decoder.embedding.weight.device
     share = 0.0
 
     def draw() -> list[int]:
-        mix = BROAD_MIX if share < BROAD_SHARE else STORY_MIX
+        mix = BROAD_MIX if share < recipe.broad_share else STORY_MIX
+        if share < DRILL_SHARE:
+            mix = replace(mix, echo=ECHO_WEIGHT)
         return draw_document(corpus, tokenizer, mix, random_source)
 
     packer = Packer(draw)
     optimizers = make_optimizers(decoder, recipe)
-    for module in decoder.modules():
-        if isinstance(module, FeedForward):
-            module.register_forward_hook(
-                lambda module, _, output: functional.dropout(output, recipe.dropout, module.training)
-            )
     compute_loss = torch.compile(sequence_loss, dynamic=False)
     decoder.train()
     started = last_report = time.monotonic()
@@ -145,7 +136,7 @@ def train(
     while share < 1.0:
         length = LONG_ROW if step % LONG_EVERY == LONG_EVERY - 1 else SHORT_ROW
         rows = [packer.row(length + 1) for _ in range(recipe.tokens_per_step // length)]
-        loss = compute_loss(decoder, torch.tensor(rows, device=device), recipe.dropout)
+        loss = compute_loss(decoder, torch.tensor(rows, device=device))
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(decoder.parameters(), GRADIENT_NORM)
         for optimizer in optimizers:
@@ -173,10 +164,17 @@ def rate_at(share: float) -> float:
 
 def make_optimizers(decoder: Decoder, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for the embedding and the norms."""
-    matrices = [parameter for parameter in decoder.layers.parameters() if parameter.ndim == 2]
-    others = [parameter for parameter in decoder.parameters() if not any(parameter is matrix for matrix in matrices)]
+    fused: dict[nn.Parameter, tuple[int, ...]] = {}
+    for module in decoder.layers.modules():
+        if isinstance(module, DecoderLayer):
+            fused[module.qkv.weight] = (module.query_size, module.kv_size, module.kv_size)
+            fused[module.output.weight] = (module.output.out_features,)
+        elif isinstance(module, FeedForward):
+            fused[module.gate_up.weight] = (module.gate_up.out_features // 2,) * 2
+            fused[module.down.weight] = (module.down.out_features,)
+    others = [parameter for parameter in decoder.parameters() if parameter not in fused]
     optimizers = [
-        Muon(matrices, lr=recipe.matrix_rate, weight_decay=recipe.weight_decay),
+        Muon(fused, lr=recipe.matrix_rate, momentum=0.95, weight_decay=recipe.weight_decay),
         torch.optim.AdamW(others, lr=recipe.vector_rate, betas=(0.9, 0.95), weight_decay=0.01),
     ]
     for optimizer in optimizers:
@@ -185,12 +183,10 @@ def make_optimizers(decoder: Decoder, recipe: Recipe) -> list[torch.optim.Optimi
     return optimizers
 
 
-def sequence_loss(decoder: Decoder, rows: Tensor, dropout: float) -> Tensor:
+def sequence_loss(decoder: Decoder, rows: Tensor) -> Tensor:
     """Mean cross entropy of each token after the first, rows [B, L + 1]."""
     batch, length = rows.shape[0], rows.shape[1] - 1
-    attention: AttentionFunction = DenseCausalAttention(decoder.config, batch, length)
-    if dropout > 0:
-        attention = DroppingAttention(attention, dropout)
+    attention = DenseCausalAttention(decoder.config, batch, length)
     positions = torch.arange(length, device=rows.device).repeat(batch)
     hidden = decoder(rows[:, :-1].reshape(-1), positions, attention)
     return functional.cross_entropy(decoder.compute_logits(hidden), rows[:, 1:].reshape(-1))
@@ -203,7 +199,8 @@ def nats_per_byte(decoder: Decoder, tokenizer: Tokenizer, text: str, limit: int 
     The text is cut by `split_validation_stories`; each piece is read from a start token on, in windows of LONG_ROW
     tokens that begin anew (without their predecessor's context). `limit` takes the first pieces only.
     """
-    total_nats, total_bytes = 0.0, 0
+    total_nats: float = 0.0
+    total_bytes: int = 0
     was_training = decoder.training
     decoder.eval()
     for piece in split_validation_stories(text)[:limit]:
@@ -211,7 +208,7 @@ def nats_per_byte(decoder: Decoder, tokenizer: Tokenizer, text: str, limit: int 
         total_bytes += len(piece.encode())
         for begin in range(0, len(ids) - 1, LONG_ROW):
             window = torch.tensor([ids[begin : begin + LONG_ROW + 1]], device=decoder.embedding.weight.device)
-            total_nats += sequence_loss(decoder, window, 0.0).item() * (window.shape[1] - 1)
+            total_nats += sequence_loss(decoder, window).item() * (window.shape[1] - 1)
     decoder.train(was_training)
     return total_nats / total_bytes
 

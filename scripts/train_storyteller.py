@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # idle threads leave the cores to others; read when torch loads
@@ -22,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))  # the project need not be installed to train its model
 
 import torch  # noqa: E402
-from storyteller_data import read_corpus, tokenizer_config, train_tokenizer  # noqa: E402
+from storyteller_data import Corpus, read_corpus, tokenizer_config, train_tokenizer  # noqa: E402
 from storyteller_training import Progress, Recipe, make_config, nats_per_byte, train  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
@@ -61,7 +62,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=50.0, help="time budget of the training loop")
     parser.add_argument("--output", type=Path, help="model directory (default: the bundled one)")
     parser.add_argument("--draft", action="store_true", help="the small sibling instead of the storyteller")
+    parser.add_argument("--start-from", type=Path, help="go on from this model directory, without the broad reading")
     parser.add_argument("--evaluate", action="store_true", help="print the validation loss of the output directory")
+    parser.add_argument("--seed", type=int, default=1, help="of the documents drawn and the first weights")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     return parser.parse_args()
 
@@ -84,6 +87,32 @@ def write_model(decoder: Decoder, config: ModelConfig, tokenizer: Tokenizer, dir
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def prepare(
+    arguments: argparse.Namespace, corpus: Corpus, device: torch.device
+) -> tuple[Decoder, ModelConfig, Tokenizer, Recipe]:
+    """The model to train, new or as an earlier run left it, and how."""
+    recipe = Recipe(minutes=arguments.minutes, seed=arguments.seed)
+    if arguments.start_from:
+        decoder, config = load_model(arguments.start_from, "float32", device)
+        tokenizer = Tokenizer.from_file(str(arguments.start_from / "tokenizer.json"))
+        return decoder.requires_grad_(True), config, tokenizer, replace(recipe, broad_share=0.0)
+    if arguments.draft:
+        tokenizer = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(corpus, recipe.seed)
+    config = make_config(tokenizer, DRAFT_SHAPE if arguments.draft else STORYTELLER_SHAPE)
+    torch.manual_seed(recipe.seed)
+    with device:
+        decoder = Decoder(config)
+    return decoder, config, tokenizer, recipe
+
+
+def evaluate(directory: Path, validation: str, device: torch.device) -> float:
+    """Nats per byte of a model directory on the validation stories."""
+    decoder, _ = load_model(directory, "float32", device)
+    return nats_per_byte(decoder, Tokenizer.from_file(str(directory / "tokenizer.json")), validation)
+
+
 def main() -> None:
     """Train or evaluate."""
     arguments = parse_arguments()
@@ -92,34 +121,22 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     output = arguments.output or (DRAFT if arguments.draft else STORYTELLER)
     validation = (arguments.data / "tinystories_valid_subset.txt").read_text(encoding="utf-8")
-    if arguments.evaluate:
-        decoder, _ = load_model(output, "float32", device)
-        tokenizer = Tokenizer.from_file(str(output / "tokenizer.json"))
-        print(f"{nats_per_byte(decoder, tokenizer, validation):.4f} nats per byte on the validation stories")
-        return
+    if not arguments.evaluate:
+        corpus = read_corpus(arguments.data)
+        decoder, config, tokenizer, recipe = prepare(arguments, corpus, device)
+        print(f"{sum(parameter.numel() for parameter in decoder.parameters()):,} parameters on {device}", flush=True)
 
-    corpus = read_corpus(arguments.data)
-    recipe = Recipe(minutes=arguments.minutes)
-    if arguments.draft:
-        tokenizer = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
-    else:
-        tokenizer = train_tokenizer(corpus, recipe.seed)
-    config = make_config(tokenizer, DRAFT_SHAPE if arguments.draft else STORYTELLER_SHAPE)
-    with device:
-        decoder = Decoder(config)
-    print(f"{sum(parameter.numel() for parameter in decoder.parameters()):,} parameters on {device}", flush=True)
+        def report(progress: Progress) -> None:
+            loss = nats_per_byte(decoder, tokenizer, validation, limit=PIECES_WHILE_TRAINING)
+            print(
+                f"{progress.seconds / 60:5.1f} min, step {progress.step}, {progress.tokens:,} tokens, training loss "
+                f"{progress.training_loss:.3f} nats/token, validation {loss:.4f} nats/byte",
+                flush=True,
+            )
+            write_model(decoder, config, tokenizer, output)
 
-    def report(progress: Progress) -> None:
-        loss = nats_per_byte(decoder, tokenizer, validation, limit=PIECES_WHILE_TRAINING)
-        print(
-            f"{progress.seconds / 60:5.1f} min, step {progress.step}, {progress.tokens:,} tokens, training loss "
-            f"{progress.training_loss:.3f} nats/token, validation {loss:.4f} nats/byte",
-            flush=True,
-        )
-        write_model(decoder, config, tokenizer, output)
-
-    report(train(decoder, corpus, tokenizer, recipe, report))
-    print(f"all validation stories: {nats_per_byte(decoder, tokenizer, validation):.4f} nats per byte")
+        report(train(decoder, corpus, tokenizer, recipe, report))
+    print(f"{output.name}: {evaluate(output, validation, device):.4f} nats per byte on all validation stories")
 
 
 if __name__ == "__main__":
