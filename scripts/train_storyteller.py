@@ -110,7 +110,9 @@ def prepare(
 def evaluate(directory: Path, validation: str, device: torch.device) -> float:
     """Nats per byte of a model directory on the validation stories."""
     decoder, _ = load_model(directory, "float32", device)
-    return nats_per_byte(decoder, Tokenizer.from_file(str(directory / "tokenizer.json")), validation)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    loss: float = nats_per_byte(decoder, tokenizer, validation)
+    return loss
 
 
 def main() -> None:
