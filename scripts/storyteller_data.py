@@ -167,7 +167,7 @@ class Mix:
 
 
 BROAD_MIX = Mix(book=0.35, talk=0.07, story=0.28, chat=0.30)
-STORY_MIX = Mix(book=0.03, talk=0.0, story=0.25, chat=0.72)
+STORY_MIX = Mix(book=0.12, talk=0.02, story=0.24, chat=0.62)
 
 
 def draw_document(corpus: Corpus, tokenizer: Tokenizer, mix: Mix, random_source: random.Random) -> list[int]:
@@ -199,12 +199,12 @@ def draw_echo(corpus: Corpus, tokenizer: Tokenizer, random_source: random.Random
 
 
 def vary_story(story: str, random_source: random.Random) -> str:
-    """A plain story, half of the time with other names and sometimes with other nouns."""
+    """A plain story, most often with other names, often with other nouns too."""
     choice = random_source.random()
-    if choice < 0.5:
+    if choice < 0.25:
         return story
     story = rename_people(story, random_source)
-    return exchange_nouns(story, random_source)[0] if choice > 0.75 else story
+    return exchange_nouns(story, random_source)[0] if choice > 0.5 else story
 
 
 class Packer:
