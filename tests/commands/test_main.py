@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from nanoserve.commands.failures import say
 from tests.commands.conftest import ROOT, start
 from tests.commands.fake_llm import FakeLLM
 
@@ -88,6 +89,11 @@ def test_a_failure_is_one_line_and_its_exit_code(command: Run, arguments: list[s
     assert err.startswith("nanoserve: ")
     assert err.count("\n") == 1
     assert says in err
+
+
+def test_what_a_file_holds_cannot_steer_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    say("tensor \x1b[2J\nevil\x00 \u202e\ud800 é")
+    assert capfd.readouterr().err == "nanoserve: tensor \ufffd[2J evil\ufffd \ufffd\ufffd é\n"
 
 
 @pytest.mark.parametrize("arguments", [["chat"], ["generate", "-"]])
