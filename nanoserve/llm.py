@@ -241,7 +241,7 @@ class LLM:
             return prompt, self.tokenizer.encode(prompt)
         if len(prompt) > 0 and isinstance(prompt[0], Mapping):
             return None, self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
-        if not all(isinstance(token, int) for token in prompt):
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
             raise UsageError("a prompt is text, a list of token ids, or a list of messages")
         return None, prompt  # type: ignore[return-value]
 

@@ -157,6 +157,13 @@ def test_a_reader_that_leaves_is_no_failure(arguments: list[str]) -> None:
     assert process.wait(60) == 0
 
 
+def test_a_reader_that_leaves_the_help_is_no_failure() -> None:
+    process = start("generate", "--help", stdin=subprocess.DEVNULL)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(60)) == (b"", 0)
+
+
 def test_no_streams_at_all() -> None:
     words = f"{sys.executable} -m tests.commands.fake_llm generate hello <&- >&- 2>&-"
     assert subprocess.run(["bash", "-c", words], cwd=ROOT).returncode == 0
