@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from nanoserve.errors import UsageError
+from nanoserve.interrupts import deferred_interrupts
 from nanoserve.scheduler import POLICIES
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ class EngineOptions:
             settings["seed"] = self.seed
         if self.threads is not None:  # read by OpenMP when torch is first imported
             os.environ["OMP_NUM_THREADS"] = str(self.threads)
-        from nanoserve.llm import LLM
+        with deferred_interrupts():  # libraries go on half imported, and fail later in their own words
+            from nanoserve.llm import LLM
 
         return LLM(self.model, **settings)
 

@@ -169,6 +169,33 @@ def test_no_streams_at_all() -> None:
     assert subprocess.run(["bash", "-c", words], cwd=ROOT).returncode == 0
 
 
+HALF_IMPORTED = """
+import importlib.util, os, signal, sys
+from nanoserve.commands.main import run
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        return importlib.util.spec_from_loader(name, self) if name == "nanoserve.llm" else None
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            module.LLM = None
+        except KeyboardInterrupt:
+            pass  # as libraries do that try one import and then another
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["nanoserve", "generate", "hello"]
+run()
+"""
+
+
+def test_interrupt_while_a_library_is_imported_is_one_line() -> None:
+    result = subprocess.run([sys.executable, "-c", HALF_IMPORTED], capture_output=True, cwd=ROOT)
+    assert (result.stderr, result.returncode) == (b"nanoserve: interrupted\n", 130)
+
+
 @pytest.mark.parametrize("arguments", [["generate", "slowly"], ["chat", "slowly"], ["chat", "hi", "--model", "slow"]])
 def test_interrupt_is_one_line(arguments: list[str]) -> None:
     process = start(*arguments, "--max-model-len", "100000", stdin=subprocess.DEVNULL)
