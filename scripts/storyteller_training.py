@@ -14,8 +14,10 @@ from storyteller_data import (
     END_OF_TURN,
     STORY_MIX,
     Corpus,
+    Document,
     Packer,
     draw_document,
+    encode_text,
     split_validation_stories,
     token_id,
 )
@@ -132,7 +134,7 @@ def train(
     device = decoder.embedding.weight.device
     share = 0.0
 
-    def draw() -> list[int]:
+    def draw() -> Document:
         mix = BROAD_MIX if share < recipe.broad_share else STORY_MIX
         if share < DRILL_SHARE:
             mix = replace(mix, echo=ECHO_WEIGHT)
@@ -201,14 +203,16 @@ def make_optimizers(decoder: Decoder, recipe: Recipe) -> list[torch.optim.Optimi
 
 
 def sequence_loss(decoder: Decoder, rows: Tensor, dropout: float = 0.0) -> Tensor:
-    """Mean cross entropy of each token after the first, rows [B, L + 1]."""
+    """Mean cross entropy of the tokens after the first by their weights; rows [B, L + 1, 2] of (id, weight)."""
     batch, length = rows.shape[0], rows.shape[1] - 1
+    ids, weights = rows[..., 0], rows[:, 1:, 1].reshape(-1).float()
     attention: AttentionFunction = DenseCausalAttention(decoder.config, batch, length)
     if dropout > 0:
         attention = DroppingAttention(attention, dropout)
     positions = torch.arange(length, device=rows.device).repeat(batch)
-    hidden = decoder(rows[:, :-1].reshape(-1), positions, attention)
-    return functional.cross_entropy(decoder.compute_logits(hidden), rows[:, 1:].reshape(-1))
+    hidden = decoder(ids[:, :-1].reshape(-1), positions, attention)
+    losses = functional.cross_entropy(decoder.compute_logits(hidden), ids[:, 1:].reshape(-1), reduction="none")
+    return (losses * weights).sum() / weights.sum()
 
 
 @torch.inference_mode()
@@ -224,10 +228,10 @@ def nats_per_byte(decoder: Decoder, tokenizer: Tokenizer, text: str, every: int 
     was_training = decoder.training
     decoder.eval()
     for piece in split_validation_stories(text)[::every]:
-        ids: list[int] = tokenizer.encode(piece).ids
+        document = encode_text(tokenizer, piece)
         total_bytes += len(piece.encode())
-        for begin in range(0, len(ids) - 1, LONG_ROW):
-            window = torch.tensor([ids[begin : begin + LONG_ROW + 1]], device=decoder.embedding.weight.device)
+        for begin in range(0, len(document) - 1, LONG_ROW):
+            window = torch.tensor([document[begin : begin + LONG_ROW + 1]], device=decoder.embedding.weight.device)
             total_nats += sequence_loss(decoder, window).item() * (window.shape[1] - 1)
     decoder.train(was_training)
     return total_nats / total_bytes
