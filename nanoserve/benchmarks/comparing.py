@@ -18,6 +18,8 @@ from nanoserve.benchmarks.workloads import Case, random_prompts
 MAX_DRIFT = 0.10
 STATE_WIDTH = 1.25
 """Readings within this factor of a state's lowest belong to it."""
+BUSY_CORES = 0.2
+"""With others keeping more of the processor busy than this during any engine's turn, a round is told apart."""
 MAX_ATTEMPTS = 2
 """Rounds tried for every round that is wanted, when some do not count."""
 GIGA = 1e9
@@ -51,6 +53,11 @@ class Round(msgspec.Struct, frozen=True):
     @property
     def counts(self) -> bool:
         return self.drift < MAX_DRIFT
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other processes were at work beside an engine."""
+        return any((engine.foreign_cores or 0.0) > BUSY_CORES for engine in self.engines.values())
 
     @property
     def bandwidth(self) -> float:
@@ -126,18 +133,25 @@ def _agreement(answers: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, flo
 def bandwidth_states(rounds: Sequence[Round]) -> dict[int, str]:
     """Which state each counting round (by its place in the sequence) was in, named by the bandwidths seen in it.
 
-    Memory bandwidth of a virtual machine may sit at one of two levels for minutes and then flip.
+    Memory bandwidth of a virtual machine may sit at one of two levels for minutes and then flip. Rounds beside a busy
+    neighbour are states of their own.
     """
     groups: list[list[int]] = []
-    for place in sorted(range(len(rounds)), key=lambda place: rounds[place].bandwidth):
-        if not rounds[place].counts:
-            continue
-        if groups and rounds[place].bandwidth < STATE_WIDTH * rounds[groups[-1][0]].bandwidth:
+    counting = [place for place, done in enumerate(rounds) if done.counts]
+    for place in sorted(counting, key=lambda place: (rounds[place].is_busy, rounds[place].bandwidth)):
+        first = rounds[groups[-1][0]] if groups else None
+        here = rounds[place]
+        if first and here.is_busy == first.is_busy and here.bandwidth < STATE_WIDTH * first.bandwidth:
             groups[-1].append(place)
         else:
             groups.append([place])
-    names = [f"{rounds[group[0]].bandwidth:.0f}-{rounds[group[-1]].bandwidth:.0f} GB/s" for group in groups]
-    return {place: name for group, name in zip(groups, names, strict=True) for place in group}
+    return {place: _state_name([rounds[member] for member in group]) for group in groups for place in group}
+
+
+def _state_name(rounds: Sequence[Round]) -> str:
+    low, high = f"{rounds[0].bandwidth:.0f}", f"{rounds[-1].bandwidth:.0f}"
+    extent = low if low == high else f"{low}-{high}"
+    return f"{extent} GB/s" + (", busy" if rounds[0].is_busy else "")
 
 
 def ratios(rounds: Sequence[Round], ours: str = "nanoserve") -> list[Ratio]:
