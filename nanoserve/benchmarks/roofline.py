@@ -31,8 +31,9 @@ class BandwidthProbe:
         return self._buffer.nbytes / seconds[len(seconds) // 2]
 
 
-def measure_peak(dtype: torch.dtype, size: int = _PRODUCT_SIZE) -> float:
+def measure_peak(dtype: torch.dtype) -> float:
     """Operations per second of a square matrix product in this number format: the best of a few."""
+    size = _PRODUCT_SIZE
     left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
     return 2 * size**3 / min(_timed(lambda: left @ right) for _ in range(_PASSES))
 

@@ -3,6 +3,7 @@
 What was written for a dummy model is kept in the user's cache directory: its weights are always the same.
 """
 
+import hashlib
 import json
 import shutil
 import tempfile
@@ -63,8 +64,11 @@ def _decoder(model: ResolvedModel, dtype: str) -> tuple[Decoder, ModelConfig]:
 
 
 def _dummy_key(name: str, dtype: str) -> str:
-    plain = name.removeprefix(DUMMY_PREFIX).replace("/", "-")
-    return f"dummy-{plain}-{dtype}-seed{DUMMY_SEED}"
+    """The shape is part of it: a config.json may change under the same name."""
+    shape = json.dumps(_dummy_config(name, dtype), sort_keys=True).encode()
+    digest = hashlib.blake2s(shape, digest_size=6).hexdigest()
+    plain = Path(name).name.removeprefix(DUMMY_PREFIX).removesuffix(".json")
+    return f"dummy-{plain}-{dtype}-seed{DUMMY_SEED}-{digest}"
 
 
 def _kept(key: str, write: Callable[[Path], None]) -> Path:
