@@ -1,7 +1,11 @@
 """A peer in another process: what passes between them, and every way in which it can go wrong."""
 
 import io
+import os
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -20,6 +24,16 @@ CHILD = (
     "out = os.fdopen(os.dup(1), 'wb'); os.dup2(2, 1)\n"
     "print('noise')\n"
     "serve(sys.stdin.buffer, out, lambda opening: FakePeer('fake', 0.25))\n"
+)
+ROOT = Path(__file__).parents[2]
+# The peer waits for its Opening, with a stdin that stays open as long as someone holds the other end: we do.
+PARENT = (
+    "import os, subprocess, sys, time\n"
+    "reader, writer = os.pipe()\n"
+    "words = [sys.executable, '-m', 'nanoserve.benchmarks.peers.process', str(os.getpid())]\n"
+    "peer = subprocess.Popen(words, stdin=reader, stdout=subprocess.DEVNULL, pass_fds=(writer,))\n"
+    "print(peer.pid, flush=True)\n"
+    "time.sleep(60)\n"
 )
 
 
@@ -76,3 +90,25 @@ def test_the_child_ends_with_its_stdin() -> None:
     assert msgspec.json.decode(first, type=Description).facts == {"pace": 1.0}
     assert len(msgspec.json.decode(second, type=Answer).result.timings) == 2
     assert log == ["fake", "fake closed"]
+
+
+def test_a_peer_ends_with_a_benchmark_that_is_killed() -> None:
+    """The child of a child watches its parent: kill that one, and the grandchild goes, too."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    peer = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + 30
+    while _alive(peer):
+        assert time.monotonic() < deadline, "the peer lives on"
+        time.sleep(0.05)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{process}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from typing import Any, BinaryIO, TypeVar
 
 import msgspec
@@ -15,6 +17,7 @@ from nanoserve.benchmarks.peers.protocol import Batch, BatchResult, Opening, Pee
 from nanoserve.errors import NanoserveError, RuntimeFailure
 
 _LONGEST_COMPLAINT = 300
+_WATCH_SECONDS = 1.0
 
 T = TypeVar("T")
 
@@ -50,7 +53,7 @@ class PeerProcess:
     def __init__(self, name: str, opening: Opening, command: tuple[str, ...] = ()) -> None:
         self.name = name
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the child)
-        words = command or (sys.executable, "-m", "nanoserve.benchmarks.peers.process")
+        words = command or (sys.executable, "-m", "nanoserve.benchmarks.peers.process", str(os.getpid()))
         environment = os.environ | {"OMP_NUM_THREADS": str(opening.threads)}
         self._child = subprocess.Popen(
             words,
@@ -137,7 +140,15 @@ def _say(stdout: BinaryIO, message: Any) -> None:
     stdout.flush()
 
 
+def _end_with(parent: int) -> None:
+    """A benchmark that is killed takes its peers with it, even in the midst of a batch."""
+    while os.getppid() == parent:
+        time.sleep(_WATCH_SECONDS)
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
     # What libraries print must not come between the answers: from here on their stdout is stderr.
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
