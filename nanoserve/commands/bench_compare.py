@@ -160,6 +160,8 @@ def _show(report: "Report", results: ResultOptions) -> None:
     facts: dict[str, Any] = report.document["engine"]
     print_head(report)
     print(f"{sum(one.counts for one in done)} of {len(done)} rounds count (read bandwidth drift below 10 %)")
+    if not summary:
+        return
     rates = [Column(f"{name} tok/s", name, ",.1f") for name in ("prefill", "decode", "output")]
     columns = [
         Column("batch x in+out", "case"),
@@ -183,5 +185,5 @@ def _show(report: "Report", results: ResultOptions) -> None:
         Column("high", "high", ".2f"),
     ]
     print_table("nanoserve over the peer (above 1: nanoserve is faster)", columns, compared)
-    if results.plot is not None and summary:
+    if results.plot is not None:
         plot_bars(results.plot, title, "{case} {engine} ({state})", rates, summary)
