@@ -68,7 +68,7 @@ class LLM:
         except BaseException:
             self.tokenizer.close()
             raise
-        self._end_tokens = _end_tokens(self.config, self.tokenizer)
+        self.end_tokens = _end_tokens(self.config, self.tokenizer)
         self._trackers: dict[str, RequestTracker] = {}
         self._names = count()
 
@@ -226,7 +226,7 @@ class LLM:
             prompt=tuple(tokens),
             params=params,
             seed=self._random.randint(0, MAX_SEED) if params.seed is None else params.seed,
-            end_tokens=self._end_tokens,
+            end_tokens=self.end_tokens,
             arrival_time=self.engine.now(),
         )
         self.engine.add(request)

@@ -37,6 +37,9 @@ FLOORS: dict[str, set[str]] = {
     "outputs": {"errors", "request", "text"},
     "models": {"errors", "files", "config", "triton_ops"},
     "runtime": {"errors", "config", "sizes", "request", "scheduler", "models", "triton_ops"},
+    "benchmarks": {
+        *("errors", "files", "config", "request", "scheduler", "engine", "interrupts", "models", "llm"),
+    },
     "triton_ops": set(),
 }
 

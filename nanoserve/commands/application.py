@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from nanoserve import __version__
+from nanoserve.commands.bench import bench_commands
 from nanoserve.commands.chat import chat
 from nanoserve.commands.generate import generate
 from nanoserve.commands.options import with_options
@@ -17,6 +18,7 @@ HELP = """A compact LLM inference engine.
   nanoserve chat "a story about a fox"            one answer
   nanoserve generate "Once upon a time" -n 60     raw completion
   nanoserve generate --file prompts.jsonl --output out.jsonl
+  nanoserve bench compare -m dummy:qwen3-0.6b     beside other engines
 
 Every flag can also be set by the environment variable named beside it.
 """
@@ -34,6 +36,7 @@ def application() -> typer.Typer:
     typed.callback(invoke_without_command=True)(_top_level)
     typed.command()(with_options(chat))
     typed.command()(with_options(generate))
+    typed.add_typer(bench_commands())
     return typed
 
 

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 from nanoserve.commands.failures import EXIT_INTERRUPTED, EXIT_OK, guarded
 
 
-def run() -> NoReturn:
-    """Entry point of the console script."""
-    code = main()
+def run(*first: str) -> NoReturn:
+    """Entry point of the console script; ``first`` are words put before the process's arguments."""
+    code = main([*first, *sys.argv[1:]])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt but the interpreter's own end
     sys.exit(code)
 

@@ -122,11 +122,11 @@ class EngineOptions:
         option("--seed", panel=SAMPLING_PANEL, help="Makes the run repeatable; default: a new one each time.", min=0),
     ] = None
 
-    def open_llm(self, progress: Progress | None) -> "LLM":
-        """Load the model; the caller closes it.
+    def settings(self) -> dict[str, Any]:
+        """What LLM takes, without the model and the threads.
 
         Raises:
-            NanoserveError: for settings that make no sense and models that cannot be used.
+            UsageError: for a size that is none.
         """
         settings: dict[str, Any] = {
             "dtype": self.dtype,
@@ -138,16 +138,24 @@ class EngineOptions:
             "policy": self.policy,
             "enable_prefix_caching": not self.no_prefix_caching,
             "offline": self.offline,
-            "progress": progress,
         }
         if self.seed is not None:
             settings["seed"] = self.seed
+        return settings
+
+    def open_llm(self, progress: Progress | None) -> "LLM":
+        """Load the model; the caller closes it.
+
+        Raises:
+            NanoserveError: for settings that make no sense and models that cannot be used.
+        """
+        settings = self.settings()
         if self.threads is not None:  # read by OpenMP when torch is first imported
             os.environ["OMP_NUM_THREADS"] = str(self.threads)
         with deferred_interrupts():  # libraries go on half imported, and fail later in their own words
             from nanoserve.llm import LLM
 
-        return LLM(self.model, **settings)
+        return LLM(self.model, progress=progress, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

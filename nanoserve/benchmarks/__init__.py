@@ -1,0 +1,1 @@
+"""Measuring: what a benchmark counts, what it compares with, and how it is written down (docs/benchmarks.md)."""

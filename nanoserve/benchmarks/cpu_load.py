@@ -1,0 +1,52 @@
+"""How much of the processor others used meanwhile: a figure measured beside a busy neighbour is worth less."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_PROC = Path("/proc")
+_IDLE_FIELDS = (3, 4)  # idle and iowait of /proc/stat's cpu line
+_LAST_BUSY_FIELD = 8  # behind it come guest times, which are counted in user time already
+
+
+class ForeignLoad:
+    """Measures, from its creation or last reading on, how many cores other processes kept busy.
+
+    Args:
+        own: process ids whose work is the benchmark's, beside this process.
+        proc: where the kernel shows its counters (tests put their own there).
+    """
+
+    def __init__(self, own: Sequence[int] = (), proc: Path = _PROC) -> None:
+        self._own = (os.getpid(), *own)
+        self._proc = proc
+        self._ticks = os.sysconf("SC_CLK_TCK")
+        self._before = self._read()
+
+    def read(self) -> float | None:
+        """Cores kept busy by others since the last reading, 0.0 and up; None where the kernel does not tell."""
+        before, self._before = self._before, self._read()
+        if before is None or self._before is None:
+            return None
+        seconds = self._before[0] - before[0]
+        if seconds <= 0:
+            return None
+        foreign = (self._before[1] - before[1]) - (self._before[2] - before[2])
+        return max(0.0, foreign / self._ticks / seconds)
+
+    def _read(self) -> tuple[float, int, int] | None:
+        """(time, busy ticks of all processes, busy ticks of ours)"""
+        try:
+            fields = (self._proc / "stat").read_text().split("\n", 1)[0].split()[1:]
+            counted = [int(field) for field in fields[:_LAST_BUSY_FIELD]]
+            busy = sum(ticks for index, ticks in enumerate(counted) if index not in _IDLE_FIELDS)
+            own = sum(self._process_ticks(process) for process in self._own)
+        except (OSError, ValueError, IndexError):
+            return None
+        return time.monotonic(), busy, own
+
+    def _process_ticks(self, process: int) -> int:
+        # The name, in brackets, may hold blanks: the fields count from behind it.
+        fields = (self._proc / str(process) / "stat").read_text().rpartition(")")[2].split()
+        return sum(int(field) for field in fields[11:15])  # its own time, and that of children it has waited for

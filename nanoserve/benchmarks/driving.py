@@ -1,0 +1,157 @@
+"""Running requests through an Engine while looking at the clock: token ids in, token ids out. No torch."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
+from nanoserve.benchmarks.metrics import RequestTiming
+from nanoserve.engine import Engine
+from nanoserve.errors import RuntimeFailure
+from nanoserve.interrupts import deferred_interrupts
+from nanoserve.request import Request, SamplingParams
+from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step: what it held, seconds in the executor, and seconds of the whole step with scheduling around it."""
+
+    shape: StepShape
+    executor_seconds: float
+    step_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRun:
+    """What became of requests that were issued together: when their tokens came, which they were, and in what steps."""
+
+    timings: tuple[RequestTiming, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    steps: tuple[StepRecord, ...]
+
+
+class _Progress:
+    """The tokens of one request so far, each with its time."""
+
+    def __init__(self, input_tokens: int) -> None:
+        self.input_tokens = input_tokens
+        self.tokens: list[int] = []
+        self.times: list[float] = []
+
+    @property
+    def timing(self) -> RequestTiming:
+        return RequestTiming(self.input_tokens, tuple(self.times))
+
+
+class RecordingExecutor:
+    """An Executor that remembers the shape and the duration of every plan it passes on."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.max_in_flight = executor.max_in_flight
+        self._shapes: dict[int, StepShape] = {}
+        self.finished: list[tuple[StepShape, float]] = []
+
+    def submit(self, plan: StepPlan) -> None:
+        self._shapes[plan.step] = StepShape.of(plan)
+        self._executor.submit(plan)
+
+    def collect(self, until: float | None) -> list[StepResult]:
+        results = self._executor.collect(until)
+        for result in results:
+            if result.step is not None:
+                self.finished.append((self._shapes.pop(result.step), result.seconds))
+        return results
+
+    def now(self) -> float:
+        return self._executor.now()
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+class EngineDriver:
+    """Issues requests to an engine all at once and waits for the last token.
+
+    Prefixes are never shared between runs: each has a cache salt of its own.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._recorder = RecordingExecutor(engine.executor)
+        engine.executor = self._recorder
+        self._runs = 0
+
+    def run(self, prompts: Sequence[tuple[int, ...]], output_tokens: Sequence[int]) -> EngineRun:
+        """Every prompt gets exactly its number of output tokens, taken greedily; end tokens do not end it.
+
+        Raises:
+            UsageError: if a request can never run.
+            RuntimeFailure: if one fails.
+        """
+        engine, salt = self._engine, f"run-{self._runs}"
+        self._runs += 1
+        self._recorder.finished.clear()
+        issued = engine.now()
+        running: dict[str, _Progress] = {}
+        try:
+            for index, (prompt, length) in enumerate(zip(prompts, output_tokens, strict=True)):
+                params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=length)
+                request = Request(f"{salt}-{index}", prompt, params, seed=0, arrival_time=issued, cache_salt=salt)
+                engine.add(request)
+                running[request.request_id] = _Progress(len(prompt))
+            steps = self._drain(running, issued)
+        finally:  # an interrupted run leaves nothing behind for the next one
+            for name in running:
+                engine.stop(name)
+        done = running.values()
+        timings, tokens = tuple(one.timing for one in done), tuple(tuple(one.tokens) for one in done)
+        return EngineRun(timings, tokens, tuple(steps))
+
+    def _drain(self, running: dict[str, _Progress], issued: float) -> list[StepRecord]:
+        engine, finished = self._engine, self._recorder.finished
+        steps: list[StepRecord] = []
+        while engine.has_work:
+            began = time.perf_counter()
+            with deferred_interrupts():
+                updates = engine.step()
+            now, seconds = engine.now() - issued, time.perf_counter() - began
+            for update in updates:
+                if update.sequence.error is not None:
+                    raise RuntimeFailure(update.sequence.error)
+                running[update.request_id].tokens += update.new_tokens
+                running[update.request_id].times += [now] * len(update.new_tokens)
+            steps += [StepRecord(shape, inside, seconds / len(finished)) for shape, inside in finished]
+            finished.clear()
+        return steps
+
+
+def against_floor(steps: Sequence[StepRecord], cost: ModelCost, limits: Limits) -> dict[str, float | None]:
+    """Shares of the floor that were reached (1 is the floor itself), for decode steps and for the others.
+
+    Also the engine's own time per decode step: scheduling, applying and everything else around the executor.
+    """
+    decodes = [step for step in steps if step.shape.is_decode]
+    prefills = [step for step in steps if not step.shape.is_decode]
+    overheads = [step.step_seconds - step.executor_seconds for step in decodes]
+    return {
+        "prefill_of_floor": _share(prefills, cost, limits),
+        "decode_of_floor": _share(decodes, cost, limits),
+        "decode_read_gb_per_s": _rate(decodes, cost),
+        "engine_overhead_ms": statistics.median(overheads) * 1000 if overheads else None,
+        "decode_step_ms": statistics.median(step.step_seconds for step in decodes) * 1000 if decodes else None,
+    }
+
+
+def _share(steps: Sequence[StepRecord], cost: ModelCost, limits: Limits) -> float | None:
+    if not steps:
+        return None
+    return sum(cost.floor_seconds(step.shape, limits) for step in steps) / sum(step.step_seconds for step in steps)
+
+
+def _rate(steps: Sequence[StepRecord], cost: ModelCost) -> float | None:
+    if not steps:
+        return None
+    return sum(cost.step_bytes(step.shape) for step in steps) / sum(step.step_seconds for step in steps) / 1e9

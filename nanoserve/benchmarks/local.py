@@ -1,0 +1,95 @@
+"""One engine in this process, measured beside the machine it runs on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.driving import EngineDriver, EngineRun, against_floor
+from nanoserve.benchmarks.floors import ModelCost
+from nanoserve.benchmarks.metrics import MILLISECONDS, BatchRates, request_distributions
+from nanoserve.benchmarks.roofline import BandwidthProbe, machine_limits
+from nanoserve.benchmarks.workloads import RequestShape, random_prompts
+from nanoserve.errors import UsageError
+from nanoserve.llm import LLM
+from nanoserve.models.dtypes import resolve_dtype
+
+_WARM_UP = RequestShape(8, 4)
+
+
+class LocalBench:
+    """Measures an open LLM; the machine's limits are looked at once, its bandwidth around every measurement."""
+
+    def __init__(self, llm: LLM, *, seed: int) -> None:
+        import torch
+
+        self._llm = llm
+        self._driver = EngineDriver(llm.engine)
+        self._seed = seed
+        dtype = resolve_dtype(llm.engine_config.dtype, torch.device(llm.engine_config.device))
+        self._cost = ModelCost(llm.config, dtype.itemsize)
+        self._probe = BandwidthProbe()
+        self._limits = machine_limits(dtype, self._probe)
+        self._foreign = ForeignLoad()
+        self.facts: dict[str, Any] = {
+            "model": llm.model_name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "policy": llm.engine_config.policy,
+            "limit_read_gb_per_s": self._limits.read_bytes_per_second / 1e9,
+            "limit_gflops": self._limits.operations_per_second / 1e9,
+        }
+
+    def check_fits(self, shapes: Sequence[RequestShape], what: str) -> None:
+        """Raise UsageError if a request is longer than the context."""
+        longest = max(shape.total_tokens for shape in shapes)
+        if longest > self._llm.max_model_len:
+            raise UsageError(
+                f"{what} needs a context of {longest} tokens, but it holds {self._llm.max_model_len}; "
+                "choose shorter requests, another --model or a larger --kv-cache-memory"
+            )
+
+    def warm_up(self, shapes: Sequence[RequestShape]) -> None:
+        """Run these, unmeasured."""
+        self._run(list(shapes) or [_WARM_UP], repeat=0)
+
+    def measure(self, case: str, shapes: Sequence[RequestShape], *, repeats: int) -> dict[str, Any]:
+        """A report's row for requests that are issued together, ``repeats`` times over."""
+        before = self._probe.read()
+        self._foreign.read()
+        runs = [self._run(shapes, repeat) for repeat in range(1, repeats + 1)]
+        foreign = self._foreign.read()
+        after = self._probe.read()
+        steps = [step for run in runs for step in run.steps]
+        facts = {"case": case, "requests": len(shapes), "repeats": repeats}
+        beside = {"read_gb_per_s": [before / 1e9, after / 1e9], "foreign_cores": foreign}
+        return facts | timing_fields(runs) | against_floor(steps, self._cost, self._limits) | beside
+
+    def _run(self, shapes: Sequence[RequestShape], repeat: int) -> EngineRun:
+        lengths = [shape.input_tokens for shape in shapes]
+        prompts = random_prompts(lengths, self._llm.config.vocab_size, self._seed + repeat)
+        return self._driver.run(prompts, [shape.output_tokens for shape in shapes])
+
+
+def timing_fields(runs: Sequence[EngineRun]) -> dict[str, Any]:
+    """Latencies over the requests of all runs, mean rates, and each run's own figures as samples for ``bench diff``."""
+    rates = [BatchRates.of(run.timings) for run in runs]
+    samples = {
+        "ttft_ms": [MILLISECONDS * _mean([timing.ttft for timing in run.timings]) for run in runs],
+        "tpot_ms": [MILLISECONDS * _mean([timing.tpot for timing in run.timings]) for run in runs],
+        "output_tokens_per_s": [rate.output for rate in rates],
+    }
+    return {
+        **request_distributions([timing for run in runs for timing in run.timings]),
+        "prefill_tokens_per_s": _mean([rate.prefill for rate in rates]),
+        "decode_tokens_per_s": _mean([rate.decode for rate in rates]) or None,
+        "output_tokens_per_s": _mean([rate.output for rate in rates]),
+        "total_tokens_per_s": _mean([rate.total for rate in rates]),
+        "requests_per_s": _mean([len(run.timings) / max(timing.e2el for timing in run.timings) for run in runs]),
+        "seconds": _mean([max(timing.e2el for timing in run.timings) for run in runs]),
+        "samples": samples,
+    }
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else 0.0

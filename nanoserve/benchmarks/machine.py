@@ -1,0 +1,101 @@
+"""Where and with what a benchmark ran; no torch."""
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from nanoserve import __version__
+
+PACKAGES = ("torch", "triton", "transformers", "llama-cpp-python", "numpy", "safetensors", "tokenizers")
+ENVIRONMENT = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "MKL_NUM_THREADS")
+_WANTED_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16")
+
+
+def describe_run() -> dict[str, Any]:
+    """Machine, versions, commit and command line, for the head of a report."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command_line(),
+        "commit": commit(),
+        "machine": describe_machine(),
+        "versions": {"nanoserve": __version__, "python": platform.python_version()} | installed_versions(),
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+    }
+
+
+def command_line() -> str:
+    """What was typed, with the program reduced to its name."""
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+@cache
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, memory and system."""
+    model, flags = _processor()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "processor": model,
+        "instruction_sets": [flag for flag in _WANTED_FLAGS if flag in flags],
+        "cores": available_cores(),
+        "memory_gib": round(memory / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def available_cores() -> int:
+    """Logical processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _processor() -> tuple[str, frozenset[str]]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine(), frozenset()
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    flags = fields.get("flags") or fields.get("Features", "")
+    return fields.get("model name", platform.machine()), frozenset(flags.split())
+
+
+def installed_versions() -> dict[str, str]:
+    """Of the packages that matter to a benchmark, without importing them."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def commit() -> str | None:
+    """The commit of the checkout this package lies in, with "+changes" behind it if files differ; None elsewhere."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        revision = _git(root, "rev-parse", "--short=12", "HEAD")
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return revision + ("+changes" if changed else "")
+
+
+def _git(root: Path, *arguments: str) -> str:
+    words = ["git", "-C", str(root), *arguments]
+    return subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+
+def cache_directory() -> Path:
+    """Where what was measured or written once is kept: nanoserve/bench in the user's cache directory."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "nanoserve" / "bench"

@@ -1,0 +1,109 @@
+"""The field's metrics, under the field's names; docs/benchmarks.md spells the definitions out."""
+
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+import msgspec
+import numpy as np
+
+MILLISECONDS = 1000.0
+
+
+class RequestTiming(msgspec.Struct, frozen=True):
+    """When the tokens of one request became known.
+
+    Attributes:
+        input_tokens: length of the prompt.
+        token_times: seconds from the request's issue to each of its output tokens, at least one, in order.
+    """
+
+    input_tokens: int
+    token_times: tuple[float, ...]
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.token_times)
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token, in seconds."""
+        return self.token_times[0]
+
+    @property
+    def e2el(self) -> float:
+        """End-to-end latency: to the last token, in seconds."""
+        return self.token_times[-1]
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first: (E2EL - TTFT) / (output - 1); None with fewer than two tokens."""
+        return None if self.output_tokens < 2 else (self.e2el - self.ttft) / (self.output_tokens - 1)
+
+    @property
+    def itls(self) -> tuple[float, ...]:
+        """Inter-token latencies: the gap before each token after the first."""
+        return tuple(after - before for before, after in zip(self.token_times, self.token_times[1:], strict=False))
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """Some values in brief. Percentiles interpolate linearly between neighbours, as numpy does by default."""
+
+    n: int
+    mean: float
+    std: float
+    min: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Self | None:
+        """Of the values that are there; None if none is."""
+        known = np.array([value for value in values if value is not None], dtype=np.float64)
+        if not known.size:
+            return None
+        p50, p90, p99 = (float(value) for value in np.percentile(known, (50, 90, 99)))
+        low, high = float(known.min()), float(known.max())
+        return cls(int(known.size), float(known.mean()), float(known.std()), low, p50, p90, p99, high)
+
+
+class BatchRates(msgspec.Struct, frozen=True):
+    """Tokens per second of requests that were issued together.
+
+    Attributes:
+        prefill: prompt tokens of all over the time until every request had its first token.
+        decode: tokens after the first of all, over the time from there to the end; None if there are none.
+        output: all output tokens over the whole time.
+        total: prompt and output tokens over the whole time.
+    """
+
+    prefill: float
+    decode: float | None
+    output: float
+    total: float
+
+    @classmethod
+    def of(cls, timings: Sequence[RequestTiming]) -> Self:
+        prefilled = max(timing.ttft for timing in timings)
+        ended = max(timing.e2el for timing in timings)
+        inputs = sum(timing.input_tokens for timing in timings)
+        outputs = sum(timing.output_tokens for timing in timings)
+        late = sum(sum(time > prefilled for time in timing.token_times) for timing in timings)
+        decode = late / (ended - prefilled) if late else None
+        return cls(inputs / prefilled, decode, outputs / ended, (inputs + outputs) / ended)
+
+
+def request_distributions(timings: Sequence[RequestTiming]) -> dict[str, Distribution | None]:
+    """TTFT, TPOT and E2EL over requests, and ITL over the pooled gaps of all requests; all in milliseconds."""
+    pooled: dict[str, list[float | None]] = {
+        "ttft_ms": [timing.ttft for timing in timings],
+        "tpot_ms": [timing.tpot for timing in timings],
+        "itl_ms": [gap for timing in timings for gap in timing.itls],
+        "e2el_ms": [timing.e2el for timing in timings],
+    }
+    return {name: Distribution.of(_milliseconds(values)) for name, values in pooled.items()}
+
+
+def _milliseconds(values: Iterable[float | None]) -> list[float | None]:
+    return [None if value is None else value * MILLISECONDS for value in values]

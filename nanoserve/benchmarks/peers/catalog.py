@@ -1,0 +1,30 @@
+"""Which peers there are, and how one that is missing is installed. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+
+@dataclass(frozen=True, slots=True)
+class PeerKind:
+    """A peer that may be compared with.
+
+    Attributes:
+        modules: what must be importable.
+        install: the command that makes it so.
+    """
+
+    modules: tuple[str, ...]
+    install: str
+
+    @property
+    def missing(self) -> list[str]:
+        """Modules that are not installed."""
+        return [module for module in self.modules if find_spec(module) is None]
+
+
+PEERS: Mapping[str, PeerKind] = {
+    "transformers": PeerKind(("transformers",), "pip install 'transformers>=5.0'"),
+    "llama.cpp": PeerKind(("llama_cpp", "gguf"), "pip install llama-cpp-python gguf"),
+}
+"""Choices of ``bench compare --peers``."""

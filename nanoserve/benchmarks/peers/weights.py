@@ -1,0 +1,115 @@
+"""The same weights for every engine: a decoder written as safetensors for transformers and as GGUF for llama.cpp.
+
+What was written for a dummy model is kept in the user's cache directory: its weights are always the same.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from nanoserve.benchmarks.machine import cache_directory
+from nanoserve.config import ModelConfig
+from nanoserve.errors import RuntimeFailure
+from nanoserve.files import read_json_object
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.dummy import DUMMY_SEED, make_dummy_model
+from nanoserve.models.hub import ResolvedModel
+from nanoserve.models.loading import load_model
+from nanoserve.models.shapes import DUMMY_PREFIX, SHAPES
+from nanoserve.models.weights import tensor_parts
+
+
+def checkpoint_directory(model: ResolvedModel, dtype: str) -> Path:
+    """A directory that transformers reads: the model's own, or for a dummy one that is written here.
+
+    Raises:
+        RuntimeFailure: if it cannot be written.
+    """
+    if model.directory is not None:
+        return model.directory
+    return _kept(_dummy_key(model.name, dtype), lambda target: _write_dummy_checkpoint(model.name, dtype, target))
+
+
+def gguf_file(model: ResolvedModel, dtype: str) -> Path:
+    """A GGUF file of the model's weights in this number format.
+
+    Raises:
+        UsageError: for a family that has no place in a GGUF file here.
+        RuntimeFailure: if it cannot be written.
+    """
+    from nanoserve.benchmarks.peers.gguf_writer import check_exportable, write_gguf
+
+    def write(target: Path) -> None:
+        decoder, config = _decoder(model, dtype)
+        check_exportable(config)
+        write_gguf(decoder, config, target / "model.gguf")
+
+    if model.directory is None:
+        return _kept(_dummy_key(model.name, dtype) + "-gguf", write) / "model.gguf"
+    stamp = max(file.stat().st_mtime_ns for file in model.directory.iterdir())
+    return _kept(f"{model.directory.name}-{stamp:x}-{dtype}-gguf", write) / "model.gguf"
+
+
+def _decoder(model: ResolvedModel, dtype: str) -> tuple[Decoder, ModelConfig]:
+    if model.directory is None:
+        return make_dummy_model(model.name, dtype)
+    return load_model(model.directory, dtype)
+
+
+def _dummy_key(name: str, dtype: str) -> str:
+    """The shape is part of it: a config.json may change under the same name."""
+    shape = json.dumps(_dummy_config(name, dtype), sort_keys=True).encode()
+    digest = hashlib.blake2s(shape, digest_size=6).hexdigest()
+    plain = Path(name).name.removeprefix(DUMMY_PREFIX).removesuffix(".json")
+    return f"dummy-{plain}-{dtype}-seed{DUMMY_SEED}-{digest}"
+
+
+def _kept(key: str, write: Callable[[Path], None]) -> Path:
+    """The cache's directory of that key, written if it is not there; half-written ones never show."""
+    target = cache_directory() / "weights" / key
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(dir=target.parent))
+        try:
+            write(draft)
+            draft.replace(target)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    except OSError as error:
+        raise RuntimeFailure(f"cannot write weights for the peers to {target}: {error.strerror or error}") from error
+    return target
+
+
+def _write_dummy_checkpoint(name: str, dtype: str, target: Path) -> None:
+    decoder, config = make_dummy_model(name, dtype)
+    parameters = dict(decoder.named_parameters())
+    tensors = {part.name: part.region(parameters[part.parameter]).contiguous().clone() for part in tensor_parts(config)}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text(json.dumps(_dummy_config(name, dtype), indent=1), encoding="utf-8")
+
+
+def _dummy_config(name: str, dtype: str) -> dict[str, Any]:
+    plain = name.removeprefix(DUMMY_PREFIX)
+    found = SHAPES.get(plain.lower())
+    shape = dict(found) if found is not None else read_json_object(Path(plain))
+    return shape | {"torch_dtype": dtype}
+
+
+def dtype_name(dtype: str) -> str:
+    """The number format that ``--dtype`` means on this CPU, as torch calls it.
+
+    Raises:
+        UsageError: for an unknown name.
+    """
+    from nanoserve.models.dtypes import resolve_dtype
+
+    return str(resolve_dtype(dtype, torch.device("cpu"))).removeprefix("torch.")

@@ -1,0 +1,137 @@
+"""Whether the outputs are as good as the reference's: perplexity of a text, and right answers to questions.
+
+Both engines get the same token ids; nanoserve's tokenizer serves both, so only the computing is compared.
+"""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from nanoserve.errors import UsageError
+
+STOP = "\nQuestion:"
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_GOLD_MARK = "####"
+
+
+class Reader(Protocol):
+    """An engine as this benchmark uses it."""
+
+    name: str
+
+    def log_likelihood(self, tokens: tuple[int, ...]) -> float:
+        """Sum of the natural log probabilities of all tokens but the first, each given those before it."""
+
+    def answer(self, tokens: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+        """The greedy continuation, at most so long, without the end token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question in GSM8K's form: free text, and a worked answer that ends in "#### 18"."""
+
+    question: str
+    answer: str
+
+    @property
+    def gold(self) -> str:
+        return _normalized(self.answer.rpartition(_GOLD_MARK)[2])
+
+
+def read_questions(path: Path, limit: int) -> list[Question]:
+    """The first rows of a JSONL file of {"question": ..., "answer": "... #### 18"}.
+
+    Raises:
+        UsageError: naming the file and the row that is none.
+    """
+    questions: list[Question] = []
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        if len(questions) == limit:
+            break
+        if line.strip():
+            questions.append(_question(line, f"{path}, row {number}"))
+    if not questions:
+        raise UsageError(f"{path} holds no questions")
+    return questions
+
+
+def read_text(path: Path) -> str:
+    """The whole file.
+
+    Raises:
+        UsageError: if it cannot be read or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text") from error
+
+
+def _question(line: str, place: str) -> Question:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UsageError(f"{place}: not JSON ({error})") from error
+    fields = [row.get(name) for name in ("question", "answer")] if isinstance(row, dict) else [None]
+    if not all(isinstance(field, str) for field in fields):
+        raise UsageError(f'{place}: not an object with the texts "question" and "answer"')
+    question = Question(*fields)
+    if not question.gold or _GOLD_MARK not in question.answer:
+        raise UsageError(f'{place}: the answer does not end in "{_GOLD_MARK}" and a number')
+    return question
+
+
+def prompt_text(question: Question, examples: Sequence[Question]) -> str:
+    """The examples with their answers, then the question without one."""
+    shown = "".join(f"Question: {example.question}\nAnswer: {example.answer}\n\n" for example in examples)
+    return f"{shown}Question: {question.question}\nAnswer:"
+
+
+def extract_answer(text: str) -> str | None:
+    """The number behind "####", or else the last number before a new question; None if there is no number."""
+    text = text.partition(STOP)[0]
+    marked = _NUMBER.search(text.partition(_GOLD_MARK)[2])
+    numbers = [marked[0]] if marked else _NUMBER.findall(text)
+    return _normalized(numbers[-1]) if numbers else None
+
+
+def _normalized(number: str) -> str:
+    plain = number.strip().replace(",", "").replace("$", "").rstrip(".")
+    try:
+        value = float(plain)
+    except ValueError:
+        return ""
+    return f"{value:g}" if abs(value) < 1e6 else plain
+
+
+def windows(tokens: Sequence[int], length: int, limit: int) -> list[tuple[int, ...]]:
+    """The text in pieces of ``length`` tokens, the first ``limit`` of them; the last may be shorter.
+
+    Raises:
+        UsageError: if the text has fewer than two tokens.
+    """
+    pieces = [tuple(tokens[start : start + length]) for start in range(0, len(tokens), length)]
+    pieces = [piece for piece in pieces[:limit] if len(piece) > 1]
+    if not pieces:
+        raise UsageError("the text is too short: perplexity needs at least two tokens")
+    return pieces
+
+
+def perplexity(reader: Reader, pieces: Sequence[tuple[int, ...]]) -> float:
+    """exp of the mean negative log probability of every token that has one before it in its window."""
+    predicted = sum(len(piece) - 1 for piece in pieces)
+    return math.exp(-sum(reader.log_likelihood(piece) for piece in pieces) / predicted)
+
+
+def compare_answers(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
+    """Shares of the questions on which both gave the same number, and the same tokens."""
+    count = len(ours["answers"])
+    same = sum(mine == other for mine, other in zip(ours["answers"], theirs["answers"], strict=True))
+    equal = sum(mine == other for mine, other in zip(ours["tokens"], theirs["tokens"], strict=True))
+    return {"same_answer": same / count, "same_tokens": equal / count}

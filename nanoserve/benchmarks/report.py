@@ -1,0 +1,85 @@
+"""A benchmark's results on disk: one JSON object, written anew after every row so that nothing measured is lost."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from nanoserve.benchmarks.machine import describe_run
+from nanoserve.errors import RuntimeFailure, UsageError
+
+SCHEMA = "nanoserve-bench/1"
+
+
+class Report:
+    """Rows of one benchmark, with where and how they were measured.
+
+    Args:
+        kind: which benchmark.
+        settings: what it was asked for.
+        path: the JSON file, or None to keep it in memory.
+
+    Raises:
+        RuntimeFailure: if the file cannot be written; at once, before anything is measured.
+    """
+
+    def __init__(self, kind: str, settings: dict[str, Any], path: Path | None) -> None:
+        self.path = path
+        self.document: dict[str, Any] = {"schema": SCHEMA, "kind": kind, "complete": False, **describe_run()}
+        self.document |= {"settings": settings, "rows": [], "notes": []}
+        self._write()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self.document["rows"]
+        return rows
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep a row, on disk too."""
+        self.rows.append(msgspec.to_builtins(row))
+        self._write()
+
+    def note(self, text: str) -> None:
+        """Keep a remark that belongs to the results."""
+        self.document["notes"].append(text)
+        self._write()
+
+    def put(self, name: str, value: Any) -> None:
+        """Keep something that is no row, such as a summary."""
+        self.document[name] = msgspec.to_builtins(value)
+        self._write()
+
+    def finish(self) -> Self:
+        """Everything was measured."""
+        self.document["complete"] = True
+        self._write()
+        return self
+
+    def _write(self) -> None:
+        if self.path is None:
+            return
+        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            draft.write_text(json.dumps(self.document, indent=1) + "\n", encoding="utf-8")
+            draft.replace(self.path)
+        except OSError as error:
+            raise RuntimeFailure(f"cannot write {self.path}: {error.strerror or error}") from error
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """A report that was written before.
+
+    Raises:
+        UsageError: if the file is not one.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA or not isinstance(document.get("rows"), list):
+        raise UsageError(f"{path} is not a report of nanoserve bench ({SCHEMA})")
+    return document

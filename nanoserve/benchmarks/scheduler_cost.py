@@ -1,0 +1,92 @@
+"""What scheduling costs: pure Python time per step with many running sequences, nothing computed. No torch."""
+
+import gc
+import statistics
+import time
+from dataclasses import dataclass
+
+from nanoserve.request import Request, SamplingParams
+from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
+from nanoserve.scheduler.scheduler import Scheduler
+
+BLOCK_SIZE = 16
+_PREFILL_TOKENS = 8192
+_WARM_UP_STEPS = 5
+_SOME_TOKEN = 7
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerCost:
+    """Milliseconds per decode step, as medians over the steps; ``slowest`` is the worst step of all."""
+
+    sequences: int
+    schedule_ms: float
+    apply_ms: float
+    step_ms: float
+    slowest_ms: float
+    microseconds_per_sequence: float
+
+
+def measure_scheduler(sequences: int, *, context: int, steps: int, policy: str = "sarathi") -> SchedulerCost:
+    """Time ``schedule`` and ``apply`` of so many decoding sequences, each with ``context`` tokens at the start."""
+    scheduler = _running_scheduler(sequences, context, steps, policy)
+    schedule_times, apply_times = [], []
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()  # a collection belongs to whoever made the garbage; `slowest` would show little else
+    try:
+        for _ in range(steps):
+            began = time.perf_counter()
+            plan = scheduler.schedule(0.0)
+            planned = time.perf_counter()
+            assert plan is not None and len(plan.rows) == sequences
+            result = _answered(plan)
+            answered = time.perf_counter()
+            scheduler.apply(result, 0.0)
+            apply_times.append(time.perf_counter() - answered)
+            schedule_times.append(planned - began)
+    finally:
+        if was_enabled:
+            gc.enable()
+    both = [first + second for first, second in zip(schedule_times, apply_times, strict=True)]
+    step = statistics.median(both)
+    return SchedulerCost(
+        sequences,
+        schedule_ms=1000 * statistics.median(schedule_times),
+        apply_ms=1000 * statistics.median(apply_times),
+        step_ms=1000 * step,
+        slowest_ms=1000 * max(both),
+        microseconds_per_sequence=1e6 * step / sequences,
+    )
+
+
+def _running_scheduler(sequences: int, context: int, steps: int, policy: str) -> Scheduler:
+    """A scheduler whose sequences have all been prefilled and are decoding."""
+    budget = sequences + _PREFILL_TOKENS
+    prefill_steps = -(-sequences * context // _PREFILL_TOKENS)  # the first ones decode while the others are prefilled
+    longest = context + prefill_steps + steps + _WARM_UP_STEPS + 2
+    blocks_each = -(-longest // BLOCK_SIZE)
+    scheduler = Scheduler(
+        make_policy(policy, budget),
+        num_blocks=sequences * blocks_each + 1,
+        block_size=BLOCK_SIZE,
+        max_model_len=longest + 1,
+        max_num_seqs=sequences,
+    )
+    params = SamplingParams(max_tokens=longest, ignore_eos=True)
+    for index in range(sequences):
+        prompt = tuple((index * 31 + place) % 50021 for place in range(context))
+        scheduler.add(Request(f"request-{index}", prompt, params, seed=index))
+    decoding = 0
+    while decoding < _WARM_UP_STEPS:
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        decoding += len(plan.rows) == sequences and all(len(row.tokens) == 1 for row in plan.rows)
+        scheduler.apply(_answered(plan), 0.0)
+    return scheduler
+
+
+def _answered(plan: StepPlan) -> StepResult:
+    answers = tuple(Answer(row.sequence, (_SOME_TOKEN,)) for row in plan.rows if row.sample)
+    return StepResult(plan.step, answers)

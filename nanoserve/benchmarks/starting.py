@@ -1,0 +1,87 @@
+"""From the start of a process to its first token, step by step, each time in a new process. No torch here.
+
+Cold means that the files of torch and of the model were dropped from the system's page cache before, as far as no
+other process holds them; warm is the same again.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from nanoserve.errors import RuntimeFailure
+
+_CHILD = ("-m", "nanoserve.benchmarks.starting_child")
+STAGES = ("python", "import torch", "import nanoserve", "load", "first token", "second token", "third token")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Seconds each stage took in one process, in order, and their sum up to the first token."""
+
+    stages: dict[str, float]
+
+    @property
+    def to_first_token(self) -> float:
+        names = STAGES[: STAGES.index("first token") + 1]
+        return sum(self.stages[name] for name in names)
+
+
+def start_once(model: str | None, settings: dict[str, object], threads: int | None) -> Start:
+    """Run one process that opens the model with these settings of LLM and generates; its stages.
+
+    Raises:
+        RuntimeFailure: with its last line, if it fails.
+    """
+    words = [sys.executable, *_CHILD, repr(time.monotonic()), json.dumps(model), json.dumps(settings)]
+    environment = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise RuntimeFailure(f"a process that was to start failed: {lines[-1]}")
+    marks: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return Start(stage_lengths(marks))
+
+
+def stage_lengths(marks: dict[str, float]) -> dict[str, float]:
+    """From times since the start to the length of each stage, in order."""
+    ends = [marks[name] for name in STAGES]
+    return {name: end - before for name, before, end in zip(STAGES, [0.0, *ends], ends, strict=False)}
+
+
+def drop_from_page_cache(paths: Iterable[Path]) -> int:
+    """Ask the system to forget the contents of these files and of all files below these directories.
+
+    Returns how many files were named to it; pages that another process has mapped stay. 0 where it cannot be asked.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return 0
+    count = 0
+    for path in paths:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file():
+                count += _drop(file)
+    return count
+
+
+def _drop(file: Path) -> int:
+    try:
+        descriptor = os.open(file, os.O_RDONLY)
+    except OSError:
+        return 0
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+    return 1
+
+
+def library_directories() -> list[Path]:
+    """Where torch and nanoserve lie."""
+    found = [find_spec(name) for name in ("torch", "nanoserve")]
+    return [Path(spec.origin).parent for spec in found if spec is not None and spec.origin is not None]

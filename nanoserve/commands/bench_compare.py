@@ -1,0 +1,189 @@
+"""``nanoserve bench compare``: the same work for nanoserve and other engines, interleaved in one run."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated, Any
+
+from nanoserve.commands.bench_options import ResultOptions, kept, print_head, work_option
+from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.options import EngineOptions
+from nanoserve.commands.terminal import remark
+from nanoserve.errors import NanoserveError, UsageError
+
+if TYPE_CHECKING:
+    from nanoserve.benchmarks.peers.protocol import Opening
+    from nanoserve.benchmarks.report import Report
+    from nanoserve.benchmarks.workloads import Case
+
+DEFAULT_MODEL = "dummy:qwen3-0.6b"
+
+
+def compare(
+    *,
+    peers: Annotated[
+        str, work_option("--peers", help="Engines to compare with.", metavar="NAME,NAME")
+    ] = "transformers,llama.cpp",
+    batch_sizes: Annotated[str, work_option("--batch-sizes", help="Requests at a time.", metavar="N,N,...")] = "1,4,16",
+    input_lengths: Annotated[str, work_option("--input", help="Prompt lengths.", metavar="N,N,...")] = "128",
+    output_lengths: Annotated[str, work_option("--output", help="Answer lengths.", metavar="N,N,...")] = "32",
+    rounds: Annotated[int, work_option("--rounds", help="Rounds that count, for each case.", min=1)] = 5,
+    engine: EngineOptions,
+    results: ResultOptions,
+) -> int:
+    """Run the same batches on every engine in turn and print the ratios with their spread.
+
+    A round counts only if the machine's read bandwidth before and after it differs by less than 10 %. Each engine
+    has a process of its own, the same weights, number format and threads. Default model: dummy:qwen3-0.6b.
+
+    [bold]Example[/bold]
+
+      nanoserve bench compare --dtype bfloat16 --batch-sizes 1,4 --rounds 5 --json compare.json
+    """
+    from nanoserve.benchmarks.workloads import grid, parse_sizes
+
+    names = [name.strip() for name in peers.split(",") if name.strip()]
+    cases = grid(
+        parse_sizes(batch_sizes, "--batch-sizes"),
+        parse_sizes(input_lengths, "--input"),
+        parse_sizes(output_lengths, "--output"),
+    )
+    present, missing = _sort_out(names)
+    settings = {"peers": present, "cases": [case.name for case in cases], "rounds": rounds}
+    report = results.open_report("compare", settings)
+    for note in missing:
+        remark(note)
+        report.note(note)
+    openings = _openings(present, cases, engine, report)
+    with ExitStack() as opened, kept(report, lambda: _show(report, results)):
+        _measure(openings, cases, rounds, report, opened)
+    return EXIT_OK
+
+
+def _sort_out(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Peers that are installed, and a line for each that is not."""
+    from nanoserve.benchmarks.peers.catalog import PEERS
+
+    if unknown := [name for name in names if name not in PEERS]:
+        raise UsageError(f"--peers {unknown[0]!r} is not one of {', '.join(PEERS)}")
+    notes = [f"{name} is not installed and left out: {PEERS[name].install}" for name in names if PEERS[name].missing]
+    return [name for name in names if not PEERS[name].missing], notes
+
+
+def _openings(
+    names: Sequence[str], cases: Sequence["Case"], engine: EngineOptions, report: "Report"
+) -> list["Opening"]:
+    """How each engine is opened; weights are written for those that read other files."""
+    from nanoserve.benchmarks.machine import available_cores
+    from nanoserve.benchmarks.peers.protocol import Opening
+    from nanoserve.benchmarks.peers.weights import checkpoint_directory, dtype_name, gguf_file
+    from nanoserve.models.hub import resolve_model
+
+    model_name = engine.model or DEFAULT_MODEL
+    model, dtype = resolve_model(model_name, offline=engine.offline), dtype_name(engine.dtype)
+    report.put("engine", {"model": model.name, "dtype": dtype, "threads": engine.threads or available_cores()})
+    openings = []
+    for name in ("nanoserve", *names):
+        remark(f"preparing {name}")
+        source = model_name
+        try:
+            if name == "transformers":
+                source = str(checkpoint_directory(model, dtype))
+            elif name == "llama.cpp":
+                source = str(gguf_file(model, dtype))
+        except UsageError as error:
+            report.note(f"{name} is left out: {error}")
+            continue
+        openings.append(
+            Opening(
+                engine=name,
+                model=source,
+                dtype=dtype,
+                threads=engine.threads or available_cores(),
+                max_batch=max(case.batch for case in cases),
+                max_length=max(case.input_tokens + case.output_tokens for case in cases),
+                policy=engine.policy,
+            )
+        )
+    return openings
+
+
+def _measure(
+    openings: Sequence["Opening"], cases: Sequence["Case"], rounds: int, report: "Report", opened: ExitStack
+) -> None:
+    from nanoserve.benchmarks.comparing import run_rounds
+    from nanoserve.benchmarks.cpu_load import ForeignLoad
+    from nanoserve.benchmarks.peers.process import PeerProcess
+    from nanoserve.benchmarks.roofline import BandwidthProbe
+
+    peers: list[PeerProcess] = []
+    for opening in openings:
+        try:
+            peers.append(PeerProcess(opening.engine, opening))
+        except NanoserveError as error:
+            if opening.engine == "nanoserve":
+                raise
+            report.note(f"{opening.engine} is left out: {error}")
+            continue
+        opened.callback(peers[-1].close)
+    report.put("descriptions", {peer.name: peer.description for peer in peers})
+    probe, foreign = BandwidthProbe(), ForeignLoad([peer.process_id for peer in peers])
+    vocab_size = _vocab_size(openings[0].model)
+    for case in cases:
+        remark(f"comparing {case.name}")
+        for done in run_rounds(case, peers, rounds=rounds, vocab_size=vocab_size, probe=probe.read, foreign=foreign):
+            report.add({"case": case.name, "round": done, "drift": done.drift, "counts": done.counts})
+
+
+def _vocab_size(model: str) -> int:
+    from nanoserve.config import ModelConfig
+    from nanoserve.models.hub import resolve_model
+    from nanoserve.models.shapes import dummy_config
+
+    resolved = resolve_model(model)
+    config = (
+        dummy_config(resolved.name) if resolved.directory is None else ModelConfig.from_directory(resolved.directory)
+    )
+    return config.vocab_size
+
+
+def _show(report: "Report", results: ResultOptions) -> None:
+    import msgspec
+
+    from nanoserve.benchmarks.comparing import Round, ratios, summarize
+    from nanoserve.benchmarks.plots import plot_bars
+    from nanoserve.benchmarks.tables import Column, print_table
+
+    done = [msgspec.convert(row["round"], Round) for row in report.rows]
+    summary, compared = summarize(done), [msgspec.to_builtins(ratio) for ratio in ratios(done)]
+    report.put("summary", summary)
+    report.put("ratios", compared)
+    facts: dict[str, Any] = report.document["engine"]
+    print_head(report)
+    print(f"{sum(one.counts for one in done)} of {len(done)} rounds count (read bandwidth drift below 10 %)")
+    if not summary:
+        return
+    rates = [Column(f"{name} tok/s", name, ",.1f") for name in ("prefill", "decode", "output")]
+    columns = [
+        Column("batch x in+out", "case"),
+        Column("read", "state"),
+        Column("engine", "engine"),
+        Column("rounds", "rounds"),
+        Column("TTFT ms", "ttft_ms", ",.0f"),
+        *rates,
+        Column("foreign cores", "foreign_cores", ".2f"),
+    ]
+    title = f"{facts['model']}, {facts['dtype']}, {facts['threads']} threads"
+    print_table(title, columns, summary)
+    columns = [
+        Column("batch x in+out", "case"),
+        Column("read", "state"),
+        Column("against", "peer"),
+        Column("metric", "metric"),
+        Column("rounds", "rounds"),
+        Column("median", "median", ".2f"),
+        Column("low", "low", ".2f"),
+        Column("high", "high", ".2f"),
+    ]
+    print_table("nanoserve over the peer (above 1: nanoserve is faster)", columns, compared)
+    if results.plot is not None:
+        plot_bars(results.plot, title, "{case} {engine} ({state})", rates, summary)

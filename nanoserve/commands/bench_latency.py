@@ -1,0 +1,83 @@
+"""``nanoserve bench latency``: how long one batch takes, for a grid of batch sizes and lengths."""
+
+from typing import TYPE_CHECKING, Annotated
+
+from nanoserve.commands.bench_options import ResultOptions, kept, print_head, work_option
+from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.options import EngineOptions
+from nanoserve.commands.terminal import load_progress, remark
+
+if TYPE_CHECKING:
+    from nanoserve.benchmarks.report import Report
+
+
+def latency(
+    *,
+    batch_sizes: Annotated[str, work_option("--batch-sizes", help="Requests at a time.", metavar="N,N,...")] = "1,4,16",
+    input_lengths: Annotated[str, work_option("--input", help="Prompt lengths.", metavar="N,N,...")] = "128",
+    output_lengths: Annotated[str, work_option("--output", help="Answer lengths.", metavar="N,N,...")] = "32",
+    repeats: Annotated[int, work_option("--repeats", help="Measured runs of each case.", min=1)] = 3,
+    engine: EngineOptions,
+    results: ResultOptions,
+) -> int:
+    """Time batches of equal requests: first token, each token after it, tokens per second.
+
+    Every case runs once unmeasured, then --repeats times with new random prompts.
+
+    [bold]Examples[/bold]
+
+      nanoserve bench latency
+      nanoserve bench latency -m dummy:qwen3-0.6b --batch-sizes 1,16 --input 128,512 --json latency.json
+    """
+    from nanoserve.benchmarks.workloads import RequestShape, grid, parse_sizes
+
+    cases = grid(
+        parse_sizes(batch_sizes, "--batch-sizes"),
+        parse_sizes(input_lengths, "--input"),
+        parse_sizes(output_lengths, "--output"),
+    )
+    report = results.open_report("latency", {"cases": [case.name for case in cases], "repeats": repeats})
+    with load_progress() as progress:
+        llm = engine.open_llm(progress)
+    with llm:
+        from nanoserve.benchmarks.local import LocalBench
+
+        bench = LocalBench(llm, seed=engine.seed or 0)
+        report.put("engine", bench.facts)
+        for case in cases:
+            bench.check_fits([RequestShape(case.input_tokens, case.output_tokens)], case.name)
+        with kept(report, lambda: _show(report, results)):
+            for case in cases:
+                remark(f"measuring {case.name}")
+                shapes = [RequestShape(case.input_tokens, case.output_tokens)] * case.batch
+                bench.warm_up(shapes)
+                report.add(bench.measure(case.name, shapes, repeats=repeats))
+    return EXIT_OK
+
+
+def _show(report: "Report", results: ResultOptions) -> None:
+    from nanoserve.benchmarks.plots import plot_bars
+    from nanoserve.benchmarks.tables import Column, print_table
+
+    rates = [
+        Column("prefill tok/s", "prefill_tokens_per_s", ",.0f"),
+        Column("decode tok/s", "decode_tokens_per_s", ",.1f"),
+    ]
+    columns = [
+        Column("batch x in+out", "case"),
+        Column("TTFT ms", "ttft_ms.p50", ",.1f"),
+        Column("p99", "ttft_ms.p99", ",.1f"),
+        Column("TPOT ms", "tpot_ms.p50", ",.2f"),
+        Column("p99", "tpot_ms.p99", ",.2f"),
+        *rates,
+        Column("prefill/floor", "prefill_of_floor", ".0%"),
+        Column("decode/floor", "decode_of_floor", ".0%"),
+        Column("engine ms/step", "engine_overhead_ms", ".2f"),
+        Column("foreign cores", "foreign_cores", ".2f"),
+    ]
+    facts = report.document["engine"]
+    title = f"latency of {facts['model']}, {facts['dtype']}, {facts['threads']} threads, {facts['policy']}"
+    print_head(report)
+    print_table(title, columns, report.rows)
+    if results.plot is not None:
+        plot_bars(results.plot, title, "{case}", [Column("TTFT ms", "ttft_ms.p50", ".1f"), *rates], report.rows)

@@ -1,0 +1,71 @@
+"""What the benchmarks share: where results go, and keeping what was measured when they are interrupted."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from nanoserve.commands.options import option
+
+if TYPE_CHECKING:
+    from nanoserve.benchmarks.report import Report
+
+WORK_PANEL = "Work"
+RESULTS_PANEL = "Results"
+
+
+def work_option(*names: str, help: str, metavar: str = "N", **settings: Any) -> Any:  # noqa: A002
+    """An option that says what is measured; no environment variable, so that a command line tells the whole story."""
+    return option(*names, panel=WORK_PANEL, help=help, metavar=metavar, envvar=None, **settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultOptions:
+    """Where the results go, beside the table on stdout."""
+
+    json_file: Annotated[
+        Path | None,
+        option("--json", panel=RESULTS_PANEL, help="Write all figures to this file.", metavar="FILE", envvar=None),
+    ] = None
+    plot: Annotated[
+        Path | None,
+        option("--plot", panel=RESULTS_PANEL, help="Draw a chart into this PNG file.", metavar="FILE", envvar=None),
+    ] = None
+
+    def open_report(self, kind: str, settings: dict[str, Any]) -> "Report":
+        """A new report; fails here, before anything is measured, if it cannot be written or drawn.
+
+        Raises:
+            UsageError: if matplotlib is missing.
+            RuntimeFailure: if the file cannot be written.
+        """
+        from nanoserve.benchmarks.plots import check_plotting
+        from nanoserve.benchmarks.report import Report
+
+        check_plotting(self.plot)
+        return Report(kind, settings, self.json_file)
+
+
+@contextmanager
+def kept(report: "Report", show: Callable[[], None]) -> Iterator[None]:
+    """Measure inside; what was measured until the end, or until Ctrl-C or a failure, is shown."""
+    try:
+        yield
+        report.finish()
+    except KeyboardInterrupt:
+        place = f", {report.path} keeps them" if report.path else ""
+        raise KeyboardInterrupt(f"{len(report.rows)} rows were measured{place}") from None
+    finally:
+        if report.rows:
+            show()
+
+
+def print_head(report: "Report") -> None:
+    """Machine and versions in a line or two, above the table."""
+    document = report.document
+    machine, versions = document["machine"], document["versions"]
+    print(f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}")
+    print(", ".join(f"{name} {version}" for name, version in versions.items()) + f", commit {document['commit']}")
+    for note in document["notes"]:
+        print(note)

@@ -1,0 +1,112 @@
+"""``nanoserve bench throughput``: many requests of different lengths at once."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from nanoserve.commands.bench_options import ResultOptions, kept, print_head, work_option
+from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.options import EngineOptions
+from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from nanoserve.benchmarks.report import Report
+    from nanoserve.benchmarks.workloads import RequestShape
+
+DEFAULT_PRESET = "cpu"
+
+
+def throughput(
+    *,
+    preset: Annotated[
+        str | None,
+        work_option(
+            "--preset",
+            help="nano-vllm: 256 requests of 100-1024 tokens in and out; cpu: 32 of 25-256 (default); "
+            "cpu-small: 16 of 12-128.",
+            metavar="NAME",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None, work_option("--trace", help="Lengths from a CSV file instead.", metavar="FILE")
+    ] = None,
+    requests: Annotated[int | None, work_option("--requests", help="Only so many of them.", min=1)] = None,
+    repeats: Annotated[int, work_option("--repeats", help="Measured runs.", min=1)] = 1,
+    engine: EngineOptions,
+    results: ResultOptions,
+) -> int:
+    """Give the engine all requests at once and see how fast it gets through them.
+
+    Lengths come from a preset or a trace (of whose arrival times nothing is taken); the prompts are random.
+    Requests of a trace that are longer than the context are left out and counted.
+
+    [bold]Examples[/bold]
+
+      nanoserve bench throughput -m dummy:smollm2-135m
+      nanoserve bench throughput --trace AzureLLMInferenceTrace_conv.csv --requests 100 --json azure.json
+    """
+    from nanoserve.benchmarks.local import LocalBench
+    from nanoserve.benchmarks.workloads import RequestShape
+
+    name, shapes = _work(preset, trace, requests, engine.seed or 0)
+    report = results.open_report("throughput", {"work": name, "requests": len(shapes), "repeats": repeats})
+    with load_progress() as progress:
+        llm = engine.open_llm(progress)
+    with llm:
+        bench = LocalBench(llm, seed=engine.seed or 0)
+        report.put("engine", bench.facts)
+        if trace is not None:
+            fitting = [shape for shape in shapes if shape.total_tokens <= llm.max_model_len]
+            if left_out := len(shapes) - len(fitting):
+                report.note(f"{left_out} requests are longer than the context of {llm.max_model_len} and left out")
+            shapes = fitting or shapes
+        bench.check_fits(shapes, name)
+        with kept(report, lambda: _show(report, results)):
+            bench.warm_up([RequestShape(min(64, shape.input_tokens), 2) for shape in shapes])
+            remark(f"measuring {len(shapes)} requests of {name}")
+            report.add(bench.measure(name, shapes, repeats=repeats))
+    return EXIT_OK
+
+
+def _work(preset: str | None, trace: Path | None, requests: int | None, seed: int) -> tuple[str, list["RequestShape"]]:
+    from nanoserve.benchmarks.workloads import PRESETS, read_trace
+
+    if trace is not None:
+        if preset is not None:
+            raise UsageError("give --preset or --trace, not both")
+        return trace.name, read_trace(trace, requests)
+    preset = preset or DEFAULT_PRESET
+    if preset not in PRESETS:
+        raise UsageError(f"--preset {preset!r} is not one of {', '.join(PRESETS)}")
+    return preset, PRESETS[preset].draw(seed)[:requests]
+
+
+def _show(report: "Report", results: ResultOptions) -> None:
+    from nanoserve.benchmarks.plots import plot_bars
+    from nanoserve.benchmarks.tables import Column, print_table
+
+    rates = [
+        Column("output tok/s", "output_tokens_per_s", ",.1f"),
+        Column("total tok/s", "total_tokens_per_s", ",.1f"),
+    ]
+    columns = [
+        Column("work", "case"),
+        Column("requests", "requests", ",d"),
+        Column("seconds", "seconds", ",.1f"),
+        Column("requests/s", "requests_per_s", ",.2f"),
+        *rates,
+        Column("prefill/floor", "prefill_of_floor", ".0%"),
+        Column("decode/floor", "decode_of_floor", ".0%"),
+        Column("engine ms/step", "engine_overhead_ms", ".2f"),
+        Column("foreign cores", "foreign_cores", ".2f"),
+    ]
+    facts = report.document["engine"]
+    title = f"throughput of {facts['model']}, {facts['dtype']}, {facts['threads']} threads, {facts['policy']}"
+    print_head(report)
+    print_table(title, columns, report.rows)
+    latencies = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
+    rows = [{"metric": name.removesuffix("_ms").upper(), **(report.rows[0][name] or {})} for name in latencies]
+    percentiles = [Column(name, name, ",.1f") for name in ("mean", "p50", "p90", "p99", "max")]
+    print_table("milliseconds", [Column("metric", "metric"), Column("n", "n", ",d"), *percentiles], rows)
+    if results.plot is not None:
+        plot_bars(results.plot, title, "{case}", rates, report.rows)

@@ -1,0 +1,195 @@
+"""The commands, on the bundled model with work so small that it takes no time, and on fakes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoserve.benchmarks.driving import EngineDriver
+from nanoserve.benchmarks.peers.catalog import PEERS, PeerKind
+from nanoserve.benchmarks.roofline import BandwidthProbe
+from nanoserve.commands.main import main
+from tests.benchmarks.fakes import FakePeer
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Runs ``nanoserve bench ARGUMENTS`` here; returns exit code, stdout and stderr."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZE", 64)
+    monkeypatch.setattr("nanoserve.benchmarks.local.BandwidthProbe", lambda: BandwidthProbe(2**20))
+    monkeypatch.setattr("nanoserve.benchmarks.roofline.READ_BYTES", 2**20)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main(["bench", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_latency_writes_a_table_json_and_a_chart(bench: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report, chart = tmp_path / "report.json", tmp_path / "chart.png"
+    sizes = ("--batch-sizes", "1,2", "--input", 6, "--output", 3, "--repeats", 2)
+    code, out, _ = bench("latency", *sizes, "--json", report, "--plot", chart)
+    assert code == 0
+    assert "2 x 6+3" in out
+    found = json.loads(report.read_text())
+    assert found["complete"]
+    assert [row["case"] for row in found["rows"]] == ["1 x 6+3", "2 x 6+3"]
+    assert found["rows"][1]["ttft_ms"]["n"] == 4  # two requests, twice
+    assert found["rows"][1]["itl_ms"]["n"] == 8
+    assert all(row["decode_of_floor"] > 0 for row in found["rows"])
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_throughput_of_a_trace_leaves_out_what_is_too_long(bench: Run, tmp_path: Path) -> None:
+    trace, report = tmp_path / "trace.csv", tmp_path / "report.json"
+    trace.write_text("input_tokens,output_tokens\n5,2\n900000,2\n3,4\n")
+    code, out, _ = bench("throughput", "--trace", trace, "--json", report)
+    assert code == 0
+    assert "1 requests are longer than the context" in out
+    row = json.loads(report.read_text())["rows"][0]
+    assert (row["requests"], row["itl_ms"]["n"]) == (2, 1 + 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("latency", "--batch-sizes", "0"), "--batch-sizes takes whole numbers"),
+        (("latency", "--output", "-3"), "--output takes whole numbers"),
+        (("latency", "--repeats", "0"), "--repeats"),
+        (("latency", "--input", "1048576"), "needs a context of"),
+        (("throughput", "--preset", "huge"), "--preset 'huge' is not one of nano-vllm, cpu, cpu-small"),
+        (("throughput", "--preset", "cpu", "--trace", "x"), "give --preset or --trace, not both"),
+        (("throughput", "--trace", "missing.csv"), "cannot read the trace missing.csv"),
+        (("compare", "--peers", "vllm"), "--peers 'vllm' is not one of transformers, llama.cpp"),
+        (("scheduler", "--policy", "x"), "unknown policy 'x'"),
+        (("scheduler", "--context", "0"), "--context"),
+        (("quality",), "give --text, --questions or both"),
+        (("quality", "--text", "missing.txt"), "cannot read missing.txt"),
+        (("diff", "missing.json", "other.json"), "cannot read missing.json"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(bench: Run, arguments: tuple[str, ...], message: str) -> None:
+    code, _, err = bench(*arguments)
+    last = err.strip().splitlines()[-1]
+    assert code == 2
+    assert message in last
+    assert last.startswith("nanoserve: ")
+    assert "Traceback" not in err
+
+
+def test_an_interrupted_benchmark_keeps_what_was_measured(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, runs = EngineDriver.run, []
+
+    def interrupted(self: EngineDriver, *arguments: Any) -> Any:
+        runs.append(arguments)
+        if len(runs) == 4:  # the second case is warm, its measurement begins
+            raise KeyboardInterrupt
+        return run(self, *arguments)
+
+    monkeypatch.setattr(EngineDriver, "run", interrupted)
+    report = tmp_path / "report.json"
+    sizes = ("--batch-sizes", "1,2", "--input", 4, "--output", 2, "--repeats", 1)
+    code, out, err = bench("latency", *sizes, "--json", report)
+    assert code == 130
+    assert "interrupted: 1 rows were measured" in err
+    assert "1 x 4+2" in out
+    found = json.loads(report.read_text())
+    assert not found["complete"]
+    assert [row["case"] for row in found["rows"]] == ["1 x 4+2"]
+
+
+def test_a_chart_without_matplotlib_names_the_extra(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = bench("scheduler", "--plot", tmp_path / "chart.png")
+    assert code == 2
+    assert "pip install 'nanoserve[plot]'" in err
+
+
+def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FakeProcess(FakePeer):
+        process_id = 1
+
+        def __init__(self, name: str, _opening: object) -> None:
+            super().__init__(name, 0.5 if name == "nanoserve" else 1.0)
+
+    monkeypatch.setattr("nanoserve.benchmarks.peers.process.PeerProcess", FakeProcess)
+    monkeypatch.setattr("nanoserve.benchmarks.comparing.MAX_DRIFT", 1e9)
+    monkeypatch.setitem(PEERS, "llama.cpp", PeerKind(("no_such_module",), "pip install it"))  # type: ignore[arg-type]
+    report = tmp_path / "report.json"
+    sizes = ("--batch-sizes", 2, "--input", 4, "--output", 3, "--rounds", 2)
+    code, out, _ = bench("compare", "-m", _bundled(), *sizes, "--json", report)
+    assert code == 0
+    assert "llama.cpp is not installed and left out: pip install it" in out
+    assert "2 of 2 rounds count" in out
+    decode = [ratio for ratio in json.loads(report.read_text())["ratios"] if ratio["metric"] == "decode"]
+    assert {ratio["peer"] for ratio in decode} == {"transformers"}
+    assert decode[0]["median"] == pytest.approx(2.0)
+
+
+def test_scheduler_and_diff(bench: Run, tmp_path: Path) -> None:
+    code, out, _ = bench("scheduler", "--sequences", "1,40", "--context", 300, "--steps", 20)
+    assert code == 0
+    assert "us per sequence" in out
+    reports = [tmp_path / name for name in ("before.json", "after.json")]
+    for place, report in enumerate(reports):
+        assert bench("scheduler", "--sequences", 1, "--context", 4, "--steps", 2, "--json", report)[0] == 0
+        document = json.loads(report.read_text())
+        document["rows"][0]["samples"] = {"ttft_ms": [10.0 + place * 5, 10.1 + place * 5]}
+        report.write_text(json.dumps(document))
+    assert bench("diff", *reports)[0] == 1
+    assert bench("diff", *reports, "--threshold", 0.9)[0] == 0
+    assert bench("diff", *reversed(reports))[0] == 0
+
+
+def test_quality_equals_the_reference(bench: Run, tmp_path: Path) -> None:
+    text, questions, report = (tmp_path / name for name in ("text.txt", "questions.jsonl", "report.json"))
+    text.write_text("Once upon a time there was a little fox. The fox had a red ball.")
+    rows = [{"question": f"Tom has {n} cats. How many?", "answer": f"#### {n}"} for n in range(3)]
+    questions.write_text("\n".join(map(json.dumps, rows)))
+    work = ("--text", text, "--questions", questions, "--shots", 1, "--max-tokens", 4)
+    code, out, _ = bench("quality", "--dtype", "float32", *work, "--json", report)
+    assert code == 0
+    assert "same tokens" in out
+    ours, theirs, accuracy, reference = json.loads(report.read_text())["rows"]
+    assert (ours["case"], ours["engine"], theirs["engine"]) == ("perplexity", "nanoserve", "transformers")
+    assert ours["value"] == pytest.approx(theirs["value"], rel=1e-4)
+    assert accuracy["value"] == reference["value"]
+    assert reference["same_tokens"] == 1.0
+
+
+def test_one_start_of_a_process(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoserve.benchmarks.starting.library_directories", list)
+    report = tmp_path / "report.json"
+    code, out, _ = bench("startup", "--repeats", 1, "--json", report)
+    assert code == 0
+    rows = json.loads(report.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["cold", "warm"]
+    assert all(sum(row["stages"].values()) > row["to_first_token"] > 0 for row in rows)
+    assert "to first token" in out
+
+
+def test_a_start_that_fails_is_one_line(bench: Run) -> None:
+    code, _, err = bench("startup", "-m", "dummy:none")
+    assert code == 1
+    assert "a process that was to start failed" in err
+    assert "unknown shape 'none'" in err
+
+
+def _bundled() -> str:
+    from nanoserve.models.hub import resolve_model
+
+    return str(resolve_model(None).tokenizer_directory)

@@ -1,0 +1,70 @@
+"""Rounds, what makes them count, and ratios, with fake peers and a scripted bandwidth."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nanoserve.benchmarks.comparing import Round, bandwidth_states, ratios, run_rounds, summarize
+from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.peers.protocol import Peer
+from nanoserve.benchmarks.workloads import Case
+from tests.benchmarks.fakes import FakePeer
+
+CASE = Case(batch=2, input_tokens=3, output_tokens=5)
+
+
+def compared(peers: list[Peer], bandwidths: Iterable[float], rounds: int, tmp_path: Path) -> list[Round]:
+    readings: Iterator[float] = iter([gigabytes * 1e9 for gigabytes in bandwidths])
+    foreign = ForeignLoad(proc=tmp_path)  # an empty /proc: load unknown
+    return list(run_rounds(CASE, peers, rounds=rounds, vocab_size=50, probe=lambda: next(readings), foreign=foreign))
+
+
+def test_engines_take_turns_and_the_first_one_changes(tmp_path: Path) -> None:
+    log: list[str] = []
+    peers: list[Peer] = [FakePeer("nanoserve", 1.0, log), FakePeer("other", 1.0, log)]
+    compared(peers, [10.0] * 6, 3, tmp_path)
+    warm_up, rounds = log[:2], log[2:]
+    assert warm_up == ["nanoserve", "other"]
+    assert rounds == ["nanoserve", "other", "other", "nanoserve", "nanoserve", "other"]
+
+
+def test_a_round_whose_bandwidth_moved_does_not_count_and_is_made_up_for(tmp_path: Path) -> None:
+    peers: list[Peer] = [FakePeer("nanoserve", 1.0), FakePeer("other", 2.0)]
+    done = compared(peers, [10.0, 10.5, 10.0, 12.0, 12.0, 12.0], 2, tmp_path)
+    assert [one.counts for one in done] == [True, False, True]
+
+
+def test_rounds_end_even_if_none_counts(tmp_path: Path) -> None:
+    done = compared([FakePeer("nanoserve", 1.0)], [10.0, 20.0] * 20, 3, tmp_path)
+    assert len(done) == 6
+    assert ratios(done) == []
+    assert summarize(done) == []
+
+
+def test_ratios_are_ours_over_theirs_within_each_round(tmp_path: Path) -> None:
+    peers: list[Peer] = [FakePeer("nanoserve", 0.5), FakePeer("other", 2.0)]
+    found = {ratio.metric: ratio for ratio in ratios(compared(peers, [10.0] * 4, 2, tmp_path))}
+    assert found["decode"].median == pytest.approx(4.0)
+    assert found["prefill"].median == pytest.approx(1.0)
+    assert (found["decode"].rounds, found["decode"].low, found["decode"].high) == (2, 4.0, 4.0)
+    assert (found["decode"].peer, found["decode"].state) == ("other", "10 GB/s")
+
+
+def test_bandwidth_states_are_told_apart(tmp_path: Path) -> None:
+    done = compared([FakePeer("nanoserve", 1.0)], [36, 36, 60, 60, 38, 38, 58, 61, 36, 60], 4, tmp_path)
+    assert bandwidth_states(done) == {0: "36-38 GB/s", 2: "36-38 GB/s", 1: "60 GB/s", 3: "60 GB/s"}
+
+
+def test_engines_that_agree_on_first_tokens(tmp_path: Path) -> None:
+    peers: list[Peer] = [FakePeer("nanoserve", 1.0), FakePeer("other", 1.0)]
+    assert compared(peers, [10.0] * 2, 1, tmp_path)[0].same_tokens == {"other": 1.0}
+
+
+def test_busy_rounds_are_a_state_of_their_own(tmp_path: Path) -> None:
+    import msgspec
+
+    quiet = compared([FakePeer("nanoserve", 1.0)], [10.0] * 2, 1, tmp_path)[0]
+    engine = msgspec.structs.replace(quiet.engines["nanoserve"], foreign_cores=0.8)
+    busy = msgspec.structs.replace(quiet, engines={"nanoserve": engine})
+    assert bandwidth_states([quiet, busy]) == {0: "10 GB/s", 1: "10 GB/s, busy"}

@@ -1,0 +1,61 @@
+"""Requests through a real scheduler, on an executor with a clock of its own."""
+
+import pytest
+
+from nanoserve.benchmarks.driving import EngineDriver, StepRecord, against_floor
+from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
+from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.models.shapes import dummy_config
+from tests.benchmarks.fakes import VirtualExecutor, virtual_engine
+
+
+def test_every_token_has_its_time() -> None:
+    driver = EngineDriver(virtual_engine(VirtualExecutor()))
+    run = driver.run([(1, 2, 3, 4)], [3])
+    # four prompt tokens take two seconds, each decode half a second
+    assert run.timings[0].token_times == (2.0, 2.5, 3.0)
+    assert [step.executor_seconds for step in run.steps] == [2.0, 0.5, 0.5]
+    assert [step.shape.is_decode for step in run.steps] == [False, True, True]
+
+
+def test_each_request_gets_its_own_number_of_tokens() -> None:
+    run = EngineDriver(virtual_engine(VirtualExecutor())).run([(1, 2), (3, 4, 5)], [1, 4])
+    assert [(timing.input_tokens, timing.output_tokens) for timing in run.timings] == [(2, 1), (3, 4)]
+    assert run.tokens == ((0,), (1, 1, 1, 1))
+
+
+def test_a_second_run_finds_nothing_in_the_cache() -> None:
+    executor = VirtualExecutor()
+    driver = EngineDriver(virtual_engine(executor))
+    first, second = (driver.run([tuple(range(20))], [2]) for _ in range(2))
+    assert first.timings == second.timings
+    assert executor.plans[2].rows[0].start == 0
+
+
+def test_a_request_that_fails_ends_the_run_and_leaves_nothing_behind() -> None:
+    executor = VirtualExecutor(error="no numbers")
+    engine = virtual_engine(executor)
+    driver = EngineDriver(engine)
+    with pytest.raises(RuntimeFailure, match="no numbers"):
+        driver.run([(1, 2), (3, 4)], [5, 5])
+    assert not engine.has_work
+    executor.error = None
+    assert driver.run([(1, 2)], [1]).timings[0].token_times == (1.0,)
+
+
+def test_a_request_that_does_not_fit_is_refused() -> None:
+    engine = virtual_engine(VirtualExecutor())
+    with pytest.raises(UsageError, match="the context holds 64"):
+        EngineDriver(engine).run([(1,), tuple(range(64))], [1, 1])
+    assert not engine.has_work
+
+
+def test_shares_of_the_floor() -> None:
+    cost, limits = ModelCost(dummy_config("smollm2-135m"), 2), Limits(1e9, 1e15)
+    shape = StepShape(1, 1, 1, 10, 10)
+    floor = cost.floor_seconds(shape, limits)
+    found = against_floor([StepRecord(shape, 3 * floor, 4 * floor)] * 2, cost, limits)
+    assert found["decode_of_floor"] == pytest.approx(0.25)
+    assert found["engine_overhead_ms"] == pytest.approx(1000 * floor)
+    assert found["decode_read_gb_per_s"] == pytest.approx(0.25)
+    assert found["prefill_of_floor"] is None

@@ -1,0 +1,86 @@
+"""What is read from the system, on files made for the purpose and on tiny measurements."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.machine import command_line, installed_versions
+from nanoserve.benchmarks.roofline import BandwidthProbe, machine_limits
+from nanoserve.benchmarks.starting import STAGES, drop_from_page_cache, stage_lengths
+
+
+def write_counters(proc: Path, busy: int, own: int) -> None:
+    (proc / "stat").write_text(f"cpu  {busy} 0 0 5000 10 0 0 0 0 0\ncpu0 1 2 3\n")
+    mine = proc / str(os.getpid())
+    mine.mkdir(exist_ok=True)
+    (mine / "stat").write_text(f"1 (a (strange) name) S {' '.join(['0'] * 10)} {own} 0 0 0 20 0\n")
+
+
+def test_foreign_load_is_all_but_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+    seconds = iter([10.0, 12.0])
+    monkeypatch.setattr("nanoserve.benchmarks.cpu_load.time.monotonic", lambda: next(seconds))
+    write_counters(tmp_path, busy=0, own=0)
+    load = ForeignLoad(proc=tmp_path)
+    write_counters(tmp_path, busy=4 * ticks, own=1 * ticks)
+    assert load.read() == pytest.approx(1.5)  # three seconds of others' work in two seconds
+
+
+def test_a_system_that_does_not_tell(tmp_path: Path) -> None:
+    assert ForeignLoad(proc=tmp_path).read() is None
+
+
+@pytest.fixture(autouse=True)
+def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of a product of 64 by 64 numbers, which takes no time."""
+    monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZE", 64)
+
+
+def test_limits_are_the_best_ever_seen(tmp_path: Path) -> None:
+    path, probe = tmp_path / "cache" / "limits.json", BandwidthProbe(2**20)
+    first = machine_limits(torch.float32, probe, path)
+    path.write_text(path.read_text().replace(repr(first.read_bytes_per_second), "9e15"))
+    again = machine_limits(torch.float32, probe, path)
+    assert again.read_bytes_per_second == 9e15
+    assert again.operations_per_second >= first.operations_per_second
+
+
+def test_each_number_format_has_its_own_peak(tmp_path: Path) -> None:
+    path, probe = tmp_path / "limits.json", BandwidthProbe(2**20)
+    for dtype in (torch.float32, torch.bfloat16):
+        machine_limits(dtype, probe, path)
+    (entry,) = json.loads(path.read_text()).values()
+    assert set(entry) == {"read", "float32", "bfloat16"}
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"a": 1}', '{"a": {"read": "x"}}'])
+def test_a_broken_cache_is_measured_anew(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "limits.json"
+    path.write_text(content)
+    assert machine_limits(torch.float32, BandwidthProbe(2**20), path).operations_per_second > 0
+
+
+def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert machine_limits(torch.float32, BandwidthProbe(2**20), tmp_path / "file" / "limits.json") is not None
+
+
+def test_stages_are_differences() -> None:
+    marks = {name: float(place * place) for place, name in enumerate(STAGES, start=1)}
+    assert list(stage_lengths(marks).values()) == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0]
+
+
+def test_dropping_files_counts_them(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_text("x")
+    assert drop_from_page_cache([tmp_path, tmp_path / "none"]) == 1
+
+
+def test_versions_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/somewhere/bench.py", "latency", "--json", "x"])
+    assert command_line() == "bench.py latency --json x"
+    assert "torch" in installed_versions()

@@ -1,0 +1,110 @@
+"""The peers' files hold the weights that nanoserve computes with."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoserve.benchmarks.peers import weights
+from nanoserve.benchmarks.peers.protocol import Batch, Opening, Peer
+from nanoserve.errors import UsageError
+from nanoserve.models.dummy import make_dummy_model
+from nanoserve.models.hub import resolve_model
+
+SHAPE = {
+    "vocab_size": 4096,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+BATCH = Batch((tuple(range(100, 109)), tuple(range(7, 16))), 5)
+
+
+@pytest.fixture(params=["llama", "qwen3", "qwen2"])
+def dummy(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a tiny dummy model; what is written for it goes below tmp_path."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(SHAPE | {"model_type": request.param}))
+    return f"dummy:{config}"
+
+
+def opening(engine: str, model: str, dtype: str = "float32") -> Opening:
+    return Opening(engine, model, dtype, threads=1, max_batch=2, max_length=14)
+
+
+def answers(peer: Peer) -> tuple[tuple[int, ...], ...]:
+    try:
+        result = peer.run(BATCH)
+        assert [timing.output_tokens for timing in result.timings] == [5, 5]
+        assert all(timing.ttft > 0 for timing in result.timings)
+        return result.tokens
+    finally:
+        peer.close()
+
+
+def nanoserve_answers(model: str) -> tuple[tuple[int, ...], ...]:
+    from nanoserve.benchmarks.peers.nanoserve_peer import NanoservePeer
+
+    return answers(NanoservePeer(opening("nanoserve", model)))
+
+
+def test_transformers_gives_the_same_tokens(dummy: str) -> None:
+    from nanoserve.benchmarks.peers.transformers_peer import TransformersPeer
+
+    directory = weights.checkpoint_directory(resolve_model(dummy), "float32")
+    assert answers(TransformersPeer(opening("transformers", str(directory)))) == nanoserve_answers(dummy)
+
+
+def test_llama_cpp_gives_the_same_tokens(dummy: str) -> None:
+    pytest.importorskip("llama_cpp")
+    from nanoserve.benchmarks.peers.llama_cpp_peer import LlamaCppPeer
+
+    file = weights.gguf_file(resolve_model(dummy), "float32")
+    assert answers(LlamaCppPeer(opening("llama.cpp", str(file)))) == nanoserve_answers(dummy)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_gguf_file_holds_every_number(dummy: str, dtype: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    decoder, config = make_dummy_model(dummy, dtype)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(weights.gguf_file(resolve_model(dummy), dtype)).tensors}
+    down = torch.from_numpy(stored["blk.1.ffn_down.weight"].data.copy()).view(torch.uint8)
+    assert torch.equal(down.flatten(), decoder.layers[1].feed_forward.down.weight.view(torch.uint8).flatten())
+    matrices = sum(parameter.numel() for parameter in decoder.parameters() if parameter.dim() == 2)
+    of_type = [tensor for tensor in stored.values() if len(tensor.shape) == 2]
+    assert sum(int(tensor.n_elements) for tensor in of_type) == matrices
+    assert {tensor.tensor_type.name for tensor in of_type} == {{"float32": "F32", "bfloat16": "BF16"}.get(dtype, "F16")}
+    assert config.tie_word_embeddings
+    assert "output.weight" not in stored
+
+
+def test_what_was_written_is_kept(dummy: str) -> None:
+    first = weights.checkpoint_directory(resolve_model(dummy), "float32")
+    written = (first / "model.safetensors").stat().st_mtime_ns
+    assert weights.checkpoint_directory(resolve_model(dummy), "float32") == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_a_shape_that_changed_is_written_anew(dummy: str) -> None:
+    first = weights.checkpoint_directory(resolve_model(dummy), "float32")
+    config = Path(dummy.removeprefix("dummy:"))
+    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
+    assert weights.checkpoint_directory(resolve_model(dummy), "float32") != first
+
+
+def test_a_model_that_gguf_has_no_place_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(SHAPE | {"model_type": "glm", "tie_word_embeddings": False}))
+    with pytest.raises(UsageError, match=r"glm with default rope cannot be written for llama\.cpp"):
+        weights.gguf_file(resolve_model(f"dummy:{config}"), "float32")
+    assert list((tmp_path / "nanoserve" / "bench" / "weights").iterdir()) == []
