@@ -1,5 +1,6 @@
 """How an operator becomes known to torch."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,8 +40,10 @@ def plain_operators() -> Iterator[None]:
     """Within it the CPU runs the plain implementations, whatever has been built: to compare one with the other."""
     overriding = torch.library.Library(NAMESPACE, "IMPL", "CPU")  # type: ignore[no-untyped-call]
     try:
-        for name, plain in _PLAIN_IMPLEMENTATIONS.items():
-            overriding.impl(name, plain, "CPU")  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "[\\s\\S]*Overriding a previously registered kernel")  # as intended
+            for name, plain in _PLAIN_IMPLEMENTATIONS.items():
+                overriding.impl(name, plain, "CPU")  # type: ignore[no-untyped-call]
         yield
     finally:
         overriding._destroy()

@@ -6,7 +6,6 @@ frame of the parser, with its own ideas of errors and exits, lies below the runn
 """
 
 import inspect
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -16,6 +15,7 @@ import typer
 
 from nanoserve.errors import UsageError
 from nanoserve.scheduler import POLICIES
+from nanoserve.threads import prepare_threads
 
 if TYPE_CHECKING:
     from nanoserve.llm import LLM
@@ -114,7 +114,7 @@ class EngineOptions:
         switch("--no-prefix-caching", panel=ENGINE_PANEL, help="Compute every prompt from its start."),
     ] = False
     threads: Annotated[
-        int | None, option("--threads", panel=ENGINE_PANEL, help="CPU threads; default: one per core.", min=1)
+        int | None, option("--threads", panel=ENGINE_PANEL, help="CPU threads; default: one per physical core.", min=1)
     ] = None
     seed: Annotated[
         int | None,
@@ -141,8 +141,7 @@ class EngineOptions:
         }
         if self.seed is not None:
             settings["seed"] = self.seed
-        if self.threads is not None:  # read by OpenMP when torch is first imported
-            os.environ["OMP_NUM_THREADS"] = str(self.threads)
+        prepare_threads(self.threads)
         from nanoserve.llm import LLM
 
         return LLM(self.model, **settings)

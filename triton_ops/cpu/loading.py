@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from triton_ops.cpu import compile as compiling
-from triton_ops.cpu.compile import Job
+from triton_ops.cpu import building
+from triton_ops.cpu.building import Job
 from triton_ops.cpu.toolchain import CannotBuild, make_job
 
 RETRY_AFTER = 24 * 3600.0
@@ -78,7 +78,7 @@ class CpuOperators:
     def _start(self, job: Job) -> None:
         if _failed_lately(job.failure):
             raise CannotBuild(f"{_failure(job)}; it is tried again tomorrow, or now if you delete {job.failure}")
-        command = [sys.executable, "-I", compiling.__file__, job.to_json()]
+        command = [sys.executable, "-I", building.__file__, job.to_json()]
         nothing = subprocess.DEVNULL
         try:
             self._builder = subprocess.Popen(

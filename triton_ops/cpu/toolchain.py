@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from triton_ops.cpu.compile import Job
+from triton_ops.cpu.building import Job
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("g++", "c++", "clang++")
@@ -37,7 +37,7 @@ def make_job(environment: Mapping[str, str]) -> Job:
     if "clang" in version and platform.system() == "Linux":
         link_last.append("-fopenmp")  # its threads come from a library that torch did not bring along
     parts = [version, torch.__version__, *compiler, *flags, *includes, *link_last, _processor()]
-    parts += [path.read_text(encoding="utf-8") for path in sorted(SOURCES.glob("*.h")) + [SOURCES / "operators.cpp"]]
+    parts += [path.read_text(encoding="utf-8") for path in [*sorted(SOURCES.glob("*.h")), SOURCES / "operators.cpp"]]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     return Job(
         key=f"{capability.lower()}-{digest}",

@@ -1,6 +1,6 @@
 """Compile a library into a cache folder. A program of its own, so that a chat can end while it is still at work.
 
-Run as ``python compile.py JOB``, JOB being a Job in JSON. It imports the standard library alone and starts at once.
+Run as ``python building.py JOB``, JOB being a Job in JSON. It imports the standard library alone and starts at once.
 """
 
 import fcntl
@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 TIMEOUT = 900.0
 """Seconds that the compiler may take; far more than it does, even on a busy machine."""
@@ -40,7 +41,7 @@ class Job:
 
     @classmethod
     def from_json(cls, text: str) -> "Job":
-        fields = json.loads(text)
+        fields: dict[str, Any] = json.loads(text)
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
     @property
