@@ -46,4 +46,4 @@ def plain_operators() -> Iterator[None]:
                 overriding.impl(name, plain, "CPU")  # type: ignore[no-untyped-call]
         yield
     finally:
-        overriding._destroy()
+        overriding._destroy()  # type: ignore[no-untyped-call]

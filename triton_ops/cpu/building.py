@@ -42,7 +42,9 @@ class Job:
     @classmethod
     def from_json(cls, text: str) -> "Job":
         fields: dict[str, Any] = json.loads(text)
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+        for name in ("compile", "link", "link_last"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
 
     @property
     def failure(self) -> Path:
