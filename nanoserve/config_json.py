@@ -80,7 +80,7 @@ def translate(config: Mapping[str, Any], generation_config: Mapping[str, Any], s
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=fields.positive("max_position_embeddings"),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, least=0.0),
         rope=_rope(fields, family, head_dim),
         qkv_bias=family == "qwen2" or (family not in ("mistral", "mixtral") and attention_bias),
         output_bias=family in ("llama", "qwen3", "qwen3_moe") and attention_bias,
@@ -136,12 +136,14 @@ class _Fields:
             raise self._fail(key, f"at most {most}")
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float, *, least: float = -_MAX_NUMBER) -> float:
         value = self.values.get(key)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_NUMBER:
             raise self._fail(key, "a number")
+        if value < least:
+            raise self._fail(key, f"at least {least:g}")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:

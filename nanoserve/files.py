@@ -1,15 +1,28 @@
 """Reading the small JSON and text files of a model directory, with errors that name the file."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from nanoserve.errors import ModelError
 
 
+@contextmanager
+def unreadable_as_model_error() -> Iterator[None]:
+    """While a model is looked for and read, whatever the file system refuses makes that model unusable."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"the model cannot be read: {error.strerror or error} ({error.filename})") from error
+
+
 def read_text(path: Path) -> str:
     """The file as text. Raises ModelError naming the file when it cannot be read or is not UTF-8."""
     try:
+        if path.exists() and not path.is_file():  # a directory; or a pipe or device, reading which might never end
+            raise ModelError(f"{path} is not a regular file")
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error

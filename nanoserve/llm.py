@@ -12,7 +12,8 @@ import torch
 
 from nanoserve.config import EngineConfig, ModelConfig, SamplingDefaults
 from nanoserve.engine import Engine
-from nanoserve.errors import NanoserveError, UsageError
+from nanoserve.errors import ModelError, NanoserveError, UsageError
+from nanoserve.files import unreadable_as_model_error
 from nanoserve.interrupts import deferred_interrupts
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dummy import make_dummy_model
@@ -52,13 +53,16 @@ class LLM:
     def __init__(self, model: str | Path | None = None, *, progress: Any = None, **settings: Any) -> None:
         self.engine_config = EngineConfig(**settings)
         self._random = random.Random(self.engine_config.seed)
-        resolved = resolve_model(
-            None if model is None else str(model), offline=self.engine_config.offline, progress=progress
-        )
-        self.model_name = resolved.name
-        self.tokenizer = load_tokenizer(resolved.tokenizer_directory)
+        with unreadable_as_model_error():
+            resolved = resolve_model(
+                None if model is None else str(model), offline=self.engine_config.offline, progress=progress
+            )
+            self.model_name = resolved.name
+            self.tokenizer = load_tokenizer(resolved.tokenizer_directory)
         try:
-            decoder, self.config = self._load(resolved, progress)
+            with unreadable_as_model_error():
+                decoder, self.config = self._load(resolved, progress)
+            self._default_params = _sampling_params(self.config.sampling_defaults)
             check_vocabulary(self.tokenizer, self.config.vocab_size)
             self.engine = self._make_engine(decoder)
         except BaseException:
@@ -111,7 +115,7 @@ class LLM:
 
     def default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends."""
-        return _sampling_params(self.config.sampling_defaults)
+        return self._default_params
 
     # ---- asking -----------------------------------------------------------------------------------------------
 
@@ -237,7 +241,7 @@ class LLM:
             return prompt, self.tokenizer.encode(prompt)
         if len(prompt) > 0 and isinstance(prompt[0], Mapping):
             return None, self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
-        if not all(isinstance(token, int) for token in prompt):
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
             raise UsageError("a prompt is text, a list of token ids, or a list of messages")
         return None, prompt  # type: ignore[return-value]
 
@@ -273,4 +277,7 @@ def _end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def _sampling_params(defaults: SamplingDefaults) -> SamplingParams:
     named = {field: getattr(defaults, field) for field in defaults.__slots__}
-    return SamplingParams(**{name: value for name, value in named.items() if value is not None})
+    try:
+        return SamplingParams(**{name: value for name, value in named.items() if value is not None})
+    except UsageError as error:  # not the user's doing
+        raise ModelError(f"generation_config.json of the model: {error}") from error

@@ -91,6 +91,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for text in self.stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_STRING_LENGTH:
                 raise UsageError(f"every stop string must have 1 to {MAX_STOP_STRING_LENGTH} characters")
+            if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+                raise UsageError(f"the stop string {text!r} is not valid Unicode: no answer can contain it")
         for token in self.stop_token_ids:
             _check_integer("every stop token id", token, 0, MAX_TOKENS)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from storyteller_edits import EDITS, paragraphs_of
 from storyteller_grammar import expand
-from storyteller_tales import Tale, invented_tale, real_tale
-from storyteller_words import IRREGULAR_PLURALS, NOUN_GROUPS, plural, with_article
+from storyteller_tales import Tale, find_nouns, invented_tale, real_tale
+from storyteller_words import IRREGULAR_PLURALS, NOUN_GROUPS, is_held_out, plural, with_article
 
 Turn = tuple[str, str]  # role, text
 
@@ -45,6 +45,14 @@ ASKS: tuple[str, ...] = (
     "Give me a story with {nouns} in it.",
     "Let's have a story about {nouns}.",
     "Tell me a tale of {nouns}.",
+)
+BRIEF_ASKS: tuple[str, ...] = (
+    "a very short story about {nouns}",
+    "Tell me about {nouns} in a few sentences.",
+    "A tiny story about {nouns}, please.",
+    "How does a story about {nouns} begin?",
+    "the start of a story about {nouns}",
+    "Begin a story about {nouns}.",
 )
 OPEN_ASKS: tuple[str, ...] = (
     "Tell me a story.",
@@ -133,6 +141,17 @@ def ask_for(tale: Tale, random_source: random.Random) -> str:
     return ask.format(nouns=name_nouns(tale.nouns, random_source))
 
 
+def brief_chats(random_source: random.Random) -> list[Turn]:
+    """Two or three invented beginnings, each about other nouns: much to pick up, in few words."""
+    chat: list[Turn] = []
+    for _ in range(random_source.choice((2, 3))):
+        tale = invented_tale(random_source)
+        ask = random_source.choice(BRIEF_ASKS).format(nouns=name_nouns(tale.nouns, random_source))
+        beginning = paragraphs_of(tale.text)[:2]
+        chat += [("user", ask), ("assistant", " ".join(beginning))]
+    return chat
+
+
 def two_part_chat(story: str, random_source: random.Random) -> list[Turn] | None:
     """A real story told in two answers: what happened next is its second half."""
     paragraphs = paragraphs_of(story)
@@ -140,23 +159,14 @@ def two_part_chat(story: str, random_source: random.Random) -> list[Turn] | None
         return None
     middle = len(paragraphs) // 2
     start = "\n\n".join(paragraphs[:middle])
-    tale = real_tale(start, random_source)
-    if tale.text != start:  # names or nouns were exchanged in the first half alone
+    nouns = list(find_nouns(start))[:2]
+    if not nouns or is_held_out(nouns):
         return None
-    ask = random_source.choice(
-        (
-            "Begin a story about {nouns}.",
-            "Start a story with {nouns}.",
-            "the start of a story about {nouns}",
-            "How does a story about {nouns} begin?",
-        )
-    )
-    nouns = name_nouns(tale.nouns, random_source) if tale.nouns else "a child"
     next_ask = random_source.choice(
         ("What happened next?", "And then?", "Go on.", "how does it end?", "Tell me the rest.")
     )
     return [
-        ("user", ask.format(nouns=nouns)),
+        ("user", random_source.choice(BRIEF_ASKS).format(nouns=name_nouns(nouns, random_source))),
         ("assistant", start),
         ("user", next_ask),
         ("assistant", "\n\n".join(paragraphs[middle:])),
@@ -181,6 +191,8 @@ def story_chat(stories: Sequence[str], random_source: random.Random) -> list[Tur
         chat += small_talk(random_source)
         if random_source.random() < 0.2:
             return chat
+    if random_source.random() < 0.15:
+        return chat + brief_chats(random_source)
     story = random_source.choice(stories)
     if random_source.random() < 0.04 and (parts := two_part_chat(story, random_source)):
         return chat + parts

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from storyteller_chats import Turn, story_chat
-from storyteller_tales import MAX_CHAT_STORY_BYTES, exchange_nouns, rename_people
-from storyteller_words import BOYS, GIRLS, GROUP_OF_NOUN
+from storyteller_tales import MAX_CHAT_STORY_BYTES, exchange_nouns, find_nouns, rename_people
+from storyteller_words import BOYS, GIRLS, GROUP_OF_NOUN, plural
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 VOCABULARY_SIZE = 4096
@@ -128,20 +128,42 @@ def tokenizer_config(max_positions: int) -> dict[str, Any]:
     }
 
 
-def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+Token = tuple[int, int]
+"""A token's id, and how much learning it counts."""
+Document = list[Token]
+PICKED_UP_WEIGHT = 12
+"""Of a noun where a story first takes it from its request: few tokens, and all that the user asked for."""
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> Document:
     """A plain document: its start token, then its text."""
-    ids: list[int] = tokenizer.encode(text).ids
-    return ids
+    return [(token, 1) for token in tokenizer.encode(text).ids]
 
 
-def encode_chat(tokenizer: Tokenizer, chat: Sequence[Turn]) -> list[int]:
+def encode_chat(tokenizer: Tokenizer, chat: Sequence[Turn]) -> Document:
     """A conversation as CHAT_TEMPLATE writes it."""
-    ids = [token_id(tokenizer, END_OF_TEXT)]
+    document: Document = [(token_id(tokenizer, END_OF_TEXT), 1)]
+    asked: dict[str, int] = {}
     for role, text in chat:
-        ids.append(token_id(tokenizer, f"<|{role}|>"))
-        ids += tokenizer.encode(text, add_special_tokens=False).ids
-        ids.append(token_id(tokenizer, END_OF_TURN))
-    return ids
+        encoded = tokenizer.encode(text, add_special_tokens=False)
+        picked_up = picked_up_places(text, asked) if role == "assistant" else []
+        document.append((token_id(tokenizer, f"<|{role}|>"), 1))
+        for token, (begin, end) in zip(encoded.ids, encoded.offsets, strict=True):
+            heavy = any(begin < last and first < end for first, last in picked_up)
+            document.append((token, PICKED_UP_WEIGHT if heavy else 1))
+        document.append((token_id(tokenizer, END_OF_TURN), 1))
+        if role == "user":
+            asked |= find_nouns(text)
+    return document
+
+
+def picked_up_places(text: str, asked: Iterable[str]) -> list[tuple[int, int]]:
+    """Where the text first names each noun that was asked for, as (first, behind the last) character.
+
+    Later on the noun can be taken from the text itself.
+    """
+    found = (re.search(rf"\b(?:{noun}|{plural(noun)})\b", text, re.IGNORECASE) for noun in asked)
+    return [match.span() for match in found if match is not None]
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
@@ -167,11 +189,11 @@ class Mix:
 
 
 BROAD_MIX = Mix(book=0.35, talk=0.07, story=0.28, chat=0.30)
-STORY_MIX = Mix(book=0.03, talk=0.0, story=0.25, chat=0.72)
+STORY_MIX = Mix(book=0.15, talk=0.02, story=0.33, chat=0.50)
 
 
-def draw_document(corpus: Corpus, tokenizer: Tokenizer, mix: Mix, random_source: random.Random) -> list[int]:
-    """The token ids of one document of the mix."""
+def draw_document(corpus: Corpus, tokenizer: Tokenizer, mix: Mix, random_source: random.Random) -> Document:
+    """One document of the mix."""
     kinds = ("book", "talk", "story", "chat", "echo")
     kind = random_source.choices(kinds, (mix.book, mix.talk, mix.story, mix.chat, mix.echo))[0]
     if kind == "book":
@@ -185,7 +207,7 @@ def draw_document(corpus: Corpus, tokenizer: Tokenizer, mix: Mix, random_source:
     return encode_text(tokenizer, vary_story(random_source.choice(corpus.stories), random_source))
 
 
-def draw_echo(corpus: Corpus, tokenizer: Tokenizer, random_source: random.Random) -> list[int]:
+def draw_echo(corpus: Corpus, tokenizer: Tokenizer, random_source: random.Random) -> Document:
     """Random nouns and names, or a story with its nouns exchanged, and then the same again.
 
     Nothing helps but to look back, as a story must at its request and a story told anew at the one before.
@@ -199,12 +221,12 @@ def draw_echo(corpus: Corpus, tokenizer: Tokenizer, random_source: random.Random
 
 
 def vary_story(story: str, random_source: random.Random) -> str:
-    """A plain story, half of the time with other names and sometimes with other nouns."""
+    """A plain story, most often with other names, often with other nouns too."""
     choice = random_source.random()
-    if choice < 0.5:
+    if choice < 0.25:
         return story
     story = rename_people(story, random_source)
-    return exchange_nouns(story, random_source)[0] if choice > 0.75 else story
+    return exchange_nouns(story, random_source)[0] if choice > 0.5 else story
 
 
 class Packer:
@@ -214,20 +236,20 @@ class Packer:
     of one more document.
     """
 
-    def __init__(self, draw: Callable[[], list[int]], waiting: int = 48) -> None:
+    def __init__(self, draw: Callable[[], Document], waiting: int = 48) -> None:
         self.draw = draw
         self.waiting = [draw() for _ in range(waiting)]
 
-    def row(self, length: int) -> list[int]:
-        """The token ids of one row."""
-        ids = self.take(self.waiting[0] if self.waiting else self.draw())[:length]
-        while len(ids) < length:
-            room = length - len(ids)
+    def row(self, length: int) -> Document:
+        """The tokens of one row."""
+        row = self.take(self.waiting[0] if self.waiting else self.draw())[:length]
+        while len(row) < length:
+            room = length - len(row)
             fitting = [document for document in self.waiting if len(document) <= room]
-            ids += self.take(max(fitting, key=len) if fitting else self.waiting[0])[:room]
-        return ids
+            row += self.take(max(fitting, key=len) if fitting else self.waiting[0])[:room]
+        return row
 
-    def take(self, document: list[int]) -> list[int]:
+    def take(self, document: Document) -> Document:
         """Remove a waiting document and draw another in its place."""
         self.waiting.remove(document)
         self.waiting.append(self.draw())

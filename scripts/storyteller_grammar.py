@@ -209,8 +209,8 @@ def can_be_hero(noun: str) -> bool:
     return noun in ("girl", "boy") or GROUP_OF_NOUN.get(noun) in ANIMAL_GROUPS | {"creature", "person"}
 
 
-def invent_story(cast: Cast, random_source: random.Random, feeling: str | None = None) -> str:
-    """A story about the cast; with a feeling, the hero starts in that mood."""
+def invent_story(cast: Cast, random_source: random.Random) -> str:
+    """A story about the cast."""
     plots: tuple[str, ...]
     if can_be_hero(cast.thing):
         plots = MEETING_PLOTS
@@ -219,10 +219,7 @@ def invent_story(cast: Cast, random_source: random.Random, feeling: str | None =
         plots = PLACE_PLOTS
     else:
         plots = THING_PLOTS
-    mood = ""
-    if feeling is not None:
-        mood = " {Name} was [very|so] " + feeling + ". " + random_source.choice(FEELINGS[feeling])
-    template = random_source.choice(OPENINGS) + mood + random_source.choice((" ", "\n\n", "\n\n"))
+    template = random_source.choice(OPENINGS) + random_source.choice((" ", "\n\n", "\n\n"))
     closings = sorted(random_source.sample(CLOSINGS, random_source.choice((1, 1, 2))), key=CLOSINGS.index)
     template += random_source.choice(plots) + " ".join(closings)
     return expand(template, cast.slots(), random_source)

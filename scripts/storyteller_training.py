@@ -14,8 +14,10 @@ from storyteller_data import (
     END_OF_TURN,
     STORY_MIX,
     Corpus,
+    Document,
     Packer,
     draw_document,
+    encode_text,
     split_validation_stories,
     token_id,
 )
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nanoserve.config import ModelConfig
-from nanoserve.models.attention import DenseCausalAttention
+from nanoserve.models.attention import AttentionFunction, DenseCausalAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer, FeedForward
 
 DRILL_SHARE = 0.4
@@ -83,6 +85,17 @@ def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
     return orthogonal
 
 
+class DroppingAttention:
+    """Dense causal attention whose output loses some values, against learning the stories by heart."""
+
+    def __init__(self, attention: AttentionFunction, probability: float) -> None:
+        self.attention = attention
+        self.probability = probability
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return functional.dropout(self.attention(layer, query, key, value), self.probability)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What a training run may choose."""
@@ -93,6 +106,7 @@ class Recipe:
     matrix_rate: float = 0.01
     vector_rate: float = 2e-3
     weight_decay: float = 0.1
+    dropout: float = 0.15  # of the outputs of attention and feed-forward; the stories are few and soon known by heart
     seed: int = 1
 
 
@@ -120,7 +134,7 @@ def train(
     device = decoder.embedding.weight.device
     share = 0.0
 
-    def draw() -> list[int]:
+    def draw() -> Document:
         mix = BROAD_MIX if share < recipe.broad_share else STORY_MIX
         if share < DRILL_SHARE:
             mix = replace(mix, echo=ECHO_WEIGHT)
@@ -128,6 +142,11 @@ def train(
 
     packer = Packer(draw)
     optimizers = make_optimizers(decoder, recipe)
+    for module in decoder.modules():
+        if isinstance(module, FeedForward):
+            module.register_forward_hook(
+                lambda module, _, output: functional.dropout(output, recipe.dropout, module.training)
+            )
     compute_loss = torch.compile(sequence_loss, dynamic=False)
     decoder.train()
     started = last_report = time.monotonic()
@@ -136,7 +155,7 @@ def train(
     while share < 1.0:
         length = LONG_ROW if step % LONG_EVERY == LONG_EVERY - 1 else SHORT_ROW
         rows = [packer.row(length + 1) for _ in range(recipe.tokens_per_step // length)]
-        loss = compute_loss(decoder, torch.tensor(rows, device=device))
+        loss = compute_loss(decoder, torch.tensor(rows, device=device), recipe.dropout)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(decoder.parameters(), GRADIENT_NORM)
         for optimizer in optimizers:
@@ -183,31 +202,36 @@ def make_optimizers(decoder: Decoder, recipe: Recipe) -> list[torch.optim.Optimi
     return optimizers
 
 
-def sequence_loss(decoder: Decoder, rows: Tensor) -> Tensor:
-    """Mean cross entropy of each token after the first, rows [B, L + 1]."""
+def sequence_loss(decoder: Decoder, rows: Tensor, dropout: float = 0.0) -> Tensor:
+    """Mean cross entropy of the tokens after the first by their weights; rows [B, L + 1, 2] of (id, weight)."""
     batch, length = rows.shape[0], rows.shape[1] - 1
-    attention = DenseCausalAttention(decoder.config, batch, length)
+    ids, weights = rows[..., 0], rows[:, 1:, 1].reshape(-1).float()
+    attention: AttentionFunction = DenseCausalAttention(decoder.config, batch, length)
+    if dropout > 0:
+        attention = DroppingAttention(attention, dropout)
     positions = torch.arange(length, device=rows.device).repeat(batch)
-    hidden = decoder(rows[:, :-1].reshape(-1), positions, attention)
-    return functional.cross_entropy(decoder.compute_logits(hidden), rows[:, 1:].reshape(-1))
+    hidden = decoder(ids[:, :-1].reshape(-1), positions, attention)
+    losses = functional.cross_entropy(decoder.compute_logits(hidden), ids[:, 1:].reshape(-1), reduction="none")
+    return (losses * weights).sum() / weights.sum()
 
 
 @torch.inference_mode()
-def nats_per_byte(decoder: Decoder, tokenizer: Tokenizer, text: str, limit: int | None = None) -> float:
+def nats_per_byte(decoder: Decoder, tokenizer: Tokenizer, text: str, every: int = 1) -> float:
     """Validation loss: the sum of all pieces' token losses over the sum of their UTF-8 bytes.
 
     The text is cut by `split_validation_stories`; each piece is read from a start token on, in windows of LONG_ROW
-    tokens that begin anew (without their predecessor's context). `limit` takes the first pieces only.
+    tokens that begin anew (without their predecessor's context). `every` takes only one piece in so many,
+    from all over the file: its beginning alone is easier than the rest.
     """
     total_nats: float = 0.0
     total_bytes: int = 0
     was_training = decoder.training
     decoder.eval()
-    for piece in split_validation_stories(text)[:limit]:
-        ids: list[int] = tokenizer.encode(piece).ids
+    for piece in split_validation_stories(text)[::every]:
+        document = encode_text(tokenizer, piece)
         total_bytes += len(piece.encode())
-        for begin in range(0, len(ids) - 1, LONG_ROW):
-            window = torch.tensor([ids[begin : begin + LONG_ROW + 1]], device=decoder.embedding.weight.device)
+        for begin in range(0, len(document) - 1, LONG_ROW):
+            window = torch.tensor([document[begin : begin + LONG_ROW + 1]], device=decoder.embedding.weight.device)
             total_nats += sequence_loss(decoder, window).item() * (window.shape[1] - 1)
     decoder.train(was_training)
     return total_nats / total_bytes

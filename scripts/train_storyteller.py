@@ -35,7 +35,7 @@ from nanoserve.models.saving import save_hf  # noqa: E402
 ASSETS = REPOSITORY / "nanoserve" / "assets"
 STORYTELLER, DRAFT = ASSETS / "storyteller", ASSETS / "storyteller-draft"
 MAX_POSITIONS = 1024
-PIECES_WHILE_TRAINING = 60
+ONE_PIECE_IN = 12  # of the validation stories, while training
 
 STORYTELLER_SHAPE = {
     "hidden_size": 256,
@@ -110,7 +110,9 @@ def prepare(
 def evaluate(directory: Path, validation: str, device: torch.device) -> float:
     """Nats per byte of a model directory on the validation stories."""
     decoder, _ = load_model(directory, "float32", device)
-    return nats_per_byte(decoder, Tokenizer.from_file(str(directory / "tokenizer.json")), validation)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    loss: float = nats_per_byte(decoder, tokenizer, validation)
+    return loss
 
 
 def main() -> None:
@@ -127,7 +129,7 @@ def main() -> None:
         print(f"{sum(parameter.numel() for parameter in decoder.parameters()):,} parameters on {device}", flush=True)
 
         def report(progress: Progress) -> None:
-            loss = nats_per_byte(decoder, tokenizer, validation, limit=PIECES_WHILE_TRAINING)
+            loss = nats_per_byte(decoder, tokenizer, validation, every=ONE_PIECE_IN)
             print(
                 f"{progress.seconds / 60:5.1f} min, step {progress.step}, {progress.tokens:,} tokens, training loss "
                 f"{progress.training_loss:.3f} nats/token, validation {loss:.4f} nats/byte",

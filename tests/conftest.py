@@ -1,5 +1,11 @@
 """What several test modules share."""
 
+import os
+
+# The tests' models are tiny: one thread computes them fastest, and a busy neighbour cannot make it wait for another.
+# Read when torch is first imported, here and in the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections.abc import Iterator
 
 import pytest

@@ -1,15 +1,18 @@
 """The offline API on the bundled model: what a Python user sees."""
 
+import shutil
 import signal
 import threading
 from pathlib import Path
 
 import pytest
 
+import nanoserve
 from nanoserve import LLM, SamplingParams
 from nanoserve.errors import ModelError, RuntimeFailure, UsageError
 from nanoserve.scheduler.plan import StepResult
 
+BUNDLED = Path(nanoserve.__file__).parent / "assets" / "storyteller"
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 STORY = [{"role": "user", "content": "Tell me a story about a cat and a boat, and let it end well for all."}]
 
@@ -179,9 +182,16 @@ def test_impossible_settings_are_refused(settings: dict[str, object], said: str)
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    for name in (tmp_path, tmp_path / "nothing", "dummy:no-such-shape"):
+    for name in (tmp_path, tmp_path / "nothing", tmp_path / ("long" * 100), "dummy:no-such-shape"):
         with pytest.raises(ModelError):
             LLM(name)
+
+
+def test_impossible_sampling_defaults_are_the_fault_of_the_model(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(BUNDLED, tmp_path / "model"))
+    (model / "generation_config.json").write_text('{"repetition_penalty": 0}')
+    with pytest.raises(ModelError, match=r"generation_config\.json.*repetition_penalty must be a number above 0"):
+        LLM(model)
 
 
 def test_a_dummy_of_a_real_shape_runs() -> None:

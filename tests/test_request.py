@@ -40,6 +40,7 @@ from nanoserve.request import LEGAL_TRANSITIONS, Request, RequestMetrics, Sampli
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": [""]}, "stop"),
         ({"stop": ["x" * 1025]}, "stop"),
+        ({"stop": ["half \ud83d"]}, "not valid Unicode"),
         ({"stop_token_ids": [-1]}, "stop token id"),
         ({"logit_bias": {1: 101}}, "logit_bias"),
         ({"logit_bias": {1: math.nan}}, "logit_bias"),

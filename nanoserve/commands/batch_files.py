@@ -5,10 +5,11 @@ computed again, and a torn last line is cut off.
 """
 
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -77,11 +78,14 @@ def _json_row(index: int, line: bytes) -> Row:
     identity = fields.pop("id", None)
     if isinstance(identity, bool) or not isinstance(identity, str | int | None):
         return Row(index, error="id must be a string or a whole number")
+    is_chat = "messages" in fields
     prompts = [fields.pop(name) for name in _PROMPT_NAMES if name in fields]
     if len(prompts) != 1:
         return Row(index, identity, error='a row needs either "prompt" or "messages"')
     if not prompts[0] or not isinstance(prompts[0], str | list):
         return Row(index, identity, error="the prompt is empty" if not prompts[0] else "the prompt is no text")
+    if is_chat and not all(isinstance(message, dict) for message in prompts[0]):
+        return Row(index, identity, error="messages must be a list of {role, content} objects")
     return Row(index, identity, prompts[0], fields)
 
 
@@ -107,15 +111,18 @@ class ResultFile:
         """Open or make the file.
 
         Raises:
-            UsageError: if it holds anything but results.
-            RuntimeFailure: if it cannot be written.
+            UsageError: if it is no regular file or holds anything but results.
+            RuntimeFailure: if it cannot be written, or another run is writing it.
         """
         self._path = path
         try:
-            self._file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115
+            if path.exists() and not path.is_file():
+                raise UsageError(f"{path} is no regular file; --output is one, because the next run reads it back")
+            self._file = open(path, "r+b", opener=_open_or_make)  # noqa: SIM115
         except OSError as error:
             raise RuntimeFailure(f"cannot write {path}: {error.strerror}") from None
         try:
+            _lock(self._file, path)
             self.done = self._read_back()
         except BaseException:
             self._file.close()
@@ -156,6 +163,25 @@ class ResultFile:
         self._file.seek(end)
         self._file.truncate()
         return done
+
+
+def _open_or_make(path: str, flags: int) -> int:
+    """In one step: asking first whether the file is there would let two runs make it twice."""
+    return os.open(path, flags | os.O_CREAT, 0o666)
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Two runs on one file would write over each other's rows; the lock ends with the process, however it ends."""
+    if sys.platform == "win32":
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RuntimeFailure(f"another run is writing {path}: wait for it, or choose another --output") from None
+    except OSError:
+        return  # a file system that knows no locks
 
 
 def _result_key(line: bytes) -> RowKey | None:

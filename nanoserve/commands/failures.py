@@ -57,6 +57,8 @@ def describe(error: BaseException) -> tuple[str, int]:
 def say(message: str) -> None:
     """Write one line to stderr; a stderr that is gone is no reason to fail."""
     line = " ".join(message.split())[:_LONGEST_MESSAGE]
+    # A message may quote a model's files, and those may hold what steers a terminal.
+    line = "".join(character if character.isprintable() else "\ufffd" for character in line)
     try:
         sys.stdout.flush()
     except OSError:

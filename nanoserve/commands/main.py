@@ -34,7 +34,12 @@ def _parse_and_act(words: list[str]) -> int:
     from nanoserve.commands.application import application
 
     command = typer.main.get_command(application())
-    parsed: Any = command.main(args=words, prog_name="nanoserve", standalone_mode=False)
+    try:
+        parsed: Any = command.main(args=words, prog_name="nanoserve", standalone_mode=False)
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # the parser's answer to ``--help | head``; ours is another
+            raise error.__context__ from None
+        raise
     if callable(parsed):
         parsed = parsed()
     elif parsed == EXIT_INTERRUPTED:  # the parser swallows Ctrl-C

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from nanoserve.errors import UsageError
+from nanoserve.interrupts import deferred_interrupts
 from nanoserve.scheduler import POLICIES
 from nanoserve.threads import prepare_threads
 
@@ -142,7 +143,8 @@ class EngineOptions:
         if self.seed is not None:
             settings["seed"] = self.seed
         prepare_threads(self.threads)
-        from nanoserve.llm import LLM
+        with deferred_interrupts():  # libraries go on half imported, and fail later in their own words
+            from nanoserve.llm import LLM
 
         return LLM(self.model, **settings)
 

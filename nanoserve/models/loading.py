@@ -3,7 +3,7 @@
 Only safetensors are read: a `.bin` checkpoint is a pickle, and unpickling can run code.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,11 +52,10 @@ def load_model(
     """
     path, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(path)
-    parts = list(tensor_parts(config))
     with ExitStack() as files:
         handles = {file: files.enter_context(_open(file)) for file in _weight_files(path)}
         stored = _stored_tensors(path, handles)
-        _check(parts, stored, config, path)
+        parts = _check(tensor_parts(config), stored, config, path)
         decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device)
         _fill(decoder, parts, stored, handles, progress)
     return decoder, config
@@ -122,9 +121,15 @@ def _stored_tensors(directory: Path, handles: Mapping[Path, Any]) -> dict[str, _
     return stored
 
 
-def _check(parts: list[TensorPart], stored: Mapping[str, _StoredTensor], config: ModelConfig, directory: Path) -> None:
-    """Every tensor of the model is there in the right shape, and nothing else is."""
-    for part in parts:
+def _check(
+    wanted_parts: Iterable[TensorPart], stored: Mapping[str, _StoredTensor], config: ModelConfig, directory: Path
+) -> list[TensorPart]:
+    """The parts, each of which is there in the right shape, and nothing else is.
+
+    Stops at the first that is missing, so that a config may name any number of experts.
+    """
+    parts = []
+    for part in wanted_parts:
         found = stored.get(part.name)
         if found is None:
             raise ModelError(f"{directory}: tensor {part.name} is missing from the checkpoint")
@@ -135,10 +140,12 @@ def _check(parts: list[TensorPart], stored: Mapping[str, _StoredTensor], config:
             raise ModelError(
                 f"{found.path}: tensor {part.name} is stored as {found.dtype}; only {', '.join(_STORED_BYTES)} are read"
             )
+        parts.append(part)
     known = {part.name for part in parts}
     for name, found in stored.items():
         if name not in known and not may_be_ignored(name, config):
             raise ModelError(f"{found.path}: tensor {name} does not belong to a {config.family} model of this config")
+    return parts
 
 
 def _fill(
@@ -156,7 +163,14 @@ def _fill(
             tensor = handles[source.path].get_tensor(part.name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{source.path}: tensor {part.name} cannot be read ({error})") from error
-        part.region(parameters[part.parameter]).copy_(tensor)
+        region = part.region(parameters[part.parameter])
+        region.copy_(tensor)
+        if not all(extreme.isfinite() for extreme in region.aminmax()):  # NaN spreads to both; nothing is allocated
+            dtype = str(region.dtype).removeprefix("torch.")
+            raise ModelError(
+                f"{source.path}: tensor {part.name} has NaN or infinite values as {dtype};"
+                " the file is damaged, or --dtype is too narrow for it"
+            )
         done += source.num_bytes
         if progress is not None:
             progress(done, total)

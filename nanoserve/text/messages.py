@@ -8,6 +8,8 @@ from nanoserve.errors import UsageError
 ROLES = ("system", "user", "assistant", "tool")
 # What OpenAI renamed `system` to; templates do not know the new name.
 _ROLE_ALIASES = {"developer": "system"}
+# More than any tool call needs, and few enough for every step behind the check that goes down with them.
+MAX_NESTING = 64
 _FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
 
 
@@ -68,16 +70,18 @@ def _check_content(message: Mapping[str, Any], name: str) -> str:
     return "\n".join(texts)
 
 
-def _check_value(value: Any, name: str) -> Any:
-    """Any JSON value with its strings checked; what JSON cannot say is refused."""
+def _check_value(value: Any, name: str, levels: int = MAX_NESTING) -> Any:
+    """Any JSON value with its strings checked; what JSON cannot say is refused, and what is nested too deeply."""
+    if levels == 0:
+        raise UsageError(f"{name:.80} is nested more than {MAX_NESTING} levels deep")
     if isinstance(value, str):
         return check_text(value, name)
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {check_text(key, name): _check_value(item, f"{name}.{key}") for key, item in value.items()}
+        return {check_text(key, name): _check_value(item, f"{name}.{key}", levels - 1) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return [_check_value(item, f"{name}[{index}]") for index, item in enumerate(value)]
+        return [_check_value(item, f"{name}[{index}]", levels - 1) for index, item in enumerate(value)]
     raise UsageError(f"{name} must be plain JSON, not {type(value).__name__}")
 
 

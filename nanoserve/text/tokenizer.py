@@ -163,10 +163,10 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 def _load_backend(directory: Path, settings: Mapping[str, Any], named_tokens: Mapping[str, str]) -> Backend:
     try:
-        if (directory / "tokenizer.json").exists():
+        if (directory / "tokenizer.json").is_file():
             special = [*named_tokens.values(), *_additional_tokens(settings)]
             return TokenizersBackend(directory / "tokenizer.json", settings, special)
-        if (directory / "tokenizer.model").exists():
+        if (directory / "tokenizer.model").is_file():
             added = read_optional_json_object(directory / "added_tokens.json")
             return SentencePieceBackend(directory / "tokenizer.model", settings, added)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -1,6 +1,7 @@
 """Offline batches: rows, results, errors, and going on where a run was stopped."""
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from nanoserve.commands.batch_files import ResultFile
 from tests.commands.conftest import start
 from tests.commands.fake_llm import FakeLLM
 
@@ -89,7 +91,9 @@ BAD_ROWS: list[tuple[bytes, str]] = [
     (b'{"prompt": "a", "temperature": NaN}', "not valid JSON"),
     (b'{"prompt": "a", "colour": 1}', "colour"),
     (b'{"prompt": "a", "n": 100}', "n must be a whole number"),
-    (b'{"messages": ["x"]}', "messages are objects"),
+    (b'{"messages": ["x"]}', "messages must be a list of"),
+    (b'{"messages": [5]}', "messages must be a list of"),
+    (b'{"messages": "x"}', "messages must be a list of"),
     (b'{"prompt": "' + b"w " * 300 + b'"}', "the prompt has 300 tokens"),
     (b'{"prompt": "fail"}', "the executor died"),
 ]
@@ -160,6 +164,25 @@ def test_files_that_cannot_be_used(command: Run, source: Path, target: Path, tmp
     assert (code, err.count("\n")) == (1, 1)
     assert "No such file or directory" in err
     assert command("generate", "-f", str(source), "-o", str(target), "-m", "missing")[0] == 3
+
+
+def test_what_cannot_be_read_back_is_no_output(command: Run, source: Path, tmp_path: Path) -> None:
+    source.write_text('{"prompt": "a"}\n')
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("/dev/null", "/dev/full", str(tmp_path / "pipe"), str(tmp_path)):
+        code, _, err = command("generate", "-f", str(source), "-o", name)
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"{name} is no regular file" in err
+
+
+def test_two_runs_do_not_write_one_file(command: Run, source: Path, target: Path) -> None:
+    source.write_text('{"prompt": "a"}\n')
+    with ResultFile(target):
+        code, _, err = command("generate", "-f", str(source), "-o", str(target))
+        assert (code, err.count("\n")) == (1, 1)
+        assert f"another run is writing {target}" in err
+    assert command("generate", "-f", str(source), "-o", str(target))[0] == 0
+    assert len(rows_of(target)) == 1
 
 
 def test_interrupt_keeps_what_is_finished_and_says_how_to_go_on(source: Path, target: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from nanoserve.commands.failures import say
 from tests.commands.conftest import ROOT, start
 from tests.commands.fake_llm import FakeLLM
 
@@ -90,6 +91,11 @@ def test_a_failure_is_one_line_and_its_exit_code(command: Run, arguments: list[s
     assert says in err
 
 
+def test_what_a_file_holds_cannot_steer_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    say("tensor \x1b[2J\nevil\x00 \u202e\ud800 é")
+    assert capfd.readouterr().err == "nanoserve: tensor \ufffd[2J evil\ufffd \ufffd\ufffd é\n"
+
+
 @pytest.mark.parametrize("arguments", [["chat"], ["generate", "-"]])
 def test_stdin_that_is_no_text(command: Run, arguments: list[str]) -> None:
     code, _, err = command(*arguments, stdin=b"abc\xff")
@@ -151,9 +157,43 @@ def test_a_reader_that_leaves_is_no_failure(arguments: list[str]) -> None:
     assert process.wait(60) == 0
 
 
+def test_a_reader_that_leaves_the_help_is_no_failure() -> None:
+    process = start("generate", "--help", stdin=subprocess.DEVNULL)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(60)) == (b"", 0)
+
+
 def test_no_streams_at_all() -> None:
     words = f"{sys.executable} -m tests.commands.fake_llm generate hello <&- >&- 2>&-"
     assert subprocess.run(["bash", "-c", words], cwd=ROOT).returncode == 0
+
+
+HALF_IMPORTED = """
+import importlib.util, os, signal, sys
+from nanoserve.commands.main import run
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        return importlib.util.spec_from_loader(name, self) if name == "nanoserve.llm" else None
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            module.LLM = None
+        except KeyboardInterrupt:
+            pass  # as libraries do that try one import and then another
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["nanoserve", "generate", "hello"]
+run()
+"""
+
+
+def test_interrupt_while_a_library_is_imported_is_one_line() -> None:
+    result = subprocess.run([sys.executable, "-c", HALF_IMPORTED], capture_output=True, cwd=ROOT)
+    assert (result.stderr, result.returncode) == (b"nanoserve: interrupted\n", 130)
 
 
 @pytest.mark.parametrize("arguments", [["generate", "slowly"], ["chat", "slowly"], ["chat", "hi", "--model", "slow"]])

@@ -67,6 +67,7 @@ def test_a_llama_config_says_what_it_says() -> None:
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps must be a number"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a number"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps must be at least 0"),
         ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_slow": 0}}, "0 < beta_slow < beta_fast"),
         ({"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4}}, "low_freq_factor < high_freq_factor"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),

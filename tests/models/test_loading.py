@@ -29,6 +29,7 @@ CONFIG = ModelConfig.from_hf(
     }
 )
 UP = "model.layers.1.mlp.up_proj.weight"
+GATE = "model.layers.0.block_sparse_moe.gate.weight"
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,27 @@ def test_a_wrong_shape_is_named(model: Path) -> None:
 def test_integers_are_not_weights(model: Path) -> None:
     rewrite(model, lambda tensors: tensors.update({UP: torch.zeros(24, 16, dtype=torch.int8)}))
     assert f"model.safetensors: tensor {UP} is stored as I8" in refusal(model)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_tensor_that_holds_no_numbers_is_named(model: Path, value: float) -> None:
+    rewrite(model, lambda tensors: tensors[UP][3].fill_(value))
+    assert f"model.safetensors: tensor {UP} has NaN or infinite values as float32" in refusal(model)
+
+
+def test_a_dtype_too_narrow_for_the_weights_is_named(model: Path) -> None:
+    rewrite(model, lambda tensors: tensors[UP].fill_(1e6))
+    load_model(model, "bf16")
+    with pytest.raises(ModelError, match=f"{UP} has NaN or infinite values as float16; .* --dtype is too narrow"):
+        load_model(model, "fp16")
+
+
+def test_a_config_of_a_billion_experts_ends_at_the_first_that_is_missing(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    experts = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2**30}
+    (model / "config.json").write_text(json.dumps(config | experts))
+    rewrite(model, lambda tensors: tensors.update({GATE: torch.zeros(1, 1)}))
+    assert f"tensor {GATE} has shape [1, 1]" in refusal(model)
 
 
 @pytest.mark.parametrize("kept", [0, 4, 300, -1])

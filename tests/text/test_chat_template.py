@@ -264,6 +264,10 @@ def test_content_parts_are_joined():
     assert check_messages([{"role": "developer", "content": content}]) == [{"role": "system", "content": "a\nb"}]
 
 
+def nested(levels: int) -> list:
+    return [nested(levels - 1)] if levels else []
+
+
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [
@@ -282,6 +286,7 @@ def test_content_parts_are_joined():
         ([{"role": "user", "content": [{"type": "text"}]}], "must be text"),
         ([{"role": "user", "content": "a", "colour": 1}], "unknown fields: colour"),
         ([{"role": "user", "content": "a", "name": object()}], "plain JSON"),
+        ([{"role": "user", "content": "a", "tool_calls": nested(500)}], "more than 64 levels deep"),
     ],
 )
 def test_malformed_messages_are_named(messages, problem):

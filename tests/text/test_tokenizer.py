@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,15 @@ def test_a_broken_file_is_named_in_one_line(name: str, content: bytes, tmp_path:
     with pytest.raises(ModelError, match=name) as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(name: str, tmp_path: Path):
+    make_byte_level(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ModelError, match=r"is not a regular file|it needs a tokenizer\.json"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_broken_sentencepiece_model_is_named(tmp_path: Path):
