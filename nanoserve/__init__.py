@@ -6,6 +6,8 @@ Importing the package imports no torch: the names below are loaded on first use.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from nanoserve.threads import prepare_threads
+
 if TYPE_CHECKING:
     from nanoserve.llm import LLM
     from nanoserve.request import CompletionOutput, RequestOutput, SamplingParams
@@ -23,5 +25,7 @@ _HOME_OF = {
 
 def __getattr__(name: str) -> Any:
     if name in _HOME_OF:
+        if name == "LLM":
+            prepare_threads()  # its module imports torch
         return getattr(import_module(_HOME_OF[name]), name)
     raise AttributeError(f"module 'nanoserve' has no attribute {name!r}")

@@ -1,10 +1,14 @@
-"""The operators that a compiler cannot derive: attention over a paged cache, writes into it, copies of its blocks.
+"""The operators that a compiler cannot derive: attention over a paged cache, writes into it, copies of its blocks, and
+the product of a few rows with 16-bit weights.
 
-Each is registered with torch as `nanoserve::<name>` (`torch.ops.nanoserve`), with a mutable schema and its outputs
-passed in: such an operator costs a few microseconds a call and torch.compile treats it as opaque on every device.
+Each is registered with torch as `nanoserve::<name>` (`torch.ops.nanoserve`): such an operator costs a few microseconds
+a call and torch.compile treats it as opaque on every device. Each has an implementation in plain torch; the CPU's own,
+in C++, are built on first use (`triton_ops.cpu`).
 """
 
 from triton_ops.attention import paged_attention
 from triton_ops.cache import cache_write, copy_blocks
+from triton_ops.linear import linear
+from triton_ops.registration import plain_operators
 
-__all__ = ["cache_write", "copy_blocks", "paged_attention"]
+__all__ = ["cache_write", "copy_blocks", "linear", "paged_attention", "plain_operators"]

@@ -6,7 +6,6 @@ frame of the parser, with its own ideas of errors and exits, lies below the runn
 """
 
 import inspect
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -17,6 +16,7 @@ import typer
 from nanoserve.errors import UsageError
 from nanoserve.interrupts import deferred_interrupts
 from nanoserve.scheduler import POLICIES
+from nanoserve.threads import prepare_threads
 
 if TYPE_CHECKING:
     from nanoserve.llm import LLM
@@ -115,7 +115,7 @@ class EngineOptions:
         switch("--no-prefix-caching", panel=ENGINE_PANEL, help="Compute every prompt from its start."),
     ] = False
     threads: Annotated[
-        int | None, option("--threads", panel=ENGINE_PANEL, help="CPU threads; default: one per core.", min=1)
+        int | None, option("--threads", panel=ENGINE_PANEL, help="CPU threads; default: one per physical core.", min=1)
     ] = None
     seed: Annotated[
         int | None,
@@ -150,8 +150,7 @@ class EngineOptions:
             NanoserveError: for settings that make no sense and models that cannot be used.
         """
         settings = self.settings()
-        if self.threads is not None:  # read by OpenMP when torch is first imported
-            os.environ["OMP_NUM_THREADS"] = str(self.threads)
+        prepare_threads(self.threads)
         with deferred_interrupts():  # libraries go on half imported, and fail later in their own words
             from nanoserve.llm import LLM
 

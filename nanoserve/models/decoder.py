@@ -11,6 +11,7 @@ from torch.nn import functional
 from nanoserve.config import ModelConfig
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.experts import SparseExperts
+from nanoserve.models.linear import Linear
 from nanoserve.models.rotary import RotaryEmbedding, rotate
 
 INITIAL_STANDARD_DEVIATION = 0.02
@@ -35,8 +36,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.gate_up(hidden).chunk(2, dim=-1)
@@ -54,11 +55,11 @@ class DecoderLayer(nn.Module):
         self.query_size = config.num_heads * config.head_dim
         self.kv_size = config.num_kv_heads * config.head_dim
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.qkv = nn.Linear(config.hidden_size, self.query_size + 2 * self.kv_size, bias=config.qkv_bias)
+        self.qkv = Linear(config.hidden_size, self.query_size + 2 * self.kv_size, bias=config.qkv_bias)
         if config.qk_norm:
             self.query_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.key_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.output = nn.Linear(self.query_size, config.hidden_size, bias=config.output_bias)
+        self.output = Linear(self.query_size, config.hidden_size, bias=config.output_bias)
         self.feed_forward_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.feed_forward: nn.Module
         if config.moe is not None and config.is_sparse(index):
@@ -112,7 +113,7 @@ class Decoder(nn.Module):
         self.rotary = RotaryEmbedding(config.rope)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary.to(self.embedding.weight.device)
         self.apply(_initialize)
         if config.tie_word_embeddings:

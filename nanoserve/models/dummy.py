@@ -24,7 +24,7 @@ def make_dummy_model(spec: str, dtype: str = "auto", device: str | torch.device 
     `spec` is a name in SHAPES or the path of a config.json; `dtype` as in `load_model`. Raises ModelError.
     """
     config, device = dummy_config(spec), torch.device(device)
-    decoder = empty_decoder(config, resolve_dtype(dtype, device), device)
+    decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device)
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
     for module in decoder.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nanoserve.config import MoeConfig
+from nanoserve.models.linear import Linear, project
 
 
 class SparseExperts(nn.Module):
@@ -17,7 +18,7 @@ class SparseExperts(nn.Module):
     def __init__(self, hidden_size: int, moe: MoeConfig) -> None:
         super().__init__()
         self.moe = moe
-        self.router = nn.Linear(hidden_size, moe.num_experts, bias=False)
+        self.router = Linear(hidden_size, moe.num_experts, bias=False)
         self.gate_up = nn.Parameter(torch.empty(moe.num_experts, 2 * moe.intermediate_size, hidden_size))
         self.down = nn.Parameter(torch.empty(moe.num_experts, hidden_size, moe.intermediate_size))
 
@@ -44,5 +45,5 @@ class SparseExperts(nn.Module):
         return weights, experts
 
     def _expert(self, expert: int, share: Tensor) -> Tensor:
-        gate, up = functional.linear(share, self.gate_up[expert]).chunk(2, dim=-1)
-        return functional.linear(functional.silu(gate) * up, self.down[expert])
+        gate, up = project(share, self.gate_up[expert]).chunk(2, dim=-1)
+        return project(functional.silu(gate) * up, self.down[expert])

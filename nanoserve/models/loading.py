@@ -56,7 +56,7 @@ def load_model(
         handles = {file: files.enter_context(_open(file)) for file in _weight_files(path)}
         stored = _stored_tensors(path, handles)
         parts = _check(tensor_parts(config), stored, config, path)
-        decoder = empty_decoder(config, resolve_dtype(dtype, device), device)
+        decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device)
         _fill(decoder, parts, stored, handles, progress)
     return decoder, config
 

@@ -15,6 +15,7 @@ from nanoserve.runtime.memory import available_memory, kv_bytes_per_block
 from nanoserve.runtime.model_runner import ModelRunner
 from nanoserve.scheduler.plan import StepPlan, StepResult
 from nanoserve.sizes import format_size
+from triton_ops.cpu import cpu_operators
 
 
 class LocalExecutor:
@@ -36,6 +37,7 @@ class LocalExecutor:
             self._runner: ModelRunner | None = ModelRunner(
                 decoder, num_blocks=num_blocks, block_size=block_size, device=self._device
             )
+        self._operators = cpu_operators() if self._device.type == "cpu" else None
         self._plans: deque[StepPlan] = deque()
 
     def submit(self, plan: StepPlan) -> None:
@@ -56,6 +58,8 @@ class LocalExecutor:
             if until is not None:
                 time.sleep(max(0.0, until - self.now()))
             return []
+        if self._operators is not None:
+            self._operators.poll()  # built meanwhile, they take over between two steps
         plan = self._plans.popleft()
         began = self.now()
         num_tokens = sum(len(row.tokens) for row in plan.rows)

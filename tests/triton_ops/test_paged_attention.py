@@ -12,6 +12,8 @@ from torch import Tensor
 
 from triton_ops import cache_write, copy_blocks, paged_attention
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 HEAD_DIM = 8
 
 
@@ -37,7 +39,17 @@ class Batch:
     values: list[Tensor]
 
 
-def build(rows: list[Row], *, num_heads: int, num_kv_heads: int, block_size: int, seed: int, shared: int = 0) -> Batch:
+def build(
+    rows: list[Row],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    block_size: int,
+    seed: int,
+    shared: int = 0,
+    head_dim: int = HEAD_DIM,
+    dtype: torch.dtype = torch.float32,
+) -> Batch:
     """Rows on shuffled blocks; the first `shared` blocks of every row long enough are one and the same."""
     generator = torch.Generator().manual_seed(seed)
     order = random.Random(seed)
@@ -45,20 +57,20 @@ def build(rows: list[Row], *, num_heads: int, num_kv_heads: int, block_size: int
     free = list(range(sum(needed) + 4))
     order.shuffle(free)
     common = [free.pop() for _ in range(shared)]
-    shape = (len(free) + shared + sum(needed), num_kv_heads, block_size, HEAD_DIM)
-    key_cache, value_cache = torch.full(shape, math.nan), torch.full(shape, math.nan)
+    shape = (len(free) + shared + sum(needed), num_kv_heads, block_size, head_dim)
+    key_cache, value_cache = torch.full(shape, math.nan, dtype=dtype), torch.full(shape, math.nan, dtype=dtype)
     # Behind a row's last block its table may hold anything: here, a block that does not exist.
     tables = torch.full((len(rows), max(needed) + 1), 10**6, dtype=torch.int32)
     keys, values = [], []
     longest = max(row.context for row in rows)
-    prefix = torch.randn(2, longest, num_kv_heads, HEAD_DIM, generator=generator)
+    prefix = torch.randn(2, longest, num_kv_heads, head_dim, generator=generator).to(dtype)
     for index, row in enumerate(rows):
         blocks = [
             common[position] if position < shared and (position + 1) * block_size <= row.context else free.pop()
             for position in range(needed[index])
         ]
         tables[index, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        own = torch.randn(2, row.context, num_kv_heads, HEAD_DIM, generator=generator)
+        own = torch.randn(2, row.context, num_kv_heads, head_dim, generator=generator).to(dtype)
         common_tokens = sum(block in common for block in blocks) * block_size
         own[:, :common_tokens] = prefix[:, :common_tokens]
         keys.append(own[0])
@@ -71,7 +83,7 @@ def build(rows: list[Row], *, num_heads: int, num_kv_heads: int, block_size: int
     for row in rows:
         starts.append(starts[-1] + row.queries)
     return Batch(
-        query=torch.randn(starts[-1], num_heads, HEAD_DIM, generator=generator),
+        query=torch.randn(starts[-1], num_heads, head_dim, generator=generator).to(dtype),
         key_cache=key_cache,
         value_cache=value_cache,
         block_tables=tables,
@@ -100,7 +112,7 @@ def reference(batch: Batch, scale: float, window: int) -> Tensor:
 
 
 def attend(batch: Batch, scale: float, window: int) -> Tensor:
-    out = torch.full((batch.query.shape[0], batch.query.shape[1] * HEAD_DIM), math.nan)
+    out = torch.full_like(batch.query.flatten(1), math.nan)
     paged_attention(
         out,
         batch.query,
@@ -157,22 +169,22 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     torch.testing.assert_close(attend(together, 0.3, 0)[:1], attend(alone, 0.3, 0), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_within_its_rounding(dtype: torch.dtype) -> None:
-    batch = build([Row(1, 30), Row(9, 20)], num_heads=4, num_kv_heads=2, block_size=4, seed=5)
-    out = torch.empty(batch.query.shape[0], 4 * HEAD_DIM, dtype=dtype)
-    paged_attention(
-        out,
-        batch.query.to(dtype),
-        batch.key_cache.to(dtype),
-        batch.value_cache.to(dtype),
-        batch.block_tables,
-        batch.query_starts,
-        batch.context_lengths,
-        scale=0.3,
-        sliding_window=0,
+LONG_ROWS = [Row(1, 700), Row(90, 300), Row(1, 257), Row(3, 512), Row(70, 70), Row(1, 1)]
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (7, 1, 20), (2, 2, 80), (3, 1, 128)])
+@pytest.mark.parametrize("window", [0, 100])
+def test_long_rows_of_any_head_dim_in_any_precision(
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, window: int
+) -> None:
+    batch = build(
+        LONG_ROWS, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=16, seed=5, head_dim=head_dim, dtype=dtype
     )
-    torch.testing.assert_close(out.double(), reference(batch, 0.3, 0), atol=3e-2, rtol=3e-2)
+    expected = reference(batch, 0.2, window)
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(attend(batch, 0.2, window).double(), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_tokens_land_in_their_slots_and_padding_lands_nowhere() -> None:

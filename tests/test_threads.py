@@ -1,0 +1,61 @@
+"""Thread settings must be in place before torch is imported, because OpenMP reads them once."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from nanoserve.threads import SPIN_COUNT, physical_cores, prepare_threads
+
+SHOW = """
+import json, os
+{first}
+import torch
+print(json.dumps([torch.get_num_threads(), os.environ.get("GOMP_SPINCOUNT"), torch.ones(2**20).sum().item()]))
+"""
+
+
+def settings_of(first: str, **environment: str) -> list[object]:
+    """What torch has in a fresh process that begins with `first`: threads, spin count, and a sum made in parallel."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    answer = subprocess.run(
+        [sys.executable, "-c", SHOW.format(first=first)],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(answer.stdout)  # type: ignore[no-any-return]
+
+
+def test_settings_take_effect_beside_a_busy_neighbour() -> None:
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        found = settings_of("from nanoserve.threads import prepare_threads; prepare_threads(1)")
+    finally:
+        busy.kill()
+        busy.wait()
+    assert found == [1, str(SPIN_COUNT), 2.0**20]
+
+
+def test_the_offline_api_prepares_itself() -> None:
+    assert settings_of("from nanoserve import LLM") == [physical_cores(), str(SPIN_COUNT), 2.0**20]
+
+
+def test_what_the_user_has_set_stays() -> None:
+    mine = {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE"}
+    prepare_threads(environment=mine)
+    assert mine == {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE"}
+    prepare_threads(2, mine)
+    assert mine["OMP_NUM_THREADS"] == "2"
+
+
+def test_two_threads_of_a_core_count_once_and_a_limit_counts(tmp_path: Path) -> None:
+    for number in os.sched_getaffinity(0):
+        topology = tmp_path / f"cpu{number}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text("0-63\n")
+    assert physical_cores(tmp_path, tmp_path / "missing") == 1
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert physical_cores(tmp_path / "missing", tmp_path / "cpu.max") == 1

@@ -1,0 +1,142 @@
+"""What can go wrong on the way to the CPU's own operators ends in one notice and plain torch, never in a crash."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from triton_ops.cpu import CpuOperators, building, cpu_operators
+from triton_ops.cpu.toolchain import make_job
+
+LIBRARY_OF_NOTHING = """#!/bin/sh
+case "$*" in *--version*) echo "fake compiler 1"; exit 0;; esac
+echo called >> "$0.calls"
+for last; do [ "$previous" = "-o" ] && out=$last; previous=$last; done
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """An empty cache folder and no compiler."""
+    return {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PATH": str(tmp_path), "HOME": str(tmp_path)}
+
+
+def fake_compiler(environment: dict[str, str], tail: str) -> Path:
+    """A compiler that does what the shell script says, $out being the file that it is to write."""
+    script = Path(environment["PATH"]) / "g++"
+    script.write_text(LIBRARY_OF_NOTHING + tail)
+    script.chmod(0o755)
+    return script
+
+
+def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_no_compiler_is_one_notice(environment: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    operators = CpuOperators(environment)
+    assert not operators.expected and not operators.poll() and not operators.wait()
+    assert len(notices(caplog)) == 1
+    assert "no C++ compiler was found; install one of g++" in notices(caplog)[0]
+
+
+def test_a_compiler_that_is_named_but_missing(environment: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    CpuOperators(environment | {"CXX": "/nowhere/c++ -v"})
+    assert "named by CXX, /nowhere/c++, is not there" in notices(caplog)[0]
+
+
+def test_a_failing_compiler_is_quoted_and_not_tried_again(
+    environment: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    script = fake_compiler(environment, 'echo "x.cpp:1: error: no such thing" >&2; exit 1\n')
+    assert not CpuOperators(environment).wait()
+    assert not CpuOperators(environment).expected
+    assert script.with_suffix(".calls").read_text() == "called\n"
+    assert len(notices(caplog)) == 2
+    assert all("x.cpp:1: error: no such thing" in notice for notice in notices(caplog))
+    assert "if you delete" in notices(caplog)[1]
+
+
+def test_a_failure_during_an_answer_does_not_interrupt_it(
+    environment: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_compiler(environment, "exit 1\n")
+    operators = CpuOperators(environment)
+    while operators.expected:
+        operators.poll()
+    assert operators.problem is not None and notices(caplog) == []
+
+
+def test_what_is_no_library_does_not_load(environment: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    fake_compiler(environment, "echo nonsense > $out\n")
+    assert not CpuOperators(environment).wait()
+    assert "does not load" in notices(caplog)[0]
+
+
+def test_a_damaged_library_is_built_again(environment: dict[str, str]) -> None:
+    fake_compiler(environment, "echo library > $out\n")
+    job = make_job(environment)
+    assert building.run(job)
+    (library,) = job.whole_libraries()
+    library.write_text("damaged")
+    assert job.whole_libraries() == []
+    assert building.run(job)
+    assert [path.read_text() for path in job.whole_libraries()] == ["library\n"]
+
+
+def test_two_processes_build_once_together(environment: dict[str, str]) -> None:
+    script = fake_compiler(environment, "sleep 0.3; echo library > $out\n")
+    command = [sys.executable, "-I", building.__file__, make_job(environment).to_json()]
+    builders = [subprocess.Popen(command) for _ in range(2)]
+    assert [builder.wait() for builder in builders] == [0, 0]
+    assert script.with_suffix(".calls").read_text() == "called\ncalled\n"  # once to compile, once to link
+    assert len(make_job(environment).whole_libraries()) == 1
+
+
+def test_another_instruction_set_is_another_library(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_compiler(environment, "")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    older = make_job(environment).key
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert make_job(environment).key != older
+
+
+def test_a_cache_folder_that_cannot_be_made(environment: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    fake_compiler(environment, "")
+    Path(environment["XDG_CACHE_HOME"]).write_text("a file")
+    CpuOperators(environment)
+    assert "cannot be made" in notices(caplog)[0]
+
+
+def test_a_cache_folder_that_others_can_write_is_not_trusted(
+    environment: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_compiler(environment, "")
+    folder = Path(make_job(environment).directory)
+    folder.chmod(0o777)
+    CpuOperators(environment)
+    assert "others can write" in notices(caplog)[0]
+
+
+@pytest.mark.slow
+def test_the_older_instruction_set_gives_the_same_results() -> None:
+    """The operators' own tests once more, built for AVX2."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("this processor has one instruction set only")
+    if not cpu_operators().expected:
+        pytest.skip(f"no CPU operators: {cpu_operators().problem}")
+    here = Path(__file__).parent
+    tests = [str(here / name) for name in ("test_paged_attention.py", "test_linear.py")]
+    outcome = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-k", "cpu", *tests],
+        env=os.environ | {"ATEN_CPU_CAPABILITY": "avx2"},
+        capture_output=True,
+        text=True,
+    )
+    assert outcome.returncode == 0, outcome.stdout

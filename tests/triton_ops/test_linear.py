@@ -1,0 +1,38 @@
+"""The linear operator against a float64 product, for every number of rows at which it changes its ways."""
+
+import pytest
+import torch
+
+from triton_ops import linear
+
+pytestmark = pytest.mark.usefixtures("implementation")
+
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 8, 13, 48, 49, 100])
+@pytest.mark.parametrize(("depth", "columns"), [(64, 96), (200, 70), (7, 1), (513, 33)])
+def test_it_is_the_product(dtype: torch.dtype, rows: int, depth: int, columns: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    row, weight, bias = (
+        torch.randn(*shape, generator=generator).to(dtype) for shape in ((rows, depth), (columns, depth), (columns,))
+    )
+    for added in (bias, None):
+        expected = row.double() @ weight.double().T + (0 if added is None else added.double())
+        found = linear(row, weight, added)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, atol=1e-3, rtol=1.01 * ROUNDING[dtype])
+
+
+def test_leading_dimensions_and_strides_are_kept() -> None:
+    wide = torch.randn(2, 3, 64).bfloat16()
+    weight = torch.randn(5, 32).bfloat16()
+    found = linear(wide[..., ::2], weight)
+    assert found.shape == (2, 3, 5)
+    torch.testing.assert_close(found.float(), wide[..., ::2].float() @ weight.float().T, atol=1e-2, rtol=1e-2)
+
+
+def test_torch_accepts_it_for_tracing() -> None:
+    arguments = (torch.randn(3, 8).bfloat16(), torch.randn(4, 8).bfloat16(), torch.randn(4).bfloat16())
+    torch.library.opcheck(torch.ops.nanoserve.linear.default, arguments)

@@ -1,0 +1,187 @@
+// Attention of rows with a single query: every key and value is read once, for all the heads that share it.
+//
+// The context is cut into spans of fixed places. A span's result depends on nothing but the row itself, and so neither
+// on the other rows of the step nor on the number of threads.
+#pragma once
+
+#include "attention_problem.h"
+
+namespace nanoserve {
+
+constexpr int64_t kSpan = 256;       // positions
+constexpr int64_t kHeadsAtOnce = 4;  // query heads whose sums stay in registers together
+
+// scores[g][j] = query[g] . keys[j] for `count` keys lying together; the next stretch is fetched meanwhile.
+template <typename Number, int64_t Heads>
+inline void score_keys(
+    const float* query, int64_t query_stride, const Number* keys, int64_t count, int64_t head_dim, const Number* next,
+    float* scores) {
+  const int64_t whole = head_dim / kLanes * kLanes;
+  for (int64_t j = 0; j < count; ++j, keys += head_dim, next += head_dim) {
+    Vec sums[Heads];
+    for (auto& sum : sums) sum = Vec(0.0f);
+    for (int64_t d = 0; d < whole; d += kLanes) {
+      __builtin_prefetch(next + d);
+      const Vec key = floats_at(keys + d);
+      for (int64_t g = 0; g < Heads; ++g) sums[g] = at::vec::fmadd(floats_at(query + g * query_stride + d), key, sums[g]);
+    }
+    if (whole < head_dim) {
+      const Vec key = some_floats_at(keys + whole, head_dim - whole);
+      for (int64_t g = 0; g < Heads; ++g) sums[g] = at::vec::fmadd(floats_at(query + g * query_stride + whole), key, sums[g]);
+    }
+    for (int64_t g = 0; g < Heads; ++g) scores[g * kSpan + j] = sum_of_lanes(sums[g]);
+  }
+}
+
+// Scores become weights exp(score - largest); returns {largest, sum of weights}.
+inline std::pair<float, float> weigh(float* scores, int64_t count) {
+  const int64_t padded = round_up(count, kLanes);
+  std::fill(scores + count, scores + padded, kNothing);
+  Vec largest(kNothing);
+  for (int64_t j = 0; j < padded; j += kLanes) largest = at::vec::maximum(largest, Vec::loadu(scores + j));
+  const float top = largest_lane(largest);
+  Vec total(0.0f);
+  for (int64_t j = 0; j < padded; j += kLanes) {
+    const Vec weight = (Vec::loadu(scores + j) - Vec(top)).exp_u20();
+    weight.store(scores + j);
+    total = total + weight;
+  }
+  return {top, sum_of_lanes(total)};
+}
+
+// out[g][d] += sum over positions of weights[g][position] * value[position][d], for Vectors * kLanes columns from d.
+template <typename Number, int64_t Heads, int64_t Vectors>
+inline void add_values(
+    const Problem<Number>& problem, int64_t row, int64_t kv_head, int64_t first, int64_t last, const float* weights,
+    int64_t d, int64_t columns, float* out, int64_t out_stride) {
+  Vec sums[Heads][Vectors];
+  for (auto& head : sums)
+    for (auto& sum : head) sum = Vec(0.0f);
+  const int64_t head_dim = problem.head_dim;
+  problem.stretches(row, kv_head, first, last, [&](int64_t offset, int64_t position, int64_t count) {
+    const Number* values = problem.values + offset + d;
+    const int64_t after = position + count;
+    const Number* next = after < last ? problem.values + problem.offset(row, kv_head, after) + d : values;
+    for (int64_t j = 0; j < count; ++j, values += head_dim, next += head_dim) {
+      Vec value[Vectors];
+      for (int64_t v = 0; v < Vectors; ++v) {
+        __builtin_prefetch(next + v * kLanes);
+        value[v] = columns < kLanes ? some_floats_at(values, columns) : floats_at(values + v * kLanes);
+      }
+      for (int64_t g = 0; g < Heads; ++g) {
+        const Vec weight(weights[g * kSpan + position - first + j]);
+        for (int64_t v = 0; v < Vectors; ++v) sums[g][v] = at::vec::fmadd(weight, value[v], sums[g][v]);
+      }
+    }
+  });
+  for (int64_t g = 0; g < Heads; ++g)
+    for (int64_t v = 0; v < Vectors; ++v) sums[g][v].store(out + g * out_stride + d + v * kLanes);
+}
+
+// A span for some heads of a group. Each result is [padded head_dim] sums, then the largest score and the sum of weights.
+template <typename Number, int64_t Heads>
+void attend_span(
+    const Problem<Number>& problem, int64_t row, int64_t kv_head, int64_t head, int64_t first, int64_t last,
+    float* results, int64_t result_stride) {
+  const int64_t head_dim = problem.head_dim, padded = round_up(head_dim, kLanes);
+  static thread_local std::vector<float> query_memory;
+  float* query = Scratch(query_memory).take(Heads * padded);
+  const int64_t token = problem.query_starts[row];
+  for (int64_t g = 0; g < Heads; ++g) {
+    std::fill(query + g * padded + head_dim, query + (g + 1) * padded, 0.0f);
+    convert_scaled(problem.query_at(token, head + g), query + g * padded, head_dim, problem.scale);
+  }
+  float scores[Heads * kSpan];
+  problem.stretches(row, kv_head, first, last, [&](int64_t offset, int64_t position, int64_t count) {
+    const int64_t after = position + count;
+    const Number* next = after < last ? problem.keys + problem.offset(row, kv_head, after)
+                                      : problem.values + problem.offset(row, kv_head, first);
+    score_keys<Number, Heads>(query, padded, problem.keys + offset, count, head_dim, next, scores + position - first);
+  });
+  for (int64_t g = 0; g < Heads; ++g)
+    std::tie(results[g * result_stride + padded], results[g * result_stride + padded + 1]) =
+        weigh(scores + g * kSpan, last - first);
+  constexpr int64_t kVectors = Heads > 2 || kLanes < 16 ? 4 : 8;
+  int64_t d = 0;
+  for (; d + kVectors * kLanes <= head_dim; d += kVectors * kLanes)
+    add_values<Number, Heads, kVectors>(
+        problem, row, kv_head, first, last, scores, d, head_dim - d, results, result_stride);
+  for (; d < head_dim; d += kLanes)
+    add_values<Number, Heads, 1>(problem, row, kv_head, first, last, scores, d, head_dim - d, results, result_stride);
+}
+
+// The spans of one query and head become its attention: their weights are brought to the same largest score.
+template <typename Number>
+void join_spans(float* results, int64_t spans, int64_t span_stride, int64_t head_dim, Number* out) {
+  const int64_t padded = round_up(head_dim, kLanes);
+  float top = kNothing, total = 0.0f;
+  for (int64_t span = 0; span < spans; ++span) top = std::max(top, results[span * span_stride + padded]);
+  for (int64_t span = 0; span < spans; ++span) {
+    float* result = results + span * span_stride;
+    const float factor = std::exp(result[padded] - top);
+    total += factor * result[padded + 1];
+    for (int64_t d = 0; d < padded; d += kLanes) {
+      const Vec scaled = Vec::loadu(result + d) * Vec(factor);
+      (span == 0 ? scaled : Vec::loadu(results + d) + scaled).store(results + d);
+    }
+  }
+  for (int64_t d = 0; d < padded; d += kLanes) (Vec::loadu(results + d) / Vec(total)).store(results + d);
+  convert_back(results, out, head_dim);
+}
+
+template <typename Number>
+void attend_group(
+    const Problem<Number>& problem, int64_t row, int64_t kv_head, int64_t first, int64_t last, float* results,
+    int64_t result_stride) {
+  const int64_t end = (kv_head + 1) * problem.group;
+  for (int64_t head = kv_head * problem.group; head < end;) {
+    switch (std::min(kHeadsAtOnce, end - head)) {
+      case 4: attend_span<Number, 4>(problem, row, kv_head, head, first, last, results, result_stride); break;
+      case 3: attend_span<Number, 3>(problem, row, kv_head, head, first, last, results, result_stride); break;
+      case 2: attend_span<Number, 2>(problem, row, kv_head, head, first, last, results, result_stride); break;
+      default: attend_span<Number, 1>(problem, row, kv_head, head, first, last, results, result_stride);
+    }
+    const int64_t done = std::min(kHeadsAtOnce, end - head);
+    head += done;
+    results += done * result_stride;
+  }
+}
+
+template <typename Number>
+void attend_single_queries(const Problem<Number>& problem, const std::vector<int64_t>& rows) {
+  struct Item {
+    int64_t row, span, first_span, result;
+  };
+  std::vector<Item> items;
+  std::vector<int64_t> first_item;
+  const int64_t size = round_up(problem.head_dim, kLanes) + kLanes;
+  int64_t positions = 0;
+  for (const int64_t row : rows) {
+    const int64_t last = problem.contexts[row], seen = problem.first_seen(last - 1);
+    first_item.push_back(static_cast<int64_t>(items.size()));
+    for (int64_t span = seen / kSpan; span <= (last - 1) / kSpan; ++span)
+      items.push_back({row, span, seen / kSpan, static_cast<int64_t>(items.size()) * problem.num_heads * size});
+    positions += last - seen;
+  }
+  first_item.push_back(static_cast<int64_t>(items.size()));
+  static thread_local std::vector<float> memory;
+  float* results = Scratch(memory).take(static_cast<int64_t>(items.size()) * problem.num_heads * size);
+  const int64_t work = 2 * positions * problem.num_heads * problem.head_dim;
+  share_out(static_cast<int64_t>(items.size()) * problem.num_kv_heads, work, [&](int64_t place) {
+    const Item& item = items[place / problem.num_kv_heads];
+    const int64_t kv_head = place % problem.num_kv_heads, context = problem.contexts[item.row];
+    attend_group(
+        problem, item.row, kv_head, std::max(item.span * kSpan, problem.first_seen(context - 1)),
+        std::min((item.span + 1) * kSpan, context), results + item.result + kv_head * problem.group * size, size);
+  });
+  const int64_t row_count = static_cast<int64_t>(rows.size());
+  share_out(row_count, static_cast<int64_t>(items.size()) * problem.num_heads * size, [&](int64_t place) {
+    const int64_t first = first_item[place], spans = first_item[place + 1] - first;
+    for (int64_t head = 0; head < problem.num_heads; ++head)
+      join_spans(
+          results + items[first].result + head * size, spans, problem.num_heads * size, problem.head_dim,
+          problem.out_at(problem.query_starts[rows[place]], head));
+  });
+}
+
+}  // namespace nanoserve

@@ -1,0 +1,60 @@
+// The CPU's own implementations of nanoserve's operators; their schemas are defined in Python (triton_ops).
+//
+// Written on ATen's portable vectors: the same source serves AVX2, AVX-512 and NEON, chosen by CPU_CAPABILITY.
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include "cache_write.h"
+#include "decode_attention.h"
+#include "linear.h"
+#include "prefill_attention.h"
+
+namespace nanoserve {
+
+template <typename Number>
+void attend(const Problem<Number>& problem) {
+  std::vector<int64_t> single, several;
+  for (int64_t row = 0; row < problem.rows; ++row) {
+    if (problem.queries(row) == 1) single.push_back(row);
+    if (problem.queries(row) > 1) several.push_back(row);
+  }
+  if (!several.empty()) attend_several_queries(problem, several);
+  if (!single.empty()) attend_single_queries(problem, single);
+}
+
+void paged_attention(
+    const at::Tensor& out, const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache,
+    const at::Tensor& block_tables, const at::Tensor& query_starts, const at::Tensor& context_lengths, double scale,
+    int64_t sliding_window) {
+  const at::ScalarType type = out.scalar_type();
+  for (const at::Tensor* tensor : {&query, &key_cache, &value_cache})
+    TORCH_CHECK(tensor->scalar_type() == type, "paged_attention: query, caches and out must have the same dtype");
+  for (const at::Tensor* tensor : {&block_tables, &query_starts, &context_lengths})
+    TORCH_CHECK(
+        tensor->scalar_type() == at::kInt && tensor->is_contiguous(),
+        "paged_attention: block tables, starts and lengths must be contiguous int32");
+  TORCH_CHECK(
+      out.is_contiguous() && key_cache.is_contiguous() && value_cache.is_contiguous() && query.dim() == 3 &&
+          query.size(1) % key_cache.size(1) == 0 && query.size(2) == key_cache.size(3),
+      "paged_attention: contiguous out [T, heads * head_dim] and caches [blocks, kv_heads, block_size, head_dim] needed");
+  const at::Tensor rows = query.stride(2) == 1 ? query : query.contiguous();
+  const auto run = [&](auto number) {
+    attend(make_problem<decltype(number)>(
+        out, rows, key_cache, value_cache, block_tables, query_starts, context_lengths, scale, sliding_window));
+  };
+  switch (type) {
+    case at::kFloat: return run(float());
+    case at::kBFloat16: return run(at::BFloat16());
+    case at::kHalf: return run(at::Half());
+    default: TORCH_CHECK(false, "paged_attention: no implementation for ", type);
+  }
+}
+
+}  // namespace nanoserve
+
+TORCH_LIBRARY_IMPL(nanoserve, CPU, library) {
+  library.impl("cache_write", &nanoserve::cache_write);
+  library.impl("linear", &nanoserve::linear);
+  library.impl("paged_attention", &nanoserve::paged_attention);
+}

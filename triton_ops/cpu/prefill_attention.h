@@ -1,0 +1,132 @@
+// Attention of rows with several queries: blocks of queries against tiles of keys, as matrix products with an online
+// softmax (arXiv 2205.14135). All heads that share a key-value head are rows of the same product.
+#pragma once
+
+#include "attention_problem.h"
+#include "tile_product.h"
+
+namespace nanoserve {
+
+constexpr int64_t kTileKeys = 64;
+constexpr int64_t kBlockRows = 128;  // queries times heads of a group
+
+// One thread's tiles.
+struct Tiles {
+  int64_t rows, depth;  // depth: head_dim, padded
+  float *query, *loaded, *keys, *values, *scores, *sums, *largest, *totals;
+
+  Tiles(std::vector<float>& memory, int64_t most_rows, int64_t padded) : rows(most_rows), depth(padded) {
+    float* next = Scratch(memory).take(2 * rows * depth + 3 * kTileKeys * depth + rows * kTileKeys + 2 * rows);
+    const auto part = [&next](int64_t size) { return std::exchange(next, next + size); };
+    query = part(rows * depth), loaded = part(kTileKeys * depth), keys = part(depth * kTileKeys);
+    values = part(kTileKeys * depth), scores = part(rows * kTileKeys), sums = part(rows * depth);
+    largest = part(rows), totals = part(rows);
+  }
+};
+
+// Positions first..last of a tile that begins at `begin`, as floats; zeros where nothing may be read.
+template <typename Number>
+void load_tile(
+    const Problem<Number>& problem, const Number* cache, int64_t row, int64_t kv_head, int64_t begin, int64_t first,
+    int64_t last, int64_t depth, float* tile) {
+  const int64_t head_dim = problem.head_dim;
+  if (last - first < kTileKeys || head_dim < depth) std::fill(tile, tile + kTileKeys * depth, 0.0f);
+  problem.stretches(row, kv_head, first, last, [&](int64_t offset, int64_t position, int64_t count) {
+    for (int64_t j = 0; j < count; ++j)
+      convert_scaled(cache + offset + j * head_dim, tile + (position - begin + j) * depth, head_dim, 1.0f);
+  });
+}
+
+// Scores of one row of a tile become weights; returns by what factor earlier sums are to be multiplied.
+inline float weigh_tile(float* scores, int64_t from, int64_t to, float& largest, float& total) {
+  std::fill(scores, scores + from, kNothing);
+  std::fill(scores + to, scores + kTileKeys, kNothing);
+  Vec top(largest);
+  for (int64_t j = 0; j < kTileKeys; j += kLanes) top = at::vec::maximum(top, Vec::loadu(scores + j));
+  const float now = largest_lane(top), factor = largest == now ? 1.0f : std::exp(largest - now);
+  Vec sum(0.0f);
+  for (int64_t j = 0; j < kTileKeys; j += kLanes) {
+    const Vec weight = (Vec::loadu(scores + j) - Vec(now)).exp_u20();
+    weight.store(scores + j);
+    sum = sum + weight;
+  }
+  total = total * factor + sum_of_lanes(sum);
+  largest = now;
+  return factor;
+}
+
+// Queries first_query..last_query (counted within the row) of all heads of one group.
+template <typename Number>
+void attend_block(
+    const Problem<Number>& problem, int64_t row, int64_t kv_head, int64_t first_query, int64_t last_query,
+    const Tiles& tiles) {
+  const int64_t group = problem.group, depth = tiles.depth, head_dim = problem.head_dim;
+  const int64_t rows = (last_query - first_query) * group, token = problem.query_starts[row];
+  const int64_t before = problem.contexts[row] - problem.queries(row);  // position of the row's first query
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t head = kv_head * group + i % group;
+    std::fill(tiles.query + i * depth + head_dim, tiles.query + (i + 1) * depth, 0.0f);
+    convert_scaled(
+        problem.query_at(token + first_query + i / group, head), tiles.query + i * depth, head_dim, problem.scale);
+  }
+  std::fill(tiles.sums, tiles.sums + rows * depth, 0.0f);
+  std::fill(tiles.largest, tiles.largest + rows, kNothing);
+  std::fill(tiles.totals, tiles.totals + rows, 0.0f);
+  const int64_t seen = problem.first_seen(before + first_query), end = before + last_query;
+  for (int64_t begin = seen / kTileKeys * kTileKeys; begin < end; begin += kTileKeys) {
+    const int64_t first = std::max(begin, seen), last = std::min(begin + kTileKeys, end);
+    load_tile(problem, problem.keys, row, kv_head, begin, first, last, depth, tiles.loaded);
+    for (int64_t j = 0; j < kTileKeys; j += kTransposed)
+      for (int64_t d = 0; d < depth; d += kTransposed)
+        at::vec::transpose_mxn<float, kTransposed, kTransposed>(
+            tiles.loaded + j * depth + d, depth, tiles.keys + d * kTileKeys + j, kTileKeys);
+    load_tile(problem, problem.values, row, kv_head, begin, first, last, depth, tiles.values);
+    multiply<false>(tiles.query, depth, tiles.keys, kTileKeys, tiles.scores, kTileKeys, rows, depth, kTileKeys);
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t position = before + first_query + i / group;
+      const int64_t from = std::max(first, problem.first_seen(position)) - begin;
+      const int64_t to = std::min(last, position + 1) - begin;
+      float* scores = tiles.scores + i * kTileKeys;
+      if (from >= to) {  // this query sees nothing of the tile
+        std::fill(scores, scores + kTileKeys, 0.0f);
+        continue;
+      }
+      const float factor = weigh_tile(scores, from, to, tiles.largest[i], tiles.totals[i]);
+      float* sums = tiles.sums + i * depth;
+      if (factor != 1.0f)
+        for (int64_t d = 0; d < depth; d += kLanes) (Vec::loadu(sums + d) * Vec(factor)).store(sums + d);
+    }
+    multiply<true>(tiles.scores, kTileKeys, tiles.values, depth, tiles.sums, depth, rows, kTileKeys, depth);
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    float* sums = tiles.sums + i * depth;
+    for (int64_t d = 0; d < depth; d += kLanes) (Vec::loadu(sums + d) / Vec(tiles.totals[i])).store(sums + d);
+    convert_back(sums, problem.out_at(token + first_query + i / group, kv_head * group + i % group), head_dim);
+  }
+}
+
+template <typename Number>
+void attend_several_queries(const Problem<Number>& problem, const std::vector<int64_t>& rows) {
+  struct Item {
+    int64_t row, first_query, last_query;
+  };
+  std::vector<Item> items;
+  const int64_t queries_at_once = std::max<int64_t>(1, kBlockRows / problem.group);
+  int64_t work = 0;
+  for (const int64_t row : rows) {
+    const int64_t queries = problem.queries(row);
+    work += 2 * queries * problem.contexts[row] * problem.num_heads * problem.head_dim;
+    // The last queries see most: begun first, they leave no thread waiting for a long block at the end.
+    for (int64_t first = (queries - 1) / queries_at_once * queries_at_once; first >= 0; first -= queries_at_once)
+      items.push_back({row, first, std::min(first + queries_at_once, queries)});
+  }
+  const int64_t depth = round_up(problem.head_dim, kTransposed);
+  share_out(static_cast<int64_t>(items.size()) * problem.num_kv_heads, work, [&](int64_t place) {
+    static thread_local std::vector<float> memory;
+    const Item& item = items[place / problem.num_kv_heads];
+    const Tiles tiles(memory, queries_at_once * problem.group, depth);
+    attend_block(problem, item.row, place % problem.num_kv_heads, item.first_query, item.last_query, tiles);
+  });
+}
+
+}  // namespace nanoserve
