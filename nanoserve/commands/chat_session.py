@@ -160,7 +160,10 @@ class ChatSession:
         """
         saved = msgspec.to_builtins(SavedChat(self.messages(), self.settings))
         try:
-            _write_atomically(path, json.dumps(saved, indent=2, ensure_ascii=False) + "\n")
+            # The rename would put a file in the place of a device or pipe, which others use, and of a link.
+            if path.exists() and not path.is_file():
+                raise RuntimeFailure(f"cannot write {path}: it is no regular file")
+            _write_atomically(path.resolve(), json.dumps(saved, indent=2, ensure_ascii=False) + "\n")
         except OSError as error:
             raise RuntimeFailure(f"cannot write {path}: {error.strerror}") from None
 
@@ -171,6 +174,8 @@ class ChatSession:
             UsageError: if the file is no saved chat; the session stays as it was.
         """
         try:
+            if path.exists() and not path.is_file():  # reading a device or pipe might never end
+                raise UsageError(f"cannot read {path}: it is no regular file")
             saved = msgspec.json.decode(path.read_bytes(), type=SavedChat)
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}") from None

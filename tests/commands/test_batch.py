@@ -169,7 +169,7 @@ def test_files_that_cannot_be_used(command: Run, source: Path, target: Path, tmp
 def test_what_cannot_be_read_back_is_no_output(command: Run, source: Path, tmp_path: Path) -> None:
     source.write_text('{"prompt": "a"}\n')
     os.mkfifo(tmp_path / "pipe")
-    for name in ("/dev/null", "/dev/full", str(tmp_path / "pipe"), str(tmp_path)):
+    for name in ("/dev/null", str(tmp_path / "pipe"), str(tmp_path)):
         code, _, err = command("generate", "-f", str(source), "-o", name)
         assert (code, err.count("\n")) == (2, 1)
         assert f"{name} is no regular file" in err

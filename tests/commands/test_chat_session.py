@@ -198,6 +198,20 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
         session.save(tmp_path / "nowhere" / "chat.json")
 
 
+def test_only_regular_files_are_saved_to_and_loaded(tmp_path: Path) -> None:
+    session, _ = make_session()
+    pipe, link, path = tmp_path / "pipe", tmp_path / "link", tmp_path / "chat.json"
+    os.mkfifo(pipe)
+    with pytest.raises(RuntimeFailure, match="pipe: it is no regular file"):
+        session.save(pipe)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    with pytest.raises(UsageError, match="pipe: it is no regular file"):
+        session.load(pipe)
+    link.symlink_to(path)
+    session.save(link)
+    assert link.is_symlink() and path.is_file()
+
+
 @pytest.mark.parametrize(
     "content",
     [
