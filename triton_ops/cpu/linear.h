@@ -8,19 +8,20 @@
 
 namespace nanoserve {
 
-// Rows of the weight matrix that a thread takes at a time.
+// Rows of the weight matrix that a thread takes at a time, and that it multiplies together.
 constexpr int64_t kWeightRows = 32;
-// Beyond this many rows of input the arithmetic takes longer than the reading, and a matrix product is the better tool.
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16)
-constexpr int64_t kFewRows = 4;
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int64_t kWeightsAtOnce = 4;
 #else
-constexpr int64_t kFewRows = 48;
+constexpr int64_t kWeightsAtOnce = 2;
 #endif
+// Beyond this many rows of input the arithmetic takes longer than the reading, and a matrix product is the better tool;
+// on a processor that multiplies in 16 bits itself, torch's.
+constexpr int64_t kFewRows = 48;
+constexpr int64_t kFewRowsBesideTorch = 4;
 // Of the weights that are multiplied with many rows at a time: 64 columns of the result, 128 of the depth, in float32.
 constexpr int64_t kPanel = 64;
 constexpr int64_t kPanelDepth = 128;
-// How far ahead of its use a weight is asked for, in bytes.
-constexpr int64_t kPrefetchBytes = 1024;
 
 // out[Inputs, Weights] = inputs[Inputs, depth] weights[Weights, depth]^T, with `Chains` independent sums along depth so
 // that additions do not wait for one another.
@@ -37,7 +38,7 @@ inline void dot_products(
       const int64_t at = k + chain * kLanes;
       for (int64_t n = 0; n < Weights; ++n) {
         const Number* place = weights + n * depth + at;
-        __builtin_prefetch(reinterpret_cast<const char*>(place) + kPrefetchBytes);
+        __builtin_prefetch(place + Weights * depth);  // the same place in the rows that come next
         const Vec weight = floats_at(place);
         for (int64_t m = 0; m < Inputs; ++m)
           sums[chain][m][n] = at::vec::fmadd(Vec::loadu(inputs + m * input_stride + at), weight, sums[chain][m][n]);
@@ -76,14 +77,8 @@ inline void dot_some_inputs(
   for (; m + 2 <= count; m += 2)
     dot_products<Number, 2, Weights, 1>(inputs + m * stride, stride, weights, depth, out + m * out_stride, out_stride);
   for (; m < count; ++m)
-    dot_products<Number, 1, Weights, 1>(inputs + m * stride, stride, weights, depth, out + m * out_stride, out_stride);
+    dot_products<Number, 1, Weights, 2>(inputs + m * stride, stride, weights, depth, out + m * out_stride, out_stride);
 }
-
-#if defined(CPU_CAPABILITY_AVX512)
-constexpr int64_t kWeightsAtOnce = 4;
-#else
-constexpr int64_t kWeightsAtOnce = 2;
-#endif
 
 // One thread's share: `count` rows of weights for all inputs. out is [inputs, count].
 template <typename Number>
@@ -91,14 +86,10 @@ inline void multiply_share(
     const float* inputs, int64_t stride, int64_t num_inputs, const Number* weights, int64_t count, int64_t depth,
     float* out) {
   int64_t n = 0;
-  if (num_inputs > 1)
-    for (; n + kWeightsAtOnce <= count; n += kWeightsAtOnce)
-      dot_some_inputs<Number, kWeightsAtOnce>(inputs, stride, num_inputs, weights + n * depth, depth, out + n, count);
+  for (; n + kWeightsAtOnce <= count; n += kWeightsAtOnce)
+    dot_some_inputs<Number, kWeightsAtOnce>(inputs, stride, num_inputs, weights + n * depth, depth, out + n, count);
   for (; n < count; ++n)
-    if (num_inputs == 1)  // a single stream of weights is read fastest
-      dot_products<Number, 1, 1, 4>(inputs, stride, weights + n * depth, depth, out + n, count);
-    else
-      dot_some_inputs<Number, 1>(inputs, stride, num_inputs, weights + n * depth, depth, out + n, count);
+    dot_some_inputs<Number, 1>(inputs, stride, num_inputs, weights + n * depth, depth, out + n, count);
 }
 
 template <typename Number>
@@ -185,7 +176,7 @@ inline at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, cons
       "linear: input [M, K] and weight [N, K] are needed, not ", input.sizes(), " and ", weight.sizes());
   const bool same = input.scalar_type() == type && (!bias || bias->scalar_type() == type);
   const bool halves = type == at::kBFloat16 || type == at::kHalf;
-  const bool few = input.size(0) <= kFewRows;
+  const bool few = input.size(0) <= (multiplies_in(type) ? kFewRowsBesideTorch : kFewRows);
   if (!same || !halves || !weight.is_contiguous() || weight.numel() == 0 || (!few && multiplies_in(type)))
     return at::linear(input, weight, bias);
   const at::Tensor rows = input.contiguous(), added = bias ? bias->contiguous() : at::Tensor();
