@@ -21,11 +21,13 @@ from nanoserve.models.hub import ResolvedModel, resolve_model
 from nanoserve.models.loading import load_model
 from nanoserve.outputs import RequestTracker
 from nanoserve.request import MAX_SEED, FinishReason, Request, RequestOutput, SamplingParams
+from nanoserve.runtime.compiled_layers import CompiledLayers
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.memory import choose_num_blocks
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from triton_ops.cpu import cpu_operators
 
 Message = Mapping[str, Any]
 Prompt = str | SequenceOf[int] | SequenceOf[Message]
@@ -95,12 +97,17 @@ class LLM:
             max_num_seqs=config.max_num_seqs,
         )
         self.max_model_len = min(config.max_model_len or longest, num_blocks * config.block_size)
+        self._operators = cpu_operators() if decoder.embedding.weight.is_cpu else None
+        self._layers: CompiledLayers | None = None
+        if self._operators is not None and not config.eager:
+            self._layers = CompiledLayers(decoder, block_size=config.block_size, operators=self._operators)
         executor = LocalExecutor(
             decoder,
             self.config,
             num_blocks=num_blocks,
             block_size=config.block_size,
             device=torch.device(config.device),
+            layers=self._layers,
         )
         scheduler = Scheduler(
             make_policy(config.policy, config.max_num_batched_tokens),
@@ -112,6 +119,25 @@ class LLM:
             pipeline_depth=executor.max_in_flight,
         )
         return Engine(scheduler, executor, vocab_size=self.config.vocab_size)
+
+    def start_preparing(self) -> None:
+        """Begin to compile in the background what makes answers faster. It takes over as soon as it is ready."""
+        if self._layers is not None:
+            self._layers.start()
+
+    def prepare(self, progress: Any = None) -> None:
+        """Have everything compiled before going on: ahead of long batches and of whatever is timed.
+
+        Takes a minute the first time that a model runs on a machine, and no time later. ``progress`` as above.
+        """
+        self.start_preparing()
+        for stage, built in (("building operators", self._operators), ("compiling layers", self._layers)):
+            if built is not None and built.pending:
+                if progress is not None:
+                    progress(stage, 0, 1)
+                built.wait()
+                if progress is not None:
+                    progress(stage, 1, 1)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends."""

@@ -6,6 +6,8 @@ from torch.nn import functional
 
 from triton_ops.registration import register
 
+_HALVES = (torch.bfloat16, torch.float16)
+
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
     """input [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]; all of one dtype.
@@ -14,6 +16,14 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     rows: Tensor = torch.ops.nanoserve.linear(input.reshape(-1, input.shape[-1]), weight, bias)
     return rows.view(*input.shape[:-1], weight.shape[0])
+
+
+def project(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same by `linear` where that is faster, else by torch's own product: slow for 16-bit weights on a CPU, but the
+    only one that can be differentiated."""
+    if weight.device.type == "cpu" and weight.dtype in _HALVES and not weight.requires_grad:
+        return linear(rows, weight, bias)
+    return functional.linear(rows, weight, bias)
 
 
 def _fake_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A002

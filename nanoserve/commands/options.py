@@ -114,6 +114,9 @@ class EngineOptions:
         bool,
         switch("--no-prefix-caching", panel=ENGINE_PANEL, help="Compute every prompt from its start."),
     ] = False
+    eager: Annotated[
+        bool, switch("--eager", panel=ENGINE_PANEL, help="Never compile the model's layers; slower, same answers.")
+    ] = False
     threads: Annotated[
         int | None, option("--threads", panel=ENGINE_PANEL, help="CPU threads; default: one per physical core.", min=1)
     ] = None
@@ -137,6 +140,7 @@ class EngineOptions:
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "policy": self.policy,
             "enable_prefix_caching": not self.no_prefix_caching,
+            "eager": self.eager,
             "offline": self.offline,
         }
         if self.seed is not None:

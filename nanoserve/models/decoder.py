@@ -4,6 +4,9 @@ A layer is two pieces with attention between them. Attention is a callable passe
 serve from a paged cache, or hand attention to another device.
 """
 
+from collections.abc import Callable, Iterable
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -99,6 +102,10 @@ class DecoderLayer(nn.Module):
         return self.post_attention(attention(self.index, query, key, value), hidden)
 
 
+LayerFunction = Callable[[DecoderLayer, Tensor, Tensor, Tensor, AttentionFunction], Tensor]
+"""Runs one layer on hidden states, cosines, sines and an attention function: eagerly, or compiled."""
+
+
 class Decoder(nn.Module):
     """Token ids in, hidden states out; logits only for the positions that are asked for.
 
@@ -119,7 +126,13 @@ class Decoder(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embedding.weight
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionFunction) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionFunction,
+        run_layer: LayerFunction = DecoderLayer.__call__,
+    ) -> Tensor:
         """token_ids and positions, int64 [T] -> hidden states [T, hidden_size] after the final norm.
 
         The T tokens may belong to any number of sequences: only `attention` knows which.
@@ -127,8 +140,8 @@ class Decoder(nn.Module):
         hidden: Tensor = self.embedding(token_ids)
         cos, sin = self.rotary(positions)
         cos, sin = cos.to(hidden.dtype), sin.to(hidden.dtype)
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin, attention)
+        for layer in cast(Iterable[DecoderLayer], self.layers):
+            hidden = run_layer(layer, hidden, cos, sin, attention)
         normed: Tensor = self.final_norm(hidden)
         return normed
 
