@@ -22,5 +22,5 @@ def project(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class Linear(nn.Linear):
     """torch's layer, computed by `project`."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+    def forward(self, input: Tensor) -> Tensor:
         return project(input, self.weight, self.bias)
