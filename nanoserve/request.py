@@ -4,7 +4,6 @@ A Request with ``n`` samples becomes ``n`` Sequences. A Sequence has two words o
 along the arrows of ``LEGAL_TRANSITIONS`` and nowhere else, and the place of its KV cache.
 """
 
-import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -127,8 +126,9 @@ def _check_integer(name: str, value: object, low: int, high: int) -> None:
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= high or (above and value == low):  # type: ignore[operator]
+    # NaN is in no range, and an integer too large for a float is compared exactly.
+    is_right = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if not is_right or (above and value == low):
         bounds = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
         raise UsageError(f"{name} must be a number {bounds}, not {value!r}")
 

@@ -55,6 +55,11 @@ def test_what_is_out_of_range_is_refused_in_one_line(settings: dict[str, Any], s
     assert "\n" not in str(caught.value)
 
 
+def test_a_number_too_large_for_a_float_is_out_of_range() -> None:
+    with pytest.raises(UsageError, match="temperature must be a number from 0 to 100"):
+        SamplingParams(temperature=10**400)
+
+
 def test_settings_from_json_are_read_as_they_come() -> None:
     params = SamplingParams.from_mapping({"stop": "end", "logit_bias": {"7": 1}, "temperature": 0})
     assert params == SamplingParams(stop=("end",), logit_bias={7: 1.0}, temperature=0)
