@@ -9,6 +9,8 @@ in C++, are built on first use (`triton_ops.cpu`).
 from triton_ops.attention import paged_attention
 from triton_ops.cache import cache_write, copy_blocks
 from triton_ops.linear import linear
-from triton_ops.registration import plain_operators
+from triton_ops.registration import OPERATORS
+
+plain_operators = OPERATORS.plain
 
 __all__ = ["cache_write", "copy_blocks", "linear", "paged_attention", "plain_operators"]
