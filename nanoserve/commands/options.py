@@ -239,6 +239,7 @@ def with_options(command: Callable[..., int]) -> Callable[..., Action]:
         return partial(command, **values)
 
     keyword_only = [flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in flags]
+    # inspect honours the attribute, though the type of functions does not name it.
     prepare.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
     prepare.__annotations__ = {flag.name: flag.annotation for flag in keyword_only}
     prepare.__name__, prepare.__doc__ = command.__name__, command.__doc__

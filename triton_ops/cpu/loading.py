@@ -68,7 +68,7 @@ class CpuOperators:
         """Load a whole library from the cache, if there is one. Raises CannotBuild if it does not load."""
         for library in self._job.whole_libraries():
             try:
-                torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+                torch.ops.load_library(library)  # type: ignore[no-untyped-call]  # torch left it untyped
             except (OSError, RuntimeError) as error:
                 raise CannotBuild(f"{library} does not load ({error})") from error
             self.loaded = True
