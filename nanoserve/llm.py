@@ -250,9 +250,11 @@ class LLM:
     def _step(self) -> None:
         """One engine step. Ctrl-C takes effect behind it, so that no step is left half done."""
         with deferred_interrupts():
-            for update in self.engine.step():
+            updates = self.engine.step()
+            now = self.engine.now()
+            for update in updates:
                 tracker = self._trackers.get(update.request_id)
-                if tracker is not None and tracker.take(update):
+                if tracker is not None and tracker.take(update, now):
                     self.engine.stop(update.request_id, index=update.index, reason=FinishReason.STOP)
 
     def _forget(self, tracker: RequestTracker) -> None:

@@ -305,6 +305,7 @@ class RequestMetrics:
     arrival_time: float
     first_scheduled_time: float | None
     first_token_time: float | None
+    last_token_time: float | None
     finished_time: float | None
     output_tokens: int
 
@@ -325,10 +326,10 @@ class RequestMetrics:
 
     @property
     def time_per_output_token(self) -> float | None:
-        """TPOT: (E2EL - TTFT) / (output tokens - 1); None with fewer than two tokens."""
-        if self.finished_time is None or self.first_token_time is None or self.output_tokens < 2:
+        """TPOT: from the first token to the last one so far, over the tokens after the first; None without such."""
+        if self.last_token_time is None or self.first_token_time is None or self.output_tokens < 2:
             return None
-        return (self.finished_time - self.first_token_time) / (self.output_tokens - 1)
+        return (self.last_token_time - self.first_token_time) / (self.output_tokens - 1)
 
     def _since_arrival(self, event: float | None) -> float | None:
         return None if event is None else event - self.arrival_time

@@ -79,10 +79,15 @@ def test_only_legal_transitions_are_made() -> None:
 
 def test_metrics_are_the_fields_definitions() -> None:
     metrics = RequestMetrics(
-        arrival_time=10.0, first_scheduled_time=11.0, first_token_time=12.0, finished_time=18.0, output_tokens=4
+        arrival_time=10.0,
+        first_scheduled_time=11.0,
+        first_token_time=12.0,
+        last_token_time=18.0,
+        finished_time=18.0,
+        output_tokens=4,
     )
     assert metrics.queue_time == 1.0
     assert metrics.time_to_first_token == 2.0
     assert metrics.latency == 8.0
     assert metrics.time_per_output_token == 2.0
-    assert RequestMetrics(0.0, None, None, None, 0).time_per_output_token is None
+    assert RequestMetrics(0.0, None, None, None, None, 0).time_per_output_token is None
