@@ -90,7 +90,7 @@ def test_times_are_told(storyteller: LLM) -> None:
 def test_closing_a_stream_aborts_the_request(storyteller: LLM) -> None:
     stream = storyteller.stream("Once upon a time", SamplingParams(max_tokens=500, ignore_eos=True))
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert _all_blocks_are_back(storyteller)
 
 

@@ -10,6 +10,8 @@ from triton_ops.attention import paged_attention
 from triton_ops.cache import cache_write, copy_blocks
 from triton_ops.experts import sparse_experts
 from triton_ops.linear import linear, project
-from triton_ops.registration import plain_operators
+from triton_ops.registration import OPERATORS
+
+plain_operators = OPERATORS.plain
 
 __all__ = ["cache_write", "copy_blocks", "linear", "paged_attention", "plain_operators", "project", "sparse_experts"]

@@ -5,23 +5,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from triton_ops.linear import project
-from triton_ops.registration import register
+from triton_ops.registration import OPERATORS
 
 
+def _fake_sparse_experts(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return torch.empty_like(hidden)
+
+
+@OPERATORS.define(fake=_fake_sparse_experts)
 def sparse_experts(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Send every token through its SwiGLU experts and add up what they say, weighted.
 
     hidden: [T, hidden_size]; weights: [T, experts_per_token], float32; experts: int64, same shape;
     gate_up: [num_experts, 2 * intermediate_size, hidden_size]; down: [num_experts, hidden_size, intermediate_size].
     Returns [T, hidden_size].
+
+    The loop goes over experts, never over tokens: the pairs (token, expert) are sorted by expert once, and each expert
+    multiplies its contiguous share.
     """
-    output: Tensor = torch.ops.nanoserve.sparse_experts(hidden, weights, experts, gate_up, down)
-    return output
-
-
-def _sparse_experts(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The loop goes over experts, never over tokens: the pairs (token, expert) are sorted by expert once, and each
-    expert multiplies its contiguous share."""
     order = experts.flatten().argsort(stable=True)
     tokens = order // experts.shape[1]
     share_sizes = torch.bincount(experts.flatten(), minlength=gate_up.shape[0]).tolist()
@@ -37,14 +38,3 @@ def _sparse_experts(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: T
 def _expert(share: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     gate, up = project(share, gate_up).chunk(2, dim=-1)
     return project(functional.silu(gate) * up, down)
-
-
-def _fake_sparse_experts(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    return torch.empty_like(hidden)
-
-
-register(
-    "sparse_experts(Tensor hidden, Tensor weights, Tensor experts, Tensor gate_up, Tensor down) -> Tensor",
-    _sparse_experts,
-    _fake_sparse_experts,
-)

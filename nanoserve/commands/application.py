@@ -42,7 +42,8 @@ def application() -> typer.Typer:
 
 def _top_level(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", "-V", help="Show the version and exit.", is_eager=True)] = False,  # noqa: FBT002
+    *,
+    version: Annotated[bool, typer.Option("--version", "-V", help="Show the version and exit.", is_eager=True)] = False,
 ) -> None:
     if version:
         print(f"nanoserve {__version__}")

@@ -15,7 +15,7 @@ WORK_PANEL = "Work"
 RESULTS_PANEL = "Results"
 
 
-def work_option(*names: str, help: str, metavar: str = "N", **settings: Any) -> Any:  # noqa: A002
+def work_option(*names: str, help: str, metavar: str = "N", **settings: Any) -> Any:
     """An option that says what is measured; no environment variable, so that a command line tells the whole story."""
     return option(*names, panel=WORK_PANEL, help=help, metavar=metavar, envvar=None, **settings)
 

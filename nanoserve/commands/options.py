@@ -31,7 +31,7 @@ ENGINE_PANEL = "Engine"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def option(*names: str, panel: str, help: str, metavar: str = "N", **settings: Any) -> Any:  # noqa: A002
+def option(*names: str, panel: str, help: str, metavar: str = "N", **settings: Any) -> Any:
     """A typer option whose environment variable is named after its long flag."""
     long_name = next(name for name in names if name.startswith("--"))
     variable = "NANOSERVE_" + long_name.removeprefix("--").replace("-", "_").upper()
@@ -39,7 +39,7 @@ def option(*names: str, panel: str, help: str, metavar: str = "N", **settings: A
     return typer.Option(*names, help=help, **settings)
 
 
-def switch(*names: str, panel: str, help: str, **settings: Any) -> Any:  # noqa: A002
+def switch(*names: str, panel: str, help: str, **settings: Any) -> Any:
     """An option without a value: giving it says yes."""
     return option(*names, panel=panel, help=help, metavar="", **settings)
 
@@ -53,7 +53,7 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
     return check
 
 
-def _choice(*names: str, choices: tuple[str, ...], panel: str, help: str) -> Any:  # noqa: A002
+def _choice(*names: str, choices: tuple[str, ...], panel: str, help: str) -> Any:
     return option(
         *names,
         panel=panel,
@@ -243,6 +243,7 @@ def with_options(command: Callable[..., int]) -> Callable[..., Action]:
         return partial(command, **values)
 
     keyword_only = [flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in flags]
+    # inspect honours the attribute, though the type of functions does not name it.
     prepare.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
     prepare.__annotations__ = {flag.name: flag.annotation for flag in keyword_only}
     prepare.__name__, prepare.__doc__ = command.__name__, command.__doc__

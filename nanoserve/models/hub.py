@@ -110,7 +110,7 @@ def _bar_class(progress: ProgressCallback | None) -> Any:
     """A tqdm class that draws nothing and tells `progress` instead: the hub library reports through tqdm alone."""
     from tqdm import tqdm
 
-    class ReportingBar(tqdm):  # type: ignore[misc]
+    class ReportingBar(tqdm):  # type: ignore[misc]  # tqdm is untyped
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "file": io.StringIO(), "disable": progress is None})
 

@@ -8,5 +8,5 @@ from triton_ops import project
 class Linear(nn.Linear):
     """torch's layer, computed by `project`."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+    def forward(self, input: Tensor) -> Tensor:
         return project(input, self.weight, self.bias)

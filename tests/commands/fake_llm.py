@@ -129,7 +129,8 @@ class FakeLLM:
 
 
 def _delta(ids: tuple[int, ...], text: str, step: int, reason: str | None) -> RequestOutput:
-    metrics = RequestMetrics(0.0, 0.25, 0.5, 0.5 + 0.1 * (step - 1) if reason else None, step)
+    latest = 0.5 + 0.1 * (step - 1)
+    metrics = RequestMetrics(0.0, 0.25, 0.5, latest, latest if reason else None, step)
     sample = CompletionOutput(0, text, (step,), None, reason, None, metrics)
     return RequestOutput("fake", None, ids, (sample,), reason is not None, cached_tokens=1)
 

@@ -36,7 +36,7 @@ class CpuOperators(BackgroundLibrary):
         return [sys.executable, "-I", building.__file__, self._job.to_json()]
 
     def open(self, library: Path) -> None:
-        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+        torch.ops.load_library(library)  # type: ignore[no-untyped-call]  # torch left it untyped
 
 
 @cache
