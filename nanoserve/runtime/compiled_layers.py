@@ -69,12 +69,11 @@ class CompiledLayers:
 
     def __init__(self, decoder: Decoder, *, block_size: int, operators: CpuOperators) -> None:
         config, dtype = decoder.config, decoder.embedding.weight.dtype
+        self.libraries: dict[ModelConfig, LayerLibrary] = {}
         kinds = [layer_config(config, index) for index in range(config.num_layers)]
-        if operators.problem is None:
-            self._libraries = {kind: LayerLibrary(kind, dtype, block_size, operators) for kind in dict.fromkeys(kinds)}
-        else:  # the compiler that they lack is needed here too, and that has been said
-            self._libraries = {}
-        self._of_layer = [self._libraries.get(kind) for kind in kinds]
+        if operators.problem is None:  # else a compiler is missing that is needed here too, and that has been said
+            self.libraries = {kind: LayerLibrary(kind, dtype, block_size, operators) for kind in dict.fromkeys(kinds)}
+        self._of_layer = [self.libraries.get(kind) for kind in kinds]
         self._weights = [list(layer.parameters()) for layer in decoder.layers]
 
     @property
@@ -85,21 +84,21 @@ class CompiledLayers:
     @property
     def pending(self) -> bool:
         """Whether some are being compiled."""
-        return any(library.pending for library in self._libraries.values())
+        return any(library.pending for library in self.libraries.values())
 
     def start(self) -> None:
         """Begin to compile what is missing."""
-        for library in self._libraries.values():
+        for library in self.libraries.values():
             library.start()
 
     def poll(self) -> None:
         """Load what is ready. Between steps only."""
-        for library in self._libraries.values():
+        for library in self.libraries.values():
             library.poll()
 
     def wait(self) -> None:
         """Wait for what has been started."""
-        for library in self._libraries.values():
+        for library in self.libraries.values():
             library.wait()
 
     def __call__(

@@ -74,6 +74,14 @@ class FakeLLM:
     def __exit__(self, *_: object) -> None:
         self.closed = True
 
+    def start_preparing(self) -> None:
+        """There is nothing to compile."""
+
+    def prepare(self, progress: Any = None) -> None:
+        if progress is not None:
+            progress("compiling layers", 0, 1)
+            progress("compiling layers", 1, 1)
+
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.8, top_p=0.95)
 
