@@ -120,6 +120,11 @@ class LLM:
         )
         return Engine(scheduler, executor, vocab_size=self.config.vocab_size)
 
+    @property
+    def compiled(self) -> bool:
+        """Whether the model's layers run compiled."""
+        return self._layers is not None and self._layers.loaded
+
     def start_preparing(self) -> None:
         """Begin to compile in the background what makes answers faster. It takes over as soon as it is ready."""
         if self._layers is not None:

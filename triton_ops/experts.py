@@ -8,21 +8,31 @@ from triton_ops.linear import project
 from triton_ops.registration import OPERATORS
 
 
-def _fake_sparse_experts(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    return torch.empty_like(hidden)
-
-
-@OPERATORS.define(fake=_fake_sparse_experts)
 def sparse_experts(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Send every token through its SwiGLU experts and add up what they say, weighted.
 
     hidden: [T, hidden_size]; weights: [T, experts_per_token], float32; experts: int64, same shape;
     gate_up: [num_experts, 2 * intermediate_size, hidden_size]; down: [num_experts, hidden_size, intermediate_size].
     Returns [T, hidden_size].
-
-    The loop goes over experts, never over tokens: the pairs (token, expert) are sorted by expert once, and each expert
-    multiplies its contiguous share.
     """
+    if gate_up.requires_grad:  # an operator cannot be differentiated
+        return _share_out(hidden, weights, experts, gate_up, down)
+    return _sparse_experts(hidden, weights, experts, gate_up, down)
+
+
+def _fake_sparse_experts(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return torch.empty_like(hidden)
+
+
+@OPERATORS.define(fake=_fake_sparse_experts)
+def _sparse_experts(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """An operator, because a compiler cannot follow sizes that the data decide."""
+    return _share_out(hidden, weights, experts, gate_up, down)
+
+
+def _share_out(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The loop goes over experts, never over tokens: the pairs (token, expert) are sorted by expert once, and each
+    expert multiplies its contiguous share."""
     order = experts.flatten().argsort(stable=True)
     tokens = order // experts.shape[1]
     share_sizes = torch.bincount(experts.flatten(), minlength=gate_up.shape[0]).tolist()

@@ -14,7 +14,7 @@ from torch.nn import functional
 from nanoserve.config import ModelConfig
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.experts import SparseExperts
-from nanoserve.models.linear import Linear
+from nanoserve.models.linear import Embedding, Linear
 from nanoserve.models.rotary import RotaryEmbedding, rotate
 
 INITIAL_STANDARD_DEVIATION = 0.02
@@ -109,20 +109,21 @@ LayerFunction = Callable[[DecoderLayer, Tensor, Tensor, Tensor, AttentionFunctio
 class Decoder(nn.Module):
     """Token ids in, hidden states out; logits only for the positions that are asked for.
 
-    Built on torch's default device and dtype with random weights (normal, 0.02), ready to train; `load_model`
-    fills it from a checkpoint.
+    Built on torch's default device and dtype with random weights (normal, 0.02), ready to train; without
+    `initialize` the weights are whatever was in memory, and `load_model` fills them from a checkpoint.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, initialize: bool = True) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(config.rope)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary.to(self.embedding.weight.device)
-        self.apply(_initialize)
+        if initialize:
+            self.apply(_initialize)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embedding.weight
 
