@@ -84,7 +84,7 @@ def _openings(
     openings = []
     for name in ("nanoserve", *names):
         remark(f"preparing {name}")
-        source = model_name
+        source = model_name if model.directory is None else str(model.directory)  # found once, never looked up again
         try:
             if name == "transformers":
                 source = str(checkpoint_directory(model, dtype))
