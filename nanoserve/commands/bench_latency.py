@@ -40,7 +40,7 @@ def latency(
     with load_progress() as progress:
         llm = engine.open_llm(progress)
     with llm:
-        from nanoserve.benchmarks.local import LocalBench
+        from nanoserve.benchmarks.local import LocalBench  # imports torch, for which opening sets the threads first
 
         bench = LocalBench(llm, seed=engine.seed or 0)
         report.put("engine", bench.facts)
