@@ -1,4 +1,4 @@
-"""Options that several commands share, each also read from a ``NANOSERVE_*`` environment variable.
+"""Options that several commands share, almost all also read from a ``NANOSERVE_*`` environment variable.
 
 A command takes whole groups (``engine: EngineOptions``); ``with_options`` spells the fields of each group out as
 flags for typer and gathers them again. Parsing only prepares: it yields a callable that does the work, so that no
@@ -177,9 +177,16 @@ class SamplingOptions:
     max_tokens: Annotated[
         int | None, option("--max-tokens", "-n", panel=SAMPLING_PANEL, help="Longest answer; default: what fits.")
     ] = None
+    # No environment variable: the parser would cut it at blanks, which stop texts often hold.
     stop: Annotated[
         list[str] | None,
-        option("--stop", panel=SAMPLING_PANEL, metavar="TEXT", help="Text that ends the answer (may be repeated)."),
+        option(
+            "--stop",
+            panel=SAMPLING_PANEL,
+            envvar=None,
+            metavar="TEXT",
+            help="Text that ends the answer (may be repeated).",
+        ),
     ] = None
     repetition_penalty: Annotated[
         float | None, option("--repetition-penalty", panel=SAMPLING_PANEL, help="Above 1 discourages seen tokens.")
