@@ -28,7 +28,7 @@ def settings_of(first: str, **environment: str) -> list[object]:
         text=True,
         check=True,
     )
-    return json.loads(answer.stdout)  # type: ignore[no-any-return]
+    return json.loads(answer.stdout)
 
 
 def test_settings_take_effect_beside_a_busy_neighbour() -> None:

@@ -129,7 +129,7 @@ def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
 
     monkeypatch.setattr("nanoserve.benchmarks.peers.process.PeerProcess", FakeProcess)
     monkeypatch.setattr("nanoserve.benchmarks.comparing.MAX_DRIFT", 1e9)
-    monkeypatch.setitem(PEERS, "llama.cpp", PeerKind(("no_such_module",), "pip install it"))  # type: ignore[arg-type]
+    monkeypatch.setitem(PEERS, "llama.cpp", PeerKind(("no_such_module",), "pip install it"))
     report = tmp_path / "report.json"
     sizes = ("--batch-sizes", 2, "--input", 4, "--output", 3, "--rounds", 2)
     code, out, _ = bench("compare", "-m", _bundled(), *sizes, "--json", report)
