@@ -157,7 +157,7 @@ class Request:
 
 
 class Status(Enum):
-    """Where a sequence stands in its life (DESIGN section 2)."""
+    """Where a sequence stands in its life; LEGAL_TRANSITIONS are the ways between."""
 
     WAITING = "waiting"
     PREFILL = "prefill"

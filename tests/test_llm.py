@@ -110,7 +110,7 @@ def test_streams_may_be_read_alternately(storyteller: LLM) -> None:
 
 def test_results_come_as_they_finish_and_a_refused_item_does_not_stop_the_rest(storyteller: LLM) -> None:
     items = [("Once", SamplingParams(max_tokens=40, ignore_eos=True)), ("", None), ("Twice", GREEDY), (STORY, GREEDY)]
-    results = dict(storyteller.generate_as_completed(iter(items)))  # type: ignore[arg-type]
+    results = dict(storyteller.generate_as_completed(iter(items)))
     order = list(results)
     assert order[0] == 1, "a refusal is known at once"
     assert order[-1] == 0, "the longest is the last"
@@ -130,7 +130,7 @@ def test_results_come_as_they_finish_and_a_refused_item_does_not_stop_the_rest(s
 )
 def test_prompts_that_can_never_run_are_refused(storyteller: LLM, prompt: object, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        storyteller.generate([prompt], GREEDY)  # type: ignore[list-item]
+        storyteller.generate([prompt], GREEDY)
     assert _all_blocks_are_back(storyteller)
 
 

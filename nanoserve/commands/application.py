@@ -20,7 +20,7 @@ HELP = """A compact LLM inference engine.
   nanoserve generate --file prompts.jsonl --output out.jsonl
   nanoserve bench compare -m dummy:qwen3-0.6b     beside other engines
 
-Every flag can also be set by the environment variable named beside it.
+A flag can also be set by the environment variable that its help names.
 """
 
 

@@ -47,7 +47,8 @@ def load_model(
 ) -> tuple[Decoder, ModelConfig]:
     """The decoder of a model directory with its weights, ready for inference, and its config.
 
-    `dtype` is "auto", "bf16", "fp16" or "fp32". Raises ModelError, one line naming the file (and the tensor).
+    `dtype` as in `resolve_dtype`. Raises ModelError, one line naming the file (and the tensor); UsageError for an
+    unknown dtype.
     """
     path, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(path)

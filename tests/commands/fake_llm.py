@@ -156,7 +156,7 @@ def _whole(deltas: list[RequestOutput], n: int) -> RequestOutput:
 def module() -> types.ModuleType:
     """A stand-in for nanoserve.llm."""
     stand_in = types.ModuleType("nanoserve.llm")
-    stand_in.LLM = FakeLLM  # type: ignore[attr-defined]
+    stand_in.LLM = FakeLLM
     return stand_in
 
 

@@ -30,7 +30,7 @@ def _engine(
 
 
 def _request(name: str, length: int, **params: object) -> Request:
-    return Request(name, tuple(range(1, length + 1)), SamplingParams(temperature=0, **params), seed=1)  # type: ignore[arg-type]
+    return Request(name, tuple(range(1, length + 1)), SamplingParams(temperature=0, **params), seed=1)
 
 
 def _finish(engine: Engine) -> list[SequenceUpdate]:
