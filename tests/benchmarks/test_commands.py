@@ -127,7 +127,7 @@ def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
             super().__init__(name, 0.5 if name == "nanoserve" else 1.0)
 
     monkeypatch.setattr("nanoserve.benchmarks.peers.process.PeerProcess", FakeProcess)
-    monkeypatch.setattr("nanoserve.benchmarks.comparing.MAX_DRIFT", 1e9)
+    monkeypatch.setattr("nanoserve.benchmarks.rounds.MAX_DRIFT", 1e9)
     monkeypatch.setitem(PEERS, "llama.cpp", PeerKind(("no_such_module",), "pip install it"))  # type: ignore[arg-type]
     report = tmp_path / "report.json"
     sizes = ("--batch-sizes", 2, "--input", 4, "--output", 3, "--rounds", 2)

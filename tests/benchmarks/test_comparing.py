@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.benchmarks.comparing import Round, bandwidth_states, ratios, run_rounds, summarize
+from nanoserve.benchmarks.comparing import Round, ratios, run_rounds, summarize
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.peers.protocol import Peer
+from nanoserve.benchmarks.rounds import bandwidth_states
 from nanoserve.benchmarks.workloads import Case
 from tests.benchmarks.fakes import FakePeer
 
@@ -65,6 +66,5 @@ def test_busy_rounds_are_a_state_of_their_own(tmp_path: Path) -> None:
     import msgspec
 
     quiet = compared([FakePeer("nanoserve", 1.0)], [10.0] * 2, 1, tmp_path)[0]
-    engine = msgspec.structs.replace(quiet.engines["nanoserve"], foreign_cores=0.8)
-    busy = msgspec.structs.replace(quiet, engines={"nanoserve": engine})
+    busy = msgspec.structs.replace(quiet, foreign_cores=0.8)
     assert bandwidth_states([quiet, busy]) == {0: "10 GB/s", 1: "10 GB/s, busy"}
