@@ -108,19 +108,35 @@ def _agreement(answers: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, flo
 
 def ratios(rounds: Sequence[Round], ours: str = "nanoserve") -> list[Ratio]:
     """Medians and extremes of ours over theirs, for every case, peer, metric and bandwidth state."""
-    states = bandwidth_states(rounds)
     values: dict[tuple[str, str, str, str], list[float]] = {}
-    for place, state in sorted(states.items()):
+    for place, state in sorted(bandwidth_states(rounds).items()):
         done = rounds[place]
-        for peer, other in done.engines.items():
-            for metric in METRICS if peer != ours else ():
-                mine, theirs = getattr(done.engines[ours].rates, metric), getattr(other.rates, metric)
-                if mine is not None and theirs is not None:
-                    values.setdefault((done.case, peer, metric, state), []).append(mine / theirs)
+        for (peer, metric), ratio in _ratios_within(done, ours).items():
+            values.setdefault((done.case, peer, metric, state), []).append(ratio)
     return [
         Ratio(*key, rounds=len(found), median=statistics.median(found), low=min(found), high=max(found))
         for key, found in values.items()
     ]
+
+
+def samples(rounds: Sequence[Round], ours: str = "nanoserve") -> dict[str, dict[str, list[float]]]:
+    """The ratios of every counting round for ``bench diff``: they hold in any bandwidth state, unlike the rates."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for done in rounds:
+        for (peer, metric), ratio in _ratios_within(done, ours).items() if done.counts else ():
+            found.setdefault(f"{done.case} over {peer}", {}).setdefault(f"{metric}_ratio", []).append(ratio)
+    return found
+
+
+def _ratios_within(done: Round, ours: str) -> dict[tuple[str, str], float]:
+    """(peer, metric) -> ours over theirs, in one round."""
+    found: dict[tuple[str, str], float] = {}
+    for peer, other in done.engines.items():
+        for metric in METRICS if peer != ours else ():
+            mine, theirs = getattr(done.engines[ours].rates, metric), getattr(other.rates, metric)
+            if mine is not None and theirs is not None:
+                found[peer, metric] = mine / theirs
+    return found
 
 
 def summarize(rounds: Sequence[Round]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.benchmarks.comparing import Round, ratios, run_rounds, summarize
+from nanoserve.benchmarks.comparing import Round, ratios, run_rounds, samples, summarize
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.peers.protocol import Peer
 from nanoserve.benchmarks.rounds import bandwidth_states
@@ -50,6 +50,12 @@ def test_ratios_are_ours_over_theirs_within_each_round(tmp_path: Path) -> None:
     assert found["prefill"].median == pytest.approx(1.0)
     assert (found["decode"].rounds, found["decode"].low, found["decode"].high) == (2, 4.0, 4.0)
     assert (found["decode"].peer, found["decode"].state) == ("other", "10 GB/s")
+
+
+def test_samples_are_the_ratios_of_the_rounds_that_count(tmp_path: Path) -> None:
+    peers: list[Peer] = [FakePeer("nanoserve", 0.5), FakePeer("other", 2.0)]
+    done = compared(peers, [10.0, 10.0, 10.0, 30.0, 60.0, 60.0], 2, tmp_path)
+    assert samples(done)["2 x 3+5 over other"]["decode_ratio"] == [4.0, 4.0]
 
 
 def test_bandwidth_states_are_told_apart(tmp_path: Path) -> None:
