@@ -23,6 +23,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
     """Runs ``nanoserve bench ARGUMENTS`` here; returns exit code, stdout and stderr."""
     cpu_operators()  # those of this process: looked for where the user keeps them, not in the folder of a test
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))  # nothing is built for the processes that a benchmark starts
     monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZE", 64)
     monkeypatch.setattr("nanoserve.benchmarks.local.BandwidthProbe", lambda: BandwidthProbe(2**20))
     monkeypatch.setattr("nanoserve.benchmarks.roofline.READ_BYTES", 2**20)
@@ -200,9 +201,20 @@ def test_quality_equals_the_reference(bench: Run, tmp_path: Path) -> None:
     assert reference["same_tokens"] == 1.0
 
 
+def test_quality_without_the_reference_names_the_command_that_installs_it(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = PeerKind(("no_such_module",), "pip install it")
+    monkeypatch.setitem(PEERS, "transformers", missing)  # type: ignore[arg-type]
+    (tmp_path / "text.txt").write_text("Once upon a time there was a little fox.")
+    code, out, _ = bench("quality", "--text", tmp_path / "text.txt")
+    assert code == 0
+    assert "no_such_module is not installed and left out: pip install it" in out
+    assert "perplexity" in out
+
+
 def test_one_start_of_a_process(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanoserve.benchmarks.starting.library_directories", list)
-    monkeypatch.setenv("CXX", str(tmp_path / "none"))  # operators are not built for this
     report = tmp_path / "report.json"
     code, out, _ = bench("startup", "--repeats", 1, "--json", report)
     assert code == 0

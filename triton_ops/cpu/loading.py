@@ -78,6 +78,8 @@ class CpuOperators:
     def _start(self, job: Job) -> None:
         if _failed_lately(job.failure):
             raise CannotBuild(f"{_failure(job)}; it is tried again tomorrow, or now if you delete {job.failure}")
+        if not os.access(job.directory, os.W_OK | os.X_OK):
+            raise CannotBuild(f"the cache folder {job.directory} cannot be written")
         command = [sys.executable, "-I", building.__file__, job.to_json()]
         nothing = subprocess.DEVNULL
         try:
