@@ -1,7 +1,7 @@
 """LLM: the offline API. Puts a model, a tokenizer and an engine together in this process."""
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 from itertools import count
@@ -21,11 +21,13 @@ from nanoserve.models.hub import ResolvedModel, resolve_model
 from nanoserve.models.loading import load_model
 from nanoserve.outputs import RequestTracker
 from nanoserve.request import MAX_SEED, FinishReason, Request, RequestOutput, SamplingParams
+from nanoserve.runtime.compiled_layers import CompiledLayers
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.memory import choose_num_blocks
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from triton_ops.cpu import cpu_operators
 
 Message = Mapping[str, Any]
 Prompt = str | SequenceOf[int] | SequenceOf[Message]
@@ -95,12 +97,17 @@ class LLM:
             max_num_seqs=config.max_num_seqs,
         )
         self.max_model_len = min(config.max_model_len or longest, num_blocks * config.block_size)
+        self._operators = cpu_operators() if decoder.embedding.weight.is_cpu else None
+        self._layers: CompiledLayers | None = None
+        if self._operators is not None and not config.eager:
+            self._layers = CompiledLayers(decoder, block_size=config.block_size, operators=self._operators)
         executor = LocalExecutor(
             decoder,
             self.config,
             num_blocks=num_blocks,
             block_size=config.block_size,
             device=torch.device(config.device),
+            layers=self._layers,
         )
         scheduler = Scheduler(
             make_policy(config.policy, config.max_num_batched_tokens),
@@ -112,6 +119,30 @@ class LLM:
             pipeline_depth=executor.max_in_flight,
         )
         return Engine(scheduler, executor, vocab_size=self.config.vocab_size)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the model's layers run compiled."""
+        return self._layers is not None and self._layers.loaded
+
+    def start_preparing(self) -> None:
+        """Begin to compile in the background what makes answers faster. It takes over as soon as it is ready."""
+        if self._layers is not None:
+            self._layers.start()
+
+    def prepare(self, progress: Any = None) -> None:
+        """Have everything compiled before going on: ahead of long batches and of whatever is timed.
+
+        Takes a minute the first time that a model runs on a machine, and no time later. ``progress`` as above.
+        """
+        self.start_preparing()
+        for stage, built in (("building operators", self._operators), ("compiling layers", self._layers)):
+            if built is not None and built.pending:
+                if progress is not None:
+                    progress(stage, 0, 1)
+                built.wait()
+                if progress is not None:
+                    progress(stage, 1, 1)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends."""
@@ -134,6 +165,7 @@ class LLM:
             UsageError: if a prompt can never run here; none of them runs then.
         """
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        # mypy cannot follow that the line above tells one from several.
         return self._run_all([prompts] if one else list(prompts), params)  # type: ignore[list-item, arg-type]
 
     def chat(
@@ -147,10 +179,11 @@ class LLM:
             UsageError: if a conversation is malformed or too long.
         """
         one = len(messages) == 0 or isinstance(messages[0], Mapping)
+        # As in `generate`, mypy cannot follow which it is.
         return self._run_all([messages] if one else list(messages), params)  # type: ignore[list-item, arg-type]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Yield what is new as it comes; closing the iterator aborts the request.
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
+        """Yield what is new as it comes; closing the generator aborts the request.
 
         Raises:
             UsageError: at once, if the prompt can never run here.
@@ -158,7 +191,7 @@ class LLM:
         tracker = self._add(prompt, params)
         return self._stream(tracker)
 
-    def _stream(self, tracker: RequestTracker) -> Iterator[RequestOutput]:
+    def _stream(self, tracker: RequestTracker) -> Generator[RequestOutput, None, None]:
         try:
             while tracker.has_news or not tracker.finished:
                 if tracker.has_news:  # perhaps from a step that another stream asked for
@@ -240,17 +273,19 @@ class LLM:
                 raise UsageError("the prompt is empty: give some text")
             return prompt, self.tokenizer.encode(prompt)
         if len(prompt) > 0 and isinstance(prompt[0], Mapping):
-            return None, self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+            return None, self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]  # checks every message itself
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
             raise UsageError("a prompt is text, a list of token ids, or a list of messages")
-        return None, prompt  # type: ignore[return-value]
+        return None, prompt  # type: ignore[return-value]  # checked just above
 
     def _step(self) -> None:
         """One engine step. Ctrl-C takes effect behind it, so that no step is left half done."""
         with deferred_interrupts():
-            for update in self.engine.step():
+            updates = self.engine.step()
+            now = self.engine.now()
+            for update in updates:
                 tracker = self._trackers.get(update.request_id)
-                if tracker is not None and tracker.take(update):
+                if tracker is not None and tracker.take(update, now):
                     self.engine.stop(update.request_id, index=update.index, reason=FinishReason.STOP)
 
     def _forget(self, tracker: RequestTracker) -> None:

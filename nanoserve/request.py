@@ -4,7 +4,6 @@ A Request with ``n`` samples becomes ``n`` Sequences. A Sequence has two words o
 along the arrows of ``LEGAL_TRANSITIONS`` and nowhere else, and the place of its KV cache.
 """
 
-import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -127,8 +126,9 @@ def _check_integer(name: str, value: object, low: int, high: int) -> None:
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= high or (above and value == low):  # type: ignore[operator]
+    # NaN is in no range, and an integer too large for a float is compared exactly.
+    is_right = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if not is_right or (above and value == low):
         bounds = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
         raise UsageError(f"{name} must be a number {bounds}, not {value!r}")
 
@@ -157,7 +157,7 @@ class Request:
 
 
 class Status(Enum):
-    """Where a sequence stands in its life (DESIGN section 2)."""
+    """Where a sequence stands in its life; LEGAL_TRANSITIONS are the ways between."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -212,6 +212,8 @@ class Sequence:
     Attributes:
         sequence_id: unique and increasing with arrival, so it is also the age.
         tokens: prompt, then everything generated.
+        stop_tokens: ids that end it once it has more than ``min_length`` tokens.
+        max_length: tokens, prompt and output together, at which it ends.
         computed: positions ``0..computed-1`` have their KV written by plans already submitted.
         block_table: device blocks in order of position.
         chain: prefix-cache entries of its first full blocks.
@@ -224,6 +226,9 @@ class Sequence:
     request: Request
     index: int
     tokens: list[int]
+    stop_tokens: frozenset[int] = frozenset()
+    min_length: int = 0
+    max_length: int = MAX_TOKENS
     status: Status = Status.WAITING
     place: Place = Place.NONE
     finish_reason: FinishReason | None = None
@@ -265,10 +270,28 @@ class Sequence:
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 
-    @property
-    def ready(self) -> bool:
-        """May enter the next plan: not finished, not in flight, not a marked victim."""
-        return self.in_flight == 0 and not self.finished and not self.preempt_when_answered
+    def extend(
+        self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Append sampled tokens up to the one that ends the sequence, with their log probabilities if there are any.
+
+        Returns:
+            the tokens appended, and why the sequence ends with them, if it does.
+        """
+        reason = None
+        for count, token in enumerate(tokens, start=1):
+            self.tokens.append(token)
+            length = len(self.tokens)
+            if token in self.stop_tokens and length > self.min_length:
+                self.stop_token = token
+                reason = FinishReason.STOP
+            elif length == self.max_length:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                tokens = tokens[:count]
+                break
+        self.logprobs += logprobs[: len(tokens)]
+        return tokens, reason
 
     def move_to(self, status: Status) -> None:
         """The one place where a status changes.
@@ -281,8 +304,7 @@ class Sequence:
         self.status = status
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceUpdate:
+class SequenceUpdate(msgspec.Struct, frozen=True):
     """What one sequence gained in one step, as the engine hands it to whoever asked.
 
     ``sequence`` may be read (metrics, cached tokens) but not changed.
@@ -305,6 +327,7 @@ class RequestMetrics:
     arrival_time: float
     first_scheduled_time: float | None
     first_token_time: float | None
+    last_token_time: float | None
     finished_time: float | None
     output_tokens: int
 
@@ -325,10 +348,10 @@ class RequestMetrics:
 
     @property
     def time_per_output_token(self) -> float | None:
-        """TPOT: (E2EL - TTFT) / (output tokens - 1); None with fewer than two tokens."""
-        if self.finished_time is None or self.first_token_time is None or self.output_tokens < 2:
+        """TPOT: from the first token to the last one so far, over the tokens after the first; None without such."""
+        if self.last_token_time is None or self.first_token_time is None or self.output_tokens < 2:
             return None
-        return (self.finished_time - self.first_token_time) / (self.output_tokens - 1)
+        return (self.last_token_time - self.first_token_time) / (self.output_tokens - 1)
 
     def _since_arrival(self, event: float | None) -> float | None:
         return None if event is None else event - self.arrival_time

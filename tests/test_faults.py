@@ -16,7 +16,6 @@ import torch
 
 from nanoserve import LLM
 from nanoserve.request import SamplingParams
-from triton_ops.cpu import building
 from triton_ops.cpu.toolchain import make_job
 
 ROOT = Path(__file__).parents[1]
@@ -98,7 +97,7 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, story: str, place
 def test_a_cache_that_was_built_for_another_instruction_set(tmp_path: Path, story: str) -> None:
     """What lies there is no library at all: a process that tried to load it would say so."""
     here = {"CXX": compiler(tmp_path, PRETENDING), "XDG_CACHE_HOME": str(tmp_path)}
-    assert building.run(make_job(os.environ | here))
+    assert make_job(os.environ | here).run()
     text, notices = answer(**here)
     assert text == story
     assert len(notices) == 1 and "does not load" in notices[0]

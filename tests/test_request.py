@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 
 from nanoserve.errors import UsageError
-from nanoserve.request import LEGAL_TRANSITIONS, Request, RequestMetrics, SamplingParams, Sequence, Status
+from nanoserve.request import (
+    LEGAL_TRANSITIONS,
+    FinishReason,
+    Request,
+    RequestMetrics,
+    SamplingParams,
+    Sequence,
+    Status,
+    TokenLogprob,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +64,11 @@ def test_what_is_out_of_range_is_refused_in_one_line(settings: dict[str, Any], s
     assert "\n" not in str(caught.value)
 
 
+def test_a_number_too_large_for_a_float_is_out_of_range() -> None:
+    with pytest.raises(UsageError, match="temperature must be a number from 0 to 100"):
+        SamplingParams(temperature=10**400)
+
+
 def test_settings_from_json_are_read_as_they_come() -> None:
     params = SamplingParams.from_mapping({"stop": "end", "logit_bias": {"7": 1}, "temperature": 0})
     assert params == SamplingParams(stop=("end",), logit_bias={7: 1.0}, temperature=0)
@@ -72,12 +86,39 @@ def test_only_legal_transitions_are_made() -> None:
                     sequence.move_to(target)
 
 
+@pytest.mark.parametrize(
+    ("answered", "taken", "reason"),
+    [
+        ((5, 6), (5, 6), None),
+        ((5, 9, 6), (5, 9), FinishReason.STOP),
+        ((9, 6), (9, 6), None),  # too early to stop
+        ((9, 9, 9), (9, 9), FinishReason.STOP),
+        ((5, 6, 7, 8, 4), (5, 6, 7, 8), FinishReason.LENGTH),
+        ((5, 6, 7, 9), (5, 6, 7, 9), FinishReason.STOP),  # the end token is the reason, though the length ends it too
+    ],
+)
+def test_what_follows_the_token_that_ends_a_sequence_is_dropped(
+    answered: tuple[int, ...], taken: tuple[int, ...], reason: FinishReason | None
+) -> None:
+    request = Request("r", (1, 2), SamplingParams(), seed=0)
+    sequence = Sequence(0, request, 0, [1, 2], stop_tokens=frozenset({9}), min_length=3, max_length=6)
+    logprobs = tuple(TokenLogprob(token, -1.0, 1) for token in answered)
+    assert sequence.extend(answered, logprobs) == (taken, reason)
+    assert tuple(sequence.output_tokens) == tuple(logprob.token for logprob in sequence.logprobs) == taken
+    assert sequence.stop_token == (9 if reason is FinishReason.STOP else None)
+
+
 def test_metrics_are_the_fields_definitions() -> None:
     metrics = RequestMetrics(
-        arrival_time=10.0, first_scheduled_time=11.0, first_token_time=12.0, finished_time=18.0, output_tokens=4
+        arrival_time=10.0,
+        first_scheduled_time=11.0,
+        first_token_time=12.0,
+        last_token_time=18.0,
+        finished_time=18.0,
+        output_tokens=4,
     )
     assert metrics.queue_time == 1.0
     assert metrics.time_to_first_token == 2.0
     assert metrics.latency == 8.0
     assert metrics.time_per_output_token == 2.0
-    assert RequestMetrics(0.0, None, None, None, 0).time_per_output_token is None
+    assert RequestMetrics(0.0, None, None, None, None, 0).time_per_output_token is None

@@ -34,6 +34,8 @@ class SequenceBlocks:
             that writes for the first time copies the block in which its prompt ends, unless it is left alone with it.
         """
         missing = self.pool.blocks_for(sequence.computed + count) - len(sequence.block_table)
+        if missing == 0:  # a fork that has not written yet misses one at least
+            return [], None
         source, sequence.copy_source = sequence.copy_source, None
         copy = None
         if source is None:
@@ -51,13 +53,13 @@ class SequenceBlocks:
     def share_full(self, sequence: Sequence) -> None:
         """Let every full block of computed tokens be found by other sequences."""
         size = self.pool.block_size
-        for index in range(len(sequence.chain), sequence.computed // size):
+        shared, full = len(sequence.chain), sequence.computed // size
+        if shared == full or not self.pool.prefix_caching:  # nothing new, as for most decodes
+            return
+        for index in range(shared, full):
             previous = sequence.chain[-1] if sequence.chain else sequence.request.cache_salt
             tokens = sequence.tokens[index * size : (index + 1) * size]
-            entry = self.pool.cache_block(sequence.block_table[index], previous, tokens)
-            if entry is None:
-                return
-            sequence.chain.append(entry)
+            sequence.chain.append(self.pool.cache_block(sequence.block_table[index], previous, tokens))
 
     def fork(self, parent: Sequence, sibling: Sequence) -> None:
         """Share all of the parent's prompt but its last token, whose logits the sibling samples for itself."""

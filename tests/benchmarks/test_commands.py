@@ -10,6 +10,7 @@ import pytest
 from nanoserve.benchmarks import operators
 from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.peers.catalog import PEERS, PeerKind
+from nanoserve.benchmarks.peers.protocol import Opening
 from nanoserve.benchmarks.roofline import BandwidthProbe
 from nanoserve.commands.main import main
 from tests.benchmarks.fakes import FakePeer
@@ -139,7 +140,7 @@ def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
 
     monkeypatch.setattr("nanoserve.benchmarks.peers.process.PeerProcess", FakeProcess)
     monkeypatch.setattr("nanoserve.benchmarks.rounds.MAX_DRIFT", 1e9)
-    monkeypatch.setitem(PEERS, "llama.cpp", PeerKind(("no_such_module",), "pip install it"))  # type: ignore[arg-type]
+    monkeypatch.setitem(PEERS, "llama.cpp", PeerKind(("no_such_module",), "pip install it"))
     report = tmp_path / "report.json"
     sizes = ("--batch-sizes", 2, "--input", 4, "--output", 3, "--rounds", 2)
     code, out, _ = bench("compare", "-m", _bundled(), *sizes, "--json", report)
@@ -168,6 +169,29 @@ def test_operators_beside_stock_torch(bench: Run, tmp_path: Path, monkeypatch: p
     assert ("down 32 x 64, 1 rows", "F.linear float32") in routes
     assert all(row["of_floor"] > 0 for row in found["summary"])
     assert bench("diff", report, report)[0] == 0
+
+
+def test_compare_looks_a_hub_model_up_once_and_not_on_the_network_if_offline(
+    bench: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def found(name: str, progress: object, *, offline: bool) -> Path:
+        asked.append(offline)
+        return Path(_bundled())
+
+    class FakeProcess(FakePeer):
+        process_id = 1
+
+        def __init__(self, name: str, opening: Opening) -> None:
+            super().__init__(name, 1.0)
+            assert opening.model == _bundled()
+
+    monkeypatch.setattr("nanoserve.models.hub._download", found)
+    monkeypatch.setattr("nanoserve.benchmarks.peers.process.PeerProcess", FakeProcess)
+    sizes = ("--batch-sizes", 1, "--input", 4, "--output", 2, "--rounds", 1)
+    assert bench("compare", "-m", "owner/name", "--offline", "--peers", "", *sizes)[0] == 0
+    assert asked == [True]
 
 
 def test_scheduler_and_diff(bench: Run, tmp_path: Path) -> None:
@@ -205,7 +229,7 @@ def test_quality_without_the_reference_names_the_command_that_installs_it(
     bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = PeerKind(("no_such_module",), "pip install it")
-    monkeypatch.setitem(PEERS, "transformers", missing)  # type: ignore[arg-type]
+    monkeypatch.setitem(PEERS, "transformers", missing)
     (tmp_path / "text.txt").write_text("Once upon a time there was a little fox.")
     code, out, _ = bench("quality", "--text", tmp_path / "text.txt")
     assert code == 0

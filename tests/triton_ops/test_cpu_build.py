@@ -80,11 +80,11 @@ def test_what_is_no_library_does_not_load(environment: dict[str, str], caplog: p
 def test_a_damaged_library_is_built_again(environment: dict[str, str]) -> None:
     fake_compiler(environment, "echo library > $out\n")
     job = make_job(environment)
-    assert building.run(job)
+    assert job.run()
     (library,) = job.whole_libraries()
     library.write_text("damaged")
     assert job.whole_libraries() == []
-    assert building.run(job)
+    assert job.run()
     assert [path.read_text() for path in job.whole_libraries()] == ["library\n"]
 
 
@@ -124,7 +124,7 @@ def test_a_cache_folder_that_cannot_be_written_is_still_read(
     CpuOperators(environment)
     assert "cannot be written" in notices(caplog)[0]
     assert not script.with_suffix(".calls").exists()
-    assert building.run(job)
+    assert job.run()
     CpuOperators(environment)
     assert f"{job.whole_libraries()[0]} does not load" in notices(caplog)[1]  # found, and no library at all
 
@@ -133,7 +133,7 @@ def test_another_processor_is_another_library(environment: dict[str, str], monke
     """A home directory may be shared by machines of one vector width and different instructions."""
     fake_compiler(environment, "")
     here = make_job(environment).key
-    monkeypatch.setattr(toolchain, "_processor", lambda: "x86_64 flags: fma avx2")
+    monkeypatch.setattr(toolchain, "processor", lambda: "x86_64 flags: fma avx2")
     assert make_job(environment).key != here
 
 
