@@ -290,7 +290,8 @@ class Sequence:
             if reason is not None:
                 tokens = tokens[:count]
                 break
-        self.logprobs += logprobs[: len(tokens)]
+        if logprobs:
+            self.logprobs += logprobs[: len(tokens)]
         return tokens, reason
 
     def move_to(self, status: Status) -> None:

@@ -96,7 +96,7 @@ class Draft:
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
         """Preempt newer sequences, newest first, until ``count`` more positions fit."""
-        while self._blocks.capacity(sequence) < count:
+        while not self._blocks.fits(sequence, count):
             victim = next(reversed(self._lifecycle.running))
             if victim.sequence_id <= sequence.sequence_id:
                 return False

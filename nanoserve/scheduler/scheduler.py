@@ -184,20 +184,22 @@ class Scheduler:
     def apply(self, result: StepResult, now: float) -> list[SequenceUpdate]:
         """Take in what an executor found out; returns what each sequence gained."""
         updates = []
+        lifecycle, rows = self._lifecycle, self._rows_in_flight
         for answer in result.answers:
-            sequence = self._lifecycle.sequences[answer.sequence]
-            row = self._rows_in_flight[answer.sequence]
+            sequence, row = lifecycle.sequences[answer.sequence], rows[answer.sequence]
             if answer.prompt_logprobs:
                 _keep_prompt_logprobs(sequence, row, answer)
             if row.sample or answer.error is not None:
                 if sequence.finish_reason is None:  # else it was ended while in flight
                     updates.append(self._take_tokens(sequence, answer, now))
-                self._answered(sequence)
+                del rows[answer.sequence]
+                lifecycle.answered(sequence)
         if result.step is not None:
             plan = self._plans_in_flight.pop(result.step)
             for row in plan.rows:
-                if not row.sample and self._rows_in_flight.get(row.sequence) is row:
-                    self._answered(self._lifecycle.sequences[row.sequence])
+                if not row.sample and rows.get(row.sequence) is row:
+                    del rows[row.sequence]
+                    lifecycle.answered(lifecycle.sequences[row.sequence])
         return updates
 
     def fail_steps(self, error: str, now: float) -> list[SequenceUpdate]:
@@ -223,10 +225,6 @@ class Scheduler:
         if reason is not None:
             self._lifecycle.finish(sequence, reason, now)
         return SequenceUpdate(sequence.request.request_id, sequence.index, new_tokens, sequence)
-
-    def _answered(self, sequence: Sequence) -> None:
-        del self._rows_in_flight[sequence.sequence_id]
-        self._lifecycle.answered(sequence)
 
     # ---- invariants -------------------------------------------------------------------------------------------
 
