@@ -112,7 +112,8 @@ class Scheduler:
             )
 
     def _new_sequence(self, request: Request, index: int) -> Sequence:
-        sequence = Sequence(self._next_sequence, request, index, list(request.prompt))
+        resumed = request.resumed[index] if request.resumed else ()
+        sequence = Sequence(self._next_sequence, request, index, [*request.prompt, *resumed])
         self._next_sequence += 1
         self._sequences[sequence.sequence_id] = sequence
         return sequence
@@ -325,7 +326,7 @@ class Scheduler:
 
     def _release_siblings(self, parent: Sequence) -> None:
         """The parent's prompt is computed, or the parent is gone: its siblings may start."""
-        prompt_is_computed = parent.output_length > 0 and parent.place is Place.DEVICE
+        prompt_is_computed = parent.first_token_time is not None and parent.place is Place.DEVICE
         for sibling in self._siblings.pop(parent.sequence_id, []):
             if sibling.finished:
                 continue
