@@ -1,5 +1,6 @@
 """From a client's fields to what the engine is asked: sampling parameters within the limits of this model."""
 
+import re
 from typing import Any
 
 import msgspec
@@ -12,6 +13,8 @@ from nanoserve.server.schemas import SAMPLING_NAMES, ChatRequest, CompletionRequ
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Of /v1/completions, as OpenAI documents it; a chat's answer may fill the context."""
+
+_FIELD = re.compile(r"\b(" + "|".join((*SAMPLING_NAMES, "max_tokens", "logprobs")) + r")\b")
 
 
 def chat_params(asked: ChatRequest, facts: Ready, prompt_length: int) -> SamplingParams:
@@ -54,17 +57,17 @@ def _params(
 ) -> SamplingParams:
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options needs stream to be true", code="invalid_value", param="stream_options")
+    check_token_ids(asked.stop_token_ids or (), facts, "stop_token_ids")
+    check_token_ids(asked.logit_bias or (), facts, "logit_bias")
     given: dict[str, Any] = {name: getattr(asked, name) for name in SAMPLING_NAMES}
     given = {name: value for name, value in given.items() if value is not None}
     given["max_tokens"] = _max_tokens(max_tokens, default, facts.max_model_len, prompt_length)
     given["logprobs"] = logprobs
     try:
-        params = SamplingParams.from_mapping(msgspec.structs.asdict(facts.default_params) | given)
+        return SamplingParams.from_mapping(msgspec.structs.asdict(facts.default_params) | given)
     except UsageError as error:
-        raise ApiError(400, str(error), code="invalid_value", param=_named_field(str(error))) from None
-    check_token_ids(params.stop_token_ids, facts, "stop_token_ids")
-    check_token_ids(params.logit_bias, facts, "logit_bias")
-    return params
+        message = str(error).removeprefix("sampling settings: ")
+        raise ApiError(400, message, code="invalid_value", param=_named_field(message)) from None
 
 
 def _max_tokens(wanted: int | None, default: int | None, context: int, prompt_length: int) -> int:
@@ -102,5 +105,6 @@ def check_token_ids(tokens: Any, facts: Ready, name: str) -> None:
 
 
 def _named_field(message: str) -> str | None:
-    """Our messages about a field begin with its name."""
-    return next((name for name in (*SAMPLING_NAMES, "max_tokens", "logprobs") if message.startswith(name)), None)
+    """The field that a message of SamplingParams speaks of."""
+    found = _FIELD.search(message)
+    return found.group() if found else None

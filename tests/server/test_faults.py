@@ -1,0 +1,315 @@
+"""What is done to processes, and what is left of them. The engine is the fake one but where it says otherwise."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import nanoserve
+from tests.server.conftest import MODEL
+from tests.server.fake_engine import BROKEN, POISON_TOKEN
+from tests.server.starting import ROOT, Server, alive, running, running_fake, wait_until
+
+COMPLETION = "/v1/completions"
+BUNDLED = Path(nanoserve.__file__).parent / "assets" / "storyteller"
+LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+
+
+class Reader(threading.Thread):
+    """Reads a stream's text; ``text`` grows as it comes."""
+
+    def __init__(self, server: Server, body: dict[str, Any]) -> None:
+        super().__init__()
+        self._server = server
+        self._body = body | {"stream": True}
+        self.data = ""
+        self.start()
+
+    def run(self) -> None:
+        url = self._server.url + COMPLETION
+        with (
+            suppress(httpx.RemoteProtocolError),  # the front end was killed
+            httpx.stream("POST", url, json=self._body, headers=self._server.headers, timeout=240) as answer,
+        ):
+            for piece in answer.iter_text():
+                self.data += piece
+
+    @property
+    def text(self) -> str:
+        events = [line.removeprefix("data: ") for line in self.data.split("\n\n") if line and "[DONE]" not in line]
+        objects = [json.loads(event) for event in events]
+        assert not any("error" in event for event in objects), objects[-1]
+        return "".join(choice["text"] for event in objects for choice in event["choices"])
+
+    def wait_begun(self) -> None:
+        wait_until(lambda: self.data.count("data:") > 20)
+
+
+def _whole(server: Server, body: dict[str, Any]) -> str:
+    answer = server.post(COMPLETION, body)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+@pytest.fixture
+def fake() -> Iterator[Server]:
+    with running_fake("--kv-cache-memory", "8192") as server:
+        yield server
+
+
+# ------------------------------------------------------------------------------------- the front end dies
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_nothing_is_left_of_a_front_end_that_was_killed(busy: bool) -> None:  # noqa: FBT001
+    server = Server("--port", "0", module="tests.server.fake_serve")
+    server.wait_ready()
+    readers = [Reader(server, LONG)] if busy else []
+    for reader in readers:
+        reader.wait_begun()
+    processes = [server.engine_process_id(), *server.descendants()]
+    assert server.left_behind()
+    server.process.kill()
+    server.process.wait()
+    wait_until(lambda: not any(alive(process) for process in processes), 10)
+    assert server.left_behind() == []
+    for reader in readers:
+        reader.join(10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("moment", [0.0, 0.3, 0.8, 1.5, 3.0])
+def test_nothing_is_left_of_a_start_that_was_ended(number: signal.Signals, moment: float) -> None:
+    server = Server("--port", "0", *MODEL)  # the real engine, whose start takes a while
+    time.sleep(moment)
+    processes = server.descendants()
+    server.process.send_signal(number)
+    server.process.wait(60)
+    wait_until(lambda: not any(alive(process) for process in processes), 20)
+    wait_until(lambda: not server.left_behind(), 5)
+    assert "Traceback" not in server.log
+
+
+# -------------------------------------------------------------------------------------- the engine dies
+
+
+def test_streams_go_on_when_the_engine_is_killed(fake: Server) -> None:
+    bodies = [LONG, LONG | {"prompt": "The dog"}, LONG | {"n": 2, "temperature": 1, "seed": 4, "max_tokens": 250}]
+    whole = [_whole(fake, body) for body in bodies[:2]]
+    sampled = [choice["text"] for choice in fake.post(COMPLETION, bodies[2]).json()["choices"]]
+    readers = [Reader(fake, body) for body in bodies]
+    for reader in readers:
+        reader.wait_begun()
+    killed = time.monotonic()
+    os.kill(fake.engine_process_id(), signal.SIGKILL)
+    wait_until(lambda: fake.get("/ready").status_code == 503, 2)
+    assert time.monotonic() - killed < 2, "noticed within two seconds"
+    during = fake.post(COMPLETION, LONG)
+    for reader in readers:
+        reader.join()
+    assert [reader.text for reader in readers[:2]] == whole
+    assert sorted(readers[2].text) == sorted("".join(sampled))
+    assert during.json()["choices"][0]["text"] == whole[0], "a request of the time between engines is answered too"
+    assert fake.metric("nanoserve:engine_restarts_total") == 1
+    fake.wait_idle()
+
+
+def test_a_stopped_engine_is_treated_like_a_dead_one(fake: Server) -> None:
+    whole = _whole(fake, LONG)
+    reader = Reader(fake, LONG)
+    reader.wait_begun()
+    process = fake.engine_process_id()
+    os.kill(process, signal.SIGSTOP)
+    reader.join()
+    assert reader.text == whole
+    assert not alive(process)
+
+
+def test_a_request_that_kills_engines_is_given_up_and_the_others_go_on(fake: Server) -> None:
+    whole = _whole(fake, LONG)
+    answer = fake.post(COMPLETION, {"prompt": [POISON_TOKEN, 5], "max_tokens": 3})
+    assert answer.status_code == 500 and "died too often" in answer.json()["error"]["message"]
+    assert _whole(fake, LONG) == whole
+    assert fake.get("/health").status_code == 200
+
+
+def test_when_restarts_keep_failing_the_server_stays_up_and_says_so(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(BUNDLED, model)
+    with running_fake("--model", str(model)) as server:
+        reader = Reader(server, LONG | {"max_tokens": 480})
+        reader.wait_begun()
+        (model / BROKEN).touch()
+        os.kill(server.engine_process_id(), signal.SIGKILL)
+        wait_until(lambda: server.get("/health").status_code == 503)
+        refused = server.post(COMPLETION, LONG)
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        assert "the weights are broken" in refused.json()["error"]["message"]
+        assert server.get("/ready").status_code == 503
+        reader.join()
+        assert '"error"' in reader.data and reader.data.endswith("data: [DONE]\n\n")
+        (model / BROKEN).unlink()
+        wait_until(lambda: server.get("/ready").status_code == 200)
+        assert _whole(server, LONG)
+
+
+def test_the_real_engine_goes_on_with_the_same_text() -> None:
+    with running(*MODEL) as server:
+        whole = _whole(server, LONG)
+        reader = Reader(server, LONG)
+        reader.wait_begun()
+        os.kill(server.engine_process_id(), signal.SIGKILL)
+        reader.join()
+        assert reader.text == whole
+        server.wait_idle()
+
+
+# ------------------------------------------------------------------------------------------ signals
+
+
+def test_sigterm_lets_running_requests_end(fake: Server) -> None:
+    whole = _whole(fake, LONG)
+    reader = Reader(fake, LONG)
+    reader.wait_begun()
+    fake.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: any("stopping" in line for line in fake.lines))
+    refused = fake.post(COMPLETION, LONG)
+    assert refused.status_code == 503 and fake.get("/ready").status_code == 503
+    assert fake.process.wait(30) == 0
+    reader.join()
+    assert reader.text == whole
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_a_second_signal_or_the_end_of_the_time_does_not_wait(second: bool) -> None:  # noqa: FBT001
+    arguments = () if second else ("--drain-timeout", "0.5")
+    with running_fake(*arguments) as server:
+        reader = Reader(server, LONG | {"max_tokens": 480})
+        reader.wait_begun()
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: any("stopping" in line for line in server.lines))
+        if second:
+            server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
+        reader.join()
+        assert "stopping" in reader.data and "error" in reader.data
+
+
+# ----------------------------------------------------------------------------------------- the queue
+
+
+def test_more_than_may_wait_are_turned_away() -> None:
+    with running_fake("--max-num-seqs", "2", "--max-queue", "3") as server:
+        readers = [Reader(server, LONG | {"seed": number}) for number in range(2)]
+        wait_until(lambda: server.metric("vllm:num_requests_running") == 2)
+        readers += [Reader(server, LONG | {"seed": number}) for number in range(3)]
+        wait_until(lambda: server.metric("vllm:num_requests_waiting") == 3)
+        began = time.monotonic()
+        refused = server.post(COMPLETION, LONG)
+        assert time.monotonic() - began < 5
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "queue_full"
+        streamed = server.post(COMPLETION, LONG | {"stream": True})
+        assert streamed.status_code == 429
+        assert server.post(COMPLETION, LONG | {"prompt": ["a"] * 4}).status_code == 429
+        for reader in readers:
+            reader.join()
+        assert {reader.text for reader in readers} == {readers[0].text}
+        assert server.metric("vllm:admission_rejections_total") == 3
+        server.wait_idle()
+
+
+def test_an_answer_that_takes_too_long_is_ended() -> None:
+    with running_fake("--request-timeout", "0.3") as server:
+        late = server.post(COMPLETION, LONG)
+        assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
+        assert '"code":"timeout"' in server.post(COMPLETION, LONG | {"stream": True}).text
+        server.wait_idle()
+
+
+# ------------------------------------------------------------------------------------------- keys
+
+
+def test_a_key_is_asked_for_everywhere_but_at_health() -> None:
+    with_key = ("--api-key", "sécret", "--api-key", "other")
+    server = Server("--port", "0", *with_key, module="tests.server.fake_serve")
+    try:
+        server.key = "other"
+        server.wait_ready()
+        for path in (
+            "/v1/models",
+            "/ready",
+            "/metrics",
+            "/version",
+            "//v1/models",
+            "/%2e/health",
+            "/nothing",
+            "/HEALTH",
+        ):
+            for key in (b"", b"Bearer", b"Bearer wrong", b"Bearer \xff\xfe", b"Basic other", b"other"):
+                answer = httpx.get(server.url + path, headers={"authorization": key})
+                assert answer.status_code == 401, (path, key)
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+        for host in ("a/?x=", "evil.example"):
+            assert httpx.get(server.url + "/v1/models", headers={"host": host}).status_code == 401
+        assert httpx.post(server.url + COMPLETION, json=LONG).status_code == 401
+        assert httpx.get(server.url + "/health").status_code == 200
+        for key in ("sécret".encode(), b"other"):
+            headers = {"authorization": b"Bearer " + key}
+            assert httpx.get(server.url + "/v1/models", headers=headers).status_code == 200
+    finally:
+        assert server.end() == 0
+
+
+def test_prefixes_are_shared_only_with_the_same_key() -> None:
+    server = Server("--port", "0", "--api-key", "one", "--api-key", "two", module="tests.server.fake_serve")
+    body = {"prompt": [7] * 100, "max_tokens": 1}
+    cached = []
+    try:
+        for server.key in ("one", "two", "one"):
+            server.wait_ready()
+            usage = server.post(COMPLETION, body).json()["usage"]
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    finally:
+        server.end()
+    assert cached == [0, 0, 96]
+
+
+# ------------------------------------------------------------------------------------------ the command
+
+
+def _serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "tests.server.fake_serve", *arguments]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_mistakes_on_the_command_line_are_one_line(tmp_path: Path, fake: Server) -> None:
+    port = str(httpx.URL(fake.url).port)
+    broken = tmp_path / "model"
+    shutil.copytree(BUNDLED, broken)
+    (broken / BROKEN).touch()
+    for arguments, code, said in [
+        (("--host", "0.0.0.0"), 2, "can be reached from outside"),
+        (("--api-key", ""), 2, "is empty"),
+        (("--port", port), 1, "choose another --port"),
+        (("--host", "256.1.1.1", "--insecure"), 1, "cannot listen on 256.1.1.1"),
+        (("--port", "0", "--max-body-size", "much"), 2, "is not a size"),
+        (("--port", "0", "--model", "/no/such/place"), 3, "no such directory"),
+        (("--port", "0", "--model", str(broken)), 3, "the weights are broken"),
+    ]:
+        ended = _serve(*arguments)
+        assert ended.returncode == code, ended.stderr
+        lines = [line for line in ended.stderr.splitlines() if "listening on" not in line]
+        assert len(lines) == 1 and said in lines[0], ended.stderr
