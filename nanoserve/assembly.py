@@ -14,10 +14,12 @@ from nanoserve.models.dummy import make_dummy_model
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.models.loading import load_model
 from nanoserve.request import SamplingParams
+from nanoserve.runtime.compiled_layers import CompiledLayers
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.memory import choose_num_blocks
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.scheduler import Scheduler
+from triton_ops.cpu import CpuOperators, cpu_operators
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +29,15 @@ class BuiltEngine:
     Attributes:
         max_model_len: longest sequence in tokens that the engine takes.
         default_params: what the model's generation_config.json recommends.
+        operators, layers: what is built in the background and makes steps faster; None where nothing is.
     """
 
     engine: Engine
     model: ModelConfig
     max_model_len: int
     default_params: SamplingParams
+    operators: CpuOperators | None
+    layers: CompiledLayers | None
 
 
 def build_engine(
@@ -48,8 +53,26 @@ def build_engine(
     with unreadable_as_model_error():
         decoder, model = _load(resolved, config, progress)
     default_params = _default_params(model.sampling_defaults)
-    engine, max_model_len = _make_engine(decoder, model, config)
-    return BuiltEngine(engine, model, max_model_len, default_params)
+    num_blocks = _choose_num_blocks(decoder, model, config)
+    max_model_len = min(config.max_model_len or model.max_position_embeddings, num_blocks * config.block_size)
+    operators = cpu_operators() if decoder.embedding.weight.is_cpu else None
+    layers: CompiledLayers | None = None
+    if operators is not None and not config.eager:
+        layers = CompiledLayers(decoder, block_size=config.block_size, operators=operators)
+    executor = LocalExecutor(
+        decoder,
+        model,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        device=torch.device(config.device),
+        layers=layers,
+    )
+    engine = Engine(
+        _make_scheduler(config, num_blocks, max_model_len, executor.max_in_flight),
+        executor,
+        vocab_size=model.vocab_size,
+    )
+    return BuiltEngine(engine, model, max_model_len, default_params, operators, layers)
 
 
 def _load(
@@ -62,11 +85,11 @@ def _load(
     )
 
 
-def _make_engine(decoder: Decoder, model: ModelConfig, config: EngineConfig) -> tuple[Engine, int]:
+def _choose_num_blocks(decoder: Decoder, model: ModelConfig, config: EngineConfig) -> int:
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
         raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
-    num_blocks = choose_num_blocks(
+    return choose_num_blocks(
         model,
         block_size=config.block_size,
         dtype=decoder.embedding.weight.dtype,
@@ -75,20 +98,18 @@ def _make_engine(decoder: Decoder, model: ModelConfig, config: EngineConfig) -> 
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
     )
-    max_model_len = min(config.max_model_len or longest, num_blocks * config.block_size)
-    executor = LocalExecutor(
-        decoder, model, num_blocks=num_blocks, block_size=config.block_size, device=torch.device(config.device)
-    )
-    scheduler = Scheduler(
+
+
+def _make_scheduler(config: EngineConfig, num_blocks: int, max_model_len: int, pipeline_depth: int) -> Scheduler:
+    return Scheduler(
         make_policy(config.policy, config.max_num_batched_tokens),
         num_blocks=num_blocks,
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         prefix_caching=config.enable_prefix_caching,
-        pipeline_depth=executor.max_in_flight,
+        pipeline_depth=pipeline_depth,
     )
-    return Engine(scheduler, executor, vocab_size=model.vocab_size), max_model_len
 
 
 def _default_params(defaults: SamplingDefaults) -> SamplingParams:

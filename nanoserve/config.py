@@ -143,6 +143,7 @@ class EngineConfig:
         max_num_batched_tokens: token budget of a step.
         policy: name of a scheduling policy.
         enable_prefix_caching: share the KV of equal prefixes.
+        eager: never run compiled layers.
         offline: never use the network.
         seed: makes the seeds repeatable that requests without one are given.
 
@@ -159,6 +160,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     policy: str = "sarathi"
     enable_prefix_caching: bool = True
+    eager: bool = False
     offline: bool = False
     seed: int | None = None
 

@@ -1,7 +1,7 @@
 """LLM: the offline API. Puts a model, a tokenizer and an engine together in this process."""
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import count
 from pathlib import Path
@@ -53,6 +53,7 @@ class LLM:
             built = build_engine(resolved, self.engine_config, progress)
             self.engine, self.config, self.max_model_len = built.engine, built.model, built.max_model_len
             self._default_params = built.default_params
+            self._operators, self._layers = built.operators, built.layers
             check_vocabulary(self.tokenizer, self.config.vocab_size)
         except BaseException:
             self.tokenizer.close()
@@ -60,6 +61,30 @@ class LLM:
         self.end_tokens = _end_tokens(self.config, self.tokenizer)
         self._trackers: dict[str, RequestTracker] = {}
         self._names = count()
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the model's layers run compiled."""
+        return self._layers is not None and self._layers.loaded
+
+    def start_preparing(self) -> None:
+        """Begin to compile in the background what makes answers faster. It takes over as soon as it is ready."""
+        if self._layers is not None:
+            self._layers.start()
+
+    def prepare(self, progress: Any = None) -> None:
+        """Have everything compiled before going on: ahead of long batches and of whatever is timed.
+
+        Takes a minute the first time that a model runs on a machine, and no time later. ``progress`` as above.
+        """
+        self.start_preparing()
+        for stage, built in (("building operators", self._operators), ("compiling layers", self._layers)):
+            if built is not None and built.pending:
+                if progress is not None:
+                    progress(stage, 0, 1)
+                built.wait()
+                if progress is not None:
+                    progress(stage, 1, 1)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends."""
@@ -82,6 +107,7 @@ class LLM:
             UsageError: if a prompt can never run here; none of them runs then.
         """
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        # mypy cannot follow that the line above tells one from several.
         return self._run_all([prompts] if one else list(prompts), params)  # type: ignore[list-item, arg-type]
 
     def chat(
@@ -95,10 +121,11 @@ class LLM:
             UsageError: if a conversation is malformed or too long.
         """
         one = len(messages) == 0 or isinstance(messages[0], Mapping)
+        # As in `generate`, mypy cannot follow which it is.
         return self._run_all([messages] if one else list(messages), params)  # type: ignore[list-item, arg-type]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Yield what is new as it comes; closing the iterator aborts the request.
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
+        """Yield what is new as it comes; closing the generator aborts the request.
 
         Raises:
             UsageError: at once, if the prompt can never run here.
@@ -106,7 +133,7 @@ class LLM:
         tracker = self._add(prompt, params)
         return self._stream(tracker)
 
-    def _stream(self, tracker: RequestTracker) -> Iterator[RequestOutput]:
+    def _stream(self, tracker: RequestTracker) -> Generator[RequestOutput, None, None]:
         try:
             while tracker.has_news or not tracker.finished:
                 if tracker.has_news:  # perhaps from a step that another stream asked for
@@ -188,17 +215,19 @@ class LLM:
                 raise UsageError("the prompt is empty: give some text")
             return prompt, self.tokenizer.encode(prompt)
         if len(prompt) > 0 and isinstance(prompt[0], Mapping):
-            return None, self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+            return None, self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]  # checks every message itself
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
             raise UsageError("a prompt is text, a list of token ids, or a list of messages")
-        return None, prompt  # type: ignore[return-value]
+        return None, prompt  # type: ignore[return-value]  # checked just above
 
     def _step(self) -> None:
         """One engine step. Ctrl-C takes effect behind it, so that no step is left half done."""
         with deferred_interrupts():
-            for update in self.engine.step():
+            updates = self.engine.step()
+            now = self.engine.now()
+            for update in updates:
                 tracker = self._trackers.get(update.request_id)
-                if tracker is not None and tracker.take(update):
+                if tracker is not None and tracker.take(update, now):
                     self.engine.stop(update.request_id, index=update.index, reason=FinishReason.STOP)
 
     def _forget(self, tracker: RequestTracker) -> None:

@@ -33,17 +33,20 @@ class _Sample:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._sequence: Sequence | None = None
+        self._last_token_time: float | None = None
         self._shown_text = 0
         self._shown_tokens = 0
         self._shown_end = False
         self.stop_string: str | None = None
         self.finished = False
 
-    def take(self, update: SequenceUpdate) -> None:
+    def take(self, update: SequenceUpdate, now: float) -> None:
         """Add what an update brings; sets ``stop_string`` when the text meets one."""
         self._sequence = update.sequence
         if self.finished:
             return
+        if update.new_tokens:
+            self._last_token_time = now
         logprobs = update.sequence.logprobs
         for token in update.new_tokens:
             self._tokens.append(token)
@@ -104,6 +107,7 @@ class _Sample:
             arrival_time=self._arrival_time,
             first_scheduled_time=sequence.first_scheduled_time if sequence else None,
             first_token_time=sequence.first_token_time if sequence else None,
+            last_token_time=self._last_token_time,
             finished_time=sequence.finished_time if sequence else None,
             output_tokens=len(self._tokens),
         )
@@ -132,10 +136,13 @@ class RequestTracker:
         """Whether every sample has ended."""
         return all(sample.finished for sample in self._samples)
 
-    def take(self, update: SequenceUpdate) -> bool:
-        """Add what an update brings; true if the sample met a stop string, so that the engine must end it."""
+    def take(self, update: SequenceUpdate, now: float) -> bool:
+        """Add what an update brings at ``now``, in seconds on the engine's clock.
+
+        True if the sample met a stop string, so that the engine must end it.
+        """
         sample = self._samples[update.index]
-        sample.take(update)
+        sample.take(update, now)
         return sample.stop_string is not None and not update.finished
 
     def delta(self) -> RequestOutput:

@@ -4,7 +4,6 @@ A Request with ``n`` samples becomes ``n`` Sequences. A Sequence has two words o
 along the arrows of ``LEGAL_TRANSITIONS`` and nowhere else, and the place of its KV cache.
 """
 
-import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -127,8 +126,9 @@ def _check_integer(name: str, value: object, low: int, high: int) -> None:
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= high or (above and value == low):  # type: ignore[operator]
+    # NaN is in no range, and an integer too large for a float is compared exactly.
+    is_right = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if not is_right or (above and value == low):
         bounds = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
         raise UsageError(f"{name} must be a number {bounds}, not {value!r}")
 
@@ -159,7 +159,7 @@ class Request:
 
 
 class Status(Enum):
-    """Where a sequence stands in its life (DESIGN section 2)."""
+    """Where a sequence stands in its life; LEGAL_TRANSITIONS are the ways between."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -307,6 +307,7 @@ class RequestMetrics:
     arrival_time: float
     first_scheduled_time: float | None
     first_token_time: float | None
+    last_token_time: float | None
     finished_time: float | None
     output_tokens: int
 
@@ -327,10 +328,10 @@ class RequestMetrics:
 
     @property
     def time_per_output_token(self) -> float | None:
-        """TPOT: (E2EL - TTFT) / (output tokens - 1); None with fewer than two tokens."""
-        if self.finished_time is None or self.first_token_time is None or self.output_tokens < 2:
+        """TPOT: from the first token to the last one so far, over the tokens after the first; None without such."""
+        if self.last_token_time is None or self.first_token_time is None or self.output_tokens < 2:
             return None
-        return (self.finished_time - self.first_token_time) / (self.output_tokens - 1)
+        return (self.last_token_time - self.first_token_time) / (self.output_tokens - 1)
 
     def _since_arrival(self, event: float | None) -> float | None:
         return None if event is None else event - self.arrival_time

@@ -54,7 +54,7 @@ class Muon(torch.optim.Optimizer):
         self.fused = fused
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         """Update every parameter; all must have a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:

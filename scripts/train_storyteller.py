@@ -22,15 +22,15 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # idle threads leave the cores 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))  # the project need not be installed to train its model
 
-import torch  # noqa: E402
-from storyteller_data import Corpus, read_corpus, tokenizer_config, train_tokenizer  # noqa: E402
-from storyteller_training import Progress, Recipe, make_config, nats_per_byte, train  # noqa: E402
-from tokenizers import Tokenizer  # noqa: E402
+import torch
+from storyteller_data import Corpus, read_corpus, tokenizer_config, train_tokenizer
+from storyteller_training import Progress, Recipe, make_config, nats_per_byte, train
+from tokenizers import Tokenizer
 
-from nanoserve.config import ModelConfig  # noqa: E402
-from nanoserve.models.decoder import Decoder  # noqa: E402
-from nanoserve.models.loading import load_model  # noqa: E402
-from nanoserve.models.saving import save_hf  # noqa: E402
+from nanoserve.config import ModelConfig
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.loading import load_model
+from nanoserve.models.saving import save_hf
 
 ASSETS = REPOSITORY / "nanoserve" / "assets"
 STORYTELLER, DRAFT = ASSETS / "storyteller", ASSETS / "storyteller-draft"

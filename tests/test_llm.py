@@ -2,6 +2,8 @@
 
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import nanoserve
 from nanoserve import LLM, SamplingParams
 from nanoserve.errors import ModelError, RuntimeFailure, UsageError
 from nanoserve.scheduler.plan import StepResult
+from triton_ops.cpu import cpu_operators
 
 BUNDLED = Path(nanoserve.__file__).parent / "assets" / "storyteller"
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -90,7 +93,7 @@ def test_times_are_told(storyteller: LLM) -> None:
 def test_closing_a_stream_aborts_the_request(storyteller: LLM) -> None:
     stream = storyteller.stream("Once upon a time", SamplingParams(max_tokens=500, ignore_eos=True))
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert _all_blocks_are_back(storyteller)
 
 
@@ -107,7 +110,7 @@ def test_streams_may_be_read_alternately(storyteller: LLM) -> None:
 
 def test_results_come_as_they_finish_and_a_refused_item_does_not_stop_the_rest(storyteller: LLM) -> None:
     items = [("Once", SamplingParams(max_tokens=40, ignore_eos=True)), ("", None), ("Twice", GREEDY), (STORY, GREEDY)]
-    results = dict(storyteller.generate_as_completed(iter(items)))  # type: ignore[arg-type]
+    results = dict(storyteller.generate_as_completed(iter(items)))
     order = list(results)
     assert order[0] == 1, "a refusal is known at once"
     assert order[-1] == 0, "the longest is the last"
@@ -127,7 +130,7 @@ def test_results_come_as_they_finish_and_a_refused_item_does_not_stop_the_rest(s
 )
 def test_prompts_that_can_never_run_are_refused(storyteller: LLM, prompt: object, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        storyteller.generate([prompt], GREEDY)  # type: ignore[list-item]
+        storyteller.generate([prompt], GREEDY)
     assert _all_blocks_are_back(storyteller)
 
 
@@ -198,3 +201,36 @@ def test_a_dummy_of_a_real_shape_runs() -> None:
     with LLM("dummy:smollm2-135m", max_model_len=64, kv_cache_memory=8 << 20) as llm:
         assert llm.config.num_layers == 30
         assert len(llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids) == 12
+
+
+def test_the_first_token_does_not_wait_for_torchs_compiler_to_be_imported() -> None:
+    program = (
+        "import sys\n"
+        "from nanoserve import LLM\n"
+        "with LLM() as llm:\n"
+        "    next(llm.stream('Once'))\n"
+        "print(*(name for name in ('torch._dynamo', 'torch._inductor', 'sympy') if name in sys.modules))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+def test_eager_means_that_nothing_is_compiled() -> None:
+    with LLM(eager=True, kv_cache_memory=16 << 20) as llm:
+        llm.start_preparing()
+        llm.prepare()
+        assert len(llm.generate("Once upon a time", GREEDY)[0].outputs[0].token_ids) == 12
+        assert not llm.compiled
+
+
+@pytest.mark.slow
+def test_prepared_means_compiled_with_the_same_tokens(storyteller: LLM) -> None:
+    if not cpu_operators().wait():
+        pytest.skip(f"nothing can be built: {cpu_operators().problem}")
+    stages = []
+    with LLM(dtype="float32", kv_cache_memory=16 << 20) as llm:
+        llm.prepare(lambda stage, done, total: stages.append((stage, done, total)))
+        assert llm.compiled
+        assert stages in ([], [("compiling layers", 0, 1), ("compiling layers", 1, 1)])  # compiled before, or now
+        llm.prepare(lambda *_: pytest.fail("nothing is left to prepare"))
+        tokens = [llm.chat(STORY, GREEDY)[0].outputs[0].token_ids]
+    assert tokens == [storyteller.chat(STORY, GREEDY)[0].outputs[0].token_ids]

@@ -38,6 +38,7 @@ class _Life:
     def __init__(self, params: SamplingParams) -> None:
         self.request = Request("r", _ids("prompt"), params, seed=0, end_tokens=(0,))
         self.tracker = RequestTracker(self.request, _Letters(), prompt="prompt")
+        self.now = 0.0
         self.sequence = Sequence(0, self.request, 0, list(self.request.prompt), status=Status.DECODE)
 
     def feed(self, *tokens: int, finish: FinishReason | None = None) -> bool:
@@ -49,7 +50,10 @@ class _Life:
             self.sequence.finish_reason = finish
             if finish is FinishReason.STOP:
                 self.sequence.stop_token = tokens[-1]
-        return self.tracker.take(SequenceUpdate("r", 0, tokens, self.sequence))
+        self.now += 2.0
+        if self.sequence.first_token_time is None:
+            self.sequence.first_token_time = self.now
+        return self.tracker.take(SequenceUpdate("r", 0, tokens, self.sequence), self.now)
 
     def whole(self) -> RequestOutput:
         return self.tracker.whole()
@@ -108,3 +112,13 @@ def test_deltas_add_up_to_the_whole() -> None:
     assert sum((delta.outputs[0].logprobs or () for delta in deltas), ()) == whole.logprobs
     assert deltas[-1].finished and deltas[-1].outputs[0].finish_reason == "stop"
     assert not any(delta.finished for delta in deltas[:-1])
+
+
+def test_the_pace_is_known_before_the_end() -> None:
+    life = _Life(SamplingParams())
+    life.feed(*_ids("a"))
+    assert life.whole().outputs[0].metrics.time_per_output_token is None
+    life.feed(*_ids("b"))
+    life.feed(*_ids("c"))
+    metrics = life.whole().outputs[0].metrics
+    assert (metrics.time_per_output_token, metrics.latency) == (2.0, None)

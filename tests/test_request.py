@@ -55,6 +55,11 @@ def test_what_is_out_of_range_is_refused_in_one_line(settings: dict[str, Any], s
     assert "\n" not in str(caught.value)
 
 
+def test_a_number_too_large_for_a_float_is_out_of_range() -> None:
+    with pytest.raises(UsageError, match="temperature must be a number from 0 to 100"):
+        SamplingParams(temperature=10**400)
+
+
 def test_settings_from_json_are_read_as_they_come() -> None:
     params = SamplingParams.from_mapping({"stop": "end", "logit_bias": {"7": 1}, "temperature": 0})
     assert params == SamplingParams(stop=("end",), logit_bias={7: 1.0}, temperature=0)
@@ -74,10 +79,15 @@ def test_only_legal_transitions_are_made() -> None:
 
 def test_metrics_are_the_fields_definitions() -> None:
     metrics = RequestMetrics(
-        arrival_time=10.0, first_scheduled_time=11.0, first_token_time=12.0, finished_time=18.0, output_tokens=4
+        arrival_time=10.0,
+        first_scheduled_time=11.0,
+        first_token_time=12.0,
+        last_token_time=18.0,
+        finished_time=18.0,
+        output_tokens=4,
     )
     assert metrics.queue_time == 1.0
     assert metrics.time_to_first_token == 2.0
     assert metrics.latency == 8.0
     assert metrics.time_per_output_token == 2.0
-    assert RequestMetrics(0.0, None, None, None, 0).time_per_output_token is None
+    assert RequestMetrics(0.0, None, None, None, None, 0).time_per_output_token is None

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from nanoserve.threads import SPIN_COUNT, physical_cores, prepare_threads
 
 SHOW = """
@@ -26,7 +28,7 @@ def settings_of(first: str, **environment: str) -> list[object]:
         text=True,
         check=True,
     )
-    return json.loads(answer.stdout)  # type: ignore[no-any-return]
+    return json.loads(answer.stdout)
 
 
 def test_settings_take_effect_beside_a_busy_neighbour() -> None:
@@ -41,6 +43,12 @@ def test_settings_take_effect_beside_a_busy_neighbour() -> None:
 
 def test_the_offline_api_prepares_itself() -> None:
     assert settings_of("from nanoserve import LLM") == [physical_cores(), str(SPIN_COUNT), 2.0**20]
+
+
+@pytest.mark.parametrize("command", ["generate x", "bench latency", "bench throughput"])
+def test_commands_set_the_threads_before_torch_is_imported(command: str) -> None:
+    words = [*command.split(), "--threads", "1", "--model", "./missing"]
+    assert settings_of(f"from nanoserve.commands.main import main; main({words})")[0] == 1
 
 
 def test_what_the_user_has_set_stays() -> None:

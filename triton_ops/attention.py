@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triton_ops.registration import register
+from triton_ops.registration import OPERATORS
 
 
+@OPERATORS.define(writes=("out",))
 def paged_attention(
     out: Tensor,
     query: Tensor,
@@ -29,31 +30,7 @@ def paged_attention(
     sliding_window: positions a query sees, itself included; 0 means all. Slots that no row uses are never read into
     a result, whatever they hold.
     """
-    torch.ops.nanoserve.paged_attention(
-        out,
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        query_starts,
-        context_lengths,
-        scale,
-        sliding_window,
-    )
-
-
-def _paged_attention(
-    out: Tensor,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lengths: Tensor,
-    scale: float,
-    sliding_window: int,
-) -> None:
-    """Rows of one token (decode) are attended together, padded by less than a factor of two; other rows one by one."""
+    # Rows of one token (decode) are attended together, padded by less than a factor of two; other rows one by one.
     starts, contexts = query_starts.tolist(), context_lengths.tolist()
     block_size = key_cache.shape[2]
     decode_rows: dict[int, list[int]] = {}
@@ -166,10 +143,3 @@ def _attend_one_row(out: Tensor, query: Tensor, key: Tensor, value: Tensor, scal
         enable_gqa=num_heads > num_kv_heads,
     )
     out.copy_(attended[0].transpose(0, 1).reshape(length, -1))
-
-
-register(
-    "paged_attention(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables,"
-    " Tensor query_starts, Tensor context_lengths, float scale, int sliding_window) -> ()",
-    _paged_attention,
-)

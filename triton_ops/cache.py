@@ -1,13 +1,13 @@
 """Writing keys and values into the paged cache, and copying its blocks."""
 
-import torch
 from torch import Tensor
 
-from triton_ops.registration import register
+from triton_ops.registration import OPERATORS
 
 SKIPPED_SLOT = -1
 
 
+@OPERATORS.define(writes=("key_cache", "value_cache"))
 def cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store each token's key and value in its slot.
 
@@ -15,18 +15,6 @@ def cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
     slot_mapping: int64 [T], block * block_size + offset, or -1 for a padding token that is not stored. No slot may
     appear twice.
     """
-    torch.ops.nanoserve.cache_write(key, value, key_cache, value_cache, slot_mapping)
-
-
-def copy_blocks(key_cache: Tensor, value_cache: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks: pairs is int64 [N, 2] of (source, destination). All sources are read before any is written.
-
-    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim].
-    """
-    torch.ops.nanoserve.copy_blocks(key_cache, value_cache, pairs)
-
-
-def _cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     stored = slot_mapping != SKIPPED_SLOT
     slots = slot_mapping[stored]
     block_size = key_cache.shape[2]
@@ -35,14 +23,12 @@ def _cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Ten
     value_cache[blocks, :, offsets] = value[stored]
 
 
-def _copy_blocks(key_cache: Tensor, value_cache: Tensor, pairs: Tensor) -> None:
+@OPERATORS.define(writes=("key_cache", "value_cache"))
+def copy_blocks(key_cache: Tensor, value_cache: Tensor, pairs: Tensor) -> None:
+    """Copy whole blocks: pairs is int64 [N, 2] of (source, destination). All sources are read before any is written.
+
+    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim].
+    """
     sources, destinations = pairs.unbind(1)
     key_cache[destinations] = key_cache[sources]
     value_cache[destinations] = value_cache[sources]
-
-
-register(
-    "cache_write(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()",
-    _cache_write,
-)
-register("copy_blocks(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor pairs) -> ()", _copy_blocks)

@@ -4,20 +4,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triton_ops.registration import register
+from triton_ops.registration import OPERATORS
+
+_HALVES = (torch.bfloat16, torch.float16)
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]; all of one dtype.
 
     On a CPU its own implementation reads 16-bit weights once, at the speed of memory, for few rows of input.
     """
-    rows: Tensor = torch.ops.nanoserve.linear(input.reshape(-1, input.shape[-1]), weight, bias)
-    return rows.view(*input.shape[:-1], weight.shape[0])
+    return _linear(input.reshape(-1, input.shape[-1]), weight, bias).view(*input.shape[:-1], weight.shape[0])
 
 
-def _fake_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A002
-    return input.new_empty(input.shape[0], weight.shape[0])
+def project(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same by `linear` where that is faster, else by torch's own product: slow for 16-bit weights on a CPU, but the
+    only one that can be differentiated."""
+    if weight.device.type == "cpu" and weight.dtype in _HALVES and not weight.requires_grad:
+        return linear(rows, weight, bias)
+    return functional.linear(rows, weight, bias)
 
 
-register("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor", functional.linear, _fake_linear)
+def _fake_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[0])
+
+
+@OPERATORS.define(fake=_fake_linear)
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """rows [R, K] -> [R, N]"""
+    return functional.linear(rows, weight, bias)

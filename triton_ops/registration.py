@@ -3,47 +3,71 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-
-NAMESPACE = "nanoserve"
-
-# Registrations live as long as this object; torch forgets them with it.
-LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 # Every device without an implementation of its own takes this one: a key of its own ("CPU") always goes first.
 PLAIN = "CompositeExplicitAutograd"
 
-_PLAIN_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
+_Library: Any = torch.library.Library  # torch leaves its methods untyped
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
-def register(schema: str, plain: Callable[..., Any], fake: Callable[..., Any] | None = None) -> None:
-    """Register an operator with its implementation in plain torch, which runs on any device.
+class Operators:
+    """The operators of one namespace of `torch.ops`, each with an implementation in plain torch."""
 
-    `schema` marks what is written with (a!), (b!)...; `fake` says which shapes come back, for tracing. It is left out
-    where nothing comes back.
-    """
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema)  # type: ignore[no-untyped-call]
-    LIBRARY.impl(name, plain, PLAIN)  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake or _writes_only, lib=LIBRARY)
-    _PLAIN_IMPLEMENTATIONS[name] = plain
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._library = _Library(namespace, "FRAGMENT")  # torch forgets the registrations together with this object
+        self._plain: dict[str, Callable[..., Any]] = {}
+
+    def define(
+        self, *, writes: tuple[str, ...] = (), fake: Callable[..., Any] | None = None
+    ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+        """Make a function the plain implementation, for any device, of the operator that bears its name.
+
+        Calling the function then calls the operator: a device's own implementation, if there is one. Its types become
+        the operator's schema; leading underscores are no part of the name. `writes` names the arguments that it
+        changes; `fake` says, for tracing, which shapes come back, and is left out where nothing does.
+        """
+
+        def defined(plain: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+            name = plain.__name__.lstrip("_")
+            self._library.define(torch.library.infer_schema(plain, mutates_args=writes, op_name=name))
+            self._library.impl(name, plain, PLAIN)
+            torch.library.register_fake(f"{self._namespace}::{name}", fake or _writes_only, lib=self._library)
+            self._plain[name] = plain
+            operator = getattr(getattr(torch.ops, self._namespace), name)
+
+            @wraps(plain)
+            def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+                result: Result = operator(*arguments, **options)
+                return result
+
+            return call
+
+        return defined
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Within it the CPU runs the plain implementations, whatever has been built: to compare one with the other."""
+        overriding = _Library(self._namespace, "IMPL", "CPU")
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "[\\s\\S]*Overriding a previously registered kernel")  # as intended
+                for name, plain in self._plain.items():
+                    overriding.impl(name, plain, "CPU")
+            yield
+        finally:
+            overriding._destroy()
 
 
-def _writes_only(*arguments: object) -> None:
+def _writes_only(*arguments: object, **options: object) -> None:
     """Shapes do not change and nothing is returned, so tracing has nothing to compute."""
 
 
-@contextmanager
-def plain_operators() -> Iterator[None]:
-    """Within it the CPU runs the plain implementations, whatever has been built: to compare one with the other."""
-    overriding = torch.library.Library(NAMESPACE, "IMPL", "CPU")  # type: ignore[no-untyped-call]
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "[\\s\\S]*Overriding a previously registered kernel")  # as intended
-            for name, plain in _PLAIN_IMPLEMENTATIONS.items():
-                overriding.impl(name, plain, "CPU")  # type: ignore[no-untyped-call]
-        yield
-    finally:
-        overriding._destroy()  # type: ignore[no-untyped-call]
+OPERATORS = Operators("nanoserve")

@@ -120,7 +120,7 @@ def _one_round(
 
 def _agreement(answers: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, float]:
     """For each peer, which share of the first tokens is ours: that everyone did the same work with the same weights."""
-    ours = next(iter([tokens for name, tokens in answers.items() if name == "nanoserve"]), None)
+    ours = answers.get("nanoserve")
     if ours is None:
         return {}
     return {

@@ -18,7 +18,7 @@ _SOME_TOKEN = 7
 
 @dataclass(frozen=True, slots=True)
 class SchedulerCost:
-    """Milliseconds per decode step, as medians over the steps; ``slowest`` is the worst step of all."""
+    """Milliseconds per decode step, as medians over the steps; ``slowest_ms`` is the worst step of all."""
 
     sequences: int
     schedule_ms: float
@@ -34,7 +34,7 @@ def measure_scheduler(sequences: int, *, context: int, steps: int, policy: str =
     schedule_times, apply_times = [], []
     was_enabled = gc.isenabled()
     gc.collect()
-    gc.disable()  # a collection belongs to whoever made the garbage; `slowest` would show little else
+    gc.disable()  # a collection belongs to whoever made the garbage; `slowest_ms` would show little else
     try:
         for _ in range(steps):
             began = time.perf_counter()

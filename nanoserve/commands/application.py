@@ -22,7 +22,7 @@ HELP = """A compact LLM inference engine.
   nanoserve serve --port 8000                     an OpenAI-compatible server
   nanoserve bench compare -m dummy:qwen3-0.6b     beside other engines
 
-Every flag can also be set by the environment variable named beside it.
+A flag can also be set by the environment variable that its help names.
 """
 
 
@@ -45,7 +45,8 @@ def application() -> typer.Typer:
 
 def _top_level(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", "-V", help="Show the version and exit.", is_eager=True)] = False,  # noqa: FBT002
+    *,
+    version: Annotated[bool, typer.Option("--version", "-V", help="Show the version and exit.", is_eager=True)] = False,
 ) -> None:
     if version:
         print(f"nanoserve {__version__}")

@@ -82,6 +82,7 @@ def _answer_rows(
 ) -> None:
     with load_progress() as progress:
         llm = engine.open_llm(progress)
+        llm.prepare(progress)
     tally.started = time.monotonic()
     with llm, _progress_bar(tally) as draw:
         items = _Items(llm, settings, engine.seed, results, tally)

@@ -118,7 +118,7 @@ class ResultFile:
         try:
             if path.exists() and not path.is_file():
                 raise UsageError(f"{path} is no regular file; --output is one, because the next run reads it back")
-            self._file = open(path, "r+b", opener=_open_or_make)  # noqa: SIM115
+            self._file = open(path, "r+b", opener=_open_or_make)  # noqa: SIM115  (__exit__ closes it)
         except OSError as error:
             raise RuntimeFailure(f"cannot write {path}: {error.strerror}") from None
         try:

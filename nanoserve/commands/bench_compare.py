@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
-from nanoserve.commands.bench_options import ResultOptions, kept, print_head, work_option
+from nanoserve.commands.bench_options import GridOptions, ResultOptions, kept, print_head, work_option
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions
 from nanoserve.commands.terminal import remark
@@ -23,9 +23,7 @@ def compare(
     peers: Annotated[
         str, work_option("--peers", help="Engines to compare with.", metavar="NAME,NAME")
     ] = "transformers,llama.cpp",
-    batch_sizes: Annotated[str, work_option("--batch-sizes", help="Requests at a time.", metavar="N,N,...")] = "1,4,16",
-    input_lengths: Annotated[str, work_option("--input", help="Prompt lengths.", metavar="N,N,...")] = "128",
-    output_lengths: Annotated[str, work_option("--output", help="Answer lengths.", metavar="N,N,...")] = "32",
+    grid: GridOptions,
     rounds: Annotated[int, work_option("--rounds", help="Rounds that count, for each case.", min=1)] = 5,
     engine: EngineOptions,
     results: ResultOptions,
@@ -39,14 +37,8 @@ def compare(
 
       nanoserve bench compare --dtype bfloat16 --batch-sizes 1,4 --rounds 5 --json compare.json
     """
-    from nanoserve.benchmarks.workloads import grid, parse_sizes
-
     names = [name.strip() for name in peers.split(",") if name.strip()]
-    cases = grid(
-        parse_sizes(batch_sizes, "--batch-sizes"),
-        parse_sizes(input_lengths, "--input"),
-        parse_sizes(output_lengths, "--output"),
-    )
+    cases = grid.cases()
     present, missing = _sort_out(names)
     settings = {"peers": present, "cases": [case.name for case in cases], "rounds": rounds}
     report = results.open_report("compare", settings)
@@ -84,7 +76,7 @@ def _openings(
     openings = []
     for name in ("nanoserve", *names):
         remark(f"preparing {name}")
-        source = model_name
+        source = model_name if model.directory is None else str(model.directory)  # found once, never looked up again
         try:
             if name == "transformers":
                 source = str(checkpoint_directory(model, dtype))

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Annotated
 
-from nanoserve.commands.bench_options import ResultOptions, kept, print_head, work_option
+from nanoserve.commands.bench_options import GridOptions, ResultOptions, kept, print_head, work_option
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions
 from nanoserve.commands.terminal import load_progress, remark
@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
 def latency(
     *,
-    batch_sizes: Annotated[str, work_option("--batch-sizes", help="Requests at a time.", metavar="N,N,...")] = "1,4,16",
-    input_lengths: Annotated[str, work_option("--input", help="Prompt lengths.", metavar="N,N,...")] = "128",
-    output_lengths: Annotated[str, work_option("--output", help="Answer lengths.", metavar="N,N,...")] = "32",
+    grid: GridOptions,
     repeats: Annotated[int, work_option("--repeats", help="Measured runs of each case.", min=1)] = 3,
     engine: EngineOptions,
     results: ResultOptions,
@@ -29,18 +27,14 @@ def latency(
       nanoserve bench latency
       nanoserve bench latency -m dummy:qwen3-0.6b --batch-sizes 1,16 --input 128,512 --json latency.json
     """
-    from nanoserve.benchmarks.workloads import RequestShape, grid, parse_sizes
+    from nanoserve.benchmarks.workloads import RequestShape
 
-    cases = grid(
-        parse_sizes(batch_sizes, "--batch-sizes"),
-        parse_sizes(input_lengths, "--input"),
-        parse_sizes(output_lengths, "--output"),
-    )
+    cases = grid.cases()
     report = results.open_report("latency", {"cases": [case.name for case in cases], "repeats": repeats})
     with load_progress() as progress:
         llm = engine.open_llm(progress)
     with llm:
-        from nanoserve.benchmarks.local import LocalBench
+        from nanoserve.benchmarks.local import LocalBench  # imports torch, for which opening sets the threads first
 
         bench = LocalBench(llm, seed=engine.seed or 0)
         report.put("engine", bench.facts)

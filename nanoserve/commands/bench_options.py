@@ -10,14 +10,38 @@ from nanoserve.commands.options import option
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
+    from nanoserve.benchmarks.workloads import Case
 
 WORK_PANEL = "Work"
 RESULTS_PANEL = "Results"
 
 
-def work_option(*names: str, help: str, metavar: str = "N", **settings: Any) -> Any:  # noqa: A002
+def work_option(*names: str, help: str, metavar: str = "N", **settings: Any) -> Any:
     """An option that says what is measured; no environment variable, so that a command line tells the whole story."""
     return option(*names, panel=WORK_PANEL, help=help, metavar=metavar, envvar=None, **settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridOptions:
+    """Batches of equal requests: every combination of these sizes and lengths."""
+
+    batch_sizes: Annotated[str, work_option("--batch-sizes", help="Requests at a time.", metavar="N,N,...")] = "1,4,16"
+    input_lengths: Annotated[str, work_option("--input", help="Prompt lengths.", metavar="N,N,...")] = "128"
+    output_lengths: Annotated[str, work_option("--output", help="Answer lengths.", metavar="N,N,...")] = "32"
+
+    def cases(self) -> "list[Case]":
+        """Batch sizes vary slowest.
+
+        Raises:
+            UsageError: for what is no list of sizes, naming the flag.
+        """
+        from nanoserve.benchmarks.workloads import grid, parse_sizes
+
+        return grid(
+            parse_sizes(self.batch_sizes, "--batch-sizes"),
+            parse_sizes(self.input_lengths, "--input"),
+            parse_sizes(self.output_lengths, "--output"),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,6 @@ def throughput(
       nanoserve bench throughput -m dummy:smollm2-135m
       nanoserve bench throughput --trace AzureLLMInferenceTrace_conv.csv --requests 100 --json azure.json
     """
-    from nanoserve.benchmarks.local import LocalBench
     from nanoserve.benchmarks.workloads import RequestShape
 
     name, shapes = _work(preset, trace, requests, engine.seed or 0)
@@ -53,6 +52,8 @@ def throughput(
     with load_progress() as progress:
         llm = engine.open_llm(progress)
     with llm:
+        from nanoserve.benchmarks.local import LocalBench  # imports torch, for which opening sets the threads first
+
         bench = LocalBench(llm, seed=engine.seed or 0)
         report.put("engine", bench.facts)
         if trace is not None:

@@ -106,6 +106,7 @@ class _Conversation:
 
     def run(self) -> int:
         remark(f"{self._session.llm.model_name}. /help lists the commands, Ctrl-D leaves.")
+        self._session.llm.start_preparing()  # while the user reads and types
         while True:
             try:
                 line = self._prompt.read()

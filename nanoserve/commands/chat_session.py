@@ -97,7 +97,7 @@ class ChatSession:
         answer: list[str] = []
         reasoning: list[str] = []
         tokens, last = 0, None
-        with closing(self.llm.stream(conversation, self.sampling_params())) as stream:  # type: ignore[type-var]
+        with closing(self.llm.stream(conversation, self.sampling_params())) as stream:
             for last in steps(stream):
                 tokens += len(last.outputs[0].token_ids)
                 yield from _sorted(splitter.push(last.outputs[0].text), answer, reasoning)

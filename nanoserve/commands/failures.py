@@ -28,7 +28,7 @@ def guarded(action: Callable[[], int]) -> int:
     except BrokenPipeError:
         silence_stdout()
         return EXIT_OK
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:  # everything ends here, in a line and a code; nothing goes on
         if os.environ.get(DEBUG_VARIABLE):
             traceback.print_exc()
         message, code = describe(error)

@@ -88,7 +88,7 @@ def _generate_one(text: str, engine: EngineOptions, settings: dict[str, Any], *,
         printer = PlainPrinter(sys.stdout)
         pieces: list[str] = []
         tokens, last = 0, None
-        with closing(llm.stream(text, params)) as stream:  # type: ignore[type-var]
+        with closing(llm.stream(text, params)) as stream:
             for last in stream:
                 tokens += len(last.outputs[0].token_ids)
                 pieces.append(last.outputs[0].text)

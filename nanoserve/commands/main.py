@@ -52,6 +52,6 @@ def _replace_closed_streams() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (open until the process ends)
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -1,4 +1,4 @@
-"""Options that several commands share, each also read from a ``NANOSERVE_*`` environment variable.
+"""Options that several commands share, almost all also read from a ``NANOSERVE_*`` environment variable.
 
 A command takes whole groups (``engine: EngineOptions``); ``with_options`` spells the fields of each group out as
 flags for typer and gathers them again. Parsing only prepares: it yields a callable that does the work, so that no
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from nanoserve.config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.interrupts import deferred_interrupts
 from nanoserve.scheduler import POLICIES
@@ -29,9 +30,10 @@ MODEL_PANEL = "Model"
 SAMPLING_PANEL = "Sampling (the model's own defaults unless given)"
 ENGINE_PANEL = "Engine"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DEFAULTS = EngineConfig()
 
 
-def option(*names: str, panel: str, help: str, metavar: str = "N", **settings: Any) -> Any:  # noqa: A002
+def option(*names: str, panel: str, help: str, metavar: str = "N", **settings: Any) -> Any:
     """A typer option whose environment variable is named after its long flag."""
     long_name = next(name for name in names if name.startswith("--"))
     variable = "NANOSERVE_" + long_name.removeprefix("--").replace("-", "_").upper()
@@ -39,7 +41,7 @@ def option(*names: str, panel: str, help: str, metavar: str = "N", **settings: A
     return typer.Option(*names, help=help, **settings)
 
 
-def switch(*names: str, panel: str, help: str, **settings: Any) -> Any:  # noqa: A002
+def switch(*names: str, panel: str, help: str, **settings: Any) -> Any:
     """An option without a value: giving it says yes."""
     return option(*names, panel=panel, help=help, metavar="", **settings)
 
@@ -53,7 +55,7 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
     return check
 
 
-def _choice(*names: str, choices: tuple[str, ...], panel: str, help: str) -> Any:  # noqa: A002
+def _choice(*names: str, choices: tuple[str, ...], panel: str, help: str) -> Any:
     return option(
         *names,
         panel=panel,
@@ -80,7 +82,7 @@ class EngineOptions:
     ] = None
     dtype: Annotated[
         str, _choice("--dtype", choices=DTYPES, panel=MODEL_PANEL, help="Number format of weights and KV cache.")
-    ] = "auto"
+    ] = _DEFAULTS.dtype
     offline: Annotated[
         bool,
         switch(
@@ -102,17 +104,24 @@ class EngineOptions:
             metavar="SIZE",
         ),
     ] = None
-    block_size: Annotated[int, option("--block-size", panel=ENGINE_PANEL, help="Tokens in a KV block.")] = 16
-    max_num_seqs: Annotated[int, option("--max-num-seqs", panel=ENGINE_PANEL, help="Most sequences in one step.")] = 256
+    block_size: Annotated[int, option("--block-size", panel=ENGINE_PANEL, help="Tokens in a KV block.")] = (
+        _DEFAULTS.block_size
+    )
+    max_num_seqs: Annotated[int, option("--max-num-seqs", panel=ENGINE_PANEL, help="Most sequences in one step.")] = (
+        _DEFAULTS.max_num_seqs
+    )
     max_num_batched_tokens: Annotated[
         int, option("--max-num-batched-tokens", panel=ENGINE_PANEL, help="Token budget of one step.")
-    ] = 2048
+    ] = _DEFAULTS.max_num_batched_tokens
     policy: Annotated[str, _choice("--policy", choices=tuple(POLICIES), panel=ENGINE_PANEL, help="What runs next.")] = (
-        "sarathi"
+        _DEFAULTS.policy
     )
     no_prefix_caching: Annotated[
         bool,
         switch("--no-prefix-caching", panel=ENGINE_PANEL, help="Compute every prompt from its start."),
+    ] = False
+    eager: Annotated[
+        bool, switch("--eager", panel=ENGINE_PANEL, help="Never compile the model's layers; slower, same answers.")
     ] = False
     threads: Annotated[
         int | None, option("--threads", panel=ENGINE_PANEL, help="CPU threads; default: one per physical core.", min=1)
@@ -137,6 +146,7 @@ class EngineOptions:
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "policy": self.policy,
             "enable_prefix_caching": not self.no_prefix_caching,
+            "eager": self.eager,
             "offline": self.offline,
         }
         if self.seed is not None:
@@ -177,9 +187,16 @@ class SamplingOptions:
     max_tokens: Annotated[
         int | None, option("--max-tokens", "-n", panel=SAMPLING_PANEL, help="Longest answer; default: what fits.")
     ] = None
+    # No environment variable: the parser would cut it at blanks, which stop texts often hold.
     stop: Annotated[
         list[str] | None,
-        option("--stop", panel=SAMPLING_PANEL, metavar="TEXT", help="Text that ends the answer (may be repeated)."),
+        option(
+            "--stop",
+            panel=SAMPLING_PANEL,
+            envvar=None,
+            metavar="TEXT",
+            help="Text that ends the answer (may be repeated).",
+        ),
     ] = None
     repetition_penalty: Annotated[
         float | None, option("--repetition-penalty", panel=SAMPLING_PANEL, help="Above 1 discourages seen tokens.")
@@ -239,6 +256,7 @@ def with_options(command: Callable[..., int]) -> Callable[..., Action]:
         return partial(command, **values)
 
     keyword_only = [flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in flags]
+    # inspect honours the attribute, though the type of functions does not name it.
     prepare.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
     prepare.__annotations__ = {flag.name: flag.annotation for flag in keyword_only}
     prepare.__name__, prepare.__doc__ = command.__name__, command.__doc__

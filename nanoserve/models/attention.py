@@ -61,7 +61,8 @@ class DenseCausalAttention:
 class PagedAttention:
     """Attention of one step over the paged cache: writes the new keys and values, then attends over the whole context.
 
-    Shapes as in `triton_ops.cache_write` and `triton_ops.paged_attention`; the caches are one tensor per layer.
+    Shapes as in `triton_ops.cache_write` and `triton_ops.paged_attention`; the caches are one tensor per layer, by the
+    layer's index.
     """
 
     config: ModelConfig

@@ -4,6 +4,9 @@ A layer is two pieces with attention between them. Attention is a callable passe
 serve from a paged cache, or hand attention to another device.
 """
 
+from collections.abc import Callable, Iterable
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -11,7 +14,7 @@ from torch.nn import functional
 from nanoserve.config import ModelConfig
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.experts import SparseExperts
-from nanoserve.models.linear import Linear
+from nanoserve.models.linear import Embedding, Linear
 from nanoserve.models.rotary import RotaryEmbedding, rotate
 
 INITIAL_STANDARD_DEVIATION = 0.02
@@ -99,27 +102,38 @@ class DecoderLayer(nn.Module):
         return self.post_attention(attention(self.index, query, key, value), hidden)
 
 
+LayerFunction = Callable[[DecoderLayer, Tensor, Tensor, Tensor, AttentionFunction], Tensor]
+"""Runs one layer on hidden states, cosines, sines and an attention function: eagerly, or compiled."""
+
+
 class Decoder(nn.Module):
     """Token ids in, hidden states out; logits only for the positions that are asked for.
 
-    Built on torch's default device and dtype with random weights (normal, 0.02), ready to train; `load_model`
-    fills it from a checkpoint.
+    Built on torch's default device and dtype with random weights (normal, 0.02), ready to train; without
+    `initialize` the weights are whatever was in memory, and `load_model` fills them from a checkpoint.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, initialize: bool = True) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(config.rope)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary.to(self.embedding.weight.device)
-        self.apply(_initialize)
+        if initialize:
+            self.apply(_initialize)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embedding.weight
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionFunction) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionFunction,
+        run_layer: LayerFunction = DecoderLayer.__call__,
+    ) -> Tensor:
         """token_ids and positions, int64 [T] -> hidden states [T, hidden_size] after the final norm.
 
         The T tokens may belong to any number of sequences: only `attention` knows which.
@@ -127,8 +141,8 @@ class Decoder(nn.Module):
         hidden: Tensor = self.embedding(token_ids)
         cos, sin = self.rotary(positions)
         cos, sin = cos.to(hidden.dtype), sin.to(hidden.dtype)
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin, attention)
+        for layer in cast(Iterable[DecoderLayer], self.layers):
+            hidden = run_layer(layer, hidden, cos, sin, attention)
         normed: Tensor = self.final_norm(hidden)
         return normed
 

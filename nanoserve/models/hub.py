@@ -10,11 +10,11 @@ from typing import Any
 
 from nanoserve.errors import ModelError
 from nanoserve.files import read_optional_json_object
+from nanoserve.models.shapes import DUMMY_PREFIX
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
 
-DUMMY_PREFIX = "dummy:"
 # Weights only as safetensors, code never: nothing that arrives is unpickled or run.
 ALLOWED_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja")
 # Weights in other layouts, of the same size again, that some repositories hold beside ours.
@@ -110,7 +110,7 @@ def _bar_class(progress: ProgressCallback | None) -> Any:
     """A tqdm class that draws nothing and tells `progress` instead: the hub library reports through tqdm alone."""
     from tqdm import tqdm
 
-    class ReportingBar(tqdm):  # type: ignore[misc]
+    class ReportingBar(tqdm):  # type: ignore[misc]  # tqdm is untyped
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "file": io.StringIO(), "disable": progress is None})
 

@@ -17,7 +17,6 @@ from nanoserve.errors import ModelError
 from nanoserve.files import read_json_object
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dtypes import resolve_dtype
-from nanoserve.models.rotary import RotaryEmbedding
 from nanoserve.models.weights import TensorPart, may_be_ignored, tensor_parts
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -48,7 +47,8 @@ def load_model(
 ) -> tuple[Decoder, ModelConfig]:
     """The decoder of a model directory with its weights, ready for inference, and its config.
 
-    `dtype` is "auto", "bf16", "fp16" or "fp32". Raises ModelError, one line naming the file (and the tensor).
+    `dtype` as in `resolve_dtype`. Raises ModelError, one line naming the file (and the tensor); UsageError for an
+    unknown dtype.
     """
     path, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(path)
@@ -63,12 +63,14 @@ def load_model(
 
 def empty_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
     """A decoder whose parameters are allocated, not initialized, and not trainable."""
-    with torch.device("meta"):
-        decoder = Decoder(config)
-    decoder.to(dtype).to_empty(device=device)
-    decoder.rotary = RotaryEmbedding(config.rope).to(device)
-    if config.tie_word_embeddings:
-        decoder.lm_head.weight = decoder.embedding.weight
+    # Not on the meta device first: torch imports its compiler for that, which takes longer than loading a small model.
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            decoder = Decoder(config, initialize=False)
+    finally:
+        torch.set_default_dtype(usual)
     return decoder.requires_grad_(False).eval()
 
 

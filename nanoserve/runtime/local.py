@@ -10,16 +10,19 @@ import torch
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure
-from nanoserve.models.decoder import Decoder
+from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.runtime.compiled_layers import CompiledLayers
 from nanoserve.runtime.memory import available_memory, kv_bytes_per_block
 from nanoserve.runtime.model_runner import ModelRunner
 from nanoserve.scheduler.plan import StepPlan, StepResult
 from nanoserve.sizes import format_size
-from triton_ops.cpu import cpu_operators
+from triton_ops.cpu import CpuOperators, cpu_operators
 
 
 class LocalExecutor:
     """The Executor of one process with one device: `submit` queues a plan, `collect` runs it.
+
+    With `layers`, the decoder's layers run compiled as soon as they are.
 
     Raises:
         RuntimeFailure: from the constructor and from `collect`, when the device has no memory left.
@@ -28,16 +31,29 @@ class LocalExecutor:
     max_in_flight = 1
 
     def __init__(
-        self, decoder: Decoder, config: ModelConfig, *, num_blocks: int, block_size: int, device: torch.device | str
+        self,
+        decoder: Decoder,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device | str,
+        layers: CompiledLayers | None = None,
     ) -> None:
         self._device = torch.device(device)
         size = num_blocks * kv_bytes_per_block(config, block_size, decoder.embedding.weight.dtype)
         decoder.eval()
         with _memory_errors(self._device, f"a KV cache of {format_size(size)} does not fit", "--kv-cache-memory"):
             self._runner: ModelRunner | None = ModelRunner(
-                decoder, num_blocks=num_blocks, block_size=block_size, device=self._device
+                decoder,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                device=self._device,
+                run_layer=DecoderLayer.__call__ if layers is None else layers,
             )
-        self._operators = cpu_operators() if self._device.type == "cpu" else None
+        self._built: list[CpuOperators | CompiledLayers] = [] if layers is None else [layers]
+        if self._device.type == "cpu":
+            self._built.append(cpu_operators())
         self._plans: deque[StepPlan] = deque()
 
     def submit(self, plan: StepPlan) -> None:
@@ -58,8 +74,8 @@ class LocalExecutor:
             if until is not None:
                 time.sleep(max(0.0, until - self.now()))
             return []
-        if self._operators is not None:
-            self._operators.poll()  # built meanwhile, they take over between two steps
+        for built in self._built:
+            built.poll()  # what is ready takes over between two steps
         plan = self._plans.popleft()
         began = self.now()
         num_tokens = sum(len(row.tokens) for row in plan.rows)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.models.attention import PagedAttention
-from nanoserve.models.decoder import Decoder
+from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.request import TokenLogprob
 from nanoserve.runtime.logprobs import rows_per_chunk, token_logprobs
 from nanoserve.runtime.sampling import SamplingRows, SamplingState, sample
@@ -51,21 +51,31 @@ class SequenceRecord:
 
 
 class ModelRunner:
-    """Executes plans in order.
+    """Executes plans in order; `run_layer` runs the decoder's layers.
 
     Its KV cache is a pair of tensors per layer, [num_blocks, num_kv_heads, block_size, head_dim], in the decoder's
-    dtype; it starts as zeros. Raises torch's errors when memory runs out.
+    dtype, and holds anything at first: memory that is never touched costs no time. Raises torch's errors when memory
+    runs out.
     """
 
-    def __init__(self, decoder: Decoder, *, num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        run_layer: LayerFunction = DecoderLayer.__call__,
+    ) -> None:
         config = decoder.config
         self.decoder = decoder
         self.config = config
         self.device = device
         shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
         dtype = decoder.embedding.weight.dtype
-        self.key_caches = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.value_caches = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.key_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.value_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self._run_layer = run_layer
         self._inputs = InputBuilder(block_size, device)
         self._records: dict[int, SequenceRecord] = {}
 
@@ -113,7 +123,7 @@ class ModelRunner:
             context_lengths=inputs.context_lengths,
             slot_mapping=inputs.slot_mapping,
         )
-        hidden: Tensor = self.decoder(inputs.token_ids, inputs.positions, attention)
+        hidden: Tensor = self.decoder(inputs.token_ids, inputs.positions, attention, self._run_layer)
         return hidden
 
     def _answer(self, rows: Sequence[Row], records: Sequence[SequenceRecord], hidden: Tensor) -> tuple[Answer, ...]:

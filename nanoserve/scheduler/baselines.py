@@ -19,7 +19,7 @@ class PrefillFirst:
         token_budget: prompt tokens of one step.
     """
 
-    token_budget: int = 2048
+    token_budget: int
 
     def decide(self, load: Load) -> Decision:
         if load.first_waiting_fits:
@@ -38,7 +38,7 @@ class DecodeFirst:
         token_budget: prompt tokens of one step while a batch is formed.
     """
 
-    token_budget: int = 2048
+    token_budget: int
 
     def decide(self, load: Load) -> Decision:
         forming = load.running_decodes == 0 or (load.previous is not None and load.previous.prefill_tokens > 0)
@@ -57,7 +57,7 @@ class ChunkedPrefill:
         token_budget: decode and prompt tokens of one step together.
     """
 
-    token_budget: int = 2048
+    token_budget: int
 
     def decide(self, load: Load) -> Decision:
         decodes = min(load.ready_decodes, self.token_budget)

@@ -1,4 +1,4 @@
-"""The only words that pass between scheduler and executors (DESIGN section 2): StepPlan, StepResult, Executor.
+"""The only words that pass between scheduler and executors: StepPlan, StepResult, Executor.
 
 Everything here is a msgspec Struct, so a plan crosses to a worker process as typed msgpack and never as pickle.
 The words grow by adding fields, each with a test.

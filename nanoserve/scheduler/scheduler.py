@@ -103,6 +103,11 @@ class Scheduler:
                 f"the prompt has {length} tokens, but the context holds {self.max_model_len} with at least one "
                 "for the answer; shorten the prompt or raise --max-model-len"
             )
+        if length + request.params.min_tokens > self.max_model_len:
+            raise UsageError(
+                f"min_tokens {request.params.min_tokens} can never be reached: after a prompt of {length} tokens the "
+                f"context of {self.max_model_len} has room for {self.max_model_len - length}; lower it"
+            )
         longest = min(self.max_model_len, length + (request.params.max_tokens or self.max_model_len))
         # The last token is never attended to, so its KV is never written.
         if (needed := self.pool.blocks_for(longest - 1)) > self.pool.num_blocks:

@@ -229,4 +229,6 @@ def build_from_model(start: EngineStart, mailbox: Mailbox) -> Engine:
             max_num_seqs=start.config.max_num_seqs,
         )
     )
+    if built.layers is not None:
+        built.layers.start()  # compiled in the background; they take over between two steps
     return built.engine

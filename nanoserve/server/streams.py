@@ -61,14 +61,14 @@ class RequestStream:
         """Add what an update brings; true if the sample's text met a stop string, so that the engine must end it."""
         if update.index in self._ended:
             return False
-        sample = self.samples[update.index]
-        _bring_up_to_date(sample, update, time.monotonic())
+        sample, now = self.samples[update.index], time.monotonic()
+        _bring_up_to_date(sample, update, now)
         news = SequenceUpdate(self.request_id, update.index, update.tokens, sample)
-        met_stop_string = self._tracker.take(news)
+        met_stop_string = self._tracker.take(news, now)
         if met_stop_string or update.ending is not None:
             self._ended.add(update.index)
         if self._tracker.finished:
-            self.finished_at = time.monotonic()
+            self.finished_at = now
         self.news.set()
         return met_stop_string
 

@@ -51,7 +51,7 @@ class TokenizersBackend:
 
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:
+        except Exception as error:  # the library raises nothing more specific
             raise ModelError(f"{path} is not a usable tokenizer: {error}") from error
         added = self._add_missing_tokens(settings, named_special)
         self.control_ids: Mapping[str, int] = {

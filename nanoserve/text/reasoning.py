@@ -72,13 +72,6 @@ def _length_of_partial_tag(text: str) -> int:
     return next((length for length in range(longest, 0, -1) if CLOSE.startswith(text[-length:])), 0)
 
 
-def strip_reasoning(text: str) -> str:
-    """The answer alone: what a model's earlier turn is fed back as."""
-    splitter = ReasoningSplitter(starts_inside=CLOSE in text and not text.lstrip().startswith(OPEN))
-    pieces = splitter.push(text) + splitter.flush()
-    return "".join(piece for part, piece in pieces if part == "answer")
-
-
 def opens_reasoning(prompt: str) -> bool:
     """Whether a rendered prompt leaves a reasoning block open, so that the output begins inside it."""
     return prompt.rstrip().endswith(OPEN)

@@ -37,7 +37,7 @@ def to_json(
     ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates pass these by position
     indent: int | None = None,
     separators: Any = None,
-    sort_keys: bool = False,  # noqa: FBT001, FBT002
+    sort_keys: bool = False,  # noqa: FBT001, FBT002 - as above
 ) -> str:
     """JSON as it stands: the filter that comes with template engines escapes the signs of HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -9,6 +9,7 @@ import pytest
 
 from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.peers.catalog import PEERS, PeerKind
+from nanoserve.benchmarks.peers.protocol import Opening
 from nanoserve.benchmarks.roofline import BandwidthProbe
 from nanoserve.commands.main import main
 from tests.benchmarks.fakes import FakePeer
@@ -128,7 +129,7 @@ def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
 
     monkeypatch.setattr("nanoserve.benchmarks.peers.process.PeerProcess", FakeProcess)
     monkeypatch.setattr("nanoserve.benchmarks.comparing.MAX_DRIFT", 1e9)
-    monkeypatch.setitem(PEERS, "llama.cpp", PeerKind(("no_such_module",), "pip install it"))  # type: ignore[arg-type]
+    monkeypatch.setitem(PEERS, "llama.cpp", PeerKind(("no_such_module",), "pip install it"))
     report = tmp_path / "report.json"
     sizes = ("--batch-sizes", 2, "--input", 4, "--output", 3, "--rounds", 2)
     code, out, _ = bench("compare", "-m", _bundled(), *sizes, "--json", report)
@@ -138,6 +139,29 @@ def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
     decode = [ratio for ratio in json.loads(report.read_text())["ratios"] if ratio["metric"] == "decode"]
     assert {ratio["peer"] for ratio in decode} == {"transformers"}
     assert decode[0]["median"] == pytest.approx(2.0)
+
+
+def test_compare_looks_a_hub_model_up_once_and_not_on_the_network_if_offline(
+    bench: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def found(name: str, progress: object, *, offline: bool) -> Path:
+        asked.append(offline)
+        return Path(_bundled())
+
+    class FakeProcess(FakePeer):
+        process_id = 1
+
+        def __init__(self, name: str, opening: Opening) -> None:
+            super().__init__(name, 1.0)
+            assert opening.model == _bundled()
+
+    monkeypatch.setattr("nanoserve.models.hub._download", found)
+    monkeypatch.setattr("nanoserve.benchmarks.peers.process.PeerProcess", FakeProcess)
+    sizes = ("--batch-sizes", 1, "--input", 4, "--output", 2, "--rounds", 1)
+    assert bench("compare", "-m", "owner/name", "--offline", "--peers", "", *sizes)[0] == 0
+    assert asked == [True]
 
 
 def test_scheduler_and_diff(bench: Run, tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[fake_llm.FakeLLM]:
 
     class Remembered(fake_llm.FakeLLM):
         def __init__(self, *arguments: object, **settings: object) -> None:
-            super().__init__(*arguments, **settings)  # type: ignore[arg-type]
+            super().__init__(*arguments, **settings)
             opened.append(self)
 
-    stand_in.LLM = Remembered  # type: ignore[attr-defined]
+    stand_in.LLM = Remembered
     monkeypatch.setitem(sys.modules, "nanoserve.llm", stand_in)
     for name in [name for name in os.environ if name.startswith("NANOSERVE_")]:
         monkeypatch.delenv(name)
@@ -59,4 +59,4 @@ def start(*arguments: str, **settings: object) -> subprocess.Popen[bytes]:
     """``nanoserve ARGUMENTS`` with the fake, as a process."""
     piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     words = [sys.executable, "-m", "tests.commands.fake_llm", *arguments]
-    return subprocess.Popen(words, cwd=ROOT, **(piped | settings))  # type: ignore[call-overload, no-any-return]
+    return subprocess.Popen(words, cwd=ROOT, **(piped | settings))

@@ -74,6 +74,14 @@ class FakeLLM:
     def __exit__(self, *_: object) -> None:
         self.closed = True
 
+    def start_preparing(self) -> None:
+        """There is nothing to compile."""
+
+    def prepare(self, progress: Any = None) -> None:
+        if progress is not None:
+            progress("compiling layers", 0, 1)
+            progress("compiling layers", 1, 1)
+
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.8, top_p=0.95)
 
@@ -129,7 +137,8 @@ class FakeLLM:
 
 
 def _delta(ids: tuple[int, ...], text: str, step: int, reason: str | None) -> RequestOutput:
-    metrics = RequestMetrics(0.0, 0.25, 0.5, 0.5 + 0.1 * (step - 1) if reason else None, step)
+    latest = 0.5 + 0.1 * (step - 1)
+    metrics = RequestMetrics(0.0, 0.25, 0.5, latest, latest if reason else None, step)
     sample = CompletionOutput(0, text, (step,), None, reason, None, metrics)
     return RequestOutput("fake", None, ids, (sample,), reason is not None, cached_tokens=1)
 
@@ -147,7 +156,7 @@ def _whole(deltas: list[RequestOutput], n: int) -> RequestOutput:
 def module() -> types.ModuleType:
     """A stand-in for nanoserve.llm."""
     stand_in = types.ModuleType("nanoserve.llm")
-    stand_in.LLM = FakeLLM  # type: ignore[attr-defined]
+    stand_in.LLM = FakeLLM
     return stand_in
 
 

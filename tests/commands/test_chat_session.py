@@ -49,6 +49,8 @@ def test_an_interrupted_answer_is_kept_and_marked() -> None:
     assert answer(session, "a b c d", first(3)) == "You said: a "
     assert session.turns[-1] == Message("assistant", "You said: a ", interrupted=True)
     assert session.llm.aborted == 1
+    assert session.last_answer is not None
+    assert session.last_answer.usage.decode_rate == pytest.approx(10.0)
     answer(session, "go on")
     assert session.llm.prompts[-1][1] == {"role": "assistant", "content": "You said: a "}
     assert notices == []

@@ -107,6 +107,14 @@ def test_debug_shows_the_traceback(command: Run, monkeypatch: pytest.MonkeyPatch
     assert "Traceback" in command("chat", "hi", "--model", "broken")[2]
 
 
+def test_stop_texts_are_whole_and_come_from_flags_alone(
+    command: Run, fake: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOSERVE_STOP", "The End")  # the parser would make two of it
+    assert command("generate", "hi")[0] == command("generate", "hi", "--stop", "The End", "--stop", "!")[0] == 0
+    assert [llm.params[0].stop for llm in fake] == [(), ("The End", "!")]
+
+
 def test_flags_win_over_variables(command: Run, fake: list[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOSERVE_TEMPERATURE", "0.5")
     monkeypatch.setenv("NANOSERVE_TOP_K", "7")

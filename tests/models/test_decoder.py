@@ -114,12 +114,12 @@ def test_the_whole_forward_is_one_graph(family: str) -> None:
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_experts_are_the_weighted_sum_of_each_tokens_choices(normalize: bool) -> None:  # noqa: FBT001
+def test_experts_are_the_weighted_sum_of_each_tokens_choices(*, normalize: bool) -> None:
     moe = MoeConfig(7, 3, 12, normalize_weights=normalize, sparse_layers=frozenset({0}))
     torch.manual_seed(2)
     experts = SparseExperts(16, moe)
-    torch.nn.init.normal_(experts.gate_up)
-    torch.nn.init.normal_(experts.down)
+    for matrix in experts.router.weight, experts.gate_up, experts.down:
+        torch.nn.init.normal_(matrix)
     hidden = torch.randn(9, 16)
     expected = torch.zeros_like(hidden)
     for token, state in enumerate(hidden):

@@ -17,6 +17,7 @@ from nanoserve.engine import Engine
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model
 from nanoserve.request import Request, SamplingParams
+from nanoserve.runtime.compiled_layers import CompiledLayers
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.scheduler import Scheduler
@@ -55,7 +56,7 @@ SETTINGS = [
 ]
 
 
-def _prompts() -> list[tuple[int, ...]]:
+def prompts() -> list[tuple[int, ...]]:
     """A long one, one with the same beginning, a short one, a single token, and the first once more."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(3, VOCAB_SIZE, (120,), generator=generator).tolist()
@@ -63,9 +64,16 @@ def _prompts() -> list[tuple[int, ...]]:
     return [first, (*first[:33], *tokens[50:60]), tuple(tokens[60:77]), (tokens[80],), first]
 
 
-def _run(decoder: Decoder, config: ModelConfig, setting: Setting, requests: list[Request]) -> tuple[list, Scheduler]:
+def run(
+    decoder: Decoder,
+    config: ModelConfig,
+    setting: Setting,
+    requests: list[Request],
+    layers: CompiledLayers | None = None,
+) -> tuple[list, Scheduler]:
+    """Each sample's tokens, in the order of the requests."""
     executor = LocalExecutor(
-        decoder, config, num_blocks=setting.num_blocks(), block_size=setting.block_size, device="cpu"
+        decoder, config, num_blocks=setting.num_blocks(), block_size=setting.block_size, device="cpu", layers=layers
     )
     scheduler = Scheduler(
         make_policy(setting.policy, setting.token_budget),
@@ -90,7 +98,8 @@ def _run(decoder: Decoder, config: ModelConfig, setting: Setting, requests: list
 
 
 @torch.inference_mode()
-def _transformers_greedy(model: PreTrainedModel, prompt: tuple[int, ...]) -> list[int]:
+def transformers_greedy(model: PreTrainedModel, prompt: tuple[int, ...]) -> list[int]:
+    """What Hugging Face's model says, computed anew for every token."""
     tokens = list(prompt)
     for _ in range(OUTPUT_TOKENS):
         tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
@@ -104,12 +113,12 @@ def test_greedy_tokens_are_those_of_transformers_however_they_are_scheduled(
 ) -> None:
     directory, model = checkpoint(family)
     decoder, config = load_model(directory, "fp32")
-    expected = [_transformers_greedy(model, prompt) for prompt in _prompts()]
+    expected = [transformers_greedy(model, prompt) for prompt in prompts()]
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS)
-    requests = [Request(str(number), prompt, params, seed=0) for number, prompt in enumerate(_prompts())]
+    requests = [Request(str(number), prompt, params, seed=0) for number, prompt in enumerate(prompts())]
     preemptions = 0
     for setting in SETTINGS:
-        outputs, scheduler = _run(decoder, config, setting, requests)
+        outputs, scheduler = run(decoder, config, setting, requests)
         assert outputs == expected, setting
         preemptions += scheduler.preemptions
     assert preemptions > 0, "no setting was tight enough"
@@ -126,9 +135,9 @@ def test_seeded_samples_do_not_depend_on_what_shares_the_batch(checkpoint: Check
     ]
     requests = [
         Request(str(number), prompt, params, seed=40 + number)
-        for number, (prompt, params) in enumerate(zip(_prompts(), variants, strict=True))
+        for number, (prompt, params) in enumerate(zip(prompts(), variants, strict=True))
     ]
-    alone = [outputs for request in requests for outputs in _run(decoder, config, SETTINGS[0], [request])[0]]
+    alone = [outputs for request in requests for outputs in run(decoder, config, SETTINGS[0], [request])[0]]
     assert len({tuple(output) for output in alone}) == len(alone)
     for setting in SETTINGS:
-        assert _run(decoder, config, setting, requests)[0] == alone, setting
+        assert run(decoder, config, setting, requests)[0] == alone, setting

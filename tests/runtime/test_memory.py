@@ -18,7 +18,7 @@ BLOCK = 1024
 def choose(monkeypatch: pytest.MonkeyPatch, *, free: int, device: str = "cpu", **settings: int | None) -> int:
     monkeypatch.setattr(memory, "available_memory", lambda device: free)
     wanted = {"kv_cache_memory": None, "max_model_len": None, "max_num_seqs": 4, **settings}
-    return choose_num_blocks(small_config(), block_size=4, dtype=torch.float32, device=device, **wanted)  # type: ignore[arg-type]
+    return choose_num_blocks(small_config(), block_size=4, dtype=torch.float32, device=device, **wanted)
 
 
 def test_bytes_of_a_block_are_those_of_the_caches() -> None:

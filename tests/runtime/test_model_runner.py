@@ -46,7 +46,7 @@ def whole(sequence: int, tokens: Sequence[int], blocks: Sequence[int]) -> Row:
 
 
 def execute(runner: ModelRunner, **plan: tuple[object, ...]) -> dict[int, Answer]:
-    answers = runner.execute(StepPlan(step=0, **plan))  # type: ignore[arg-type]
+    answers = runner.execute(StepPlan(step=0, **plan))
     return {answer.sequence: answer for answer in answers}
 
 

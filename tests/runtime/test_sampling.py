@@ -207,7 +207,7 @@ def test_a_row_is_sampled_alike_alone_in_a_batch_and_permuted(params: list[Sampl
     together = draw_tokens(logits, states, positions)
     alone = [draw_tokens(logits[row : row + 1], [states[row]], [positions[row]])[0] for row in range(count)]
     order = list(range(count))
-    random.shuffle(order)  # type: ignore[attr-defined]
+    random.shuffle(order)
     permuted = draw_tokens(logits[order], [states[row] for row in order], [positions[row] for row in order])
     assert together == alone
     assert permuted == [alone[row] for row in order]

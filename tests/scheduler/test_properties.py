@@ -38,7 +38,7 @@ def _requests(draw: st.DrawFn, name: str, longest: int) -> Request:
         temperature=draw(st.sampled_from([0.0, 0.0, 1.0])),
         presence_penalty=0.5 if penalized else 0.0,
         max_tokens=max_tokens,
-        min_tokens=draw(st.integers(0, min(3, max_tokens or 3))),
+        min_tokens=draw(st.integers(0, min(3, max_tokens or 3, longest - len(prompt)))),
         ignore_eos=draw(st.booleans()),
         stop_token_ids=draw(st.sampled_from([(), (7,)])),
     )

@@ -30,7 +30,7 @@ def _engine(
 
 
 def _request(name: str, length: int, **params: object) -> Request:
-    return Request(name, tuple(range(1, length + 1)), SamplingParams(temperature=0, **params), seed=1)  # type: ignore[arg-type]
+    return Request(name, tuple(range(1, length + 1)), SamplingParams(temperature=0, **params), seed=1)
 
 
 def _finish(engine: Engine) -> list[SequenceUpdate]:
@@ -57,6 +57,10 @@ def _plans_until(engine: Engine, count: int) -> list[StepPlan]:
     [
         (Request("r", (), SamplingParams(), seed=0), "prompt is empty"),
         (Request("r", (1,) * 32, SamplingParams(), seed=0), "32 tokens, but the context holds 32"),
+        (
+            Request("r", (1,) * 30, SamplingParams(min_tokens=3), seed=0),
+            "min_tokens 3 can never be reached: .* 30 tokens the context of 32 has room for 2",
+        ),
         (Request("r", (1, 50), SamplingParams(), seed=0), "token id 50 is not in the vocabulary of 50"),
         (Request("r", (1, -1), SamplingParams(), seed=0), "token id -1"),
         (Request("r", (1,), SamplingParams(logit_bias={50: 1}), seed=0), "logit_bias: token id 50"),
@@ -82,6 +86,12 @@ def test_a_prompt_as_long_as_the_context_allows_gives_one_token() -> None:
     (update,) = _finish(engine)
     assert update.sequence.finish_reason is FinishReason.LENGTH
     assert len(update.new_tokens) == 1
+
+
+def test_as_many_min_tokens_as_the_context_allows() -> None:
+    engine = _engine()
+    engine.add(_request("r", 29, min_tokens=3))
+    assert len(_finish(engine)) == 3
 
 
 def test_an_id_in_use_is_refused() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.server.starting import Server, running
 
-MODEL = ("--dtype", "float32", "--kv-cache-memory", "64MiB", "--threads", "1")
+MODEL = ("--dtype", "float32", "--kv-cache-memory", "64MiB", "--threads", "1", "--eager")
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.text.reasoning import ReasoningSplitter, opens_reasoning, strip_reasoning
+from nanoserve.text.reasoning import ReasoningSplitter, opens_reasoning
 from tests.text.building import PATIENT
 
 
@@ -49,20 +49,6 @@ def test_an_answer_is_shown_as_it_arrives():
     assert splitter.push("ink>\n\n") == []
     assert splitter.push("Yes") == [("answer", "Yes")]
     assert splitter.push(" </think>") == [("answer", " </think>")]
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("<think>a</think>\n\nb", "b"),
-        ("a</think>b", "b"),
-        ("plain <b>", "plain <b>"),
-        ("<think>a", ""),
-        (" b\n", " b\n"),
-    ],
-)
-def test_earlier_turns_lose_their_reasoning(text, answer):
-    assert strip_reasoning(text) == answer
 
 
 def test_a_prompt_may_open_the_reasoning():

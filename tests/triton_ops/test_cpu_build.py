@@ -80,11 +80,11 @@ def test_what_is_no_library_does_not_load(environment: dict[str, str], caplog: p
 def test_a_damaged_library_is_built_again(environment: dict[str, str]) -> None:
     fake_compiler(environment, "echo library > $out\n")
     job = make_job(environment)
-    assert building.run(job)
+    assert job.run()
     (library,) = job.whole_libraries()
     library.write_text("damaged")
     assert job.whole_libraries() == []
-    assert building.run(job)
+    assert job.run()
     assert [path.read_text() for path in job.whole_libraries()] == ["library\n"]
 
 

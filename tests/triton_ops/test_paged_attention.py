@@ -218,7 +218,9 @@ def test_torch_accepts_the_operators_for_tracing() -> None:
     metadata = (batch.block_tables, batch.query_starts, batch.context_lengths)
     operators = torch.ops.nanoserve
     torch.library.opcheck(
-        operators.paged_attention.default, (out, batch.query, key_cache, value_cache, *metadata, 0.3, 0)
+        operators.paged_attention.default,
+        (out, batch.query, key_cache, value_cache, *metadata),
+        {"scale": 0.3, "sliding_window": 0},
     )
     new_keys, new_values = torch.randn(3, 2, HEAD_DIM), torch.randn(3, 2, HEAD_DIM)
     slots = torch.tensor([3, -1, 0])

@@ -1,4 +1,4 @@
-"""Compile a library into a cache folder. A program of its own, so that a chat can end while it is still at work.
+"""Build a library into a cache folder. A program of its own, so that a chat can end while it is still at work.
 
 Run as ``python building.py JOB``, JOB being a Job in JSON. It imports the standard library alone and starts at once.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,78 @@ TIMEOUT = 900.0
 _SHOWN_LINES = 5
 
 
+class CannotBuild(Exception):
+    """Why there will be no library, in words that complete a notice."""
+
+
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What to build and where to keep it.
+class Shelf:
+    """The place of one library in a cache folder.
 
     Attributes:
-        key: of everything the result depends on; names its files.
+        key: of everything the library depends on; names its files.
         directory: where they are kept.
+    """
+
+    key: str
+    directory: str
+
+    @property
+    def failure(self) -> Path:
+        """Where the reason is written when the library cannot be built."""
+        return Path(self.directory) / f"{self.key}.failed"
+
+    def whole_libraries(self) -> list[Path]:
+        """The libraries in the folder that are as they were written: a name ends in the hash of the content."""
+        found = sorted(Path(self.directory).glob(f"{self.key}-*.so"))
+        return [path for path in found if path.stem.rpartition("-")[2] == content_hash(path)]
+
+    def fill(self, make: Callable[[Path], Path]) -> bool:
+        """Build the library unless it is there; False, and the reason in `failure`, if that cannot be done.
+
+        `make` is given a path without suffix for files of its own and returns the library. Files that only differ in
+        suffix from the library are kept beside it; all others are removed. Several processes may do so at the same
+        time: one builds, the others wait for it. Every file appears whole or not at all.
+        """
+        directory = Path(self.directory)
+        temporary = directory / f"{self.key}.{os.getpid()}"
+        with open(directory / f"{self.key}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if self.whole_libraries():
+                return True
+            try:
+                self._keep(make(temporary))
+            except (CannotBuild, OSError, subprocess.SubprocessError) as error:
+                reason = temporary.with_name(temporary.name + ".reason")
+                reason.write_text(_reason(error))
+                reason.rename(self.failure)
+                return False
+            finally:
+                for left in directory.glob(f"{temporary.name}.*"):
+                    left.unlink()
+            self.failure.unlink(missing_ok=True)
+            return True
+
+    def _keep(self, library: Path) -> None:
+        directory, name = Path(self.directory), f"{self.key}-{content_hash(library)}"
+        for damaged in directory.glob(f"{self.key}-*.so"):
+            damaged.unlink()
+        for companion in library.parent.glob(f"{library.stem}.*"):
+            if companion != library:
+                companion.rename(directory / f"{name}{companion.suffix}")
+        library.rename(directory / f"{name}.so")  # last: with it the others are expected
+
+
+@dataclass(frozen=True, slots=True)
+class Job(Shelf):
+    """What to compile and where to keep it.
+
+    Attributes:
         compile: the command up to the output's name.
         link: the command up to the object's and the output's names.
         link_last: what follows them.
     """
 
-    key: str
-    directory: str
     compile: tuple[str, ...]
     link: tuple[str, ...]
     link_last: tuple[str, ...]
@@ -46,15 +105,16 @@ class Job:
             fields[name] = tuple(fields[name])
         return cls(**fields)
 
-    @property
-    def failure(self) -> Path:
-        """Where the reason is written when the compiler fails."""
-        return Path(self.directory) / f"{self.key}.failed"
+    def run(self) -> bool:
+        """Build the library unless it is there; see `fill`."""
+        return self.fill(self._compile)
 
-    def whole_libraries(self) -> list[Path]:
-        """The libraries in the folder that are as they were written: a name ends in the hash of the content."""
-        found = sorted(Path(self.directory).glob(f"{self.key}-*.so"))
-        return [path for path in found if path.stem.rpartition("-")[2] == content_hash(path)]
+    def _compile(self, temporary: Path) -> Path:
+        object_file, library = temporary.with_name(temporary.name + ".o"), temporary.with_name(temporary.name + ".so")
+        _call([*self.compile, "-o", str(object_file)])
+        _call([*self.link, str(object_file), "-o", str(library), *self.link_last])
+        object_file.unlink()
+        return library
 
 
 def content_hash(path: Path) -> str:
@@ -63,36 +123,6 @@ def content_hash(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
     except OSError:
         return ""
-
-
-def run(job: Job) -> bool:
-    """Build the library unless it is there; False, and the reason in `job.failure`, if that cannot be done.
-
-    Several processes may do so at the same time: one builds, the others wait for it. Every file appears whole or not
-    at all, because it is written under another name first.
-    """
-    directory = Path(job.directory)
-    temporary = directory / f"{job.key}.{os.getpid()}"
-    object_file, library = temporary.with_suffix(".o"), temporary.with_suffix(".new")
-    with open(directory / f"{job.key}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if job.whole_libraries():
-            return True
-        try:
-            _call([*job.compile, "-o", str(object_file)])
-            _call([*job.link, str(object_file), "-o", str(library), *job.link_last])
-            for damaged in directory.glob(f"{job.key}-*.so"):
-                damaged.unlink()
-            library.rename(directory / f"{job.key}-{content_hash(library)}.so")
-        except (OSError, subprocess.SubprocessError) as error:
-            library.write_text(_reason(error))
-            library.rename(job.failure)
-            return False
-        finally:
-            object_file.unlink(missing_ok=True)
-            library.unlink(missing_ok=True)
-        job.failure.unlink(missing_ok=True)
-        return True
 
 
 def _call(command: list[str]) -> None:
@@ -110,4 +140,4 @@ def _reason(error: Exception) -> str:
 
 if __name__ == "__main__":
     os.nice(19)  # whoever is chatting meanwhile goes first
-    sys.exit(0 if run(Job.from_json(sys.argv[1])) else 1)
+    sys.exit(0 if Job.from_json(sys.argv[1]).run() else 1)

@@ -11,15 +11,11 @@ from pathlib import Path
 
 import torch
 
-from triton_ops.cpu.building import Job
+from triton_ops.cpu.building import CannotBuild, Job
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("g++", "c++", "clang++")
 _VERSION_TIMEOUT = 10.0
-
-
-class CannotBuild(Exception):
-    """Why there will be no CPU operators, in words that complete "plain torch is used: ..."."""
 
 
 def make_job(environment: Mapping[str, str]) -> Job:
@@ -28,27 +24,28 @@ def make_job(environment: Mapping[str, str]) -> Job:
     `environment` gives CXX, PATH, XDG_CACHE_HOME and HOME. Raises CannotBuild.
     """
     capability = torch.backends.cpu.get_cpu_capability()
-    compiler = _find_compiler(environment)
-    version = _version(compiler)
+    compiler = find_compiler(environment)
+    version = compiler_version(compiler)
     flags = _compile_flags(capability)
     torch_root = Path(torch.__file__).parent
     includes = [f"-I{torch_root / 'include'}", f"-I{torch_root / 'include/torch/csrc/api/include'}"]
     link_last = [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10"]
     if "clang" in version and platform.system() == "Linux":
         link_last.append("-fopenmp")  # its threads come from a library that torch did not bring along
-    parts = [version, torch.__version__, *compiler, *flags, *includes, *link_last, _processor()]
+    parts = [version, torch.__version__, *compiler, *flags, *includes, *link_last, processor()]
     parts += [path.read_text(encoding="utf-8") for path in [*sorted(SOURCES.glob("*.h")), SOURCES / "operators.cpp"]]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     return Job(
         key=f"{capability.lower()}-{digest}",
-        directory=str(_cache_directory(environment)),
+        directory=str(cache_directory(environment, "operators")),
         compile=(*compiler, *flags, *includes, "-c", str(SOURCES / "operators.cpp")),
         link=(*compiler, "-shared"),
         link_last=tuple(link_last),
     )
 
 
-def _find_compiler(environment: Mapping[str, str]) -> list[str]:
+def find_compiler(environment: Mapping[str, str]) -> list[str]:
+    """The command that starts it. Raises CannotBuild."""
     if environment.get("CXX"):
         command = shlex.split(environment["CXX"])
         if shutil.which(command[0], path=environment.get("PATH")) is None:
@@ -60,7 +57,8 @@ def _find_compiler(environment: Mapping[str, str]) -> list[str]:
     raise CannotBuild(f"no C++ compiler was found; install one of {', '.join(COMPILERS)} or set CXX")
 
 
-def _version(compiler: list[str]) -> str:
+def compiler_version(compiler: list[str]) -> str:
+    """What it says of itself. Raises CannotBuild if it does not run."""
     try:
         answer = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT)
     except (OSError, subprocess.SubprocessError) as error:
@@ -76,7 +74,7 @@ def _compile_flags(capability: str) -> list[str]:
     return [*flags, "-Xpreprocessor", "-fopenmp"] if platform.system() == "Darwin" else [*flags, "-fopenmp"]
 
 
-def _processor() -> str:
+def processor() -> str:
     """What -march=native depends on: the machine's architecture and its processor's instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -86,12 +84,12 @@ def _processor() -> str:
     return f"{platform.machine()} {flags}"
 
 
-def _cache_directory(environment: Mapping[str, str]) -> Path:
+def cache_directory(environment: Mapping[str, str], name: str) -> Path:
     """The user's own folder for what can be built again. Raises CannotBuild if it cannot be written or trusted."""
     base = environment.get("XDG_CACHE_HOME") or os.path.join(
         environment.get("HOME") or os.path.expanduser("~"), ".cache"
     )
-    directory = Path(base) / "nanoserve" / "operators"
+    directory = Path(base) / "nanoserve" / name
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()

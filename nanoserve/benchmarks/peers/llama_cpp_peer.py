@@ -19,6 +19,7 @@ _KV_TYPES = {
 _MICRO_BATCH = 512
 
 
+# Untyped, but only where llama-cpp-python is installed.
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator,unused-ignore]
 def _silence(_level: int, _text: bytes, _data: ctypes.c_void_p) -> None:
     """llama.cpp tells much about itself on stderr."""

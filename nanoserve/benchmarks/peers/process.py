@@ -131,6 +131,7 @@ def serve(stdin: BinaryIO, stdout: BinaryIO, opener: Any = open_engine) -> None:
     except NanoserveError as error:
         _say(stdout, Complaint(str(error)))
     except Exception as error:
+        # Whatever a peer's library comes up with is for the parent to tell: this process has no one to tell it to.
         reason = (str(error).strip().splitlines() or [""])[0]
         _say(stdout, Complaint(f"{type(error).__name__}: {reason[:_LONGEST_COMPLAINT]}"))
 

@@ -23,7 +23,7 @@ class Opening(msgspec.Struct, frozen=True):
     """How a peer is to be opened.
 
     Attributes:
-        engine: a name in ENGINES.
+        engine: nanoserve, or a name in PEERS (catalog.py).
         model: what the engine reads: a directory, a GGUF file, or a name as ``--model`` takes it.
         dtype: number format of weights and KV cache, as torch calls it.
         threads: for computing.

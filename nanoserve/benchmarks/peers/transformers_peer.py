@@ -53,6 +53,7 @@ class TransformersPeer:
         del self._model
 
 
+# The base class is untyped, but only where transformers is installed.
 class _Clock(BaseStreamer):  # type: ignore[misc,unused-ignore]
     """Seconds from its creation to each step's tokens; generate() first shows it the prompt."""
 

@@ -1,0 +1,72 @@
+"""Compiled layers against Hugging Face transformers and against the same layers run eagerly, for every family."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from nanoserve.models.attention import PagedAttention
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.loading import load_model
+from nanoserve.request import Request, SamplingParams
+from nanoserve.runtime.compiled_layers import CompiledLayers
+from tests.oracle.test_engine import OUTPUT_TOKENS, SETTINGS, prompts, run, transformers_greedy
+from triton_ops import plain_operators
+from triton_ops.cpu import cpu_operators
+
+Checkpoint = Callable[[str], tuple[Path, PreTrainedModel]]
+
+BLOCK_SIZE = 16
+# One of each family: variants differ in their rotary angles, which are computed outside of the layers, and in sizes.
+FAMILIES = ["llama-tied-biased", "mistral", "qwen2", "qwen3", "glm", "glm4", "mixtral", "qwen3_moe"]
+COUNTS = [(1, 1), (1, 2), (2, 2), (1, 7), (16, 16), (17, 17), (3, 39), (1, 64)]
+"""Rows and tokens: 0 and 1 are what compilers like to take for constants; the rest lies around powers of two."""
+
+
+def compiled(decoder: Decoder) -> CompiledLayers:
+    if not cpu_operators().wait():
+        pytest.skip(f"nothing can be built: {cpu_operators().problem}")
+    layers = CompiledLayers(decoder, block_size=BLOCK_SIZE, operators=cpu_operators())
+    layers.start()
+    layers.wait()
+    assert layers.loaded
+    return layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_layers_give_the_tokens_of_transformers(family: str, checkpoint: Checkpoint) -> None:
+    directory, model = checkpoint(family)
+    decoder, config = load_model(directory, "fp32")
+    layers = compiled(decoder)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS)
+    requests = [Request(str(number), prompt, params, seed=0) for number, prompt in enumerate(prompts())]
+    expected = [transformers_greedy(model, prompt) for prompt in prompts()]
+    for setting in [setting for setting in SETTINGS if setting.block_size == BLOCK_SIZE]:
+        assert run(decoder, config, setting, requests, layers)[0] == expected, setting
+    with plain_operators():
+        assert run(decoder, config, SETTINGS[0], requests, layers)[0] == expected
+    for rows, tokens in COUNTS:
+        torch.testing.assert_close(*hidden_states(decoder, layers, rows, tokens), rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def hidden_states(decoder: Decoder, layers: CompiledLayers, rows: int, tokens: int) -> tuple[torch.Tensor, ...]:
+    """Of equally long prompts, compiled and eager."""
+    length = tokens // rows
+    blocks = -(-length // BLOCK_SIZE)
+    shape = (rows * blocks, decoder.config.num_kv_heads, BLOCK_SIZE, decoder.config.head_dim)
+    places = torch.arange(length).repeat(rows)
+    attention = PagedAttention(
+        config=decoder.config,
+        key_caches=[torch.full(shape, torch.nan) for _ in decoder.layers],
+        value_caches=[torch.full(shape, torch.nan) for _ in decoder.layers],
+        block_tables=torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks),
+        query_starts=torch.arange(0, tokens + 1, length, dtype=torch.int32),
+        context_lengths=torch.full((rows,), length, dtype=torch.int32),
+        slot_mapping=places + torch.arange(rows).repeat_interleave(length) * blocks * BLOCK_SIZE,
+    )
+    ids = torch.arange(tokens) % decoder.config.vocab_size
+    return decoder(ids, places, attention, layers), decoder(ids, places, attention)

@@ -1,0 +1,132 @@
+"""Libraries that are built in the background, on first use, and loaded between two steps once they are there."""
+
+import logging
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from triton_ops.cpu.building import CannotBuild, Shelf
+
+RETRY_AFTER = 24 * 3600.0
+"""Seconds for which a build that failed is not tried again."""
+
+
+class BackgroundLibrary(ABC):
+    """A library that is loaded from a cache folder, or first built there by a process that outlives this one.
+
+    Where it cannot be had, `problem` says why, in a notice that is logged once, and other code goes on doing its work.
+    """
+
+    without: str
+    """What the notice says before the reason."""
+
+    def __init__(self) -> None:
+        self.loaded = False
+        self.problem: str | None = None
+        self._builder: subprocess.Popen[bytes] | None = None
+
+    @property
+    @abstractmethod
+    def shelf(self) -> Shelf:
+        """Where it lies; asked for unless there is a problem already."""
+
+    @abstractmethod
+    def command(self) -> list[str]:
+        """The process that fills the shelf."""
+
+    @abstractmethod
+    def open(self, library: Path) -> None:
+        """Load the library. Raises OSError or RuntimeError if that fails."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether it is being built."""
+        return self._builder is not None
+
+    @property
+    def expected(self) -> bool:
+        """Whether it is loaded or being built."""
+        return self.loaded or self.pending
+
+    def load(self) -> bool:
+        """Load it if it is there; whether it is loaded. One that does not load is a problem."""
+        if not self.loaded and self.problem is None:
+            try:
+                self._load()
+            except CannotBuild as reason:
+                self.give_up(str(reason))
+        return self.loaded
+
+    def start(self) -> None:
+        """Load it, or start to build it, unless that has been done or cannot be."""
+        if self.expected or self.problem is not None:
+            return
+        try:
+            if not self._load():
+                self._build()
+        except CannotBuild as reason:
+            self.give_up(str(reason))
+
+    def poll(self) -> bool:
+        """Load what has been built meanwhile; whether it is loaded. Call it between steps only."""
+        if self._builder is not None and self._builder.poll() is not None:
+            self._builder = None
+            try:
+                if not self._load():
+                    raise CannotBuild(_failure(self.shelf))
+            except CannotBuild as reason:
+                # An answer may be streaming: the reason is kept, and told when the next process starts.
+                self.problem = str(reason)
+        return self.loaded
+
+    def wait(self) -> bool:
+        """Wait for the build, for work that is long or timed; whether it is loaded."""
+        if self._builder is not None:
+            self._builder.wait()
+            self.poll()
+            if self.problem is not None:
+                self.give_up(self.problem)
+        return self.loaded
+
+    def give_up(self, reason: str) -> None:
+        """Keep the reason, and tell it."""
+        self.problem = reason
+        logging.getLogger("nanoserve").warning("nanoserve: %s: %s", self.without, reason)
+
+    def _load(self) -> bool:
+        for library in self.shelf.whole_libraries():
+            try:
+                self.open(library)
+            except (OSError, RuntimeError) as error:
+                raise CannotBuild(f"{library} does not load ({error})") from error
+            self.loaded = True
+            return True
+        return False
+
+    def _build(self) -> None:
+        failure = self.shelf.failure
+        if _failed_lately(failure):
+            raise CannotBuild(f"{_failure(self.shelf)}; it is tried again tomorrow, or now if you delete {failure}")
+        nothing = subprocess.DEVNULL
+        try:
+            self._builder = subprocess.Popen(
+                self.command(), stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
+            )
+        except OSError as error:
+            raise CannotBuild(f"no process can be started ({error.strerror})") from error
+
+
+def _failed_lately(failure: Path) -> bool:
+    try:
+        return time.time() - failure.stat().st_mtime < RETRY_AFTER
+    except OSError:
+        return False
+
+
+def _failure(shelf: Shelf) -> str:
+    try:
+        reason = " ".join(shelf.failure.read_text(encoding="utf-8", errors="replace").split())
+    except OSError:
+        reason = "it was ended"
+    return f"the compiler failed ({reason})"

@@ -1,0 +1,50 @@
+"""A mixture of experts, whose tokens per expert are known only once they are routed."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from triton_ops.linear import project
+from triton_ops.registration import OPERATORS
+
+
+def sparse_experts(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Send every token through its SwiGLU experts and add up what they say, weighted.
+
+    hidden: [T, hidden_size]; weights: [T, experts_per_token], float32; experts: int64, same shape;
+    gate_up: [num_experts, 2 * intermediate_size, hidden_size]; down: [num_experts, hidden_size, intermediate_size].
+    Returns [T, hidden_size].
+    """
+    if gate_up.requires_grad:  # an operator cannot be differentiated
+        return _share_out(hidden, weights, experts, gate_up, down)
+    return _sparse_experts(hidden, weights, experts, gate_up, down)
+
+
+def _fake_sparse_experts(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return torch.empty_like(hidden)
+
+
+@OPERATORS.define(fake=_fake_sparse_experts)
+def _sparse_experts(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """An operator, because a compiler cannot follow sizes that the data decide."""
+    return _share_out(hidden, weights, experts, gate_up, down)
+
+
+def _share_out(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The loop goes over experts, never over tokens: the pairs (token, expert) are sorted by expert once, and each
+    expert multiplies its contiguous share."""
+    order = experts.flatten().argsort(stable=True)
+    tokens = order // experts.shape[1]
+    share_sizes = torch.bincount(experts.flatten(), minlength=gate_up.shape[0]).tolist()
+    outputs = [
+        _expert(share, gate_up[expert], down[expert])
+        for expert, share in enumerate(torch.split(hidden[tokens], share_sizes))
+        if share.shape[0]
+    ]
+    weighted = torch.cat(outputs) * weights.flatten()[order, None]
+    return torch.zeros_like(hidden).index_add(0, tokens, weighted.to(hidden.dtype))
+
+
+def _expert(share: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = project(share, gate_up).chunk(2, dim=-1)
+    return project(functional.silu(gate) * up, down)
