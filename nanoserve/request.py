@@ -214,6 +214,8 @@ class Sequence:
     Attributes:
         sequence_id: unique and increasing with arrival, so it is also the age.
         tokens: prompt, then everything generated.
+        stop_tokens: ids that end it once it has more than ``min_length`` tokens.
+        max_length: tokens, prompt and output together, at which it ends.
         computed: positions ``0..computed-1`` have their KV written by plans already submitted.
         block_table: device blocks in order of position.
         chain: prefix-cache entries of its first full blocks.
@@ -226,6 +228,9 @@ class Sequence:
     request: Request
     index: int
     tokens: list[int]
+    stop_tokens: frozenset[int] = frozenset()
+    min_length: int = 0
+    max_length: int = MAX_TOKENS
     status: Status = Status.WAITING
     place: Place = Place.NONE
     finish_reason: FinishReason | None = None
@@ -267,10 +272,29 @@ class Sequence:
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 
-    @property
-    def ready(self) -> bool:
-        """May enter the next plan: not finished, not in flight, not a marked victim."""
-        return self.in_flight == 0 and not self.finished and not self.preempt_when_answered
+    def extend(
+        self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Append sampled tokens up to the one that ends the sequence, with their log probabilities if there are any.
+
+        Returns:
+            the tokens appended, and why the sequence ends with them, if it does.
+        """
+        reason = None
+        for count, token in enumerate(tokens, start=1):
+            self.tokens.append(token)
+            length = len(self.tokens)
+            if token in self.stop_tokens and length > self.min_length:
+                self.stop_token = token
+                reason = FinishReason.STOP
+            elif length == self.max_length:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                tokens = tokens[:count]
+                break
+        if logprobs:
+            self.logprobs += logprobs[: len(tokens)]
+        return tokens, reason
 
     def move_to(self, status: Status) -> None:
         """The one place where a status changes.
@@ -283,8 +307,7 @@ class Sequence:
         self.status = status
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceUpdate:
+class SequenceUpdate(msgspec.Struct, frozen=True):
     """What one sequence gained in one step, as the engine hands it to whoever asked.
 
     ``sequence`` may be read (metrics, cached tokens) but not changed.

@@ -41,6 +41,7 @@ FLOORS: dict[str, set[str]] = {
     "runtime": {"errors", "config", "sizes", "request", "scheduler", "models", "triton_ops"},
     "benchmarks": {
         *("errors", "files", "config", "request", "scheduler", "engine", "interrupts", "models", "llm"),
+        "triton_ops",
     },
     "assembly": {
         *("errors", "files", "config", "request", "scheduler", "engine", "models", "runtime", "triton_ops"),

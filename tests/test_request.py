@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 
 from nanoserve.errors import UsageError
-from nanoserve.request import LEGAL_TRANSITIONS, Request, RequestMetrics, SamplingParams, Sequence, Status
+from nanoserve.request import (
+    LEGAL_TRANSITIONS,
+    FinishReason,
+    Request,
+    RequestMetrics,
+    SamplingParams,
+    Sequence,
+    Status,
+    TokenLogprob,
+)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +84,28 @@ def test_only_legal_transitions_are_made() -> None:
             else:
                 with pytest.raises(RuntimeError, match="illegal transition"):
                     sequence.move_to(target)
+
+
+@pytest.mark.parametrize(
+    ("answered", "taken", "reason"),
+    [
+        ((5, 6), (5, 6), None),
+        ((5, 9, 6), (5, 9), FinishReason.STOP),
+        ((9, 6), (9, 6), None),  # too early to stop
+        ((9, 9, 9), (9, 9), FinishReason.STOP),
+        ((5, 6, 7, 8, 4), (5, 6, 7, 8), FinishReason.LENGTH),
+        ((5, 6, 7, 9), (5, 6, 7, 9), FinishReason.STOP),  # the end token is the reason, though the length ends it too
+    ],
+)
+def test_what_follows_the_token_that_ends_a_sequence_is_dropped(
+    answered: tuple[int, ...], taken: tuple[int, ...], reason: FinishReason | None
+) -> None:
+    request = Request("r", (1, 2), SamplingParams(), seed=0)
+    sequence = Sequence(0, request, 0, [1, 2], stop_tokens=frozenset({9}), min_length=3, max_length=6)
+    logprobs = tuple(TokenLogprob(token, -1.0, 1) for token in answered)
+    assert sequence.extend(answered, logprobs) == (taken, reason)
+    assert tuple(sequence.output_tokens) == tuple(logprob.token for logprob in sequence.logprobs) == taken
+    assert sequence.stop_token == (9 if reason is FinishReason.STOP else None)
 
 
 def test_metrics_are_the_fields_definitions() -> None:

@@ -117,7 +117,6 @@ def test_asks_forty_different_prompts() -> None:
     assert len({ask(*pair) for pair in PAIRS}) == 40
 
 
-@pytest.mark.xfail(strict=True, reason="the model shipped so far uses both words in 65 % (its card says why)")
 def test_stories_use_both_words(stories: list[tuple[str, bool]]) -> None:
     found = [
         has_word(text, first) and has_word(text, second)

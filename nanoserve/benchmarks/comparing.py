@@ -1,7 +1,6 @@
 """Engines side by side: the same work in interleaved rounds, with the machine's read bandwidth looked at in between.
 
-A round counts only if the bandwidth before and after it differs by less than ``MAX_DRIFT``; ratios are formed within
-a round and never across rounds, and are reported for each bandwidth state apart. No torch.
+No torch.
 """
 
 import statistics
@@ -13,16 +12,9 @@ import msgspec
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.metrics import BatchRates
 from nanoserve.benchmarks.peers.protocol import Batch, Peer
+from nanoserve.benchmarks.rounds import GIGA, Bracketed, bandwidth_states, until_enough_count
 from nanoserve.benchmarks.workloads import Case, random_prompts
 
-MAX_DRIFT = 0.10
-STATE_WIDTH = 1.25
-"""Readings within this factor of a state's lowest belong to it."""
-BUSY_CORES = 0.2
-"""With others keeping more of the processor busy than this during any engine's turn, a round is told apart."""
-MAX_ATTEMPTS = 2
-"""Rounds tried for every round that is wanted, when some do not count."""
-GIGA = 1e9
 METRICS = ("decode", "prefill", "output")
 
 
@@ -34,34 +26,11 @@ class EngineRound(msgspec.Struct, frozen=True):
     foreign_cores: float | None
 
 
-class Round(msgspec.Struct, frozen=True):
-    """One round of one case; the bandwidths are in GB/s."""
+class Round(Bracketed, frozen=True, kw_only=True):
+    """One round of one case: every engine once, and which share of each peer's first tokens is ours."""
 
-    case: str
-    number: int
-    bandwidth_before: float
-    bandwidth_after: float
     engines: dict[str, EngineRound]
     same_tokens: dict[str, float]
-
-    @property
-    def drift(self) -> float:
-        """How far apart the two readings are, relative to the lower one."""
-        low, high = sorted((self.bandwidth_before, self.bandwidth_after))
-        return high / low - 1
-
-    @property
-    def counts(self) -> bool:
-        return self.drift < MAX_DRIFT
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether other processes were at work beside an engine."""
-        return any((engine.foreign_cores or 0.0) > BUSY_CORES for engine in self.engines.values())
-
-    @property
-    def bandwidth(self) -> float:
-        return (self.bandwidth_before + self.bandwidth_after) / 2
 
 
 class Ratio(msgspec.Struct, frozen=True):
@@ -84,17 +53,15 @@ def run_rounds(
 
     Every engine first runs the case once unmeasured. In each round the first engine is another one.
     """
-    counted = 0
     for peer in peers:
         peer.run(_batch(case, vocab_size, seed=0))
-    for number in range(1, rounds * MAX_ATTEMPTS + 1):
+
+    def one_round(number: int) -> Round:
         turn = (number - 1) % len(peers)
         order = [*peers[turn:], *peers[:turn]]
-        done = _one_round(case, order, number, _batch(case, vocab_size, seed=number), probe, foreign)
-        yield done
-        counted += done.counts
-        if counted == rounds:
-            return
+        return _one_round(case, order, number, _batch(case, vocab_size, seed=number), probe, foreign)
+
+    return until_enough_count(one_round, rounds)
 
 
 def _batch(case: Case, vocab_size: int, seed: int) -> Batch:
@@ -115,7 +82,16 @@ def _one_round(
         rates = BatchRates.of(result.timings)
         engines[peer.name] = EngineRound(rates, max(timing.ttft for timing in result.timings), load)
         answers[peer.name] = result.tokens
-    return Round(case.name, number, before, probe() / GIGA, engines, _agreement(answers))
+    loads = [engine.foreign_cores for engine in engines.values() if engine.foreign_cores is not None]
+    return Round(
+        case=case.name,
+        number=number,
+        bandwidth_before=before,
+        bandwidth_after=probe() / GIGA,
+        foreign_cores=max(loads, default=None),
+        engines=engines,
+        same_tokens=_agreement(answers),
+    )
 
 
 def _agreement(answers: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, float]:
@@ -130,45 +106,37 @@ def _agreement(answers: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, flo
     }
 
 
-def bandwidth_states(rounds: Sequence[Round]) -> dict[int, str]:
-    """Which state each counting round (by its place in the sequence) was in, named by the bandwidths seen in it.
-
-    Memory bandwidth of a virtual machine may sit at one of two levels for minutes and then flip. Rounds beside a busy
-    neighbour are states of their own.
-    """
-    groups: list[list[int]] = []
-    counting = [place for place, done in enumerate(rounds) if done.counts]
-    for place in sorted(counting, key=lambda place: (rounds[place].is_busy, rounds[place].bandwidth)):
-        first = rounds[groups[-1][0]] if groups else None
-        here = rounds[place]
-        if first and here.is_busy == first.is_busy and here.bandwidth < STATE_WIDTH * first.bandwidth:
-            groups[-1].append(place)
-        else:
-            groups.append([place])
-    return {place: _state_name([rounds[member] for member in group]) for group in groups for place in group}
-
-
-def _state_name(rounds: Sequence[Round]) -> str:
-    low, high = f"{rounds[0].bandwidth:.0f}", f"{rounds[-1].bandwidth:.0f}"
-    extent = low if low == high else f"{low}-{high}"
-    return f"{extent} GB/s" + (", busy" if rounds[0].is_busy else "")
-
-
 def ratios(rounds: Sequence[Round], ours: str = "nanoserve") -> list[Ratio]:
     """Medians and extremes of ours over theirs, for every case, peer, metric and bandwidth state."""
-    states = bandwidth_states(rounds)
     values: dict[tuple[str, str, str, str], list[float]] = {}
-    for place, state in sorted(states.items()):
+    for place, state in sorted(bandwidth_states(rounds).items()):
         done = rounds[place]
-        for peer, other in done.engines.items():
-            for metric in METRICS if peer != ours else ():
-                mine, theirs = getattr(done.engines[ours].rates, metric), getattr(other.rates, metric)
-                if mine is not None and theirs is not None:
-                    values.setdefault((done.case, peer, metric, state), []).append(mine / theirs)
+        for (peer, metric), ratio in _ratios_within(done, ours).items():
+            values.setdefault((done.case, peer, metric, state), []).append(ratio)
     return [
         Ratio(*key, rounds=len(found), median=statistics.median(found), low=min(found), high=max(found))
         for key, found in values.items()
     ]
+
+
+def samples(rounds: Sequence[Round], ours: str = "nanoserve") -> dict[str, dict[str, list[float]]]:
+    """The ratios of every counting round for ``bench diff``: they hold in any bandwidth state, unlike the rates."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for done in rounds:
+        for (peer, metric), ratio in _ratios_within(done, ours).items() if done.counts else ():
+            found.setdefault(f"{done.case} over {peer}", {}).setdefault(f"{metric}_ratio", []).append(ratio)
+    return found
+
+
+def _ratios_within(done: Round, ours: str) -> dict[tuple[str, str], float]:
+    """(peer, metric) -> ours over theirs, in one round."""
+    found: dict[tuple[str, str], float] = {}
+    for peer, other in done.engines.items():
+        for metric in METRICS if peer != ours else ():
+            mine, theirs = getattr(done.engines[ours].rates, metric), getattr(other.rates, metric)
+            if mine is not None and theirs is not None:
+                found[peer, metric] = mine / theirs
+    return found
 
 
 def summarize(rounds: Sequence[Round]) -> list[dict[str, Any]]:

@@ -10,7 +10,11 @@ from nanoserve.errors import UsageError
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
-HIGHER_IS_BETTER = ("output_tokens_per_s", "decode_tokens_per_s", "prefill_tokens_per_s")
+HIGHER_IS_BETTER = frozenset({"output_tokens_per_s", "prefill_ratio", "decode_ratio", "output_ratio", "of_floor"})
+"""Of all other metrics, which are durations, less is better."""
+
+Samples = dict[str, dict[str, list[float]]]
+"""case -> metric -> its repeated measurements."""
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -31,24 +35,54 @@ class Change(msgspec.Struct, frozen=True):
     worse: float
 
 
+class _Row(msgspec.Struct):
+    case: str
+    samples: dict[str, list[float]] = {}
+
+
+class _Sampled(msgspec.Struct):
+    """The part of a report that is compared: samples of single rows, and those that were formed from several."""
+
+    kind: str
+    rows: list[_Row]
+    samples: Samples = {}
+
+
 def compare_reports(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
-    """Every metric with repeated samples that both reports hold for the same case.
+    """Every metric with repeated measurements that both reports hold for the same case.
 
     Raises:
-        UsageError: if the reports are of different kinds or have no case in common.
+        UsageError: if the reports are of different kinds, hold no repeated measurements or have no case in common.
     """
     if before["kind"] != after["kind"]:
         raise UsageError(f"one report is of bench {before['kind']}, the other of bench {after['kind']}")
-    later = {row.get("case"): row.get("samples", {}) for row in after["rows"]}
+    earlier, later = _repeated(before), _repeated(after)
+    for found in (earlier, later):
+        if not found:
+            raise UsageError(f"a report of bench {before['kind']} holds no repeated measurements to compare")
     changes = [
-        _change(row["case"], metric, samples, later[row["case"]][metric])
-        for row in before["rows"]
-        for metric, samples in row.get("samples", {}).items()
-        if samples and later.get(row["case"], {}).get(metric)
+        _change(case, metric, samples, later[case][metric])
+        for case, metrics in earlier.items()
+        for metric, samples in metrics.items()
+        if metric in later.get(case, {})
     ]
     if not changes:
         raise UsageError("the reports have no case with repeated measurements in common")
     return changes
+
+
+def _repeated(report: dict[str, Any]) -> Samples:
+    """What was measured at least twice: of a single value nobody knows how much chance is in it."""
+    try:
+        found = msgspec.convert(report, _Sampled)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"a report of bench {report['kind']} is damaged: {error}") from error
+    everything = {row.case: row.samples for row in found.rows} | found.samples
+    several = {
+        case: {metric: values for metric, values in metrics.items() if len(values) > 1}
+        for case, metrics in everything.items()
+    }
+    return {case: metrics for case, metrics in several.items() if metrics}
 
 
 def _change(case: str, metric: str, before: Sequence[float], after: Sequence[float]) -> Change:

@@ -1,11 +1,10 @@
 """Running requests through an Engine while looking at the clock: token ids in, token ids out. No torch."""
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
+from nanoserve.benchmarks.floors import StepShape
 from nanoserve.benchmarks.metrics import RequestTiming
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
@@ -21,6 +20,11 @@ class StepRecord:
     shape: StepShape
     executor_seconds: float
     step_seconds: float
+
+    @property
+    def engine_seconds(self) -> float:
+        """The engine's own time: scheduling, applying and everything else around the executor."""
+        return self.step_seconds - self.executor_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,32 +130,3 @@ class EngineDriver:
             steps += [StepRecord(shape, inside, seconds / len(finished)) for shape, inside in finished]
             finished.clear()
         return steps
-
-
-def against_floor(steps: Sequence[StepRecord], cost: ModelCost, limits: Limits) -> dict[str, float | None]:
-    """Shares of the floor that were reached (1 is the floor itself), for decode steps and for the others.
-
-    Also the engine's own time per decode step: scheduling, applying and everything else around the executor.
-    """
-    decodes = [step for step in steps if step.shape.is_decode]
-    prefills = [step for step in steps if not step.shape.is_decode]
-    overheads = [step.step_seconds - step.executor_seconds for step in decodes]
-    return {
-        "prefill_of_floor": _share(prefills, cost, limits),
-        "decode_of_floor": _share(decodes, cost, limits),
-        "decode_read_gb_per_s": _rate(decodes, cost),
-        "engine_overhead_ms": statistics.median(overheads) * 1000 if overheads else None,
-        "decode_step_ms": statistics.median(step.step_seconds for step in decodes) * 1000 if decodes else None,
-    }
-
-
-def _share(steps: Sequence[StepRecord], cost: ModelCost, limits: Limits) -> float | None:
-    if not steps:
-        return None
-    return sum(cost.floor_seconds(step.shape, limits) for step in steps) / sum(step.step_seconds for step in steps)
-
-
-def _rate(steps: Sequence[StepRecord], cost: ModelCost) -> float | None:
-    if not steps:
-        return None
-    return sum(cost.step_bytes(step.shape) for step in steps) / sum(step.step_seconds for step in steps) / 1e9

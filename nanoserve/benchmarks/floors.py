@@ -5,19 +5,24 @@ values of the whole context once, multiply. Activations, norms and softmax are l
 """
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import msgspec
 
 from nanoserve.config import ModelConfig
 from nanoserve.scheduler.plan import StepPlan
 
+StepKind = Literal["decode", "prefill", "mixed"]
+STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
 
-class StepShape(msgspec.Struct, frozen=True):
+
+class StepShape(msgspec.Struct, frozen=True, kw_only=True):
     """How much one step holds.
 
     Attributes:
         sequences: rows of the plan.
         tokens: positions computed.
+        decoding: rows of one token.
         sampled: rows whose last position gets logits.
         context: keys that are read, summed over rows: each row reads its sequence up to its own last position.
         attended: pairs of query and key, summed over positions.
@@ -25,21 +30,31 @@ class StepShape(msgspec.Struct, frozen=True):
 
     sequences: int
     tokens: int
+    decoding: int
     sampled: int
     context: int
     attended: int
 
     @classmethod
     def of(cls, plan: StepPlan) -> "StepShape":
-        tokens = sum(len(row.tokens) for row in plan.rows)
-        ends = [row.start + len(row.tokens) for row in plan.rows]
-        pairs = sum((row.start + 1 + end) * len(row.tokens) // 2 for row, end in zip(plan.rows, ends, strict=True))
-        return cls(len(plan.rows), tokens, sum(row.sample for row in plan.rows), sum(ends), pairs)
+        lengths = [len(row.tokens) for row in plan.rows]
+        ends = [row.start + length for row, length in zip(plan.rows, lengths, strict=True)]
+        pairs = [(row.start + 1 + end) * length // 2 for row, length, end in zip(plan.rows, lengths, ends, strict=True)]
+        return cls(
+            sequences=len(plan.rows),
+            tokens=sum(lengths),
+            decoding=lengths.count(1),
+            sampled=sum(row.sample for row in plan.rows),
+            context=sum(ends),
+            attended=sum(pairs),
+        )
 
     @property
-    def is_decode(self) -> bool:
-        """Whether every row is one token."""
-        return self.tokens == self.sequences
+    def kind(self) -> StepKind:
+        """decode: every row is one token; prefill: none is; mixed: some are."""
+        if self.decoding == self.sequences:
+            return "decode"
+        return "mixed" if self.decoding else "prefill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +63,14 @@ class Limits:
 
     read_bytes_per_second: float
     operations_per_second: float
+
+    def at_least(self, *read_bytes_per_second: float) -> "Limits":
+        """The same with the best of these readings, where one was better."""
+        return Limits(max(self.read_bytes_per_second, *read_bytes_per_second), self.operations_per_second)
+
+    def seconds(self, num_bytes: float, operations: float) -> float:
+        """The longer of reading so much and computing so much."""
+        return max(num_bytes / self.read_bytes_per_second, operations / self.operations_per_second)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +103,8 @@ class ModelCost:
         return 2.0 * (per_token * step.tokens + head + attention)
 
     def floor_seconds(self, step: StepShape, limits: Limits) -> float:
-        """The longer of reading and computing."""
-        reading = self.step_bytes(step) / limits.read_bytes_per_second
-        return max(reading, self.step_operations(step) / limits.operations_per_second)
+        """The least time this step can take."""
+        return limits.seconds(self.step_bytes(step), self.step_operations(step))
 
     def _attention_weights(self) -> int:
         config = self.config

@@ -1,13 +1,15 @@
 """One engine in this process, measured beside the machine it runs on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.driving import EngineDriver, EngineRun, against_floor
+from nanoserve.benchmarks.driving import EngineDriver, EngineRun
 from nanoserve.benchmarks.floors import ModelCost
 from nanoserve.benchmarks.metrics import MILLISECONDS, BatchRates, request_distributions
 from nanoserve.benchmarks.roofline import BandwidthProbe, machine_limits
+from nanoserve.benchmarks.settling import settle_operators
+from nanoserve.benchmarks.step_summary import summarize_steps
 from nanoserve.benchmarks.workloads import RequestShape, random_prompts
 from nanoserve.errors import UsageError
 from nanoserve.llm import LLM
@@ -17,15 +19,19 @@ _WARM_UP = RequestShape(8, 4)
 
 
 class LocalBench:
-    """Measures an open LLM; the machine's limits are looked at once, its bandwidth around every measurement."""
+    """Measures an open LLM; the machine's limits are looked at once, its bandwidth around every measurement.
 
-    def __init__(self, llm: LLM, *, seed: int) -> None:
+    ``announce`` is told, in a line, what is waited for before that.
+    """
+
+    def __init__(self, llm: LLM, *, seed: int, announce: Callable[[str], None]) -> None:
         import torch
 
         self._llm = llm
         self._driver = EngineDriver(llm.engine)
         self._seed = seed
-        dtype = resolve_dtype(llm.engine_config.dtype, torch.device(llm.engine_config.device))
+        dtype = resolve_dtype(llm.engine_config.dtype, torch.device(llm.engine_config.device), llm.config.dtype)
+        operators = settle_operators(announce)
         self._cost = ModelCost(llm.config, dtype.itemsize)
         self._probe = BandwidthProbe()
         self._limits = machine_limits(dtype, self._probe)
@@ -33,6 +39,7 @@ class LocalBench:
         self.facts: dict[str, Any] = {
             "model": llm.model_name,
             "dtype": str(dtype).removeprefix("torch."),
+            "operators": operators,
             "threads": torch.get_num_threads(),
             "policy": llm.engine_config.policy,
             "limit_read_gb_per_s": self._limits.read_bytes_per_second / 1e9,
@@ -62,7 +69,8 @@ class LocalBench:
         steps = [step for run in runs for step in run.steps]
         facts = {"case": case, "requests": len(shapes), "repeats": repeats}
         beside = {"read_gb_per_s": [before / 1e9, after / 1e9], "foreign_cores": foreign}
-        return facts | timing_fields(runs) | against_floor(steps, self._cost, self._limits) | beside
+        limits = self._limits.at_least(before, after)  # the machine may be faster now than it was ever seen
+        return facts | timing_fields(runs) | {"steps": summarize_steps(steps, self._cost, limits)} | beside
 
     def _run(self, shapes: Sequence[RequestShape], repeat: int) -> EngineRun:
         lengths = [shape.input_tokens for shape in shapes]

@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,10 @@ from nanoserve.benchmarks.machine import cache_directory, describe_machine
 READ_BYTES = 2**30
 """Far beyond any cache that this machine could have for itself."""
 _PRODUCT_SIZE = 2048
-_PASSES = 4
+_PASSES = 5
+_LOOKS = 4
+_PATIENCE = 2.0
+"""Seconds after which a number format that is slow here is not looked at again."""
 
 
 class BandwidthProbe:
@@ -26,34 +31,46 @@ class BandwidthProbe:
         self._buffer = torch.ones(num_bytes // 4)
 
     def read(self) -> float:
-        """Bytes per second: the median of a few passes with all of torch's threads."""
-        seconds = sorted(_timed(lambda: self._buffer.sum()) for _ in range(_PASSES + 1))
-        return self._buffer.nbytes / seconds[len(seconds) // 2]
+        """Bytes per second just now: the median of a few passes with all of torch's threads."""
+        return self._buffer.nbytes / statistics.median(self._passes())
 
+    def best(self) -> float:
+        """Bytes per second at best: the fastest of a few passes."""
+        return self._buffer.nbytes / min(self._passes())
 
-def measure_peak(dtype: torch.dtype) -> float:
-    """Operations per second of a square matrix product in this number format: the best of a few."""
-    size = _PRODUCT_SIZE
-    left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-    return 2 * size**3 / min(_timed(lambda: left @ right) for _ in range(_PASSES))
+    def _passes(self) -> list[float]:
+        return [_timed(self._buffer.sum) for _ in range(_PASSES)]
 
 
 def machine_limits(dtype: torch.dtype, probe: BandwidthProbe, path: Path | None = None) -> Limits:
     """The best ever seen on this machine: measured anew each time, and kept if better than what was kept before.
 
-    One busy moment thus spoils one measurement, not all later ones. ``path`` defaults to a file in the user's cache
+    Each time, the best of several looks counts, taken in turn so that a busy moment does not spoil all of one kind; and
+    if the machine was busy throughout, any later run on a quiet one replaces what was kept. 16-bit numbers may also be
+    multiplied as float32, so the peak is that of the faster of the two. ``path`` defaults to a file in the user's cache
     directory; if it cannot be read or written, only the fresh figures count.
     """
     path = path or cache_directory() / "limits.json"
     key = json.dumps([describe_machine(), torch.get_num_threads(), torch.__version__])
     known = _read(path)
     mine: dict[str, float] = known.setdefault(key, {})
-    name = str(dtype).removeprefix("torch.")
-    fresh = {"read": probe.read(), name: measure_peak(dtype)}
-    for what, value in fresh.items():
+    formats = {str(one).removeprefix("torch."): one for one in (torch.float32, dtype)}
+    for what, value in _fresh_limits(formats, probe).items():
         mine[what] = max(value, mine.get(what, 0.0))
     _write(path, known)
-    return Limits(mine["read"], mine[name])
+    return Limits(mine["read"], max(mine[name] for name in formats))
+
+
+def _fresh_limits(formats: Mapping[str, torch.dtype], probe: BandwidthProbe) -> dict[str, float]:
+    """Bytes per second under "read", and operations per second of a square matrix product in each number format."""
+    size, best = _PRODUCT_SIZE, {"read": 0.0}
+    for look in range(_LOOKS):
+        best["read"] = max(best["read"], probe.best())
+        for name, dtype in formats.items():
+            if look == 0 or 2 * size**3 / best[name] < _PATIENCE:
+                factor = torch.ones(size, size, dtype=dtype)
+                best[name] = max(2 * size**3 / _timed(partial(torch.mm, factor, factor)), best.get(name, 0.0))
+    return best
 
 
 def _timed(action: Callable[[], Any]) -> float:

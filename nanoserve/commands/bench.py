@@ -5,6 +5,7 @@ import typer
 from nanoserve.commands.bench_compare import compare
 from nanoserve.commands.bench_diff import diff
 from nanoserve.commands.bench_latency import latency
+from nanoserve.commands.bench_operators import operators
 from nanoserve.commands.bench_quality import quality
 from nanoserve.commands.bench_scheduler import scheduler
 from nanoserve.commands.bench_startup import startup
@@ -27,6 +28,6 @@ What each figure means is written in docs/benchmarks.md.
 def bench_commands() -> typer.Typer:
     """The sub-commands as typer knows them."""
     typed = typer.Typer(name="bench", help=HELP, rich_markup_mode="rich", no_args_is_help=True)
-    for command in (latency, throughput, compare, startup, scheduler, quality, diff):
+    for command in (latency, throughput, compare, operators, startup, scheduler, quality, diff):
         typed.command()(with_options(command))
     return typed

@@ -4,7 +4,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
-from nanoserve.commands.bench_options import GridOptions, ResultOptions, kept, print_head, work_option
+from nanoserve.commands.bench_options import (
+    GridOptions,
+    ResultOptions,
+    engine_title,
+    kept,
+    print_head,
+    settled_operators,
+    work_option,
+)
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions
 from nanoserve.commands.terminal import remark
@@ -45,9 +53,11 @@ def compare(
     for note in missing:
         remark(note)
         report.note(note)
-    openings = _openings(present, cases, engine, report)
+    operators = settled_operators(engine.threads)
+    openings, facts = _openings(present, cases, engine, report)
+    report.put("engine", facts | {"operators": operators})
     with ExitStack() as opened, kept(report, lambda: _show(report, results)):
-        _measure(openings, cases, rounds, report, opened)
+        _measure(openings, cases, rounds, report, opened, facts["vocab_size"])
     return EXIT_OK
 
 
@@ -63,16 +73,17 @@ def _sort_out(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _openings(
     names: Sequence[str], cases: Sequence["Case"], engine: EngineOptions, report: "Report"
-) -> list["Opening"]:
-    """How each engine is opened; weights are written for those that read other files."""
+) -> tuple[list["Opening"], dict[str, Any]]:
+    """How each engine is opened, and what they share; weights are written for those that read other files."""
     from nanoserve.benchmarks.machine import available_cores
     from nanoserve.benchmarks.peers.protocol import Opening
-    from nanoserve.benchmarks.peers.weights import checkpoint_directory, dtype_name, gguf_file
+    from nanoserve.benchmarks.peers.weights import checkpoint_directory, dtype_name, gguf_file, model_config
     from nanoserve.models.hub import resolve_model
 
     model_name = engine.model or DEFAULT_MODEL
-    model, dtype = resolve_model(model_name, offline=engine.offline), dtype_name(engine.dtype)
-    report.put("engine", {"model": model.name, "dtype": dtype, "threads": engine.threads or available_cores()})
+    model = resolve_model(model_name, offline=engine.offline)
+    config = model_config(model)
+    dtype, threads = dtype_name(engine.dtype, config), engine.threads or available_cores()
     openings = []
     for name in ("nanoserve", *names):
         remark(f"preparing {name}")
@@ -90,17 +101,23 @@ def _openings(
                 engine=name,
                 model=source,
                 dtype=dtype,
-                threads=engine.threads or available_cores(),
+                threads=threads,
                 max_batch=max(case.batch for case in cases),
                 max_length=max(case.input_tokens + case.output_tokens for case in cases),
                 policy=engine.policy,
             )
         )
-    return openings
+    facts = {"model": model.name, "dtype": dtype, "threads": threads, "policy": engine.policy}
+    return openings, facts | {"vocab_size": config.vocab_size}
 
 
 def _measure(
-    openings: Sequence["Opening"], cases: Sequence["Case"], rounds: int, report: "Report", opened: ExitStack
+    openings: Sequence["Opening"],
+    cases: Sequence["Case"],
+    rounds: int,
+    report: "Report",
+    opened: ExitStack,
+    vocab_size: int,
 ) -> None:
     from nanoserve.benchmarks.comparing import run_rounds
     from nanoserve.benchmarks.cpu_load import ForeignLoad
@@ -119,29 +136,16 @@ def _measure(
         opened.callback(peers[-1].close)
     report.put("descriptions", {peer.name: peer.description for peer in peers})
     probe, foreign = BandwidthProbe(), ForeignLoad([peer.process_id for peer in peers])
-    vocab_size = _vocab_size(openings[0].model)
     for case in cases:
         remark(f"comparing {case.name}")
         for done in run_rounds(case, peers, rounds=rounds, vocab_size=vocab_size, probe=probe.read, foreign=foreign):
             report.add({"case": case.name, "round": done, "drift": done.drift, "counts": done.counts})
 
 
-def _vocab_size(model: str) -> int:
-    from nanoserve.config import ModelConfig
-    from nanoserve.models.hub import resolve_model
-    from nanoserve.models.shapes import dummy_config
-
-    resolved = resolve_model(model)
-    config = (
-        dummy_config(resolved.name) if resolved.directory is None else ModelConfig.from_directory(resolved.directory)
-    )
-    return config.vocab_size
-
-
 def _show(report: "Report", results: ResultOptions) -> None:
     import msgspec
 
-    from nanoserve.benchmarks.comparing import Round, ratios, summarize
+    from nanoserve.benchmarks.comparing import Round, ratios, samples, summarize
     from nanoserve.benchmarks.plots import plot_bars
     from nanoserve.benchmarks.tables import Column, print_table
 
@@ -149,6 +153,7 @@ def _show(report: "Report", results: ResultOptions) -> None:
     summary, compared = summarize(done), [msgspec.to_builtins(ratio) for ratio in ratios(done)]
     report.put("summary", summary)
     report.put("ratios", compared)
+    report.put("samples", samples(done))
     facts: dict[str, Any] = report.document["engine"]
     print_head(report)
     print(f"{sum(one.counts for one in done)} of {len(done)} rounds count (read bandwidth drift below 10 %)")
@@ -164,7 +169,7 @@ def _show(report: "Report", results: ResultOptions) -> None:
         *rates,
         Column("foreign cores", "foreign_cores", ".2f"),
     ]
-    title = f"{facts['model']}, {facts['dtype']}, {facts['threads']} threads"
+    title = f"{facts['model']}, {engine_title(facts)}"
     print_table(title, columns, summary)
     columns = [
         Column("batch x in+out", "case"),

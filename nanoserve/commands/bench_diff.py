@@ -19,9 +19,11 @@ def diff(
         float, work_option("--threshold", help="Exit with 1 if a metric is worse by this share.", metavar="X", min=0.0)
     ] = 0.05,
 ) -> int:
-    """Compare two reports of bench latency or throughput, with bootstrap confidence intervals.
+    """Compare two reports of the same benchmark, with bootstrap confidence intervals.
 
-    The exit code is 1 if a metric is worse by more than --threshold with 95 % confidence.
+    What is compared is what was measured repeatedly: latency and throughput, the ratios of bench compare, the shares
+    of the floor of bench operators, and the warm starts of bench startup. The exit code is 1 if a metric is worse by
+    more than --threshold with 95 % confidence.
 
     [bold]Example[/bold]
 

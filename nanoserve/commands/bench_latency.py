@@ -2,7 +2,15 @@
 
 from typing import TYPE_CHECKING, Annotated
 
-from nanoserve.commands.bench_options import GridOptions, ResultOptions, kept, print_head, work_option
+from nanoserve.commands.bench_options import (
+    GridOptions,
+    ResultOptions,
+    engine_title,
+    kept,
+    print_head,
+    print_steps,
+    work_option,
+)
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions
 from nanoserve.commands.terminal import load_progress, remark
@@ -36,7 +44,7 @@ def latency(
     with llm:
         from nanoserve.benchmarks.local import LocalBench  # imports torch, for which opening sets the threads first
 
-        bench = LocalBench(llm, seed=engine.seed or 0)
+        bench = LocalBench(llm, seed=engine.seed or 0, announce=remark)
         report.put("engine", bench.facts)
         for case in cases:
             bench.check_fits([RequestShape(case.input_tokens, case.output_tokens)], case.name)
@@ -64,14 +72,12 @@ def _show(report: "Report", results: ResultOptions) -> None:
         Column("TPOT ms", "tpot_ms.p50", ",.2f"),
         Column("p99", "tpot_ms.p99", ",.2f"),
         *rates,
-        Column("prefill/floor", "prefill_of_floor", ".0%"),
-        Column("decode/floor", "decode_of_floor", ".0%"),
-        Column("engine ms/step", "engine_overhead_ms", ".2f"),
         Column("foreign cores", "foreign_cores", ".2f"),
     ]
     facts = report.document["engine"]
-    title = f"latency of {facts['model']}, {facts['dtype']}, {facts['threads']} threads, {facts['policy']}"
+    title = f"latency of {facts['model']}, {engine_title(facts)}"
     print_head(report)
     print_table(title, columns, report.rows)
+    print_steps(report)
     if results.plot is not None:
         plot_bars(results.plot, title, "{case}", [Column("TTFT ms", "ttft_ms.p50", ".1f"), *rates], report.rows)

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from nanoserve.commands.options import option
+from nanoserve.commands.terminal import remark
+from nanoserve.interrupts import deferred_interrupts
+from nanoserve.threads import prepare_threads
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
@@ -93,3 +96,39 @@ def print_head(report: "Report") -> None:
     print(", ".join(f"{name} {version}" for name, version in versions.items()) + f", commit {document['commit']}")
     for note in document["notes"]:
         print(note)
+
+
+def settled_operators(threads: int | None) -> str:
+    """Wait until it is known which operators run, and say which; for commands that open no LLM in this process."""
+    prepare_threads(threads)
+    with deferred_interrupts():  # libraries go on half imported, and fail later in their own words
+        from nanoserve.benchmarks.settling import settle_operators
+    return settle_operators(remark)
+
+
+def engine_title(facts: dict[str, Any]) -> str:
+    """How an engine ran, for the title of a table."""
+    operators = facts["operators"].partition(" (")[0]
+    return f"{facts['dtype']}, {operators} operators, {facts['threads']} threads, {facts['policy']}"
+
+
+def print_steps(report: "Report") -> None:
+    """What each kind of step achieved against the floor of its bytes and operations, and the engine's share of it."""
+    from nanoserve.benchmarks.tables import Column, print_table
+
+    columns = [
+        Column("steps of", "case"),
+        Column("kind", "kind"),
+        Column("steps", "steps", ",d"),
+        Column("ms", "step_ms.p50", ",.2f"),
+        Column("p99", "step_ms.p99", ",.2f"),
+        Column("GB/s", "read_gb_per_s", ",.1f"),
+        Column("GFLOP/s", "gflops", ",.0f"),
+        Column("of floor", "of_floor", ".0%"),
+        Column("engine ms", "engine_ms", ".3f"),
+        Column("engine share", "engine_share", ".1%"),
+    ]
+    facts = report.document["engine"]
+    floor = f"{facts['limit_read_gb_per_s']:.1f} GB/s and {facts['limit_gflops']:,.0f} GFLOP/s"
+    rows = [{"case": row["case"], "kind": kind, **steps} for row in report.rows for kind, steps in row["steps"].items()]
+    print_table(f"steps, against the floor of their bytes and operations at {floor}", columns, rows)

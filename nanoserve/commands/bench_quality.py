@@ -68,7 +68,7 @@ def _readers(llm: "LLM", engine: EngineOptions, *, with_reference: bool) -> list
 
     readers: list[Reader] = [NanoserveReader(llm)]
     if with_reference:
-        dtype = dtype_name(engine.dtype)
+        dtype = dtype_name(engine.dtype, llm.config)
         directory = checkpoint_directory(resolve_model(engine.model, offline=engine.offline), dtype)
         readers.append(TransformersReader(directory, dtype, llm.end_tokens))
     return readers

@@ -28,10 +28,11 @@ def startup(
       nanoserve bench startup -m dummy:smollm2-135m
     """
     from nanoserve.benchmarks.cpu_load import ForeignLoad
-    from nanoserve.benchmarks.starting import drop_from_page_cache, library_directories, start_once
+    from nanoserve.benchmarks.starting import drop_from_page_cache, library_directories, settle_elsewhere, start_once
 
     settings = engine.settings()
     report = results.open_report("startup", {"model": engine.model, "repeats": repeats, "engine": settings})
+    report.put("operators", settle_elsewhere())
     with kept(report, lambda: _show(report, results)):
         for number in range(repeats + 1):
             temperature = "warm" if number else "cold"
@@ -55,13 +56,16 @@ def _model_files(engine: EngineOptions) -> list[Path]:
 
 def _show(report: "Report", results: ResultOptions) -> None:
     from nanoserve.benchmarks.plots import plot_bars
-    from nanoserve.benchmarks.starting import STAGES
+    from nanoserve.benchmarks.starting import STAGES, TO_FIRST_TOKEN
     from nanoserve.benchmarks.tables import Column, print_table
 
     stages = [Column(name, f"stages.{name}", ".2f") for name in STAGES]
     total = Column("to first token", "to_first_token", ".2f")
-    title = f"seconds to start {report.document['settings']['model'] or 'the bundled storyteller'}"
+    model = report.document["settings"]["model"] or "the bundled storyteller"
+    title = f"seconds to start {model}, {report.document['operators'].partition(' (')[0]} operators"
+    warm = [row["to_first_token"] for row in report.rows if row["case"] == "warm"]
+    report.put("samples", {"warm": {"to_first_token_s": warm}})
     print_head(report)
     print_table(title, [Column("start", "case"), *stages, total], report.rows)
     if results.plot is not None:
-        plot_bars(results.plot, title, "{case}", [*stages[:5], total], report.rows)
+        plot_bars(results.plot, title, "{case}", [*stages[: len(TO_FIRST_TOKEN)], total], report.rows)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from nanoserve.commands.bench_options import ResultOptions, kept, print_head, work_option
+from nanoserve.commands.bench_options import ResultOptions, engine_title, kept, print_head, print_steps, work_option
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions
 from nanoserve.commands.terminal import load_progress, remark
@@ -54,7 +54,7 @@ def throughput(
     with llm:
         from nanoserve.benchmarks.local import LocalBench  # imports torch, for which opening sets the threads first
 
-        bench = LocalBench(llm, seed=engine.seed or 0)
+        bench = LocalBench(llm, seed=engine.seed or 0, announce=remark)
         report.put("engine", bench.facts)
         if trace is not None:
             fitting = [shape for shape in shapes if shape.total_tokens <= llm.max_model_len]
@@ -96,18 +96,16 @@ def _show(report: "Report", results: ResultOptions) -> None:
         Column("seconds", "seconds", ",.1f"),
         Column("requests/s", "requests_per_s", ",.2f"),
         *rates,
-        Column("prefill/floor", "prefill_of_floor", ".0%"),
-        Column("decode/floor", "decode_of_floor", ".0%"),
-        Column("engine ms/step", "engine_overhead_ms", ".2f"),
         Column("foreign cores", "foreign_cores", ".2f"),
     ]
     facts = report.document["engine"]
-    title = f"throughput of {facts['model']}, {facts['dtype']}, {facts['threads']} threads, {facts['policy']}"
+    title = f"throughput of {facts['model']}, {engine_title(facts)}"
     print_head(report)
     print_table(title, columns, report.rows)
     latencies = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
     rows = [{"metric": name.removesuffix("_ms").upper(), **(report.rows[0][name] or {})} for name in latencies]
     percentiles = [Column(name, name, ",.1f") for name in ("mean", "p50", "p90", "p99", "max")]
     print_table("milliseconds", [Column("metric", "metric"), Column("n", "n", ",d"), *percentiles], rows)
+    print_steps(report)
     if results.plot is not None:
         plot_bars(results.plot, title, "{case}", rates, report.rows)

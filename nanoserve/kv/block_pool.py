@@ -16,6 +16,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.prefix_caching = prefix_caching
         self._references = [0] * num_blocks
         self._blank: deque[int] = deque(range(num_blocks))
         self._reusable: OrderedDict[int, None] = OrderedDict()
@@ -87,9 +88,10 @@ class BlockPool:
         """Cached blocks that begin ``tokens``; at least one token is left to compute. They are not owned yet."""
         return [] if self._cache is None else self._cache.match(tokens, salt)
 
-    def cache_block(self, block: int, previous: ChainLink, tokens: Sequence[int]) -> int | None:
-        """Let a full block be shared; returns its link in the chain, or None without prefix caching."""
-        return None if self._cache is None else self._cache.insert(block, previous, tuple(tokens))
+    def cache_block(self, block: int, previous: ChainLink, tokens: Sequence[int]) -> int:
+        """Let a full block be shared; returns its link in the chain. Only with prefix caching."""
+        assert self._cache is not None
+        return self._cache.insert(block, previous, tuple(tokens))
 
     def check_integrity(self, owners: Counter[int]) -> None:
         """Compare with the owners that the caller knows of.

@@ -11,6 +11,7 @@ class SequenceBlocks:
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
+        self._block_size = pool.block_size
 
     def take_prefix(self, sequence: Sequence) -> None:
         """Begin the table with the cached blocks of the sequence's prefix; those positions need no computing."""
@@ -26,6 +27,11 @@ class SequenceBlocks:
         blocks = len(sequence.block_table) + self.pool.free_blocks + adopted
         return blocks * self.pool.block_size - sequence.computed
 
+    def fits(self, sequence: Sequence, count: int) -> bool:
+        """Whether ``count`` more positions fit; mostly the last block has room, and the pool need not be asked."""
+        held = len(sequence.block_table) * self._block_size
+        return sequence.computed + count <= held or count <= self.capacity(sequence)
+
     def grow(self, sequence: Sequence, count: int) -> tuple[list[int], tuple[int, int] | None]:
         """Append the blocks that ``count`` more positions need; they must be free.
 
@@ -33,7 +39,10 @@ class SequenceBlocks:
             The new blocks, and the (source, target) of a block to copy before the first of them is written: a fork
             that writes for the first time copies the block in which its prompt ends, unless it is left alone with it.
         """
-        missing = self.pool.blocks_for(sequence.computed + count) - len(sequence.block_table)
+        held, end = len(sequence.block_table), sequence.computed + count
+        if end <= held * self._block_size:  # a fork that has not written yet misses one block at least
+            return [], None
+        missing = self.pool.blocks_for(end) - held
         source, sequence.copy_source = sequence.copy_source, None
         copy = None
         if source is None:
@@ -50,14 +59,14 @@ class SequenceBlocks:
 
     def share_full(self, sequence: Sequence) -> None:
         """Let every full block of computed tokens be found by other sequences."""
-        size = self.pool.block_size
-        for index in range(len(sequence.chain), sequence.computed // size):
+        size = self._block_size
+        shared, full = len(sequence.chain), sequence.computed // size
+        if shared == full or not self.pool.prefix_caching:  # nothing new, as for most decodes
+            return
+        for index in range(shared, full):
             previous = sequence.chain[-1] if sequence.chain else sequence.request.cache_salt
             tokens = sequence.tokens[index * size : (index + 1) * size]
-            entry = self.pool.cache_block(sequence.block_table[index], previous, tokens)
-            if entry is None:
-                return
-            sequence.chain.append(entry)
+            sequence.chain.append(self.pool.cache_block(sequence.block_table[index], previous, tokens))
 
     def fork(self, parent: Sequence, sibling: Sequence) -> None:
         """Share all of the parent's prompt but its last token, whose logits the sibling samples for itself."""

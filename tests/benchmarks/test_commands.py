@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from nanoserve.benchmarks import operators
 from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.peers.catalog import PEERS, PeerKind
 from nanoserve.benchmarks.peers.protocol import Opening
 from nanoserve.benchmarks.roofline import BandwidthProbe
 from nanoserve.commands.main import main
 from tests.benchmarks.fakes import FakePeer
+from triton_ops.cpu import cpu_operators
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -20,7 +22,9 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
     """Runs ``nanoserve bench ARGUMENTS`` here; returns exit code, stdout and stderr."""
+    cpu_operators()  # those of this process: looked for where the user keeps them, not in the folder of a test
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))  # nothing is built for the processes that a benchmark starts
     monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZE", 64)
     monkeypatch.setattr("nanoserve.benchmarks.local.BandwidthProbe", lambda: BandwidthProbe(2**20))
     monkeypatch.setattr("nanoserve.benchmarks.roofline.READ_BYTES", 2**20)
@@ -45,7 +49,10 @@ def test_latency_writes_a_table_json_and_a_chart(bench: Run, tmp_path: Path) -> 
     assert [row["case"] for row in found["rows"]] == ["1 x 6+3", "2 x 6+3"]
     assert found["rows"][1]["ttft_ms"]["n"] == 4  # two requests, twice
     assert found["rows"][1]["itl_ms"]["n"] == 8
-    assert all(row["decode_of_floor"] > 0 for row in found["rows"])
+    assert [row["steps"]["decode"]["steps"] for row in found["rows"]] == [4, 4]
+    assert all(row["steps"][kind]["of_floor"] > 0 for row in found["rows"] for kind in ("prefill", "decode", "all"))
+    assert found["engine"]["operators"].startswith(("C++", "plain torch ("))
+    assert found["engine"]["dtype"] in out
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
@@ -70,6 +77,10 @@ def test_throughput_of_a_trace_leaves_out_what_is_too_long(bench: Run, tmp_path:
         (("throughput", "--preset", "cpu", "--trace", "x"), "give --preset or --trace, not both"),
         (("throughput", "--trace", "missing.csv"), "cannot read the trace missing.csv"),
         (("compare", "--peers", "vllm"), "--peers 'vllm' is not one of transformers, llama.cpp"),
+        (("operators", "--cells", "16"), "--cells takes sequences x context such as 16x2048,4x512, not '16'"),
+        (("operators", "--cells", "0x5"), "--cells takes sequences x context"),
+        (("operators", "--rows", "x"), "--rows takes whole numbers"),
+        (("operators", "--dtype", "float32"), "--dtype 'float32' is not one of bfloat16, float16"),
         (("scheduler", "--policy", "x"), "unknown policy 'x'"),
         (("scheduler", "--context", "0"), "--context"),
         (("quality",), "give --text, --questions or both"),
@@ -128,7 +139,7 @@ def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
             super().__init__(name, 0.5 if name == "nanoserve" else 1.0)
 
     monkeypatch.setattr("nanoserve.benchmarks.peers.process.PeerProcess", FakeProcess)
-    monkeypatch.setattr("nanoserve.benchmarks.comparing.MAX_DRIFT", 1e9)
+    monkeypatch.setattr("nanoserve.benchmarks.rounds.MAX_DRIFT", 1e9)
     monkeypatch.setitem(PEERS, "llama.cpp", PeerKind(("no_such_module",), "pip install it"))
     report = tmp_path / "report.json"
     sizes = ("--batch-sizes", 2, "--input", 4, "--output", 3, "--rounds", 2)
@@ -139,6 +150,25 @@ def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
     decode = [ratio for ratio in json.loads(report.read_text())["ratios"] if ratio["metric"] == "decode"]
     assert {ratio["peer"] for ratio in decode} == {"transformers"}
     assert decode[0]["median"] == pytest.approx(2.0)
+
+
+def test_operators_beside_stock_torch(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "COLD_BYTES", 1)
+    monkeypatch.setattr(operators, "_TURN_SECONDS", 0.0)
+    monkeypatch.setattr(operators, "_matrices", lambda: [("down", 32, 64)])
+    monkeypatch.setattr("nanoserve.benchmarks.rounds.MAX_DRIFT", 1e9)
+    report = tmp_path / "report.json"
+    code, out, err = bench("operators", "--cells", "2x32", "--rows", "1,5", "--rounds", 2, "--json", report)
+    assert code == 0
+    assert "6 of 6 rounds count" in out
+    assert "measuring down 32 x 64, 5 rows" in err
+    found = json.loads(report.read_text())
+    assert found["engine"]["operators"].startswith(("C++", "plain torch ("))
+    routes = [(row["case"], row["route"]) for row in found["summary"]]
+    assert ("attention 2 x 32", "gather + SDPA") in routes
+    assert ("down 32 x 64, 1 rows", "F.linear float32") in routes
+    assert all(row["of_floor"] > 0 for row in found["summary"])
+    assert bench("diff", report, report)[0] == 0
 
 
 def test_compare_looks_a_hub_model_up_once_and_not_on_the_network_if_offline(
@@ -195,12 +225,26 @@ def test_quality_equals_the_reference(bench: Run, tmp_path: Path) -> None:
     assert reference["same_tokens"] == 1.0
 
 
+def test_quality_without_the_reference_names_the_command_that_installs_it(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = PeerKind(("no_such_module",), "pip install it")
+    monkeypatch.setitem(PEERS, "transformers", missing)
+    (tmp_path / "text.txt").write_text("Once upon a time there was a little fox.")
+    code, out, _ = bench("quality", "--text", tmp_path / "text.txt")
+    assert code == 0
+    assert "no_such_module is not installed and left out: pip install it" in out
+    assert "perplexity" in out
+
+
 def test_one_start_of_a_process(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanoserve.benchmarks.starting.library_directories", list)
     report = tmp_path / "report.json"
     code, out, _ = bench("startup", "--repeats", 1, "--json", report)
     assert code == 0
-    rows = json.loads(report.read_text())["rows"]
+    document = json.loads(report.read_text())
+    assert document["operators"].startswith("plain torch (the compiler named by CXX")
+    rows = document["rows"]
     assert [row["case"] for row in rows] == ["cold", "warm"]
     assert all(sum(row["stages"].values()) > row["to_first_token"] > 0 for row in rows)
     assert "to first token" in out

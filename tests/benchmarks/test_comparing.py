@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.benchmarks.comparing import Round, bandwidth_states, ratios, run_rounds, summarize
+from nanoserve.benchmarks.comparing import Round, ratios, run_rounds, samples, summarize
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.peers.protocol import Peer
+from nanoserve.benchmarks.rounds import bandwidth_states
 from nanoserve.benchmarks.workloads import Case
 from tests.benchmarks.fakes import FakePeer
 
@@ -51,6 +52,12 @@ def test_ratios_are_ours_over_theirs_within_each_round(tmp_path: Path) -> None:
     assert (found["decode"].peer, found["decode"].state) == ("other", "10 GB/s")
 
 
+def test_samples_are_the_ratios_of_the_rounds_that_count(tmp_path: Path) -> None:
+    peers: list[Peer] = [FakePeer("nanoserve", 0.5), FakePeer("other", 2.0)]
+    done = compared(peers, [10.0, 10.0, 10.0, 30.0, 60.0, 60.0], 2, tmp_path)
+    assert samples(done)["2 x 3+5 over other"]["decode_ratio"] == [4.0, 4.0]
+
+
 def test_bandwidth_states_are_told_apart(tmp_path: Path) -> None:
     done = compared([FakePeer("nanoserve", 1.0)], [36, 36, 60, 60, 38, 38, 58, 61, 36, 60], 4, tmp_path)
     assert bandwidth_states(done) == {0: "36-38 GB/s", 2: "36-38 GB/s", 1: "60 GB/s", 3: "60 GB/s"}
@@ -65,6 +72,5 @@ def test_busy_rounds_are_a_state_of_their_own(tmp_path: Path) -> None:
     import msgspec
 
     quiet = compared([FakePeer("nanoserve", 1.0)], [10.0] * 2, 1, tmp_path)[0]
-    engine = msgspec.structs.replace(quiet.engines["nanoserve"], foreign_cores=0.8)
-    busy = msgspec.structs.replace(quiet, engines={"nanoserve": engine})
+    busy = msgspec.structs.replace(quiet, foreign_cores=0.8)
     assert bandwidth_states([quiet, busy]) == {0: "10 GB/s", 1: "10 GB/s, busy"}

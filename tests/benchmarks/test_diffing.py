@@ -29,8 +29,35 @@ def test_noise_is_no_slowdown() -> None:
     assert change.worse == 0.0
 
 
-def test_reports_without_anything_in_common() -> None:
+@pytest.mark.parametrize("metric", ["output_tokens_per_s", "decode_ratio", "of_floor"])
+def test_of_rates_and_shares_more_is_better(metric: str) -> None:
+    before, after = report(**{metric: [10.0] * 3}), report(**{metric: [5.0] * 3})
+    assert compare_reports(before, after)[0].worse == pytest.approx(0.5)
+    assert compare_reports(after, before)[0].worse == 0.0
+
+
+def test_samples_may_stand_beside_the_rows() -> None:
+    reports = [
+        {"kind": "startup", "rows": [{"case": "cold"}], "samples": {"warm": {"to_first_token_s": [value] * 2}}}
+        for value in (1.0, 1.5)
+    ]
+    (change,) = compare_reports(*reports)
+    assert (change.case, change.ratio, change.worse) == ("warm", 1.5, 0.5)
+
+
+def test_reports_without_anything_to_compare() -> None:
     with pytest.raises(UsageError, match="no case with repeated measurements in common"):
-        compare_reports(report(ttft_ms=[1.0]), report(tpot_ms=[1.0]))
+        compare_reports(report(ttft_ms=[1.0, 2.0]), report(tpot_ms=[1.0, 2.0]))
     with pytest.raises(UsageError, match="one report is of bench latency"):
         compare_reports(report(), {"kind": "startup", "rows": []})
+    scheduler = {"kind": "scheduler", "rows": [{"case": "1 sequences"}]}
+    with pytest.raises(UsageError, match="a report of bench scheduler holds no repeated measurements"):
+        compare_reports(scheduler, scheduler)
+    with pytest.raises(UsageError, match="a report of bench latency holds no repeated measurements"):
+        compare_reports(report(ttft_ms=[1.0]), report(ttft_ms=[1.0]))  # one value tells nothing about chance
+
+
+def test_a_report_that_someone_changed() -> None:
+    damaged = {"kind": "latency", "rows": [{"case": 3}]}
+    with pytest.raises(UsageError, match="a report of bench latency is damaged: Expected `str`"):
+        compare_reports(damaged, report(ttft_ms=[1.0, 2.0]))

@@ -2,10 +2,8 @@
 
 import pytest
 
-from nanoserve.benchmarks.driving import EngineDriver, StepRecord, against_floor
-from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
+from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.models.shapes import dummy_config
 from tests.benchmarks.fakes import VirtualExecutor, virtual_engine
 
 
@@ -15,7 +13,7 @@ def test_every_token_has_its_time() -> None:
     # four prompt tokens take two seconds, each decode half a second
     assert run.timings[0].token_times == (2.0, 2.5, 3.0)
     assert [step.executor_seconds for step in run.steps] == [2.0, 0.5, 0.5]
-    assert [step.shape.is_decode for step in run.steps] == [False, True, True]
+    assert [step.shape.kind for step in run.steps] == ["prefill", "decode", "decode"]
 
 
 def test_each_request_gets_its_own_number_of_tokens() -> None:
@@ -48,14 +46,3 @@ def test_a_request_that_does_not_fit_is_refused() -> None:
     with pytest.raises(UsageError, match="the context holds 64"):
         EngineDriver(engine).run([(1,), tuple(range(64))], [1, 1])
     assert not engine.has_work
-
-
-def test_shares_of_the_floor() -> None:
-    cost, limits = ModelCost(dummy_config("smollm2-135m"), 2), Limits(1e9, 1e15)
-    shape = StepShape(1, 1, 1, 10, 10)
-    floor = cost.floor_seconds(shape, limits)
-    found = against_floor([StepRecord(shape, 3 * floor, 4 * floor)] * 2, cost, limits)
-    assert found["decode_of_floor"] == pytest.approx(0.25)
-    assert found["engine_overhead_ms"] == pytest.approx(1000 * floor)
-    assert found["decode_read_gb_per_s"] == pytest.approx(0.25)
-    assert found["prefill_of_floor"] is None

@@ -13,9 +13,10 @@ def test_the_shape_of_a_plan() -> None:
         Row(sequence=1, start=4, tokens=(1, 2, 3), sample=False),
     )
     shape = StepShape.of(StepPlan(step=0, rows=rows))
-    assert shape == StepShape(sequences=2, tokens=4, sampled=1, context=10 + 7, attended=10 + (5 + 6 + 7))
-    assert not shape.is_decode
-    assert StepShape.of(StepPlan(step=0, rows=rows[:1])).is_decode
+    assert shape == StepShape(sequences=2, tokens=4, decoding=1, sampled=1, context=10 + 7, attended=10 + (5 + 6 + 7))
+    assert shape.kind == "mixed"
+    assert StepShape.of(StepPlan(step=0, rows=rows[:1])).kind == "decode"
+    assert StepShape.of(StepPlan(step=0, rows=rows[1:])).kind == "prefill"
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen2.5-7b"])
@@ -30,7 +31,7 @@ def test_a_decode_reads_every_matrix_once(name: str) -> None:
     matrices = sum(p.numel() for p in decoder.layers.parameters() if p.dim() == 2)
     head = config.vocab_size * config.hidden_size
     keys_and_values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 100
-    step = StepShape(sequences=1, tokens=1, sampled=1, context=100, attended=100)
+    step = StepShape(sequences=1, tokens=1, decoding=1, sampled=1, context=100, attended=100)
     assert ModelCost(config, 2).step_bytes(step) == 2 * (matrices + head + keys_and_values + config.hidden_size)
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * 100
     assert ModelCost(config, 2).step_operations(step) == 2 * (matrices + head) + attention
@@ -38,13 +39,22 @@ def test_a_decode_reads_every_matrix_once(name: str) -> None:
 
 def test_experts_are_read_as_far_as_tokens_reach_them() -> None:
     cost = ModelCost(dummy_config("mixtral-8x7b"), 1)
-    one, many = (cost.step_bytes(StepShape(n, n, 0, 0, 0)) for n in (1, 1000))
+    one, many = (
+        cost.step_bytes(StepShape(sequences=n, tokens=n, decoding=n, sampled=0, context=0, attended=0))
+        for n in (1, 1000)
+    )
     assert 3.0 < many / one < 4.0  # two of eight experts, against all of them
 
 
 def test_the_floor_is_the_longer_of_reading_and_computing() -> None:
     cost = ModelCost(dummy_config("smollm2-135m"), 4)
-    decode, prefill = StepShape(1, 1, 1, 10, 10), StepShape(1, 1000, 1, 1000, 500_500)
+    decode = StepShape(sequences=1, tokens=1, decoding=1, sampled=1, context=10, attended=10)
+    prefill = StepShape(sequences=1, tokens=1000, decoding=0, sampled=1, context=1000, attended=500_500)
     limits = Limits(read_bytes_per_second=1e9, operations_per_second=1e11)
     assert cost.floor_seconds(decode, limits) == cost.step_bytes(decode) / 1e9
     assert cost.floor_seconds(prefill, limits) == cost.step_operations(prefill) / 1e11
+
+
+def test_a_reading_above_the_limit_is_the_limit() -> None:
+    assert Limits(5.0, 7.0).at_least(4.0, 6.0) == Limits(6.0, 7.0)
+    assert Limits(5.0, 7.0).at_least(4.0, 3.0) == Limits(5.0, 7.0)

@@ -9,6 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from nanoserve.kv.block_pool import BlockPool
 from nanoserve.kv.prefix_cache import PrefixCache
+from nanoserve.kv.sequence_blocks import SequenceBlocks
+from nanoserve.request import Request, SamplingParams, Sequence
 
 
 def _cached_prompt(pool: BlockPool, tokens: list[int], salt: str = "") -> list[int]:
@@ -16,9 +18,7 @@ def _cached_prompt(pool: BlockPool, tokens: list[int], salt: str = "") -> list[i
     blocks = pool.allocate(len(tokens) // pool.block_size)
     link: int | str = salt
     for index, block in enumerate(blocks):
-        entry = pool.cache_block(block, link, tokens[index * pool.block_size : (index + 1) * pool.block_size])
-        assert entry is not None
-        link = entry
+        link = pool.cache_block(block, link, tokens[index * pool.block_size : (index + 1) * pool.block_size])
     return blocks
 
 
@@ -66,10 +66,14 @@ def test_equal_content_is_cached_once() -> None:
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
-    pool = BlockPool(4, 2, prefix_caching=False)
-    blocks = pool.allocate(1)
-    assert pool.cache_block(blocks[0], "", [1, 2]) is None
-    assert pool.match_prefix([1, 2, 3], "") == []
+    blocks = SequenceBlocks(BlockPool(4, 2, prefix_caching=False))
+    request = Request("r", (1, 2, 3), SamplingParams(), seed=0)
+    sequence = Sequence(0, request, 0, list(request.prompt))
+    blocks.grow(sequence, 3)
+    sequence.computed = 3
+    blocks.share_full(sequence)
+    assert sequence.chain == []
+    assert blocks.pool.match_prefix([1, 2, 3], "") == []
 
 
 class _Colliding(int):

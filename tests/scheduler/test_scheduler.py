@@ -133,6 +133,13 @@ def test_siblings_share_the_prompt_and_copy_the_block_it_ends_in() -> None:
         assert tokens == expected_tokens(request, index=index, max_model_len=32)[0]
 
 
+def test_siblings_wait_for_the_last_chunk_of_the_prompt() -> None:
+    engine = _engine(budget=4)
+    engine.add(_request("r", 10, n=2, max_tokens=2))
+    cached = {update.index: update.sequence.cached_tokens for update in _finish(engine)}
+    assert cached == {0: 0, 1: 9}
+
+
 def test_a_sibling_left_alone_takes_the_last_block_over() -> None:
     engine = _engine(num_blocks=3, max_num_seqs=2, budget=3)
     engine.add(_request("r", 11, n=2, max_tokens=1))
@@ -179,6 +186,15 @@ def test_what_was_taken_from_the_newest_is_not_given_back_to_it_in_the_same_plan
     assert [row.sequence for row in second.rows] == [0]
     assert second.end == (1,)
     _finish(engine)
+
+
+def test_a_preempted_sequence_keeps_the_times_of_its_first_life() -> None:
+    engine = _engine(num_blocks=4, prefix_caching=False)
+    engine.add(_request("old", 4, max_tokens=9))
+    engine.add(_request("new", 6, max_tokens=5))
+    sequence = _finish(engine)[-1].sequence
+    assert (sequence.request.request_id, sequence.preemptions) == ("new", 1)
+    assert (sequence.first_scheduled_time, sequence.first_token_time) == (0.0, 1.0)
 
 
 def test_a_victim_in_flight_gives_its_blocks_up_with_its_answer() -> None:

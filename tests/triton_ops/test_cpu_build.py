@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from triton_ops.cpu import CpuOperators, building, cpu_operators
+from triton_ops.cpu import CpuOperators, building, cpu_operators, toolchain
 from triton_ops.cpu.toolchain import make_job
 
 LIBRARY_OF_NOTHING = """#!/bin/sh
@@ -112,6 +112,29 @@ def test_a_cache_folder_that_cannot_be_made(environment: dict[str, str], caplog:
     Path(environment["XDG_CACHE_HOME"]).write_text("a file")
     CpuOperators(environment)
     assert "cannot be made" in notices(caplog)[0]
+
+
+def test_a_cache_folder_that_cannot_be_written_is_still_read(
+    environment: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an image whose file system is read-only. (To root, every folder looks as if it could be written.)"""
+    script = fake_compiler(environment, "echo library > $out\n")
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    job = make_job(environment)
+    CpuOperators(environment)
+    assert "cannot be written" in notices(caplog)[0]
+    assert not script.with_suffix(".calls").exists()
+    assert job.run()
+    CpuOperators(environment)
+    assert f"{job.whole_libraries()[0]} does not load" in notices(caplog)[1]  # found, and no library at all
+
+
+def test_another_processor_is_another_library(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home directory may be shared by machines of one vector width and different instructions."""
+    fake_compiler(environment, "")
+    here = make_job(environment).key
+    monkeypatch.setattr(toolchain, "processor", lambda: "x86_64 flags: fma avx2")
+    assert make_job(environment).key != here
 
 
 def test_a_cache_folder_that_others_can_write_is_not_trusted(

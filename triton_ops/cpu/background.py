@@ -1,6 +1,7 @@
 """Libraries that are built in the background, on first use, and loaded between two steps once they are there."""
 
 import logging
+import os
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -108,6 +109,8 @@ class BackgroundLibrary(ABC):
         failure = self.shelf.failure
         if _failed_lately(failure):
             raise CannotBuild(f"{_failure(self.shelf)}; it is tried again tomorrow, or now if you delete {failure}")
+        if not os.access(self.shelf.directory, os.W_OK | os.X_OK):
+            raise CannotBuild(f"the cache folder {self.shelf.directory} cannot be written")
         nothing = subprocess.DEVNULL
         try:
             self._builder = subprocess.Popen(

@@ -85,7 +85,7 @@ def processor() -> str:
 
 
 def cache_directory(environment: Mapping[str, str], name: str) -> Path:
-    """The user's own folder for what can be built again. Raises CannotBuild if it cannot be written or trusted."""
+    """The user's own folder for what can be built again. Raises CannotBuild if it cannot be made or trusted."""
     base = environment.get("XDG_CACHE_HOME") or os.path.join(
         environment.get("HOME") or os.path.expanduser("~"), ".cache"
     )
@@ -98,6 +98,4 @@ def cache_directory(environment: Mapping[str, str], name: str) -> Path:
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         # Whatever lies there is loaded as a program.
         raise CannotBuild(f"others can write to the cache folder {directory}; set XDG_CACHE_HOME to one of your own")
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise CannotBuild(f"the cache folder {directory} cannot be written")
     return directory

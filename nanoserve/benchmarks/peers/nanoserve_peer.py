@@ -1,11 +1,13 @@
 """nanoserve itself, as one of the engines that are compared."""
 
+import sys
 from typing import Any
 
 import torch
 
 from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.peers.protocol import Batch, BatchResult, Opening
+from nanoserve.benchmarks.settling import settle_operators
 from nanoserve.llm import LLM
 
 
@@ -23,7 +25,11 @@ class NanoservePeer:
             policy=opening.policy,
         )
         self._driver = EngineDriver(self._llm.engine)
-        self.description: dict[str, Any] = {"dtype": opening.dtype, "threads": torch.get_num_threads()}
+        self.description: dict[str, Any] = {
+            "dtype": opening.dtype,
+            "threads": torch.get_num_threads(),
+            "operators": settle_operators(lambda line: print(line, file=sys.stderr)),
+        }
 
     def run(self, batch: Batch) -> BatchResult:
         run = self._driver.run(batch.prompts, [batch.output_tokens] * len(batch.prompts))

@@ -22,7 +22,7 @@ from nanoserve.models.decoder import Decoder
 from nanoserve.models.dummy import DUMMY_SEED, make_dummy_model
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.loading import load_model
-from nanoserve.models.shapes import DUMMY_PREFIX, SHAPES
+from nanoserve.models.shapes import DUMMY_PREFIX, SHAPES, dummy_config
 from nanoserve.models.weights import tensor_parts
 
 
@@ -104,12 +104,17 @@ def _dummy_config(name: str, dtype: str) -> dict[str, Any]:
     return shape | {"torch_dtype": dtype}
 
 
-def dtype_name(dtype: str) -> str:
-    """The number format that ``--dtype`` means on this CPU, as torch calls it.
+def model_config(model: ResolvedModel) -> ModelConfig:
+    """The shape of a model, without its weights."""
+    return dummy_config(model.name) if model.directory is None else ModelConfig.from_directory(model.directory)
+
+
+def dtype_name(dtype: str, config: ModelConfig) -> str:
+    """The number format that ``--dtype`` means for this model on this CPU, as torch calls it.
 
     Raises:
         UsageError: for an unknown name.
     """
     from nanoserve.models.dtypes import resolve_dtype
 
-    return str(resolve_dtype(dtype, torch.device("cpu"))).removeprefix("torch.")
+    return str(resolve_dtype(dtype, torch.device("cpu"), config.dtype)).removeprefix("torch.")

@@ -1,0 +1,254 @@
+"""The project's operators against what the machine can do at best and against stock torch, taking turns in one run.
+
+Every call reads memory that the caches have forgotten, as a layer of a model finds its weights and its part of the KV
+cache. The shapes are those of Qwen3-0.6B.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.floors import Limits
+from nanoserve.benchmarks.rounds import GIGA, Bracketed, bandwidth_states, until_enough_count
+from nanoserve.models.shapes import dummy_config
+from triton_ops import linear, paged_attention, plain_operators
+
+SHAPE = "qwen3-0.6b"
+OURS = "nanoserve"
+BLOCK_SIZE = 16
+HEAD_ROWS = 64
+"""More rows than this are prompts, of which the output head sees the last position alone."""
+COLD_BYTES = 2**29
+"""Equal inputs are made until they take this much: about twice the largest cache of today's servers."""
+_TURNS = 5
+_TURN_SECONDS = 0.01
+_MOST_CALLS = 10
+_MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One way to compute a case: what is called, and a context it needs around its calls."""
+
+    call: Callable[[], object]
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCase:
+    """Work that several routes do; ours is the first.
+
+    Attributes:
+        num_bytes: what every route must read: each key, value and weight once, in the number format they are kept in.
+        operations: of the matrix products, two for each multiply-add.
+    """
+
+    name: str
+    num_bytes: int
+    operations: int
+    routes: Mapping[str, Route]
+
+
+class OperatorRound(Bracketed, frozen=True, kw_only=True):
+    """One round of one case: the floor at the round's own bandwidth, and each route's median call, in microseconds."""
+
+    num_bytes: int
+    operations: int
+    floor_us: float
+    routes_us: dict[str, float]
+
+
+def attention_case(batch: int, context: int, dtype: torch.dtype) -> OperatorCase:
+    """Decode: one new token each of ``batch`` sequences over ``context`` tokens in shuffled blocks."""
+    shape = dummy_config(SHAPE)
+    heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    blocks_each = -(-context // BLOCK_SIZE)
+    cache_shape = (2, batch * blocks_each, kv_heads, BLOCK_SIZE, size)
+    caches = _cold(torch.randn(cache_shape).to(dtype))
+    tables = torch.randperm(batch * blocks_each, dtype=torch.int32).view(batch, blocks_each)
+    query = torch.randn(batch, heads, size).to(dtype)
+    out = torch.empty(batch, heads * size, dtype=dtype)
+    starts = torch.arange(batch + 1, dtype=torch.int32)
+    contexts = torch.full((batch,), context, dtype=torch.int32)
+
+    def ours() -> Tensor:
+        key_cache, value_cache = next(caches).unbind()
+        paged_attention(
+            *(out, query, key_cache, value_cache, tables, starts, contexts), scale=size**-0.5, sliding_window=0
+        )
+        return out
+
+    def gather_and_attend() -> Tensor:
+        key_cache, value_cache = next(caches).unbind()
+        return _gather_and_attend(query, key_cache, value_cache, tables, context)
+
+    return OperatorCase(
+        name=f"attention {batch} x {context}",
+        num_bytes=2 * batch * context * kv_heads * size * dtype.itemsize,
+        operations=4 * batch * context * heads * size,
+        routes={
+            OURS: Route(ours),
+            "gather + SDPA": Route(gather_and_attend),
+            "plain torch": Route(ours, plain_operators),
+        },
+    )
+
+
+def _gather_and_attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: Tensor, context: int) -> Tensor:
+    """The obvious way: index the caches by the block tables, then torch's attention. query is [B, heads, head_dim]."""
+    key, value = (cache[tables].transpose(1, 2).flatten(2, 3)[:, :, :context] for cache in (key_cache, value_cache))
+    attended = functional.scaled_dot_product_attention(query[:, :, None], key, value, enable_gqa=True)
+    return attended.reshape(query.shape[0], -1)
+
+
+def linear_cases(rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCase]:
+    """Each matrix of the model with every number of rows; one matrix's memory is taken at a time."""
+    for name, columns, depth in _matrices():
+        weight = torch.randn(columns, depth)
+        weights, wide = _cold(weight.to(dtype)), _cold(weight)
+        for count in rows:
+            if name != "head" or count <= HEAD_ROWS:
+                yield _linear_case(f"{name} {columns} x {depth}", (columns, depth), count, dtype, weights, wide)
+
+
+def _matrices() -> list[tuple[str, int, int]]:
+    """(name, columns of the result, depth) of a layer's matrices, as the decoder fuses them, and of the head."""
+    shape = dummy_config(SHAPE)
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return [
+        ("gate_up", 2 * shape.intermediate_size, shape.hidden_size),
+        ("down", shape.hidden_size, shape.intermediate_size),
+        ("qkv", query + 2 * key, shape.hidden_size),
+        ("output", shape.hidden_size, query),
+        ("head", shape.vocab_size, shape.hidden_size),
+    ]
+
+
+def _linear_case(
+    name: str, size: tuple[int, int], rows: int, dtype: torch.dtype, weights: Iterator[Tensor], wide: Iterator[Tensor]
+) -> OperatorCase:
+    columns, depth = size
+    given = torch.randn(rows, depth)
+    narrow = given.to(dtype)
+    return OperatorCase(
+        name=f"{name}, {rows} rows",
+        num_bytes=columns * depth * dtype.itemsize,
+        operations=2 * rows * columns * depth,
+        routes={
+            OURS: Route(lambda: linear(narrow, next(weights))),
+            f"F.linear {str(dtype).removeprefix('torch.')}": Route(lambda: functional.linear(narrow, next(weights))),
+            "F.linear float32": Route(lambda: functional.linear(given, next(wide))),
+        },
+    )
+
+
+def _cold(tensor: Tensor) -> Iterator[Tensor]:
+    """The same tensor in different places of memory, over and over; by the time one comes back, no cache holds it."""
+    copies = max(2, math.ceil(COLD_BYTES / tensor.nbytes))
+    return cycle([tensor, *(tensor.clone() for _ in range(copies - 1))])
+
+
+def measure_case(
+    case: OperatorCase, *, rounds: int, probe: Callable[[], float], foreign: ForeignLoad, peak: float
+) -> Iterator[OperatorRound]:
+    """Rounds of one case as they are done, until enough count or too many were tried.
+
+    Args:
+        probe: reads the machine's bandwidth, in bytes per second.
+        peak: operations per second at best.
+    """
+    calls = {name: _calls_in_a_turn(route) for name, route in case.routes.items()}
+
+    def one_round(number: int) -> OperatorRound:
+        before = probe() / GIGA
+        foreign.read()
+        seconds = _take_turns(case.routes, calls)
+        load, after = foreign.read(), probe() / GIGA
+        floor = Limits(GIGA * (before + after) / 2, peak).seconds(case.num_bytes, case.operations)
+        return OperatorRound(
+            case=case.name,
+            number=number,
+            bandwidth_before=before,
+            bandwidth_after=after,
+            foreign_cores=load,
+            num_bytes=case.num_bytes,
+            operations=case.operations,
+            floor_us=floor * _MICROSECONDS,
+            routes_us={name: _MICROSECONDS * statistics.median(found) for name, found in seconds.items()},
+        )
+
+    return until_enough_count(one_round, rounds)
+
+
+def _calls_in_a_turn(route: Route) -> int:
+    """As many as take about `_TURN_SECONDS`; the route has run twice then and is warm."""
+    with torch.inference_mode(), route.context():
+        route.call()
+        return min(_MOST_CALLS, max(1, round(_TURN_SECONDS / _seconds(route.call))))
+
+
+def _take_turns(routes: Mapping[str, Route], calls: Mapping[str, int]) -> dict[str, list[float]]:
+    """A B C, B C A, C A B ...: the seconds of every call."""
+    names, seconds = list(routes), {name: list[float]() for name in routes}
+    with torch.inference_mode():
+        for turn in range(_TURNS):
+            first = turn % len(names)
+            for name in [*names[first:], *names[:first]]:
+                with routes[name].context():
+                    seconds[name] += [_seconds(routes[name].call) for _ in range(calls[name])]
+    return seconds
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def summarize(rounds: Sequence[OperatorRound]) -> list[dict[str, Any]]:
+    """For every case, bandwidth state and route: medians over the counting rounds, and how many times ours is faster.
+
+    GB/s and GFLOP/s are those of the work that every route must do, whatever a route really reads and computes.
+    """
+    groups: dict[tuple[str, str], list[OperatorRound]] = {}
+    for place, state in sorted(bandwidth_states(rounds).items()):
+        groups.setdefault((rounds[place].case, state), []).append(rounds[place])
+    return [
+        {"case": case, "state": state, "route": route, "rounds": len(some), **_route_fields(some, route)}
+        for (case, state), some in groups.items()
+        for route in some[0].routes_us
+    ]
+
+
+def samples(rounds: Sequence[OperatorRound]) -> dict[str, dict[str, list[float]]]:
+    """Our share of the floor in every counting round for ``bench diff``: it holds in any bandwidth state."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for done in rounds:
+        if done.counts:
+            found.setdefault(done.case, {"of_floor": []})["of_floor"].append(done.floor_us / done.routes_us[OURS])
+    return found
+
+
+def _route_fields(rounds: Sequence[OperatorRound], route: str) -> dict[str, Any]:
+    microseconds = statistics.median(one.routes_us[route] for one in rounds)
+    slower = [one.routes_us[route] / one.routes_us[OURS] for one in rounds]
+    is_peer = route != OURS
+    return {
+        "us": microseconds,
+        "gb_per_s": rounds[0].num_bytes / microseconds / (GIGA / _MICROSECONDS),
+        "gflops": rounds[0].operations / microseconds / (GIGA / _MICROSECONDS),
+        "of_floor": statistics.median(one.floor_us / one.routes_us[route] for one in rounds),
+        "ours_is_faster": statistics.median(slower) if is_peer else None,
+        "low": min(slower) if is_peer else None,
+        "high": max(slower) if is_peer else None,
+    }

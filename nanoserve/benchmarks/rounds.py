@@ -1,0 +1,91 @@
+"""Rounds between two looks at the machine's read bandwidth: which of them count, and which belong together.
+
+A round counts only if the bandwidth before and after it differs by less than ``MAX_DRIFT``; ratios are formed within
+a round and never across rounds, and are reported for each bandwidth state apart. No torch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import msgspec
+
+MAX_DRIFT = 0.10
+STATE_WIDTH = 1.25
+"""Readings within this factor of a state's lowest belong to it."""
+BUSY_CORES = 0.2
+"""With others keeping more of the processor busy than this during any part of it, a round is told apart."""
+MAX_ATTEMPTS = 2
+"""Rounds tried for every round that is wanted, when some do not count."""
+GIGA = 1e9
+
+
+class Bracketed(msgspec.Struct, frozen=True, kw_only=True):
+    """A round of one case.
+
+    Attributes:
+        bandwidth_before, bandwidth_after: readings in GB/s.
+        foreign_cores: the most that other processes kept busy during any part of it; None where that is unknown.
+    """
+
+    case: str
+    number: int
+    bandwidth_before: float
+    bandwidth_after: float
+    foreign_cores: float | None
+
+    @property
+    def drift(self) -> float:
+        """How far apart the two readings are, relative to the lower one."""
+        low, high = sorted((self.bandwidth_before, self.bandwidth_after))
+        return high / low - 1
+
+    @property
+    def counts(self) -> bool:
+        return self.drift < MAX_DRIFT
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other processes were at work meanwhile."""
+        return (self.foreign_cores or 0.0) > BUSY_CORES
+
+    @property
+    def bandwidth(self) -> float:
+        return (self.bandwidth_before + self.bandwidth_after) / 2
+
+
+R = TypeVar("R", bound=Bracketed)
+
+
+def until_enough_count(make_round: Callable[[int], R], wanted: int) -> Iterator[R]:
+    """Rounds 1, 2, ... as they are made, until ``wanted`` of them count or too many were tried."""
+    counted = 0
+    for number in range(1, wanted * MAX_ATTEMPTS + 1):
+        done = make_round(number)
+        yield done
+        counted += done.counts
+        if counted == wanted:
+            return
+
+
+def bandwidth_states(rounds: Sequence[Bracketed]) -> dict[int, str]:
+    """Which state each counting round (by its place in the sequence) was in, named by the bandwidths seen in it.
+
+    Memory bandwidth of a virtual machine may sit at one of two levels for minutes and then flip. Rounds beside a busy
+    neighbour are states of their own.
+    """
+    groups: list[list[int]] = []
+    counting = [place for place, done in enumerate(rounds) if done.counts]
+    for place in sorted(counting, key=lambda place: (rounds[place].is_busy, rounds[place].bandwidth)):
+        first = rounds[groups[-1][0]] if groups else None
+        here = rounds[place]
+        if first and here.is_busy == first.is_busy and here.bandwidth < STATE_WIDTH * first.bandwidth:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    return {place: _state_name([rounds[member] for member in group]) for group in groups for place in group}
+
+
+def _state_name(rounds: Sequence[Bracketed]) -> str:
+    low, high = f"{rounds[0].bandwidth:.0f}", f"{rounds[-1].bandwidth:.0f}"
+    extent = low if low == high else f"{low}-{high}"
+    return f"{extent} GB/s" + (", busy" if rounds[0].is_busy else "")

@@ -1,0 +1,58 @@
+"""What the steps of a run achieved against the floor of their bytes and operations, and the engine's share."""
+
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
+from nanoserve.benchmarks.driving import StepRecord
+from nanoserve.benchmarks.floors import STEP_KINDS, Limits, ModelCost
+from nanoserve.benchmarks.metrics import MILLISECONDS, Distribution
+
+GIGA = 1e9
+ALL = "all"
+
+
+class StepSummary(msgspec.Struct, frozen=True):
+    """Steps of one kind; rates and shares are of their sums, so that long steps weigh more.
+
+    Attributes:
+        steps: how many there were.
+        step_ms: their durations.
+        read_gb_per_s, gflops: the bytes and the operations that they cannot do without, over their durations.
+        of_floor: the sum of their floors over the sum of their durations; 1 is the floor itself.
+        step_of_floor: the same share, step by step.
+        engine_ms: the engine's own time per step, in the median.
+        engine_share: its sum over the sum of their durations.
+    """
+
+    steps: int
+    step_ms: Distribution | None
+    read_gb_per_s: float
+    gflops: float
+    of_floor: float
+    step_of_floor: Distribution | None
+    engine_ms: float
+    engine_share: float
+
+    @classmethod
+    def of(cls, steps: Sequence[StepRecord], cost: ModelCost, limits: Limits) -> "StepSummary":
+        """Of at least one step."""
+        seconds = sum(step.step_seconds for step in steps)
+        floors = [cost.floor_seconds(step.shape, limits) for step in steps]
+        return cls(
+            steps=len(steps),
+            step_ms=Distribution.of(step.step_seconds * MILLISECONDS for step in steps),
+            read_gb_per_s=sum(cost.step_bytes(step.shape) for step in steps) / seconds / GIGA,
+            gflops=sum(cost.step_operations(step.shape) for step in steps) / seconds / GIGA,
+            of_floor=sum(floors) / seconds,
+            step_of_floor=Distribution.of(floor / step.step_seconds for floor, step in zip(floors, steps, strict=True)),
+            engine_ms=statistics.median(step.engine_seconds for step in steps) * MILLISECONDS,
+            engine_share=sum(step.engine_seconds for step in steps) / seconds,
+        )
+
+
+def summarize_steps(steps: Sequence[StepRecord], cost: ModelCost, limits: Limits) -> dict[str, StepSummary]:
+    """For each kind of step that occurred, and under "all" for all of them."""
+    kinds = {kind: [step for step in steps if step.shape.kind == kind] for kind in STEP_KINDS}
+    return {name: StepSummary.of(some, cost, limits) for name, some in [*kinds.items(), (ALL, list(steps))] if some}

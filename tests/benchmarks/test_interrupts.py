@@ -1,0 +1,76 @@
+"""A benchmark that is ended half-way, as a process: what was measured until then is kept."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from nanoserve.benchmarks.report import read_report
+from nanoserve.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+# The bench command, except that it looks at the machine for no longer than a test may take.
+PROGRAM = """
+import nanoserve.benchmarks.local as local, nanoserve.benchmarks.roofline as roofline
+roofline._PRODUCT_SIZE = 64
+local.BandwidthProbe = lambda: roofline.BandwidthProbe(2**20)
+from nanoserve.commands.main import run
+run("bench")
+"""
+PATIENCE = 300.0
+
+
+def in_the_midst(report: Path, cache: Path) -> subprocess.Popen[str]:
+    """``bench latency`` of a case that takes no time and one that takes seconds, when the first is measured."""
+    work = ["--batch-sizes", "1", "--input", "8", "--output", "2,900", "--repeats", "3"]
+    options = ["--kv-cache-memory", "16MiB", "--json", str(report)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "latency", *work, *options],
+        cwd=ROOT,
+        env=os.environ | {"XDG_CACHE_HOME": str(cache), "CXX": str(cache / "none")},  # no time for a compiler either
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + PATIENCE
+    while not _cases(report):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.1)
+    return process
+
+
+def _cases(report: Path) -> list[str]:
+    try:
+        rows: list[dict[str, Any]] = read_report(report)["rows"]
+    except UsageError:
+        return []
+    return [row["case"] for row in rows]
+
+
+def test_an_interrupted_benchmark_shows_and_keeps_what_it_has(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    process = in_the_midst(report, tmp_path)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert "1 x 8+2" in out and "1 x 8+900" not in out
+    assert "steps" in out and "TTFT ms" in out
+    assert err.strip().splitlines()[-1] == f"nanoserve: interrupted: 1 rows were measured, {report} keeps them"
+    assert "Traceback" not in err
+    assert _cases(report) == ["1 x 8+2"]
+    assert not read_report(report)["complete"]
+
+
+def test_a_killed_benchmark_has_kept_what_it_had(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    process = in_the_midst(report, tmp_path)
+    process.kill()
+    process.communicate(timeout=PATIENCE)
+    found = read_report(report)
+    assert [row["case"] for row in found["rows"]] == ["1 x 8+2"]
+    assert found["rows"][0]["steps"]["decode"]["steps"] == 3  # one after the first token, three times
+    assert not found["complete"]
+    assert found["engine"]["operators"].startswith("plain torch (the compiler named by CXX")
