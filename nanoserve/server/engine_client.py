@@ -70,6 +70,7 @@ class EngineClient:
     Attributes:
         facts: what the engine said of itself when it was ready; None before that.
         restarts: engines started after the first.
+        generated_tokens: that all of them have sampled.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class EngineClient:
         self.facts: Ready | None = None
         self.stats = EngineStats()
         self.restarts = 0
+        self.generated_tokens = 0
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
@@ -104,11 +106,6 @@ class EngineClient:
     def running(self) -> int:
         """Requests that have not ended."""
         return len(self._streams)
-
-    @property
-    def engine_process_id(self) -> int | None:
-        """Of the engine that lives now."""
-        return None if self._child is None else self._child.process_id
 
     @property
     def dropped(self) -> int:
@@ -262,6 +259,7 @@ class EngineClient:
         self._became_ready.set()
 
     def _pass_on(self, update: SampleUpdate) -> None:
+        self.generated_tokens += len(update.tokens)
         stream = self._streams.get(update.request_id)
         if stream is None:
             return

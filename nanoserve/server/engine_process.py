@@ -175,8 +175,9 @@ def main(build: Build | None = None) -> None:
     parent, pulse = _own_pipes()
     start = msgspec.json.decode(_read_line(parent), type=EngineStart)
     directory = Path(tempfile.mkdtemp(prefix="nanoserve-"))  # mode 0700
+    os.environ["TMPDIR"] = str(directory)  # what a compiler leaves that is killed goes with the rest
+    mailbox = Mailbox(directory)  # before the watch begins, which may remove the directory at any moment
     Lifeline(parent, pulse, directory).start()
-    mailbox = Mailbox(directory)
     try:
         engine = (build or build_from_model)(start, mailbox)
     except NanoserveError as error:

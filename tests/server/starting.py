@@ -104,6 +104,10 @@ class Server:
                 pending += children
         return found
 
+    def sockets(self) -> list[Path]:
+        """Those between front end and engine."""
+        return [path for path in self.directory.rglob("*") if path.is_socket()]
+
     def left_behind(self) -> list[str]:
         """Files in its directory for temporary ones, but for the cache that torch makes there when it is imported."""
         return [str(path) for path in self.directory.rglob("*") if "torchinductor" not in str(path)]
@@ -125,6 +129,12 @@ def wait_until(condition: Any, seconds: float = PATIENCE_SECONDS) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not come to pass"
         time.sleep(0.05)
+
+
+def shared_memory(process_id: int) -> list[str]:
+    """What a process has mapped of the kind that outlives it."""
+    maps = Path(f"/proc/{process_id}/maps").read_text().splitlines()
+    return [line for line in maps if "/dev/shm/" in line or "/SYSV" in line]
 
 
 def alive(process_id: int) -> bool:

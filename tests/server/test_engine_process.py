@@ -136,6 +136,16 @@ RUBBISH = [
     msgspec.msgpack.encode(
         {"type": "Add", "request": {"request_id": "x", "prompt": [1], "params": {"temperature": -1}, "seed": 0}}
     ),
+    msgspec.msgpack.encode(
+        {
+            "type": "Ready",
+            "max_model_len": 9,
+            "vocab_size": 9,
+            "end_tokens": [],
+            "default_params": {"n": 0},
+            "max_num_seqs": 1,
+        }
+    ),
 ]
 
 
