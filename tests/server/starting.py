@@ -57,7 +57,7 @@ class Server:
 
     def wait_ready(self) -> None:
         url = self.url
-        wait_until(lambda: self.process.poll() is not None or _answers(f"{url}/ready", self.headers))
+        wait_until(lambda: self.process.poll() is not None or answers(f"{url}/ready", self.headers))
         assert self.process.poll() is None, self.log
 
     @property
@@ -145,7 +145,8 @@ def alive(process_id: int) -> bool:
         return False
 
 
-def _answers(url: str, headers: dict[str, str]) -> bool:
+def answers(url: str, headers: dict[str, str]) -> bool:
+    """Whether a URL is answered with 200."""
     try:
         return httpx.get(url, headers=headers, timeout=10).status_code == 200
     except httpx.HTTPError:

@@ -1,6 +1,9 @@
 """Both kinds of completion on the bundled model, through OpenAI's own client."""
 
+import json
 import math
+import shutil
+import subprocess
 from typing import Any
 
 import openai
@@ -68,6 +71,20 @@ def test_a_stream_without_the_option_has_no_usage(server: Server) -> None:
     body = {"prompt": PROMPT, "max_tokens": 2, "stream": True}
     text = server.post("/v1/completions", body).text
     assert text.endswith("data: [DONE]\n\n") and "usage" not in text
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+def test_curl_reads_a_stream_that_openai_would_send(server: Server) -> None:
+    body = json.dumps({"messages": STORY, "max_tokens": 3, "temperature": 0, "stream": True})
+    words = ["curl", "--silent", "--no-buffer", "--include", server.url + "/v1/chat/completions"]
+    words += ["--header", "content-type: application/json", "--data", body]
+    head, _, events = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout.partition("\n\n")
+    assert head.startswith("HTTP/1.1 200") and "content-type: text/event-stream" in head
+    *chunks, done, rest = events.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    objects = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+    assert [set(chunk) for chunk in objects] == [{"id", "object", "created", "model", "choices"}] * len(objects)
+    assert objects[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def test_many_prompts_of_either_kind_are_answered_in_order(client: openai.OpenAI, storyteller: LLM) -> None:

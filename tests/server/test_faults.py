@@ -24,10 +24,10 @@ import nanoserve
 from nanoserve.server.sockets import COMMANDS, REPORTS
 from tests.server.conftest import MODEL
 from tests.server.fake_engine import BROKEN, POISON_TOKEN
-from tests.server.starting import ROOT, Server, alive, running, running_fake, shared_memory, wait_until
+from tests.server.starting import ROOT, Server, alive, answers, running, running_fake, shared_memory, wait_until
 from tests.server.test_engine_process import RUBBISH
 
-COMPLETION = "/v1/completions"
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 BUNDLED = Path(nanoserve.__file__).parent / "assets" / "storyteller"
 LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 
@@ -210,6 +210,40 @@ def test_when_restarts_keep_failing_the_server_stays_up_and_says_so(tmp_path: Pa
         assert _whole(server, LONG)
 
 
+# ------------------------------------------------------------------------------------- templates
+
+LOOPS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+DOUBLES = "{% set ns = namespace(x='a' * 1000) %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+
+
+def _model_with_template(directory: Path, template: str) -> str:
+    shutil.copytree(BUNDLED, directory)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    return str(directory)
+
+
+def test_messages_that_break_the_template_are_refused(tmp_path: Path) -> None:
+    cases = {
+        "refuse": "{{ raise_exception('roles must alternate') }}",
+        "loop": LOOPS,
+        "double": DOUBLES,
+        "fail": "{{ 1 + [] }}",
+    }
+    branches = "".join(f"{{% if '{word}' in m.content %}}{do}{{% endif %}}" for word, do in cases.items())
+    template = "{% for m in messages %}{{ m.content }}" + branches + "{% endfor %}"
+    with running_fake("--model", _model_with_template(tmp_path / "model", template)) as server:
+        reader = Reader(server, LONG)
+        for word in cases:
+            refused = server.post(CHAT, {"messages": [{"role": "user", "content": word}]})
+            assert refused.status_code == 400 and refused.json()["error"]["message"], refused.text
+            plain = server.post(CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1})
+            assert plain.status_code == 200
+        assert "roles must alternate" in server.post(CHAT, {"messages": [{"role": "user", "content": "refuse"}]}).text
+        reader.join()
+        assert reader.text == _whole(server, LONG)
+
+
 # ------------------------------------------------------------------------------ someone else at the sockets
 
 
@@ -300,6 +334,18 @@ def test_an_answer_that_takes_too_long_is_ended() -> None:
         server.wait_idle()
 
 
+def test_streams_that_do_not_fit_together_take_turns() -> None:
+    bodies = [LONG | {"prompt": [10 + number] * 64, "max_tokens": 200} for number in range(6)]
+    with running_fake("--kv-cache-memory", "640") as server:  # 40 blocks; each of them needs 17
+        alone = [_whole(server, body) for body in bodies]
+        readers = [Reader(server, body) for body in bodies]
+        for reader in readers:
+            reader.join()
+        assert [reader.text for reader in readers] == alone
+        assert server.metric("vllm:num_preemptions_total") > 0
+        server.wait_idle()
+
+
 # ------------------------------------------------------------------------------------------- keys
 
 
@@ -369,8 +415,24 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path: Path, fake: Server)
         (("--port", "0", "--max-body-size", "much"), 2, "is not a size"),
         (("--port", "0", "--model", "/no/such/place"), 3, "no such directory"),
         (("--port", "0", "--model", str(broken)), 3, "the weights are broken"),
+        (("--port", "0", "--model", _model_with_template(tmp_path / "loops", LOOPS)), 3, "template"),
     ]:
         ended = _serve(*arguments)
         assert ended.returncode == code, ended.stderr
         lines = [line for line in ended.stderr.splitlines() if "listening on" not in line]
         assert len(lines) == 1 and said in lines[0], ended.stderr
+
+
+def test_a_log_that_is_full_is_no_reason_to_stop() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "tests.server.fake_serve", "--port", str(port)]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(words, cwd=ROOT, stderr=full)
+    try:
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}/ready", {}))
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()

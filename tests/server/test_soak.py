@@ -155,7 +155,7 @@ async def _come_and_go(server: Server, rng: random.Random, count: int) -> Counte
 @pytest.mark.slow
 def test_clients_that_come_and_go_leave_no_trace() -> None:
     began, ends, footprints = time.monotonic(), Counter[str](), []
-    with running(*MODEL, "--max-model-len", "512", "--max-num-seqs", "16") as server:
+    with running(*MODEL, "--max-model-len", "512", "--kv-cache-memory", "8MiB") as server:
         control = server.post(COMPLETION, CONTROL).json()["choices"]
         for batch in range(SOAK_BATCHES):
             ends += asyncio.run(_come_and_go(server, random.Random(batch), SOAK_REQUESTS // SOAK_BATCHES))
