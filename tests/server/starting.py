@@ -137,12 +137,17 @@ def shared_memory(process_id: int) -> list[str]:
     return [line for line in maps if "/dev/shm/" in line or "/SYSV" in line]
 
 
+def process_state(process_id: int) -> str:
+    """The system's letter for it: R runs, S sleeps, T is stopped, Z is a zombie; empty if there is none."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def alive(process_id: int) -> bool:
     """Whether there is such a process, and it is no zombie."""
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return process_state(process_id) not in ("", "Z")
 
 
 def answers(url: str, headers: dict[str, str]) -> bool:

@@ -100,6 +100,7 @@ def test_bodies_that_are_no_request(server: Server, path: str, body: bytes) -> N
         *[("stream_options", value) for value in ({"include_usage": True}, {"other": 1}, 5)],
         *[("user", value) for value in (5, {})],
         *[("chat_template", value) for value in ("{{ 7 * 7 }}", None)],
+        ("cache_salt", "mine"),
         *[("unknown_field", value) for value in (None, 1)],
     ],
 )
