@@ -231,7 +231,14 @@ def test_the_state_of_the_server(server: Server) -> None:
     before = server.metric("vllm:generation_tokens_total")
     server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 3, "ignore_eos": True, "temperature": 0})
     assert server.metric("vllm:generation_tokens_total") == before + 3
-    assert server.metric("vllm:time_to_first_token_seconds_count") > 0
+    for name in (
+        *("time_to_first_token", "inter_token_latency", "request_time_per_output_token", "e2e_request_latency"),
+        *("request_queue_time", "request_prefill_time", "request_decode_time"),
+    ):
+        assert server.metric(f"vllm:{name}_seconds_count") > 0
+    for name in ("request_prompt_tokens_count", "request_generation_tokens_count", "prompt_tokens_total"):
+        assert server.metric(f"vllm:{name}") > 0
+    assert server.metric("vllm:prefix_cache_queries_total") >= server.metric("vllm:prefix_cache_hits_total")
     assert math.isfinite(server.metric("vllm:kv_cache_usage_perc"))
     for name in ("num_requests_running", "num_requests_waiting", "num_preemptions_total", "request_success_total"):
         assert server.metric(f"vllm:{name}") >= 0

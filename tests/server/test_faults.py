@@ -186,6 +186,7 @@ def test_streams_go_on_when_the_engine_is_killed(fake: Server, whole: str) -> No
     assert sorted(readers[1].text) == sorted("".join(sampled))
     assert during.json()["choices"][0]["text"] == whole, "a request of the time between engines is answered too"
     assert fake.metric("nanoserve:engine_restarts_total") == restarts + 1
+    assert "the engine was killed by SIGKILL" in fake.log
     fake.wait_idle()
 
 

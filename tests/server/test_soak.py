@@ -162,7 +162,7 @@ def test_clients_that_come_and_go_leave_no_trace() -> None:
             server.wait_idle()  # every block is back
             assert server.post(COMPLETION, CONTROL).json()["choices"] == control
             footprints.append(Footprint(server))
-        assert server.metric("nanoserve:engine_restarts_total") == 0
+        assert server.metric("nanoserve:engine_restarts_total") == 0, server.log
         preemptions = server.metric("vllm:num_preemptions_total")
     warm, last = footprints[SOAK_BATCHES // 2 - 1], footprints[-1]
     print(f"\nsoak: {dict(ends)}, {preemptions:.0f} preemptions, in {time.monotonic() - began:.0f} s")
