@@ -39,6 +39,7 @@ from tests.server.test_engine_process import RUBBISH
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 BUNDLED = Path(nanoserve.__file__).parent / "assets" / "storyteller"
+COMPILERS = ("g++", "c++", "clang++")
 LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 
 
@@ -115,6 +116,7 @@ def test_nothing_is_left_of_a_front_end_that_was_killed(state: str) -> None:
     assert server.left_behind() == []
     for reader in readers:
         reader.join(10)
+    shutil.rmtree(server.directory)
 
 
 @pytest.mark.parametrize("moment", [0.2, 0.6, 1.0, 1.6, 2.5])
@@ -129,11 +131,13 @@ def test_nothing_is_left_of_a_start_that_was_ended(moment: float) -> None:
         wait_until(lambda: not server.left_behind(), 5)
         server.end()
         assert "nanoserve/server" not in server.log, "no traceback but of Python's own start"
+        shutil.rmtree(server.directory)
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(end_by, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)))
 
 
+@pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")
 def test_a_compiler_ends_with_the_engine_it_works_for(tmp_path: Path) -> None:
     model = [word for word in MODEL if word != "--eager"]
     with running(*model, XDG_CACHE_HOME=str(tmp_path)) as server:
@@ -394,6 +398,7 @@ def test_a_key_is_asked_for_everywhere_but_at_health() -> None:
             assert httpx.get(server.url + "/v1/models", headers=headers).status_code == 200
     finally:
         assert server.end() == 0
+        shutil.rmtree(server.directory)
 
 
 def test_prefixes_are_shared_only_with_the_same_key() -> None:
@@ -407,6 +412,7 @@ def test_prefixes_are_shared_only_with_the_same_key() -> None:
             cached.append(usage["prompt_tokens_details"]["cached_tokens"])
     finally:
         server.end()
+        shutil.rmtree(server.directory)
     assert cached == [0, 0, 96]
 
 
