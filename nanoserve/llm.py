@@ -3,31 +3,19 @@
 import random
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
-from nanoserve.config import EngineConfig, ModelConfig, SamplingDefaults
-from nanoserve.engine import Engine
-from nanoserve.errors import ModelError, NanoserveError, UsageError
+from nanoserve.assembly import build_engine
+from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.files import unreadable_as_model_error
 from nanoserve.interrupts import deferred_interrupts
-from nanoserve.models.decoder import Decoder
-from nanoserve.models.dummy import make_dummy_model
-from nanoserve.models.hub import ResolvedModel, resolve_model
-from nanoserve.models.loading import load_model
+from nanoserve.models.hub import resolve_model
 from nanoserve.outputs import RequestTracker
 from nanoserve.request import MAX_SEED, FinishReason, Request, RequestOutput, SamplingParams
-from nanoserve.runtime.compiled_layers import CompiledLayers
-from nanoserve.runtime.local import LocalExecutor
-from nanoserve.runtime.memory import choose_num_blocks
-from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from triton_ops.cpu import cpu_operators
 
 Message = Mapping[str, Any]
 Prompt = str | SequenceOf[int] | SequenceOf[Message]
@@ -62,63 +50,17 @@ class LLM:
             self.model_name = resolved.name
             self.tokenizer = load_tokenizer(resolved.tokenizer_directory)
         try:
-            with unreadable_as_model_error():
-                decoder, self.config = self._load(resolved, progress)
-            self._default_params = _sampling_params(self.config.sampling_defaults)
+            built = build_engine(resolved, self.engine_config, progress)
+            self.engine, self.config, self.max_model_len = built.engine, built.model, built.max_model_len
+            self._default_params = built.default_params
+            self._operators, self._layers = built.operators, built.layers
             check_vocabulary(self.tokenizer, self.config.vocab_size)
-            self.engine = self._make_engine(decoder)
         except BaseException:
             self.tokenizer.close()
             raise
         self.end_tokens = _end_tokens(self.config, self.tokenizer)
         self._trackers: dict[str, RequestTracker] = {}
         self._names = count()
-
-    def _load(self, resolved: ResolvedModel, progress: Any) -> tuple[Decoder, ModelConfig]:
-        config = self.engine_config
-        if resolved.directory is None:
-            return make_dummy_model(resolved.name, config.dtype, config.device)
-        return load_model(
-            resolved.directory, config.dtype, config.device, None if progress is None else partial(progress, "load")
-        )
-
-    def _make_engine(self, decoder: Decoder) -> Engine:
-        config = self.engine_config
-        longest = self.config.max_position_embeddings
-        if config.max_model_len is not None and config.max_model_len > longest:
-            raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
-        num_blocks = choose_num_blocks(
-            self.config,
-            block_size=config.block_size,
-            dtype=decoder.embedding.weight.dtype,
-            device=config.device,
-            kv_cache_memory=config.kv_cache_memory,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-        )
-        self.max_model_len = min(config.max_model_len or longest, num_blocks * config.block_size)
-        self._operators = cpu_operators() if decoder.embedding.weight.is_cpu else None
-        self._layers: CompiledLayers | None = None
-        if self._operators is not None and not config.eager:
-            self._layers = CompiledLayers(decoder, block_size=config.block_size, operators=self._operators)
-        executor = LocalExecutor(
-            decoder,
-            self.config,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            device=torch.device(config.device),
-            layers=self._layers,
-        )
-        scheduler = Scheduler(
-            make_policy(config.policy, config.max_num_batched_tokens),
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            max_model_len=self.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            prefix_caching=config.enable_prefix_caching,
-            pipeline_depth=executor.max_in_flight,
-        )
-        return Engine(scheduler, executor, vocab_size=self.config.vocab_size)
 
     @property
     def compiled(self) -> bool:
@@ -308,11 +250,3 @@ class LLM:
 def _end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     return tuple(dict.fromkeys(config.eos_token_ids + own))
-
-
-def _sampling_params(defaults: SamplingDefaults) -> SamplingParams:
-    named = {field: getattr(defaults, field) for field in defaults.__slots__}
-    try:
-        return SamplingParams(**{name: value for name, value in named.items() if value is not None})
-    except UsageError as error:  # not the user's doing
-        raise ModelError(f"generation_config.json of the model: {error}") from error

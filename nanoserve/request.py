@@ -145,6 +145,7 @@ class Request:
         end_tokens: the model's end-of-sequence ids.
         arrival_time: seconds on the executor's clock.
         cache_salt: requests share cached prefixes only with requests of the same salt.
+        resumed: the tokens each sample has already, when the engine that gave them died; it goes on behind them.
     """
 
     request_id: str
@@ -154,6 +155,7 @@ class Request:
     end_tokens: tuple[int, ...] = ()
     arrival_time: float = 0.0
     cache_salt: str = ""
+    resumed: tuple[tuple[int, ...], ...] = ()
 
 
 class Status(Enum):

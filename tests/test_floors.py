@@ -43,8 +43,17 @@ FLOORS: dict[str, set[str]] = {
         *("errors", "files", "config", "request", "scheduler", "engine", "interrupts", "models", "llm"),
         "triton_ops",
     },
+    "assembly": {
+        *("errors", "files", "config", "request", "scheduler", "engine", "models", "runtime", "triton_ops"),
+    },
+    "server": {
+        *("errors", "files", "config", "request", "scheduler", "engine", "text", "outputs", "models", "assembly"),
+    },
     "triton_ops": set(),
 }
+
+FRONT_END = ["app", "serving", "service", "engine_client"]
+"""Of the server: what runs beside the engine process, not in it."""
 
 
 def _room(path: Path) -> str:
@@ -86,6 +95,8 @@ def test_the_torch_free_floors_work_without_torch() -> None:
         "sys.modules['torch'] = None\n"
         "import nanoserve\n"
         f"for name in {TORCH_FREE!r}: importlib.import_module('nanoserve.' + name)\n"
+        f"for name in {FRONT_END!r}: importlib.import_module('nanoserve.server.' + name)\n"
+        "import nanoserve.models.hub, nanoserve.text.tokenizer\n"
         "import nanoserve.scheduler.scheduler, nanoserve.kv.block_pool, nanoserve.commands.main\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

@@ -9,6 +9,7 @@ from nanoserve.commands.bench import bench_commands
 from nanoserve.commands.chat import chat
 from nanoserve.commands.generate import generate
 from nanoserve.commands.options import with_options
+from nanoserve.commands.serve import serve
 
 HELP = """A compact LLM inference engine.
 
@@ -18,6 +19,7 @@ HELP = """A compact LLM inference engine.
   nanoserve chat "a story about a fox"            one answer
   nanoserve generate "Once upon a time" -n 60     raw completion
   nanoserve generate --file prompts.jsonl --output out.jsonl
+  nanoserve serve --port 8000                     an OpenAI-compatible server
   nanoserve bench compare -m dummy:qwen3-0.6b     beside other engines
 
 A flag can also be set by the environment variable that its help names.
@@ -36,6 +38,7 @@ def application() -> typer.Typer:
     typed.callback(invoke_without_command=True)(_top_level)
     typed.command()(with_options(chat))
     typed.command()(with_options(generate))
+    typed.command()(with_options(serve))
     typed.add_typer(bench_commands())
     return typed
 

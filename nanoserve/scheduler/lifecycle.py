@@ -48,7 +48,7 @@ class Lifecycle:
             self._next_sequence,
             request,
             index,
-            tokens=list(request.prompt),
+            tokens=[*request.prompt, *(request.resumed[index] if request.resumed else ())],
             stop_tokens=frozenset((*end_tokens, *params.stop_token_ids)),
             min_length=length + params.min_tokens,
             max_length=min(self.max_model_len, length + (params.max_tokens or self.max_model_len)),
@@ -102,7 +102,7 @@ class Lifecycle:
 
     def release_siblings(self, parent: Sequence) -> None:
         """The parent's prompt is computed, or the parent is gone: its siblings may start."""
-        prompt_is_computed = parent.output_length > 0 and parent.place is Place.DEVICE
+        prompt_is_computed = parent.first_token_time is not None and parent.place is Place.DEVICE
         for sibling in self._siblings.pop(parent.sequence_id, []):
             if sibling.finished:
                 continue

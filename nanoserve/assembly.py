@@ -1,0 +1,120 @@
+"""Put a model and an engine together: LLM does so in its own process, a server in its engine process."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from nanoserve.config import EngineConfig, ModelConfig, SamplingDefaults
+from nanoserve.engine import Engine
+from nanoserve.errors import ModelError, UsageError
+from nanoserve.files import unreadable_as_model_error
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.dummy import make_dummy_model
+from nanoserve.models.hub import ProgressCallback, ResolvedModel
+from nanoserve.models.loading import load_model
+from nanoserve.request import SamplingParams
+from nanoserve.runtime.compiled_layers import CompiledLayers
+from nanoserve.runtime.local import LocalExecutor
+from nanoserve.runtime.memory import choose_num_blocks
+from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.scheduler import Scheduler
+from triton_ops.cpu import CpuOperators, cpu_operators
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine, and what its users need to know of its model.
+
+    Attributes:
+        max_model_len: longest sequence in tokens that the engine takes.
+        default_params: what the model's generation_config.json recommends.
+        operators, layers: what is built in the background and makes steps faster; None where nothing is.
+    """
+
+    engine: Engine
+    model: ModelConfig
+    max_model_len: int
+    default_params: SamplingParams
+    operators: CpuOperators | None
+    layers: CompiledLayers | None
+
+
+def build_engine(
+    resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None = None
+) -> BuiltEngine:
+    """Load the weights and put cache, executor and scheduler around them; the caller closes the engine.
+
+    Raises:
+        ModelError: if the model cannot be used.
+        UsageError: if a setting makes no sense for it.
+        RuntimeFailure: if the memory does not suffice.
+    """
+    with unreadable_as_model_error():
+        decoder, model = _load(resolved, config, progress)
+    default_params = _default_params(model.sampling_defaults)
+    num_blocks = _choose_num_blocks(decoder, model, config)
+    max_model_len = min(config.max_model_len or model.max_position_embeddings, num_blocks * config.block_size)
+    operators = cpu_operators() if decoder.embedding.weight.is_cpu else None
+    layers: CompiledLayers | None = None
+    if operators is not None and not config.eager:
+        layers = CompiledLayers(decoder, block_size=config.block_size, operators=operators)
+    executor = LocalExecutor(
+        decoder,
+        model,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        device=torch.device(config.device),
+        layers=layers,
+    )
+    engine = Engine(
+        _make_scheduler(config, num_blocks, max_model_len, executor.max_in_flight),
+        executor,
+        vocab_size=model.vocab_size,
+    )
+    return BuiltEngine(engine, model, max_model_len, default_params, operators, layers)
+
+
+def _load(
+    resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None
+) -> tuple[Decoder, ModelConfig]:
+    if resolved.directory is None:
+        return make_dummy_model(resolved.name, config.dtype, config.device)
+    return load_model(
+        resolved.directory, config.dtype, config.device, None if progress is None else partial(progress, "load")
+    )
+
+
+def _choose_num_blocks(decoder: Decoder, model: ModelConfig, config: EngineConfig) -> int:
+    longest = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
+    return choose_num_blocks(
+        model,
+        block_size=config.block_size,
+        dtype=decoder.embedding.weight.dtype,
+        device=config.device,
+        kv_cache_memory=config.kv_cache_memory,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+    )
+
+
+def _make_scheduler(config: EngineConfig, num_blocks: int, max_model_len: int, pipeline_depth: int) -> Scheduler:
+    return Scheduler(
+        make_policy(config.policy, config.max_num_batched_tokens),
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        prefix_caching=config.enable_prefix_caching,
+        pipeline_depth=pipeline_depth,
+    )
+
+
+def _default_params(defaults: SamplingDefaults) -> SamplingParams:
+    named = {field: getattr(defaults, field) for field in defaults.__slots__}
+    try:
+        return SamplingParams(**{name: value for name, value in named.items() if value is not None})
+    except UsageError as error:  # not the user's doing
+        raise ModelError(f"generation_config.json of the model: {error}") from error

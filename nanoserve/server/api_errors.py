@@ -1,0 +1,83 @@
+"""What a client is told when something is wrong: the OpenAI error body, and a status that means what it says."""
+
+from collections.abc import Mapping
+
+import msgspec
+from starlette.responses import Response
+
+from nanoserve.errors import ModelError, NanoserveError, UsageError
+from nanoserve.server.engine_client import EngineUnavailable, QueueFull
+
+_LONGEST_MESSAGE = 1000
+_RETRY_SECONDS = "1"
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ClientGone(Exception):
+    """The client has hung up: there is no one to answer."""
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Attributes:
+        status: of HTTP.
+        message: one line that says what to change.
+        code: for programs, as ``context_length_exceeded``.
+        param: the field of the request that is wrong.
+        headers: beside those of every answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message[:_LONGEST_MESSAGE]
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, object]:
+        """As OpenAI's clients expect it."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The whole answer."""
+        return JsonResponse(self.body(), status_code=self.status, headers=self.headers)
+
+
+class JsonResponse(Response):
+    """An answer of JSON, encoded by msgspec."""
+
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def as_api_error(error: NanoserveError) -> ApiError:
+    """What an error of ours means to a client."""
+    if isinstance(error, QueueFull):
+        return ApiError(429, str(error), code="queue_full", headers={"retry-after": _RETRY_SECONDS})
+    if isinstance(error, EngineUnavailable):
+        return ApiError(503, str(error), code="engine_unavailable", headers={"retry-after": _RETRY_SECONDS})
+    # A template that checked out when the model was loaded and fails now does so because of these messages.
+    if isinstance(error, UsageError | ModelError):
+        return ApiError(400, str(error), code="invalid_value")
+    return ApiError(500, str(error), code="engine_error")

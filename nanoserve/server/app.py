@@ -1,0 +1,122 @@
+"""The application: which path leads where, who may come in, and what an error looks like."""
+
+import hmac
+import logging
+import secrets
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanoserve.errors import NanoserveError
+from nanoserve.server import generation, plain_endpoints
+from nanoserve.server.api_errors import ApiError, ClientGone, as_api_error
+from nanoserve.server.service import Service
+
+OPEN_PATHS = frozenset({"/health"})
+"""Served without a key: a load balancer has none."""
+
+_LOG = logging.getLogger("nanoserve.server")
+
+
+def make_app(service: Service) -> Starlette:
+    """The ASGI application of a service."""
+    routes = [
+        Route("/v1/chat/completions", generation.chat_completions, methods=["POST"]),
+        Route("/v1/completions", generation.completions, methods=["POST"]),
+        Route("/v1/models", plain_endpoints.models),
+        Route("/v1/models/{name:path}", plain_endpoints.model),
+        Route("/tokenize", plain_endpoints.tokenize, methods=["POST"]),
+        Route("/health", plain_endpoints.health),
+        Route("/ready", plain_endpoints.ready),
+        Route("/version", plain_endpoints.version),
+        Route("/metrics", plain_endpoints.metrics),
+    ]
+    handlers = {
+        ApiError: _answer_api_error,
+        NanoserveError: _answer_own_error,
+        HTTPException: _answer_http_error,
+        ClientGone: _answer_no_one,
+    }
+    middleware = [Middleware(_ErrorGuard), Middleware(_KeyGuard, keys=service.api_keys)]
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)  # type: ignore[arg-type]
+    app.router.redirect_slashes = False
+    app.state.service = service
+    return app
+
+
+async def _answer_api_error(request: Request, error: ApiError) -> Response:
+    return error.response()
+
+
+async def _answer_own_error(request: Request, error: NanoserveError) -> Response:
+    return as_api_error(error).response()
+
+
+async def _answer_http_error(request: Request, error: HTTPException) -> Response:
+    """Of the router: no such path, or not with this method."""
+    if error.status_code == 404:
+        return ApiError(404, "there is no such path", code="unknown_url").response()
+    return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+
+
+async def _answer_no_one(request: Request, error: ClientGone) -> Response:
+    return Response(status_code=499)  # for a log; the connection is closed
+
+
+class _ErrorGuard:
+    """The outermost layer: a bug becomes a fixed message with a number, and its traceback stays here."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except Exception:
+            number = secrets.token_hex(4)
+            _LOG.exception("error %s while answering %s", number, scope.get("path"))
+            if not started:
+                message = f"internal error {number}; the server's log has the details"
+                await ApiError(500, message, code="internal_error").response()(scope, receive, send)
+
+
+class _KeyGuard:
+    """Lets only those in who show a key, on every path but the open ones."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[bytes, ...]) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._keys and scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            key = self._shown_key(scope)
+            if key is None:
+                answer = ApiError(
+                    401,
+                    "the API key is missing or wrong: send the header Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
+                await answer.response()(scope, receive, send)
+                return
+            scope["api_key"] = key
+        await self._app(scope, receive, send)
+
+    def _shown_key(self, scope: Scope) -> bytes | None:
+        """The key that the client has, if it is one of ours. Every comparison takes its time, right or wrong."""
+        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, shown = header.partition(b" ")
+        matches = [key for key in self._keys if hmac.compare_digest(key, shown.strip())]
+        return matches[0] if matches and scheme.lower() == b"bearer" else None

@@ -1,0 +1,144 @@
+"""One engine process as the front end sees it: started, spoken to, watched, ended."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from nanoserve.errors import NanoserveError, RuntimeFailure
+from nanoserve.server.messages import Command, EngineMessage, EngineStart
+from nanoserve.server.sockets import COMMANDS, REPORTS
+
+START_SECONDS = 60.0
+"""Until the process has made its directory: Python starts and imports ZeroMQ, nothing more."""
+LOADING_SILENCE_SECONDS = 120.0
+"""Importing torch can hold the interpreter for a while."""
+SILENCE_SECONDS = 10.0
+"""Twenty missed heartbeats: the process is stopped, or its machine is."""
+GRACE_SECONDS = 2.0
+"""For a process to end by itself before it is killed."""
+
+# Where nanoserve itself is: an editable installation is found by a hook of the site, not on the path.
+_PACKAGES = str(Path(__file__).parents[2])
+_PREPARE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+ENGINE_PROGRAM = "from nanoserve.server.engine_process import main; main()"
+"""What the process runs."""
+
+
+class EngineChild:
+    """A process that runs the engine. Made by ``start``; ``end`` it in any case."""
+
+    def __init__(self, process: asyncio.subprocess.Process, directory: Path) -> None:
+        self._process = process
+        self._directory = directory
+        self._context = zmq.Context(io_threads=1)
+        self._commands = self._context.socket(zmq.PUSH)
+        self._commands.set(zmq.SNDHWM, 0)
+        receiver = self._context.socket(zmq.PULL)
+        receiver.set(zmq.RCVHWM, 0)
+        receiver.bind(f"ipc://{directory / REPORTS}")
+        self._commands.connect(f"ipc://{directory / COMMANDS}")
+        self._reports = zmq.asyncio.Socket.from_socket(receiver)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(EngineMessage)
+        self.ready = False
+        """Set by the owner once the engine has said so: from then on silence is answered sooner."""
+        self.dropped = 0
+
+    @classmethod
+    async def start(cls, start: EngineStart, program: str = ENGINE_PROGRAM) -> "EngineChild":
+        """Start the process; the model is loaded while its messages are read.
+
+        Raises:
+            RuntimeFailure: if it does not come up.
+        """
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            _PREPARE + program,
+            json.dumps([_PACKAGES, *sys.path]),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            process_group=0,  # Ctrl-C is for the front end, which then ends its engine
+        )
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(msgspec.json.encode(start) + b"\n")
+            async with asyncio.timeout(START_SECONDS):
+                line = await process.stdout.readline()
+            if not line.endswith(b"\n"):
+                raise RuntimeFailure("the engine process died at once; its own words are above")
+            return cls(process, Path(os.fsdecode(line[:-1])))
+        except BaseException as error:
+            process.stdin.close()  # it removes its directory, whose name is not known here
+            await _end_within(process, GRACE_SECONDS)
+            if isinstance(error, TimeoutError):
+                raise RuntimeFailure(f"the engine process did not start within {START_SECONDS:g} s") from None
+            raise
+
+    def send(self, command: Command) -> None:
+        """Put a command on its way; never waits."""
+        self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
+
+    async def messages(self) -> AsyncIterator[EngineMessage]:
+        """What the engine says, until the caller has heard enough. Messages that make no sense are counted."""
+        while True:
+            data = await self._reports.recv()
+            try:
+                yield self._decoder.decode(data)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, NanoserveError):
+                self.dropped += 1
+
+    async def death(self) -> str:
+        """Wait until the process is dead, or was silent for so long that it is killed; returns what happened."""
+        assert self._process.stdout is not None
+        silence = 0.0
+        while silence < (SILENCE_SECONDS if self.ready else LOADING_SILENCE_SECONDS):
+            try:
+                # Second by second: if the whole machine slept for a minute, that is one second of silence and no more.
+                async with asyncio.timeout(1.0):
+                    if not await self._process.stdout.read(4096):
+                        code = await self._process.wait()
+                        return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+                silence = 0.0
+            except TimeoutError:
+                silence += 1.0
+        await _kill(self._process)
+        return f"gave no sign of life for {silence:g} s and was killed"
+
+    async def end(self) -> None:
+        """Kill the process if it lives, and leave nothing of it behind."""
+        await _kill(self._process)
+        self._reports.close(linger=0)
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+async def _end_within(process: asyncio.subprocess.Process, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await process.wait()
+    await _kill(process)
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    """The process and what it has started: a compiler, perhaps, which would outlive it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left; macOS: none but the dead
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

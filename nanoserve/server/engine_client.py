@@ -1,0 +1,283 @@
+"""The front end's way to the engine: requests in, streams out, and a new engine when the old one dies."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import NoReturn
+
+from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
+from nanoserve.request import FinishReason, Request
+from nanoserve.server.engine_child import ENGINE_PROGRAM, EngineChild
+from nanoserve.server.messages import (
+    Add,
+    Command,
+    EngineMessage,
+    EngineStart,
+    EngineStats,
+    Loading,
+    Ready,
+    Refused,
+    Report,
+    SampleUpdate,
+    StartFailed,
+    Stop,
+)
+from nanoserve.server.streams import RequestStream
+from nanoserve.text.detokenizer import Decoder
+
+STABLE_SECONDS = 60.0
+"""An engine that has lived so long was not killed by what killed the one before it."""
+MAX_RESTARTS = 3
+"""So many in a row, each dying young; then requests are answered with 503."""
+RETRY_SECONDS = 15.0
+"""Until the next attempt, when restarts keep failing."""
+MAX_ENGINES_LOST = 3
+"""A request that was there when so many engines died is suspected of killing them, and given up."""
+
+_LAST_WORDS_SECONDS = 0.2
+
+_LOG = logging.getLogger("nanoserve.server")
+
+
+class EngineState(Enum):
+    """What the front end can expect of its engine."""
+
+    LOADING = "the model is being loaded"
+    READY = "ready"
+    RESTARTING = "the engine is being restarted"
+    FAILED = "the engine keeps failing"
+    CLOSED = "the server is stopping"
+
+
+class EngineUnavailable(NanoserveError):
+    """There is no engine that could take or finish a request."""
+
+
+class QueueFull(NanoserveError):
+    """More requests wait than the server was told to let wait."""
+
+
+class EngineClient:
+    """Requests and their streams, over however many engine processes it takes.
+
+    Args:
+        start: what the engine process is told.
+        tokenizer: turns tokens to text, here and not in the engine.
+        max_queue: requests that may wait for a place in the engine.
+        on_progress: called with (stage, done, total) while the model is loaded.
+        program: what an engine process runs, as Python text.
+
+    Attributes:
+        facts: what the engine said of itself when it was ready; None before that.
+        restarts: engines started after the first.
+        generated_tokens: that all of them have sampled.
+    """
+
+    def __init__(
+        self,
+        start: EngineStart,
+        tokenizer: Decoder,
+        *,
+        max_queue: int,
+        on_progress: Callable[[str, int, int], None] | None = None,
+        program: str = ENGINE_PROGRAM,
+    ) -> None:
+        self._start = start
+        self._tokenizer = tokenizer
+        self._max_queue = max_queue
+        self._on_progress = on_progress
+        self._program = program
+        self._child: EngineChild | None = None
+        self._streams: dict[str, RequestStream] = {}
+        self._sent = 0
+        self._failures = 0
+        self._ready_since: float | None = None
+        self._became_ready = asyncio.Event()
+        self.state = EngineState.LOADING
+        self.reason = ""
+        self.facts: Ready | None = None
+        self.stats = EngineStats()
+        self.restarts = 0
+        self.generated_tokens = 0
+
+    # ---- requests ---------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    @property
+    def dropped(self) -> int:
+        """Messages that made no sense, on either side, to and from the engine that lives now."""
+        return self.stats.dropped + (self._child.dropped if self._child else 0)
+
+    def add(self, requests: list[Request]) -> list[RequestStream]:
+        """Take requests in, all of them or none; one reader follows their streams.
+
+        Raises:
+            EngineUnavailable: if there is no engine, and none is to be expected soon.
+            QueueFull: if too many wait already.
+        """
+        if self.state not in (EngineState.READY, EngineState.RESTARTING):
+            raise EngineUnavailable(self.describe_state())
+        if self._queue_length() + len(requests) > self._max_queue + self._free_places():
+            raise QueueFull(f"{self._queue_length()} requests are waiting already; try again later")
+        news = asyncio.Event()
+        streams = [RequestStream(request, self._tokenizer, news) for request in requests]
+        for stream in streams:
+            self._streams[stream.request_id] = stream
+            self._send(Add(stream.request))
+        return streams
+
+    def forget(self, stream: RequestStream) -> None:
+        """The reader wants no more of it; what still runs of it is aborted."""
+        if self._streams.pop(stream.request_id, None) is not None and not stream.finished:
+            self._send(Stop(stream.request_id))
+
+    def describe_state(self) -> str:
+        """The state as a sentence for a client."""
+        return f"{self.state.value}: {self.reason}" if self.reason else self.state.value
+
+    def _queue_length(self) -> int:
+        """Requests that hold no place in the engine: its own queue, and what is still on its way to it."""
+        if self.state is not EngineState.READY:
+            return len(self._streams)
+        return self.stats.waiting + self._sent - self.stats.added
+
+    def _free_places(self) -> int:
+        """Places in the next step; none while others wait for them."""
+        places = self.facts.max_num_seqs if self.facts else 0
+        return 0 if self.stats.waiting else max(0, places - self.stats.running)
+
+    def _send(self, command: Command) -> None:
+        if self._child is None or self.state is not EngineState.READY:
+            return  # the next engine is told of everything that is unfinished then
+        if isinstance(command, Add):
+            self._sent += 1
+        self._child.send(command)
+
+    # ---- engines ----------------------------------------------------------------------------------------------
+
+    async def ready(self) -> Ready:
+        """Wait for the first engine to be ready."""
+        await self._became_ready.wait()
+        assert self.facts is not None
+        return self.facts
+
+    async def run(self) -> NoReturn:
+        """Keep an engine alive until cancelled.
+
+        Raises:
+            NanoserveError: if the very first engine cannot start.
+        """
+        try:
+            while True:
+                self._ready_since = None
+                try:
+                    death = await self._run_engine()
+                except NanoserveError as error:
+                    if self.facts is None:
+                        raise
+                    death = f"cannot start: {error}"
+                if self.facts is None:
+                    raise RuntimeFailure(f"the engine process {death} while it was loading the model")
+                self._failures = 1 if self._was_stable() else self._failures + 1
+                await self._after_death(death)
+        finally:
+            self.state, self.reason = EngineState.CLOSED, ""
+            self._fail_all(EngineUnavailable(self.state.value))
+
+    def _was_stable(self) -> bool:
+        return self._ready_since is not None and time.monotonic() - self._ready_since > STABLE_SECONDS
+
+    async def _after_death(self, death: str) -> None:
+        _LOG.warning("the engine %s; another one is started", death)
+        self.restarts += 1
+        self.stats = EngineStats()
+        self._sent = 0
+        if self._failures > MAX_RESTARTS:
+            self.state, self.reason = EngineState.FAILED, f"the last one {death}"
+            self._fail_all(EngineUnavailable(self.describe_state()))
+            await asyncio.sleep(RETRY_SECONDS)
+            return
+        self.state, self.reason = EngineState.RESTARTING, f"the last one {death}"
+        for stream in list(self._streams.values()):
+            stream.engines_lost += 1
+            if stream.engines_lost >= MAX_ENGINES_LOST:
+                stream.fail(RuntimeFailure("the engine died too often while this request ran"))
+                del self._streams[stream.request_id]
+
+    async def _run_engine(self) -> str:
+        """One engine's whole life; returns how it died."""
+        child = await EngineChild.start(self._start, self._program)
+        self._child = child
+        listener = asyncio.create_task(self._listen(child))
+        watcher = asyncio.create_task(child.death())
+        try:
+            await asyncio.wait({listener, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if watcher.done():  # its last words may still be on their way
+                await asyncio.wait({listener}, timeout=_LAST_WORDS_SECONDS)
+            if listener.done():
+                await listener  # it ends by an error only
+            return await watcher
+        finally:
+            self._child = None
+            for task in (listener, watcher):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, NanoserveError):
+                    await task
+            await child.end()
+
+    async def _listen(self, child: EngineChild) -> None:
+        async for message in child.messages():
+            self._hear(message, child)
+
+    def _hear(self, message: EngineMessage, child: EngineChild) -> None:
+        if isinstance(message, Report):
+            self.stats = message.stats
+            for update in message.updates:
+                self._pass_on(update)
+        elif isinstance(message, Refused):
+            if (stream := self._streams.pop(message.request_id, None)) is not None:
+                stream.fail(UsageError(message.message))
+        elif isinstance(message, Loading):
+            if self._on_progress is not None:
+                self._on_progress(message.stage, message.done, message.total)
+        elif isinstance(message, StartFailed):
+            raise _START_ERRORS.get(message.exit_code, RuntimeFailure)(message.message)
+        else:
+            self._take_over(message, child)
+
+    def _take_over(self, facts: Ready, child: EngineChild) -> None:
+        """An engine is ready: everything that is unfinished goes on in it."""
+        child.ready = True
+        self.facts = facts
+        self._ready_since = time.monotonic()
+        self.state, self.reason = EngineState.READY, ""
+        for stream in self._streams.values():
+            self._send(stream.resumed())
+        self._became_ready.set()
+
+    def _pass_on(self, update: SampleUpdate) -> None:
+        self.generated_tokens += len(update.tokens)
+        stream = self._streams.get(update.request_id)
+        if stream is None:
+            return
+        if stream.take(update):
+            self._send(Stop(update.request_id, update.index, FinishReason.STOP))
+        if stream.finished:
+            del self._streams[update.request_id]
+
+    def _fail_all(self, error: NanoserveError) -> None:
+        for stream in self._streams.values():
+            stream.fail(error)
+        self._streams.clear()
+
+
+_START_ERRORS: dict[int, type[NanoserveError]] = {
+    kind.exit_code: kind for kind in (RuntimeFailure, UsageError, ModelError)
+}

@@ -1,0 +1,234 @@
+"""The engine process: takes commands between two steps, and reports what each step brought.
+
+It waits for no one: commands and reports queue in the sockets. It loads torch; the front end does not.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from nanoserve.engine import Engine
+from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
+from nanoserve.request import Request, Sequence, SequenceUpdate
+from nanoserve.server.lifeline import Lifeline
+from nanoserve.server.messages import (
+    Command,
+    Ending,
+    EngineMessage,
+    EngineStart,
+    EngineStats,
+    Loading,
+    Ready,
+    Refused,
+    Report,
+    SampleUpdate,
+    StartFailed,
+    Stop,
+)
+from nanoserve.server.sockets import COMMANDS, REPORTS
+
+MAX_COMMAND_BYTES = 64 << 20
+
+
+class Mailbox:
+    """Both sockets of the engine's side."""
+
+    def __init__(self, directory: Path) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._commands = self._context.socket(zmq.PULL)
+        self._reports = self._context.socket(zmq.PUSH)
+        for socket in (self._commands, self._reports):
+            socket.set(zmq.LINGER, 1000)
+            socket.set(zmq.SNDHWM, 0)  # unbounded: a step is never held up
+            socket.set(zmq.RCVHWM, 0)
+        self._commands.set(zmq.MAXMSGSIZE, MAX_COMMAND_BYTES)
+        self._commands.bind(f"ipc://{directory / COMMANDS}")
+        self._reports.connect(f"ipc://{directory / REPORTS}")
+        self._decoder = msgspec.msgpack.Decoder(Command)
+        self._encoder = msgspec.msgpack.Encoder()
+        self.dropped = 0
+
+    def send(self, message: EngineMessage) -> None:
+        """Put a message on its way; never waits."""
+        self._reports.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def receive(self, *, wait: bool) -> list[Command]:
+        """All commands that have come; with ``wait``, at least one message has come when this returns."""
+        commands: list[Command] = []
+        try:
+            while True:
+                data = self._commands.recv(0 if wait else zmq.NOBLOCK)
+                wait = False
+                try:
+                    commands.append(self._decoder.decode(data))
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, NanoserveError):
+                    self.dropped += 1
+        except zmq.Again:
+            return commands
+
+    def close(self) -> None:
+        """Send what is on its way and close."""
+        self._context.destroy(linger=1000)
+
+
+@dataclass(slots=True)
+class _Told:
+    """What of a sequence the front end knows: how many log probabilities, and whether the prompt's."""
+
+    logprobs: int = 0
+    prompt: bool = False
+
+
+class EngineLoop:
+    """The engine between its two sockets."""
+
+    def __init__(self, engine: Engine, mailbox: Mailbox) -> None:
+        self._engine = engine
+        self._mailbox = mailbox
+        self._added = 0
+        self._steps = 0
+        self._told: dict[Sequence, _Told] = {}
+
+    def run(self) -> None:
+        """Serve until the process is ended."""
+        while True:
+            self.turn()
+
+    def turn(self) -> None:
+        """Take commands in, waiting for one if there is nothing to do; then make a step."""
+        commands = self._mailbox.receive(wait=not self._engine.has_work)
+        updates = [update for command in commands for update in self._obey(command)]
+        if self._engine.has_work:
+            updates += self._engine.step()
+            self._steps += 1
+        if updates or commands:
+            self._report(updates)
+
+    def _obey(self, command: Command) -> list[SequenceUpdate]:
+        if isinstance(command, Stop):
+            return self._engine.stop(command.request_id, index=command.index, reason=command.reason)
+        self._added += 1
+        self._add(command.request, command.finished)
+        return []
+
+    def _add(self, request: Request, finished: Iterable[int]) -> None:
+        try:
+            self._engine.add(request)
+        except UsageError as error:
+            self._mailbox.send(Refused(request.request_id, str(error)))
+        for index in finished:
+            self._engine.stop(request.request_id, index=index)
+
+    def _report(self, updates: list[SequenceUpdate]) -> None:
+        scheduler = self._engine.scheduler
+        stats = EngineStats(
+            added=self._added,
+            dropped=self._mailbox.dropped,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            free_blocks=scheduler.pool.free_blocks,
+            total_blocks=scheduler.pool.num_blocks,
+            preemptions=scheduler.preemptions,
+            steps=self._steps,
+        )
+        self._mailbox.send(Report(tuple(self._as_message(update) for update in updates), stats))
+
+    def _as_message(self, update: SequenceUpdate) -> SampleUpdate:
+        """The update with what its sequence has that was not told yet."""
+        sequence = update.sequence
+        told = self._told.setdefault(sequence, _Told())
+        logprobs = tuple(sequence.logprobs[told.logprobs :])
+        prompt_logprobs = () if told.prompt else tuple(sequence.prompt_logprobs)
+        told.logprobs += len(logprobs)
+        told.prompt = True
+        ending = None
+        if sequence.finished and sequence.finish_reason is not None:
+            ending = Ending(sequence.finish_reason, sequence.stop_token, sequence.error)
+            del self._told[sequence]
+        return SampleUpdate(
+            request_id=update.request_id,
+            index=update.index,
+            tokens=update.new_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            cached_tokens=sequence.cached_tokens,
+            started=sequence.first_scheduled_time,
+            ending=ending,
+        )
+
+
+Build = Callable[[EngineStart, Mailbox], Engine]
+
+
+def main(build: Build | None = None) -> None:
+    """Entry point; ``build`` makes the engine, from a model if not given.
+
+    Stdin brings the EngineStart and is the lifeline, stdout the directory's name and the heartbeats.
+    """
+    parent, pulse = _own_pipes()
+    start = msgspec.json.decode(_read_line(parent), type=EngineStart)
+    directory = Path(tempfile.mkdtemp(prefix="nanoserve-"))  # mode 0700
+    os.environ["TMPDIR"] = str(directory)  # what a compiler leaves that is killed goes with the rest
+    mailbox = Mailbox(directory)  # before the watch begins, which may remove the directory at any moment
+    Lifeline(parent, pulse, directory).start()
+    try:
+        engine = (build or build_from_model)(start, mailbox)
+    except NanoserveError as error:
+        mailbox.send(StartFailed(str(error), error.exit_code))
+        mailbox.close()
+        sys.exit(error.exit_code)
+    EngineLoop(engine, mailbox).run()
+
+
+def _own_pipes() -> tuple[int, int]:
+    """Take stdin and stdout away from everyone else: children must not hold them open, libraries not write to them."""
+    parent, pulse = os.dup(0), os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nowhere, 0)
+    os.dup2(2, 1)
+    os.close(nowhere)
+    return parent, pulse
+
+
+def _read_line(descriptor: int) -> bytes:
+    """Byte by byte, so that nothing behind the line is swallowed. Ends the process if the front end is gone."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(descriptor, 1)
+        if not byte:
+            sys.exit(0)
+        line += byte
+    return bytes(line)
+
+
+def build_from_model(start: EngineStart, mailbox: Mailbox) -> Engine:
+    """Load the model, telling how far it is, and say Ready."""
+    from nanoserve.assembly import build_engine
+    from nanoserve.models.hub import ResolvedModel
+
+    directory = None if start.directory is None else Path(start.directory)
+    resolved = ResolvedModel(start.name, directory, Path(start.tokenizer_directory))
+    try:
+        built = build_engine(
+            resolved, start.config, lambda stage, done, total: mailbox.send(Loading(stage, done, total))
+        )
+    except MemoryError as error:
+        raise RuntimeFailure("out of memory: choose a smaller --kv-cache-memory or --max-model-len") from error
+    mailbox.send(
+        Ready(
+            max_model_len=built.max_model_len,
+            vocab_size=built.model.vocab_size,
+            end_tokens=built.model.eos_token_ids,
+            default_params=built.default_params,
+            max_num_seqs=start.config.max_num_seqs,
+        )
+    )
+    if built.layers is not None:
+        built.layers.start()  # compiled in the background; they take over between two steps
+    return built.engine

@@ -1,0 +1,110 @@
+"""From a client's fields to what the engine is asked: sampling parameters within the limits of this model."""
+
+import re
+from typing import Any
+
+import msgspec
+
+from nanoserve.errors import UsageError
+from nanoserve.request import SamplingParams
+from nanoserve.server.api_errors import ApiError
+from nanoserve.server.messages import Ready
+from nanoserve.server.schemas import SAMPLING_NAMES, ChatRequest, CompletionRequest, SamplingFields
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""Of /v1/completions, as OpenAI documents it; a chat's answer may fill the context."""
+
+_FIELD = re.compile(r"\b(" + "|".join((*SAMPLING_NAMES, "max_tokens", "logprobs")) + r")\b")
+
+
+def chat_params(asked: ChatRequest, facts: Ready, prompt_length: int) -> SamplingParams:
+    """Of a chat completion.
+
+    Raises:
+        ApiError: 400, for values out of range and prompts that do not fit.
+    """
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs to be true", code="invalid_value", param="top_logprobs")
+    if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
+        raise ApiError(400, "max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
+    wanted = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
+    logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+    return _params(asked, facts, prompt_length, max_tokens=wanted, default=None, logprobs=logprobs)
+
+
+def completion_params(asked: CompletionRequest, facts: Ready, prompt_length: int) -> SamplingParams:
+    """Of a completion; raises as ``chat_params`` does."""
+    if asked.echo:
+        raise ApiError(400, "echo is not supported: put the prompt in front yourself", param="echo")
+    return _params(
+        asked,
+        facts,
+        prompt_length,
+        max_tokens=asked.max_tokens,
+        default=DEFAULT_COMPLETION_TOKENS,
+        logprobs=asked.logprobs,
+    )
+
+
+def _params(
+    asked: SamplingFields,
+    facts: Ready,
+    prompt_length: int,
+    *,
+    max_tokens: int | None,
+    default: int | None,
+    logprobs: int | None,
+) -> SamplingParams:
+    if asked.stream_options is not None and not asked.stream:
+        raise ApiError(400, "stream_options needs stream to be true", code="invalid_value", param="stream_options")
+    check_token_ids(asked.stop_token_ids or (), facts, "stop_token_ids")
+    check_token_ids(asked.logit_bias or (), facts, "logit_bias")
+    given: dict[str, Any] = {name: getattr(asked, name) for name in SAMPLING_NAMES}
+    given = {name: value for name, value in given.items() if value is not None}
+    given["max_tokens"] = _max_tokens(max_tokens, default, facts.max_model_len, prompt_length)
+    given["logprobs"] = logprobs
+    try:
+        return SamplingParams.from_mapping(msgspec.structs.asdict(facts.default_params) | given)
+    except UsageError as error:
+        message = str(error).removeprefix("sampling settings: ")
+        raise ApiError(400, message, code="invalid_value", param=_named_field(message)) from None
+
+
+def _max_tokens(wanted: int | None, default: int | None, context: int, prompt_length: int) -> int:
+    room = context - prompt_length
+    if room < 1:
+        raise ApiError(
+            400,
+            f"the prompt has {prompt_length} tokens, but the context holds {context} with at least one for the answer",
+            code="context_length_exceeded",
+            param="messages" if default is None else "prompt",
+        )
+    if wanted is None:
+        return room if default is None else min(default, room)
+    if wanted > room:
+        raise ApiError(
+            400,
+            f"the prompt has {prompt_length} tokens, which leaves {room} of the context of {context}, "
+            f"but max_tokens asks for {wanted}",
+            code="context_length_exceeded",
+            param="max_tokens",
+        )
+    return wanted
+
+
+def check_token_ids(tokens: Any, facts: Ready, name: str) -> None:
+    """Every id against the width of the logits: beyond it lies someone else's memory.
+
+    Raises:
+        ApiError: 400, naming an id that is outside.
+    """
+    for token in tokens:
+        if not 0 <= token < facts.vocab_size:
+            message = f"{name}: token id {token} is not in the vocabulary of {facts.vocab_size}"
+            raise ApiError(400, message, code="invalid_value", param=name)
+
+
+def _named_field(message: str) -> str | None:
+    """The field that a message of SamplingParams speaks of."""
+    found = _FIELD.search(message)
+    return found.group() if found else None

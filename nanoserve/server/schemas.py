@@ -1,0 +1,132 @@
+"""What clients may ask for: the OpenAI fields that nanoserve carries out, and vLLM's extras, each with one type.
+
+A field that is not here is refused, never ignored; so is a value of another type. Where OpenAI documents a field that
+nanoserve does not have, its do-nothing value is accepted, as clients send those too.
+"""
+
+import re
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from nanoserve.server.api_errors import ApiError
+
+T = TypeVar("T")
+
+_PATH = re.compile(r" - at (?:key in )?`\$\.?([^`]*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`")
+_MISSING = re.compile(r"Object missing required field `([^`]*)`")
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """No field beside those listed."""
+
+
+class StreamOptions(_Strict, frozen=True, kw_only=True):
+    include_usage: bool = False
+
+
+class SamplingFields(_Strict, frozen=True, kw_only=True):
+    """What both kinds of completion share; None is the same as absent."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    """Accepted as OpenAI has it; it changes nothing about the answer."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+
+
+SAMPLING_NAMES = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
+)
+"""Fields that go to SamplingParams as they are."""
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    """``/v1/completions``. ``prompt`` is a text, token ids, or a list of either."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: Literal[""] | None = None
+    best_of: Literal[1] | None = None
+
+
+class ResponseFormat(_Strict, frozen=True, kw_only=True):
+    type: Literal["text"]
+
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+    """``/v1/chat/completions``. Messages are checked by text.messages."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: tuple[()] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+
+
+_UNSUPPORTED = ("tools", "tool_choice", "suffix", "best_of", "response_format.type")
+"""Fields that are there for their do-nothing values alone."""
+
+
+class TokenizeRequest(_Strict, frozen=True, kw_only=True):
+    """``/tokenize``: a text, or the messages of a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+def parse(body: bytes, schema: type[T]) -> T:
+    """The request in a body of JSON.
+
+    Raises:
+        ApiError: 400, naming the field that is wrong.
+    """
+    try:
+        return msgspec.json.decode(body, type=schema)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error)) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
+
+
+def _explained(message: str) -> ApiError:
+    """msgspec's words, with the field taken out of them."""
+    path = _PATH.search(message)
+    param = path.group(1) if path else None
+    within = f"{param}." if param else ""
+    if param in _UNSUPPORTED:
+        return ApiError(400, f"{param} is not supported", code="unsupported_parameter", param=param)
+    if unknown := _UNKNOWN.search(message):
+        name = within + unknown.group(1)
+        return ApiError(400, f"{name} is not supported", code="unsupported_parameter", param=name)
+    if missing := _MISSING.search(message):
+        name = within + missing.group(1)
+        return ApiError(400, f"{name} is missing", code="missing_required_parameter", param=name)
+    text = _PATH.sub("", message).replace("`", "")
+    return ApiError(400, f"{param}: {text}" if param else text, code="invalid_type", param=param)

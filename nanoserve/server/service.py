@@ -1,0 +1,169 @@
+"""What the endpoints share: the tokenizer, the engine, the limits, and the way from a prompt to a running request."""
+
+import asyncio
+import hashlib
+import random
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from nanoserve.errors import NanoserveError
+from nanoserve.request import MAX_SEED, Request, SamplingParams
+from nanoserve.server.api_errors import ApiError
+from nanoserve.server.engine_client import EngineClient, EngineUnavailable
+from nanoserve.server.logprobs import TokenTexts
+from nanoserve.server.messages import Ready
+from nanoserve.server.metrics import Metrics
+from nanoserve.server.streams import RequestStream
+from nanoserve.text.messages import check_text
+from nanoserve.text.tokenizer import Tokenizer
+
+_INLINE_CHARACTERS = 4096
+"""Longer texts take long enough to tokenize that others would wait: they go to a thread."""
+_TOKENIZING_THREADS = 2
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one client may take of the server.
+
+    Attributes:
+        body_bytes: of a request.
+        client_seconds: within which a client has to send its request, and to take what it is sent.
+        request_seconds: from the request to the end of its answer.
+        prompts: in one completion request.
+    """
+
+    body_bytes: int = 1 << 20
+    client_seconds: float = 30.0
+    request_seconds: float = 1800.0
+    prompts: int = 128
+
+
+class Service:
+    """Everything an endpoint needs.
+
+    Args:
+        model_name: under which the model is served.
+        api_keys: one of which every client must show; empty where none is needed.
+        seed: makes the seeds repeatable that requests without one are given.
+
+    Attributes:
+        draining: no new requests are taken any more.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        tokenizer: Tokenizer,
+        engine: EngineClient,
+        limits: Limits,
+        api_keys: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> None:
+        self.model_name = model_name
+        self.tokenizer = tokenizer
+        self.engine = engine
+        self.limits = limits
+        self.api_keys = tuple(key.encode() for key in api_keys)
+        self.texts = TokenTexts(tokenizer)
+        self.metrics = Metrics(model_name, engine)
+        self.started = int(time.time())
+        self.draining = False
+        self._random = random.Random(seed)
+        self._threads = ThreadPoolExecutor(_TOKENIZING_THREADS, "tokenize")
+
+    # ---- asking -----------------------------------------------------------------------------------------------
+
+    def facts(self) -> Ready:
+        """What the engine said of itself.
+
+        Raises:
+            EngineUnavailable: while it has said nothing yet, and when it should take nothing any more.
+        """
+        if self.draining:
+            raise EngineUnavailable("the server is stopping")
+        if self.engine.facts is None:
+            raise EngineUnavailable(self.engine.describe_state())
+        return self.engine.facts
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError (404) for the name of another model."""
+        if name not in (None, self.model_name):
+            message = f"the model {name!r:.100} does not exist; this server has {self.model_name!r}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            UsageError: for text that no model can read.
+        """
+        check_text(text)
+        if len(text) <= _INLINE_CHARACTERS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await self._in_thread(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a conversation. What is null in a message counts as absent.
+
+        Raises:
+            UsageError, ModelError: for messages that are malformed or that the template refuses.
+        """
+        present = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        return await self._in_thread(
+            lambda: self.tokenizer.encode_chat(present, add_generation_prompt=add_generation_prompt)
+        )
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def request(self, answer_id: str, prompt: Sequence[int], params: SamplingParams, salt: str) -> Request:
+        """One request for the engine."""
+        facts = self.facts()
+        own_end = self.tokenizer.eos_token_id
+        return Request(
+            request_id=f"{answer_id}-{secrets.token_hex(4)}",
+            prompt=tuple(prompt),
+            params=params,
+            seed=self._random.randint(0, MAX_SEED) if params.seed is None else params.seed,
+            end_tokens=tuple(dict.fromkeys((*facts.end_tokens, *(() if own_end is None else (own_end,))))),
+            arrival_time=time.monotonic(),
+            cache_salt=salt,
+        )
+
+    def begin(self, requests: list[Request]) -> list[RequestStream]:
+        """Put requests into the engine; ``end`` them in any case.
+
+        Raises:
+            EngineUnavailable, QueueFull: if they cannot be taken now.
+        """
+        try:
+            return self.engine.add(requests)
+        except NanoserveError:
+            self.metrics.rejected()
+            raise
+
+    def end(self, streams: list[RequestStream]) -> None:
+        """The reader is done with them; what still runs is aborted."""
+        for stream in streams:
+            self.engine.forget(stream)
+            self.metrics.ended(stream)
+
+    def close(self) -> None:
+        """Give threads and the template's process back."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.tokenizer.close()
+
+
+def cache_salt(key: bytes | None) -> str:
+    """Clients share cached prefixes with those of the same key: the times of others' prompts tell nothing."""
+    return "" if key is None else hashlib.blake2b(key, digest_size=16).hexdigest()

@@ -1,0 +1,166 @@
+"""The engine's side of the wire, in this process: commands in, reports out, rubbish dropped."""
+
+import pickle
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from nanoserve.engine import Engine
+from nanoserve.request import FinishReason, Request, SamplingParams
+from nanoserve.scheduler.baselines import ChunkedPrefill
+from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.server.engine_process import EngineLoop, Mailbox
+from nanoserve.server.messages import Add, Command, EngineMessage, EngineStats, Refused, Report, Stop
+from nanoserve.server.sockets import COMMANDS, REPORTS
+from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
+from tests.fakes.reference import expected_tokens
+
+CONTEXT = 64
+
+
+class Wire:
+    """A loop, and the front end's ends of its sockets."""
+
+    def __init__(self, directory: Path) -> None:
+        self._context = zmq.Context()
+        self.reports = self._context.socket(zmq.PULL)
+        self.reports.bind(f"ipc://{directory / REPORTS}")
+        self.mailbox = Mailbox(directory)
+        self.commands = self._context.socket(zmq.PUSH)
+        self.commands.connect(f"ipc://{directory / COMMANDS}")
+        scheduler = Scheduler(ChunkedPrefill(64), num_blocks=32, block_size=4, max_model_len=CONTEXT)
+        self.engine = Engine(scheduler, MemoryCheckingExecutor(32, 4), vocab_size=1000)
+        self.loop = EngineLoop(self.engine, self.mailbox)
+
+    def send(self, command: Command) -> None:
+        self.commands.send(msgspec.msgpack.encode(command))
+
+    def hear(self) -> EngineMessage:
+        assert self.reports.poll(5000), "the engine said nothing"
+        return msgspec.msgpack.decode(self.reports.recv(), type=EngineMessage)
+
+    def report(self) -> Report:
+        message = self.hear()
+        assert isinstance(message, Report)
+        return message
+
+    def finish(self) -> list[Report]:
+        """Turn until there is nothing left to do."""
+        self.loop.turn()
+        reports = [self.report()]
+        while self.engine.has_work:
+            self.loop.turn()
+            reports.append(self.report())
+        return reports
+
+    def close(self) -> None:
+        self.mailbox.close()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def wire(tmp_path: Path) -> Iterator[Wire]:
+    wire = Wire(tmp_path)
+    yield wire
+    wire.close()
+
+
+def _request(**params: object) -> Request:
+    return Request("r", (5, 6, 7), SamplingParams(temperature=1, **params), seed=3)  # type: ignore[arg-type]
+
+
+def test_a_request_comes_back_token_by_token(wire: Wire) -> None:
+    request = _request(max_tokens=5, n=2)
+    wire.send(Add(request))
+    reports = wire.finish()
+    updates = [update for report in reports for update in report.updates]
+    for index in range(2):
+        mine = [update for update in updates if update.index == index]
+        tokens = [token for update in mine for token in update.tokens]
+        assert tokens == expected_tokens(request, index=index, max_model_len=CONTEXT)[0]
+        assert [update.ending is not None for update in mine] == [False] * 4 + [True]
+        assert mine[-1].ending is not None and mine[-1].ending.reason is FinishReason.LENGTH
+    stats = reports[-1].stats
+    assert (stats.added, stats.running, stats.waiting) == (1, 0, 0)
+    assert stats.free_blocks == stats.total_blocks == 32
+
+
+def test_a_stopped_request_gives_its_blocks_back_at_the_next_turn(wire: Wire) -> None:
+    wire.send(Add(_request(max_tokens=50)))
+    wire.loop.turn()
+    assert wire.report().stats.running == 1
+    wire.send(Stop("r"))
+    time.sleep(0.3)  # it is on its way
+    while wire.engine.has_work:
+        wire.loop.turn()
+    last = wire.report()
+    while wire.reports.poll(100):
+        last = wire.report()
+    assert last.updates[-1].ending is not None and last.updates[-1].ending.reason is FinishReason.ABORT
+    assert last.stats.free_blocks == 32
+
+
+def test_a_request_that_can_never_run_is_refused_and_the_next_one_runs(wire: Wire) -> None:
+    wire.send(Add(Request("bad", (2000,), SamplingParams(), seed=0)))
+    wire.loop.turn()
+    refused = wire.hear()
+    assert isinstance(refused, Refused) and "token id 2000" in refused.message
+    assert wire.report().stats == EngineStats(added=1, free_blocks=32, total_blocks=32)
+    wire.send(Add(_request(max_tokens=2)))
+    assert wire.finish()[-1].updates[-1].ending is not None
+
+
+def test_a_sample_that_ended_before_is_not_run_again(wire: Wire) -> None:
+    request = _request(max_tokens=6, n=2)
+    whole = [expected_tokens(request, index=index, max_model_len=CONTEXT)[0] for index in range(2)]
+    again = replace(request, resumed=(tuple(whole[0]), tuple(whole[1][:2])))
+    wire.send(Add(again, finished=(0,)))
+    updates = [update for report in wire.finish() for update in report.updates]
+    assert [token for update in updates for token in update.tokens] == whole[1][2:]
+
+
+RUBBISH = [
+    b"",
+    b"\xc1",
+    b"hello",
+    pickle.dumps({"type": "Add"}),
+    msgspec.msgpack.encode({"type": "Add"}),
+    msgspec.msgpack.encode({"type": "Nothing"}),
+    msgspec.msgpack.encode({"type": "Add", "request": {"request_id": 5}}),
+    b"\x91" * 100_000,
+    msgspec.msgpack.encode(
+        {"type": "Add", "request": {"request_id": "x", "prompt": [1], "params": {"temperature": -1}, "seed": 0}}
+    ),
+    msgspec.msgpack.encode(
+        {
+            "type": "Ready",
+            "max_model_len": 9,
+            "vocab_size": 9,
+            "end_tokens": [],
+            "default_params": {"n": 0},
+            "max_num_seqs": 1,
+        }
+    ),
+]
+
+
+def test_rubbish_is_dropped_and_counted(wire: Wire) -> None:
+    for rubbish in RUBBISH:
+        wire.commands.send(rubbish)
+    wire.send(Add(_request(max_tokens=2)))
+    while not wire.engine.has_work:
+        wire.loop.turn()
+    stats = wire.finish()[-1].stats
+    assert (stats.added, stats.dropped) == (1, len(RUBBISH))
+
+
+def test_log_probabilities_are_told_once(wire: Wire) -> None:
+    wire.send(Add(_request(max_tokens=3, logprobs=1)))
+    for report in wire.finish():
+        for update in report.updates:
+            assert len(update.logprobs) <= len(update.tokens)
