@@ -17,7 +17,7 @@ from nanoserve.grammar.vocabulary import Vocabulary, load_vocabulary
 
 MAX_CACHED = 16
 """Compiled grammars that are kept for the next request with the same schema; a large one takes some 10 MB."""
-MAX_LEXER_STATES = 50_000
+MAX_LEXER_STATES = 20_000
 """Of one grammar; each takes 1 to 2 kB, and they stay while the grammar does."""
 
 _LONGEST_MESSAGE = 300

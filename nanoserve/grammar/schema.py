@@ -6,8 +6,8 @@ from urllib.parse import unquote
 
 from nanoserve.errors import UsageError
 
-# Values, and what is only met through a reference.
-_NO_SUBSCHEMAS = frozenset({"const", "enum", "default", "examples", "$defs", "definitions"})
+_BY_NAME = ("properties", "patternProperties")
+_PARTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalProperties")
 
 
 def check_schema(schema: Mapping[str, Any]) -> None:
@@ -41,16 +41,20 @@ def _check_property_count(node: Mapping[str, Any]) -> None:
         raise UsageError(f"JSON schema: minProperties {least} is not supported: at most one more than are required")
 
 
-def _subschemas(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Every object in the schema; some are none, such as those within `properties`, and those do no harm."""
-    if isinstance(value, dict):
-        yield value
-        for name, child in value.items():
-            if name not in _NO_SUBSCHEMAS:
-                yield from _subschemas(child)
-    elif isinstance(value, list):
-        for child in value:
-            yield from _subschemas(child)
+def _subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """The schema and all within it, but for those that are only met through a reference."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    children: list[Any] = []
+    for word in _BY_NAME:
+        if isinstance(value := schema.get(word), dict):
+            children += value.values()
+    for word in _PARTS:
+        value = schema.get(word)
+        children += value if isinstance(value, list) else [value]
+    for child in children:
+        yield from _subschemas(child)
 
 
 def _resolve(schema: Any, reference: str) -> Any:

@@ -47,7 +47,7 @@ class SequenceGrammar:
         except NanoserveError as error:
             self._fail(error)
             return None
-        tokens = allowed.tokens | self._ends if allowed.may_end else allowed.tokens
+        tokens: np.ndarray = allowed.tokens | self._ends if allowed.may_end else allowed.tokens & ~self._ends
         if output_length < self._min_tokens and (others := tokens & ~self._late).any():
             tokens = others
         return tokens

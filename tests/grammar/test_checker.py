@@ -59,6 +59,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "another grammar than JSON's": ({"x-guidance": {"whitespace_pattern": "a*"}}, "x-guidance is not supported"),
     "no value at all": ({"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable"),
     "names that may repeat": ({"type": "object", "minProperties": 2}, "minProperties 2 is not supported"),
+    "the same, in a property that is called like a keyword": (
+        {"properties": {"const": {"type": "object", "minProperties": 3}}},
+        "minProperties 3 is not supported",
+    ),
     "nothing but itself": ({"$ref": "#"}, "refers to itself without end"),
     "itself twice": ({"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}, "refers to itself without end"),
     "a list without end": ({"$defs": {"node": NODE}, "$ref": "#/$defs/node"}, "refers to itself without end"),

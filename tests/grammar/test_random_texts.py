@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.grammar.compiler import GrammarCompiler
@@ -88,10 +88,10 @@ def models(vocabularies: dict[str, Path]) -> dict[str, Model]:
 def test_every_text_meets_its_schema(models: dict[str, Model], kind: str) -> None:
     model = models[kind]
 
-    @PATIENT
+    @settings(PATIENT, max_examples=40)
     @given(SCHEMAS, st.integers(0, 2**31), st.sampled_from([{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {}]))
-    def check(schema: dict[str, Any], seed: int, settings: dict[str, Any]) -> None:
-        params = SamplingParams(json_schema=json.dumps(schema), **settings)
+    def check(schema: dict[str, Any], seed: int, choice: dict[str, Any]) -> None:
+        params = SamplingParams(json_schema=json.dumps(schema), **choice)
         text = model.text(model.write(params, seed))
         assert meets(json.loads(text), schema), text
 
@@ -134,6 +134,16 @@ def test_a_text_depends_on_nothing_that_shares_its_batch(models: dict[str, Model
     assert torch.equal(before, logits), "the model's own logits are reported as they were"
 
 
+def test_an_end_token_that_is_text_ends_no_text_too_early(models: dict[str, Model]) -> None:
+    model = models["storyteller"]
+    params = _params({"enum": ["a", "c"]})
+    quote, a, c = (model.backend.encode([letter], add_special_tokens=False)[0] for letter in '"ac')
+    begin = Begin(0, (*PROMPT, quote), len(PROMPT), 0, 0, params, (a,))
+    mask = SequenceGrammar(begin, str(params.json_schema), model.width, model.compiler).mask(1)
+    assert mask is not None
+    assert [bool(mask[token // 8] >> (token % 8) & 1) for token in (a, c)] == [False, True]
+
+
 def test_rows_without_a_grammar_have_no_mask(models: dict[str, Model]) -> None:
     begin = Begin(1, PROMPT, len(PROMPT), 0, 2, SamplingParams(), (END,))
     state = SamplingState(begin, models["storyteller"].width)
@@ -151,9 +161,11 @@ def test_min_tokens_waits_while_anything_else_may_come(
 
 
 def test_the_grammar_wins_over_min_tokens(models: dict[str, Model]) -> None:
+    """Also where all that may come is a token that ends the sequence, which min_tokens would keep away."""
     model = models["storyteller"]
-    for schema in ({"const": "no"}, {"type": "integer", "minimum": 10, "maximum": 99}):
-        tokens = model.write(_params(schema, min_tokens=50), seed=0)
+    (five,) = model.backend.encode(["5"], add_special_tokens=False)
+    for schema in ({"const": "no"}, {"type": "integer", "minimum": 10, "maximum": 99}, {"const": 5}):
+        tokens = model.write(_params(schema, min_tokens=50, stop_token_ids=(five,)), seed=0)
         assert meets(json.loads(model.text(tokens)), schema)
 
 
