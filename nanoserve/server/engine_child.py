@@ -101,17 +101,19 @@ class EngineChild:
     async def death(self) -> str:
         """Wait until the process is dead, or was silent for so long that it is killed; returns what happened."""
         assert self._process.stdout is not None
-        while True:
-            limit = SILENCE_SECONDS if self.ready else LOADING_SILENCE_SECONDS
+        silence = 0.0
+        while silence < (SILENCE_SECONDS if self.ready else LOADING_SILENCE_SECONDS):
             try:
-                async with asyncio.timeout(limit):
+                # Second by second: if the whole machine slept for a minute, that is one second of silence and no more.
+                async with asyncio.timeout(1.0):
                     if not await self._process.stdout.read(4096):
-                        break
+                        code = await self._process.wait()
+                        return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+                silence = 0.0
             except TimeoutError:
-                await _kill(self._process)
-                return f"gave no sign of life for {limit:g} s and was killed"
-        code = await self._process.wait()
-        return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+                silence += 1.0
+        await _kill(self._process)
+        return f"gave no sign of life for {silence:g} s and was killed"
 
     async def end(self) -> None:
         """Kill the process if it lives, and leave nothing of it behind."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -37,6 +38,8 @@ MAX_ENGINES_LOST = 3
 """A request that was there when so many engines died is suspected of killing them, and given up."""
 
 _LAST_WORDS_SECONDS = 0.2
+
+_LOG = logging.getLogger("nanoserve.server")
 
 
 class EngineState(Enum):
@@ -192,6 +195,7 @@ class EngineClient:
         return self._ready_since is not None and time.monotonic() - self._ready_since > STABLE_SECONDS
 
     async def _after_death(self, death: str) -> None:
+        _LOG.warning("the engine %s; another one is started", death)
         self.restarts += 1
         self.stats = EngineStats()
         self._sent = 0

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -74,6 +75,14 @@ class Mailbox:
     def close(self) -> None:
         """Send what is on its way and close."""
         self._context.destroy(linger=1000)
+
+
+@dataclass(slots=True)
+class _Told:
+    """What of a sequence the front end knows: how many log probabilities, and whether the prompt's."""
+
+    logprobs: int = 0
+    prompt: bool = False
 
 
 class EngineLoop:
@@ -155,16 +164,6 @@ class EngineLoop:
 
 
 Build = Callable[[EngineStart, Mailbox], Engine]
-
-
-class _Told:
-    """What of a sequence the front end knows."""
-
-    __slots__ = ("logprobs", "prompt")
-
-    def __init__(self) -> None:
-        self.logprobs = 0
-        self.prompt = False
 
 
 def main(build: Build | None = None) -> None:

@@ -23,7 +23,7 @@ class Metrics:
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of ended requests.")
         self._looked_up = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._found = self._counter("vllm:prefix_cache_hits", "Prompt tokens found there.")
-        self._rejected = self._counter("vllm:admission_rejections", "Requests answered with 429 or 503.")
+        self._rejected = self._counter("vllm:admission_rejections", "Requests without a place or an engine.")
         self._ended = Counter(
             "vllm:request_success",
             "Ended samples by the reason.",

@@ -22,9 +22,9 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 CONTROL = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 20}
 SOAK_REQUESTS = int(os.environ.get("NANOSERVE_SOAK_REQUESTS", "240"))
 FUZZ_REQUESTS = int(os.environ.get("NANOSERVE_FUZZ_REQUESTS", "800"))
-SOAK_BATCHES, FUZZ_BATCHES = 4, 2
-ALLOWED_GROWTH = 10 << 20
-"""Bytes between the first batch, which is the warm-up, and the last."""
+SOAK_BATCHES, FUZZ_BATCHES = 6, 2
+ALLOWED_GROWTH = 16 << 20
+"""Bytes from the first half, which is the warm-up, to the end: what the allocator keeps comes and goes by some MiB."""
 ODD: tuple[Any, ...] = (
     *(
         None,
@@ -155,16 +155,16 @@ async def _come_and_go(server: Server, rng: random.Random, count: int) -> Counte
 @pytest.mark.slow
 def test_clients_that_come_and_go_leave_no_trace() -> None:
     began, ends, footprints = time.monotonic(), Counter[str](), []
-    with running(*MODEL, "--max-model-len", "512", "--max-num-seqs", "16") as server:
+    with running(*MODEL, "--max-model-len", "512", "--kv-cache-memory", "8MiB") as server:
         control = server.post(COMPLETION, CONTROL).json()["choices"]
         for batch in range(SOAK_BATCHES):
             ends += asyncio.run(_come_and_go(server, random.Random(batch), SOAK_REQUESTS // SOAK_BATCHES))
             server.wait_idle()  # every block is back
             assert server.post(COMPLETION, CONTROL).json()["choices"] == control
             footprints.append(Footprint(server))
-        assert server.metric("nanoserve:engine_restarts_total") == 0
+        assert server.metric("nanoserve:engine_restarts_total") == 0, server.log
         preemptions = server.metric("vllm:num_preemptions_total")
-    warm, last = footprints[0], footprints[-1]
+    warm, last = footprints[SOAK_BATCHES // 2 - 1], footprints[-1]
     print(f"\nsoak: {dict(ends)}, {preemptions:.0f} preemptions, in {time.monotonic() - began:.0f} s")
     for footprint in footprints:
         print(footprint)
