@@ -9,6 +9,7 @@ from nanoserve.config import EngineConfig, ModelConfig, SamplingDefaults
 from nanoserve.engine import Engine
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.files import unreadable_as_model_error
+from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dummy import make_dummy_model
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
@@ -66,6 +67,7 @@ def build_engine(
         block_size=config.block_size,
         device=torch.device(config.device),
         layers=layers,
+        grammars=GrammarCompiler(resolved.tokenizer_directory, model.vocab_size),
     )
     engine = Engine(
         _make_scheduler(config, num_blocks, max_model_len, executor.max_in_flight),

@@ -11,6 +11,7 @@ from nanoserve.assembly import build_engine
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.files import unreadable_as_model_error
+from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.interrupts import deferred_interrupts
 from nanoserve.models.hub import resolve_model
 from nanoserve.outputs import RequestTracker
@@ -59,6 +60,7 @@ class LLM:
             self.tokenizer.close()
             raise
         self.end_tokens = _end_tokens(self.config, self.tokenizer)
+        self._grammars = GrammarChecker(resolved.tokenizer_directory)
         self._trackers: dict[str, RequestTracker] = {}
         self._names = count()
 
@@ -196,6 +198,8 @@ class LLM:
     def _add(self, prompt: Prompt, params: SamplingParams | None) -> RequestTracker:
         params = params or self.default_sampling_params()
         text, tokens = self._tokenize(prompt)
+        if params.json_schema is not None:
+            self._grammars.check(params.json_schema)
         request = Request(
             request_id=f"request-{next(self._names)}",
             prompt=tuple(tokens),
@@ -239,6 +243,7 @@ class LLM:
         """Give everything back."""
         self.engine.close()
         self.tokenizer.close()
+        self._grammars.close()
 
     def __enter__(self) -> Self:
         return self

@@ -4,6 +4,7 @@ A Request with ``n`` samples becomes ``n`` Sequences. A Sequence has two words o
 along the arrows of ``LEGAL_TRANSITIONS`` and nowhere else, and the place of its KV cache.
 """
 
+import json
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1024
 MAX_LOGIT_BIASES = 1024
+MAX_JSON_SCHEMA_LENGTH = 1 << 16
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
 
@@ -44,6 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ignore_eos: go on past the model's end tokens.
         logprobs: report the sampled token's log probability and so many of the likeliest (0 to 20).
         prompt_logprobs: the same for every prompt token but the first.
+        json_schema: the text of a JSON schema; the output is JSON that meets it and ends there, even before min_tokens.
     """
 
     n: int = 1
@@ -63,6 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    json_schema: str | None = None
 
     def __post_init__(self) -> None:
         _check_integer("n", self.n, 1, MAX_SAMPLES)
@@ -83,6 +87,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 _check_integer(name, value, 0, MAX_LOGPROBS)
         self._check_stops()
         self._check_logit_bias()
+        self._check_json_schema()
 
     def _check_stops(self) -> None:
         if isinstance(self.stop, str) or len(self.stop) > MAX_STOP_STRINGS:
@@ -102,6 +107,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _check_integer("every token id of logit_bias", token, 0, MAX_TOKENS)
             _check_number("every value of logit_bias", bias, -100.0, 100.0)
 
+    def _check_json_schema(self) -> None:
+        if self.json_schema is None:
+            return
+        if not isinstance(self.json_schema, str):
+            raise UsageError("json_schema must be a text: json.dumps(schema)")
+        if len(self.json_schema) > MAX_JSON_SCHEMA_LENGTH:
+            raise UsageError(
+                f"json_schema has {len(self.json_schema)} characters; at most {MAX_JSON_SCHEMA_LENGTH} are taken"
+            )
+        if self.ignore_eos:
+            raise UsageError("ignore_eos makes no sense with json_schema: nothing can follow a complete JSON text")
+
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> "SamplingParams":
         """Build from untrusted settings (a JSON row, flags): unknown names and wrong types raise UsageError."""
@@ -110,6 +127,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             settings["stop"] = [settings["stop"]]
         if isinstance(bias := settings.get("logit_bias"), Mapping):  # JSON keys are strings
             settings["logit_bias"] = {_token_id(key): value for key, value in bias.items()}
+        if isinstance(schema := settings.get("json_schema"), Mapping):
+            settings["json_schema"] = json.dumps(schema)
         try:
             return msgspec.convert(settings, cls)
         except msgspec.ValidationError as error:

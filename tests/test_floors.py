@@ -20,6 +20,7 @@ TORCH_FREE = [
     "scheduler",
     "engine",
     "text",
+    "grammar",
     "commands",
 ]
 
@@ -36,18 +37,21 @@ FLOORS: dict[str, set[str]] = {
     "scheduler": {"errors", "request", "config", "kv"},
     "engine": {"errors", "request", "config", "kv", "scheduler"},
     "text": {"errors", "files"},
+    "grammar": {"errors", "text"},
     "outputs": {"errors", "request", "text"},
     "models": {"errors", "files", "config", "triton_ops"},
-    "runtime": {"errors", "config", "sizes", "request", "scheduler", "models", "triton_ops"},
+    "runtime": {"errors", "config", "sizes", "request", "scheduler", "grammar", "models", "triton_ops"},
     "benchmarks": {
         *("errors", "files", "config", "request", "scheduler", "engine", "interrupts", "models", "llm"),
         "triton_ops",
     },
     "assembly": {
-        *("errors", "files", "config", "request", "scheduler", "engine", "models", "runtime", "triton_ops"),
+        *("errors", "files", "config", "request", "scheduler", "engine", "grammar", "models", "runtime"),
+        "triton_ops",
     },
     "server": {
-        *("errors", "files", "config", "request", "scheduler", "engine", "text", "outputs", "models", "assembly"),
+        *("errors", "files", "config", "request", "scheduler", "engine", "text", "grammar", "outputs", "models"),
+        "assembly",
     },
     "triton_ops": set(),
 }

@@ -119,6 +119,7 @@ def _open_service(
     """Everything but the engine process, which starts when the server runs."""
     from nanoserve.config import EngineConfig
     from nanoserve.files import unreadable_as_model_error
+    from nanoserve.grammar.checker import GrammarChecker
     from nanoserve.models.hub import resolve_model
     from nanoserve.server.engine_client import EngineClient
     from nanoserve.server.messages import EngineStart
@@ -136,6 +137,7 @@ def _open_service(
         model_name=served_model_name or resolved.name,
         tokenizer=tokenizer,
         engine=EngineClient(start, tokenizer, max_queue=max_queue, on_progress=progress),
+        grammars=GrammarChecker(resolved.tokenizer_directory),
         limits=limits,
         api_keys=api_keys,
         seed=engine.seed,

@@ -31,7 +31,7 @@ class TokenAdjustments:
         self._entries = np.zeros(16, _ENTRY)
         for token, bias in begin.params.logit_bias.items():
             self._set((token,), "bias", bias)
-        if begin.params.min_tokens:
+        if begin.params.min_tokens and begin.params.json_schema is None:  # else the grammar's mask sees to it
             self._set((*begin.end_tokens, *begin.params.stop_token_ids), "end", True)
         if self._counts_tokens:
             self._set(dict.fromkeys(begin.tokens[: begin.prompt_length]), "seen", True)

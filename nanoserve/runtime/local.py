@@ -10,6 +10,7 @@ import torch
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure
+from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.runtime.compiled_layers import CompiledLayers
 from nanoserve.runtime.memory import available_memory, kv_bytes_per_block
@@ -22,7 +23,7 @@ from triton_ops.cpu import CpuOperators, cpu_operators
 class LocalExecutor:
     """The Executor of one process with one device: `submit` queues a plan, `collect` runs it.
 
-    With `layers`, the decoder's layers run compiled as soon as they are.
+    With `layers`, the decoder's layers run compiled as soon as they are; `grammars` compiles requests' JSON schemas.
 
     Raises:
         RuntimeFailure: from the constructor and from `collect`, when the device has no memory left.
@@ -39,6 +40,7 @@ class LocalExecutor:
         block_size: int,
         device: torch.device | str,
         layers: CompiledLayers | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._device = torch.device(device)
         size = num_blocks * kv_bytes_per_block(config, block_size, decoder.embedding.weight.dtype)
@@ -50,6 +52,7 @@ class LocalExecutor:
                 block_size=block_size,
                 device=self._device,
                 run_layer=DecoderLayer.__call__ if layers is None else layers,
+                grammars=grammars,
             )
         self._built: list[CpuOperators | CompiledLayers] = [] if layers is None else [layers]
         if self._device.type == "cpu":

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.attention import PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.request import TokenLogprob
+from nanoserve.runtime.grammars import SequenceGrammar
 from nanoserve.runtime.logprobs import rows_per_chunk, token_logprobs
 from nanoserve.runtime.sampling import SamplingRows, SamplingState, sample
 from nanoserve.runtime.step_inputs import BlockTable, InputBuilder
@@ -21,12 +24,12 @@ NOT_NUMBERS = "the model's logits are not numbers (NaN or infinite), or no token
 class SequenceRecord:
     """What the runner knows of one sequence from its Begin on."""
 
-    def __init__(self, begin: Begin, vocab_size: int) -> None:
+    def __init__(self, begin: Begin, vocab_size: int, grammar: SequenceGrammar | None) -> None:
         self.prompt = np.array(begin.tokens[: begin.prompt_length], np.int64)
         self.params = begin.params
         self.num_known = len(begin.tokens)
         self.block_table = BlockTable()
-        self.sampling = SamplingState(begin, vocab_size)
+        self.sampling = SamplingState(begin, vocab_size, grammar)
 
     def take(self, row: Row) -> None:
         """Take note of a row that is about to be computed.
@@ -51,7 +54,7 @@ class SequenceRecord:
 
 
 class ModelRunner:
-    """Executes plans in order; `run_layer` runs the decoder's layers.
+    """Executes plans in order; `run_layer` runs the decoder's layers, `grammars` compiles JSON schemas.
 
     Its KV cache is a pair of tensors per layer, [num_blocks, num_kv_heads, block_size, head_dim], in the decoder's
     dtype, and holds anything at first: memory that is never touched costs no time. Raises torch's errors when memory
@@ -66,6 +69,7 @@ class ModelRunner:
         block_size: int,
         device: torch.device,
         run_layer: LayerFunction = DecoderLayer.__call__,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         config = decoder.config
         self.decoder = decoder
@@ -76,6 +80,7 @@ class ModelRunner:
         self.key_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.value_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self._run_layer = run_layer
+        self._grammars = grammars
         self._inputs = InputBuilder(block_size, device)
         self._records: dict[int, SequenceRecord] = {}
 
@@ -84,14 +89,15 @@ class ModelRunner:
         """Run one plan and wait for its answers, one for each row that has something to say.
 
         Raises:
-            RuntimeError: if the plan uses a host tier, which does not exist here, or sequences or tokens unknown here.
+            RuntimeError: if the plan uses a host tier or grammars where there are none, or sequences or tokens unknown
+                here.
         """
         if plan.swaps or any(row.tier != "device" for row in plan.rows):
             raise RuntimeError("this executor has no host tier")
         for sequence in plan.end:
             self._records.pop(sequence, None)
         for begin in plan.begin:
-            self._records[begin.sequence] = SequenceRecord(begin, self.config.vocab_size)
+            self._records[begin.sequence] = SequenceRecord(begin, self.config.vocab_size, self._grammar(begin))
         self._copy(plan.copies)
         if not plan.rows:
             return ()
@@ -99,6 +105,14 @@ class ModelRunner:
         for row, record in zip(plan.rows, records, strict=True):
             record.take(row)
         return self._answer(plan.rows, records, self._forward(plan.rows, records))
+
+    def _grammar(self, begin: Begin) -> SequenceGrammar | None:
+        schema = begin.params.json_schema
+        if schema is None:
+            return None
+        if self._grammars is None:
+            raise RuntimeError("this executor has no grammars")
+        return SequenceGrammar(begin, schema, self.config.vocab_size, self._grammars)
 
     def _record(self, sequence: int) -> SequenceRecord:
         if sequence not in self._records:
@@ -155,11 +169,15 @@ class ModelRunner:
         tokens, valid = sampled.tokens.tolist(), sampled.valid.tolist()
         logprobs = self._sampled_logprobs(logits, sampled.tokens, records, valid)
         for place, (row, record) in enumerate(zip(rows, records, strict=True)):
-            if not valid[place]:
-                yield Answer(row.sequence, error=NOT_NUMBERS)
+            if valid[place]:
+                record.append(tokens[place])
+            grammar = record.sampling.grammar
+            error = None if grammar is None else grammar.error
+            if error is not None or not valid[place]:
+                yield Answer(row.sequence, error=error or NOT_NUMBERS)
                 continue
-            record.append(tokens[place])
-            yield Answer(row.sequence, (tokens[place],), logprobs.get(place, ()))
+            complete = grammar is not None and grammar.complete
+            yield Answer(row.sequence, (tokens[place],), logprobs.get(place, ()), complete=complete)
 
     def _sampled_logprobs(
         self, logits: Tensor, tokens: Tensor, records: Sequence[SequenceRecord], valid: Sequence[bool]
@@ -197,4 +215,4 @@ def _joined(prompt: Answer, sampled: Answer) -> Answer:
     """One answer of a row that has prompt log probabilities and a sampled token; an error of either is the error."""
     if error := prompt.error or sampled.error:
         return Answer(sampled.sequence, error=error)
-    return Answer(sampled.sequence, sampled.tokens, sampled.logprobs, prompt.prompt_logprobs)
+    return msgspec.structs.replace(sampled, prompt_logprobs=prompt.prompt_logprobs)

@@ -1,8 +1,8 @@
 """From logits to tokens, for a whole batch at once.
 
-Order of effects, as in Hugging Face and vLLM: logit bias, penalties and forbidden end tokens; temperature; top_k; top_p
-within what top_k left; min_p. Then the Gumbel-max trick (Gumbel 1954), as a race of exponentials: the argmax of
-logit - log(noise) over the tokens kept is distributed as their softmax.
+Order of effects, as in Hugging Face and vLLM: logit bias, penalties and forbidden end tokens; what a grammar forbids;
+temperature; top_k; top_p within what top_k left; min_p. Then the Gumbel-max trick (Gumbel 1954), as a race of
+exponentials: the argmax of logit - log(noise) over the tokens kept is distributed as their softmax.
 
 Nothing sorts a vocabulary. What is kept and drawn for a row is a function of that row alone, so a request gives the
 same tokens alone, in a batch, and at any place in it. Ties: top_k prefers lower token ids; top_p without top_k keeps
@@ -19,6 +19,7 @@ from torch import Tensor
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.adjustments import AdjustmentRows, TokenAdjustments
 from nanoserve.runtime.counter_random import exponential, row_keys
+from nanoserve.runtime.grammars import GrammarMask, SequenceGrammar
 from nanoserve.runtime.selection import order_keys, smallest_sufficient_key, top_tokens
 from nanoserve.scheduler.plan import Begin
 
@@ -32,7 +33,7 @@ _FIXED_POINT = 2.0**44
 class SamplingState:
     """What the sampler keeps of one sequence between its steps."""
 
-    def __init__(self, begin: Begin, vocab_size: int) -> None:
+    def __init__(self, begin: Begin, vocab_size: int, grammar: SequenceGrammar | None = None) -> None:
         params = begin.params
         top_k = params.top_k if 0 < params.top_k < vocab_size else 0
         values = (params.temperature, top_k, params.top_p, params.min_p, begin.seed, begin.index)
@@ -41,11 +42,14 @@ class SamplingState:
         self.settings = np.array([values], _SETTINGS)
         wanted = TokenAdjustments.wanted(params)
         self.adjustments = TokenAdjustments(begin, vocab_size) if wanted else None
+        self.grammar = grammar
 
     def append(self, token: int) -> None:
         """Take note of a sampled token."""
         if self.adjustments is not None:
             self.adjustments.append(token)
+        if self.grammar is not None:
+            self.grammar.append(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +91,11 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How each row of a batch of logits is sampled. Without draws and adjustments the batch is plainly greedy."""
+    """How each row of a batch of logits is sampled. Without anything the batch is plainly greedy."""
 
     draws: tuple[Draw, ...]
     adjustments: AdjustmentRows | None
+    grammars: GrammarMask | None
 
     @classmethod
     def gather(cls, states: Sequence[SamplingState], positions: Sequence[int], device: torch.device) -> "SamplingRows":
@@ -107,6 +112,7 @@ class SamplingRows:
                 Draw.gather(settings, position, np.flatnonzero(group), device) for group in groups if group.any()
             ),
             adjustments=AdjustmentRows.gather([state.adjustments for state in states], output_lengths, device),
+            grammars=GrammarMask.gather([state.grammar for state in states], output_lengths, device),
         )
 
 
@@ -122,6 +128,8 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
     """Sample one token for each row of logits, float32 [R, V], which stay as they are."""
     if rows.adjustments is not None:
         logits = rows.adjustments.apply(logits)
+    if rows.grammars is not None:
+        logits = rows.grammars.apply(logits)
     maxima, tokens = logits.max(dim=1)  # NaN wins a maximum, so the maxima alone tell what is valid
     for draw in rows.draws:
         scaled = (logits[draw.rows] - maxima[draw.rows, None]) / draw.temperature

@@ -101,6 +101,7 @@ class Answer(msgspec.Struct, frozen=True):
         logprobs: one per token, where asked for.
         prompt_logprobs: for prompt positions row.start + 1 .. row.start + len(row.tokens), where asked for.
         error: set if the sequence cannot go on (its logits were not numbers, say); it then has no tokens.
+        complete: nothing can follow these tokens: the sequence's grammar allows no more.
     """
 
     sequence: int
@@ -108,6 +109,7 @@ class Answer(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
+    complete: bool = False
 
 
 class StepResult(msgspec.Struct, frozen=True):

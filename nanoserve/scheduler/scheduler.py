@@ -222,6 +222,8 @@ class Scheduler:
                 if sequence.first_token_time is None:  # else it is here again after a preemption
                     sequence.first_token_time = now
             new_tokens, reason = sequence.extend(answer.tokens, answer.logprobs)
+            if answer.complete and len(new_tokens) == len(answer.tokens):
+                reason = FinishReason.STOP
         if reason is not None:
             self._lifecycle.finish(sequence, reason, now)
         return SequenceUpdate(sequence.request.request_id, sequence.index, new_tokens, sequence)

@@ -47,6 +47,8 @@ async def chat_completions(http: HttpRequest) -> Response:
     facts = service.facts()
     prompt = await service.encode_chat(asked.messages)
     params = chat_params(asked, facts, len(prompt))
+    if params.json_schema is not None:
+        await service.check_json_schema(params.json_schema)
     heading = Heading(f"chatcmpl-{secrets.token_hex(12)}", service.model_name)
     request = service.request(heading.answer_id, prompt, params, cache_salt(http.scope.get("api_key")))
     return await _respond(http, service, _Job(asked, ChatAnswer(heading, service.texts), [request]), heading)

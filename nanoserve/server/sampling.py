@@ -9,11 +9,12 @@ from nanoserve.errors import UsageError
 from nanoserve.request import SamplingParams
 from nanoserve.server.api_errors import ApiError
 from nanoserve.server.messages import Ready
-from nanoserve.server.schemas import SAMPLING_NAMES, ChatRequest, CompletionRequest, SamplingFields
+from nanoserve.server.schemas import SAMPLING_NAMES, ChatRequest, CompletionRequest, ResponseFormat, SamplingFields
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Of /v1/completions, as OpenAI documents it; a chat's answer may fill the context."""
 
+_ANY_OBJECT = '{"type":"object"}'
 _FIELD = re.compile(r"\b(" + "|".join((*SAMPLING_NAMES, "max_tokens", "logprobs")) + r")\b")
 
 
@@ -29,7 +30,25 @@ def chat_params(asked: ChatRequest, facts: Ready, prompt_length: int) -> Samplin
         raise ApiError(400, "max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
     wanted = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    return _params(asked, facts, prompt_length, max_tokens=wanted, default=None, logprobs=logprobs)
+    schema = _json_schema(asked.response_format)
+    return _params(asked, facts, prompt_length, max_tokens=wanted, default=None, logprobs=logprobs, json_schema=schema)
+
+
+def _json_schema(asked: ResponseFormat | None) -> str | None:
+    """What the answer has to meet, as the text of a JSON schema."""
+    if asked is None:
+        return None
+    field = "response_format.json_schema"
+    if asked.type != "json_schema":
+        if asked.json_schema is not None:
+            raise ApiError(400, f"{field} needs response_format.type to be json_schema", param=field)
+        return _ANY_OBJECT if asked.type == "json_object" else None
+    if asked.json_schema is None:
+        raise ApiError(400, f"{field} is missing", code="missing_required_parameter", param=field)
+    try:
+        return msgspec.json.encode(asked.json_schema.schema).decode()
+    except RecursionError:
+        raise ApiError(400, f"{field}.schema is nested too deeply", code="invalid_value", param=field) from None
 
 
 def completion_params(asked: CompletionRequest, facts: Ready, prompt_length: int) -> SamplingParams:
@@ -54,6 +73,7 @@ def _params(
     max_tokens: int | None,
     default: int | None,
     logprobs: int | None,
+    json_schema: str | None = None,
 ) -> SamplingParams:
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options needs stream to be true", code="invalid_value", param="stream_options")
@@ -63,6 +83,7 @@ def _params(
     given = {name: value for name, value in given.items() if value is not None}
     given["max_tokens"] = _max_tokens(max_tokens, default, facts.max_model_len, prompt_length)
     given["logprobs"] = logprobs
+    given["json_schema"] = json_schema
     try:
         return SamplingParams.from_mapping(msgspec.structs.asdict(facts.default_params) | given)
     except UsageError as error:
@@ -106,5 +127,7 @@ def check_token_ids(tokens: Any, facts: Ready, name: str) -> None:
 
 def _named_field(message: str) -> str | None:
     """The field that a message of SamplingParams speaks of."""
+    if message.startswith("json_schema"):
+        return "response_format"
     found = _FIELD.search(message)
     return found.group() if found else None

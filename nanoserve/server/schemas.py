@@ -69,8 +69,18 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     best_of: Literal[1] | None = None
 
 
+class JsonSchemaFormat(_Strict, frozen=True, kw_only=True):
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    """As ``name``, for the client's own use."""
+    strict: bool | None = None
+    """A schema is always kept to, whatever this says."""
+
+
 class ResponseFormat(_Strict, frozen=True, kw_only=True):
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):

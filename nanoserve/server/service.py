@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from nanoserve.errors import NanoserveError
+from nanoserve.errors import NanoserveError, UsageError
+from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.request import MAX_SEED, Request, SamplingParams
 from nanoserve.server.api_errors import ApiError
 from nanoserve.server.engine_client import EngineClient, EngineUnavailable
@@ -63,6 +64,7 @@ class Service:
         model_name: str,
         tokenizer: Tokenizer,
         engine: EngineClient,
+        grammars: GrammarChecker,
         limits: Limits,
         api_keys: Sequence[str] = (),
         seed: int | None = None,
@@ -77,6 +79,8 @@ class Service:
         self.started = int(time.time())
         self.draining = False
         self._random = random.Random(seed)
+        self._grammars = grammars
+        self._grammar_thread = ThreadPoolExecutor(1, "grammar")
         self._threads = ThreadPoolExecutor(_TOKENIZING_THREADS, "tokenize")
 
     # ---- asking -----------------------------------------------------------------------------------------------
@@ -123,6 +127,16 @@ class Service:
             lambda: self.tokenizer.encode_chat(present, add_generation_prompt=add_generation_prompt)
         )
 
+    async def check_json_schema(self, schema: str) -> None:
+        """Raise ApiError (400) for a JSON schema that no grammar can be made of."""
+        if self._grammars.knows(schema):
+            return
+        try:
+            # One at a time, and not in the threads that tokenize: they may take half a second.
+            await asyncio.get_running_loop().run_in_executor(self._grammar_thread, self._grammars.check, schema)
+        except UsageError as error:
+            raise ApiError(400, str(error), code="invalid_value", param="response_format") from None
+
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
@@ -160,8 +174,10 @@ class Service:
 
     def close(self) -> None:
         """Give threads and the template's process back."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._grammar_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
         self.tokenizer.close()
+        self._grammars.close()
 
 
 def cache_salt(key: bytes | None) -> str:

@@ -167,7 +167,7 @@ class SentencePieceBackend:
                 elif at_beginning or self._blank_everywhere:
                     ids += self._processor.encode(part)
                 else:
-                    ids += self._processor.encode(self._stopper + part)[self._stopper_length :]
+                    ids += self.encode_within(part)
                 at_beginning = False
         return ids
 
@@ -200,3 +200,20 @@ class SentencePieceBackend:
 
     def is_byte(self, token_id: int) -> bool:
         return 0 <= token_id < self._size and bool(self._processor.is_byte(token_id))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds in the middle of a text; nothing for control tokens, the unknown and the unused ones."""
+        if token_id in self._skipped:
+            return b""
+        if token_id in self._spelling:
+            return self._spelling[token_id].encode()
+        processor = self._processor
+        if token_id >= self._size or processor.is_unknown(token_id) or processor.is_unused(token_id):
+            return b""
+        piece: str = processor.id_to_piece(token_id)
+        return bytes([int(piece[3:5], 16)]) if processor.is_byte(token_id) else piece.replace("▁", " ").encode()
+
+    def encode_within(self, text: str) -> list[int]:
+        """Ids of a text that stands in the middle of another."""
+        ids: list[int] = self._processor.encode(self._stopper + text)
+        return ids[self._stopper_length :]

@@ -8,12 +8,13 @@ answers each rendering with {"text": ...}, {"refusal": the template's own words 
 """
 
 import json
-import signal
 import sys
 from datetime import datetime
 from typing import Any
 
 import minijinja
+
+from nanoserve.text.process_limits import limit_resources, limit_time
 
 MEMORY_LIMIT = 256 << 20
 
@@ -70,25 +71,9 @@ def render(environment: minijinja.Environment, template: str, request: dict[str,
     return {"text": text}
 
 
-def limit_resources() -> None:
-    """Bound memory, and let an interrupt at the terminal go to the parent alone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform != "win32":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def limit_time(seconds: float) -> None:
-    """End this process when it has computed for `seconds`; 0 lifts the limit. Waiting does not count."""
-    if sys.platform != "win32":
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
 def main() -> None:
     """Serve renderings until stdin closes."""
-    limit_resources()
+    limit_resources(MEMORY_LIMIT)
     environment = build_environment()
     template = json.loads(sys.stdin.buffer.readline())["template"]
     for line in sys.stdin.buffer:

@@ -161,6 +161,13 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
+def load_backend(directory: Path) -> Backend:
+    """The vocabulary of a model directory without its chat template; raises as `load_tokenizer` does."""
+    settings = read_optional_json_object(directory / "tokenizer_config.json")
+    special = read_optional_json_object(directory / "special_tokens_map.json")
+    return _load_backend(directory, settings, _named_tokens(special | settings))
+
+
 def _load_backend(directory: Path, settings: Mapping[str, Any], named_tokens: Mapping[str, str]) -> Backend:
     try:
         if (directory / "tokenizer.json").is_file():

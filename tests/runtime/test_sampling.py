@@ -216,7 +216,7 @@ def test_a_row_is_sampled_alike_alone_in_a_batch_and_permuted(params: list[Sampl
 def test_a_plainly_greedy_batch_is_only_an_argmax() -> None:
     logits = random_logits(4, 30, seed=0)
     rows = SamplingRows.gather([state(SamplingParams(temperature=0), 30)] * 4, [3] * 4, CPU)
-    assert rows == SamplingRows(draws=(), adjustments=None)
+    assert rows == SamplingRows(draws=(), adjustments=None, grammars=None)
     assert sample(logits, rows).tokens.tolist() == logits.argmax(1).tolist()
 
 

@@ -1,0 +1,59 @@
+"""The edge's side of `check_process`: whether a JSON schema may go to the engine."""
+
+import json
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+from nanoserve.errors import UsageError
+from nanoserve.text.limited_process import LimitedProcess
+
+SECONDS = 0.5
+"""Of processor time: an ordinary schema takes a few milliseconds, one of 1000 properties a quarter of a second."""
+MAX_REMEMBERED = 256
+"""Schemas that passed and need not be tried again; at most 64 KiB each."""
+
+
+class GrammarChecker:
+    """Tries JSON schemas in a process with bounded memory and time. Safe to use from several threads.
+
+    The process starts with the first schema; nothing happens before.
+
+    Args:
+        directory: where the model's tokenizer is.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._process = LimitedProcess("nanoserve.grammar.check_process", {"directory": str(directory)})
+        self._passed: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def knows(self, schema: str) -> bool:
+        """Whether the schema has passed lately; answers at once."""
+        with self._lock:
+            if schema in self._passed:
+                self._passed.move_to_end(schema)
+                return True
+            return False
+
+    def check(self, schema: str) -> None:
+        """Return if a schema can be followed.
+
+        Raises:
+            UsageError: saying what is wrong with it.
+        """
+        if self.knows(schema):
+            return
+        answer = self._process.ask(json.dumps({"schema": schema, "seconds": SECONDS}))
+        if answer is None:
+            raise UsageError(f"the JSON schema is too complex: trying it took more than {SECONDS} s or too much memory")
+        if "error" in answer:
+            raise UsageError(answer["error"])
+        with self._lock:
+            self._passed[schema] = None
+            if len(self._passed) > MAX_REMEMBERED:
+                self._passed.popitem(last=False)
+
+    def close(self) -> None:
+        """End the process; a later check would start another."""
+        self._process.close()

@@ -1,0 +1,152 @@
+"""From a JSON schema to the tokens that may come next, with llguidance.
+
+Nothing of llguidance is imported, and no vocabulary built, before the first grammar.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanoserve.errors import NanoserveError, UsageError
+from nanoserve.grammar.vocabulary import Vocabulary, load_vocabulary
+
+MAX_CACHED = 16
+"""Compiled grammars that are kept for the next request with the same schema; a large one takes some 10 MB."""
+MAX_LEXER_STATES = 20_000
+"""Of one grammar; each takes 1 to 2 kB, and they stay while the grammar does."""
+
+_LONGEST_MESSAGE = 300
+_ADVICE = " Enable 'coerce_one_of'"  # an option of llguidance that would break the schema's promise
+
+
+class GrammarFailure(NanoserveError):
+    """A grammar cannot be followed any further: this one text cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What may come next.
+
+    Attributes:
+        tokens: one bit per token id, the lowest first in each byte: uint8 [ceil(vocab_size / 8)]. No control tokens.
+        may_end: whether the text is complete as it is.
+    """
+
+    tokens: np.ndarray
+    may_end: bool
+
+
+class Matcher:
+    """One text on its way through a grammar."""
+
+    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+
+    def allowed(self) -> Allowed:
+        """What may come next.
+
+        Raises:
+            GrammarFailure: if that takes more time or memory than the limits allow.
+        """
+        tokens, may_end = self._vocabulary.split_mask(self._matcher.compute_bitmask())
+        self._check()
+        return Allowed(tokens, may_end)
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        """Go on by tokens of the text; raises GrammarFailure if they do not follow the grammar."""
+        self._matcher.consume_tokens(list(tokens))
+        self._check()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text is complete and nothing can follow."""
+        return bool(self._matcher.is_stopped())
+
+    def copy(self) -> "Matcher":
+        """Another text at the same place."""
+        return Matcher(self._matcher.deep_copy(), self._vocabulary)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarFailure(f"the JSON schema cannot be followed: {_first_line(self._matcher.get_error())}")
+
+
+class GrammarCompiler:
+    """Makes matchers for one model's vocabulary.
+
+    Args:
+        directory: where the model's tokenizer is.
+        vocab_size: width of the logits; None takes that of the tokenizer.
+    """
+
+    def __init__(self, directory: Path, vocab_size: int | None = None) -> None:
+        self._directory = directory
+        self._vocab_size = vocab_size
+        self._compiled: OrderedDict[str, Matcher] = OrderedDict()
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Built on first use, which takes about a second where there are 150,000 tokens.
+
+        Raises:
+            UsageError: without llguidance, and for vocabularies it cannot use.
+        """
+        try:
+            return load_vocabulary(self._directory, self._vocab_size)
+        except ModuleNotFoundError:
+            raise UsageError("structured output needs llguidance: pip install 'nanoserve[server]'") from None
+
+    def matcher(self, schema: str) -> Matcher:
+        """A matcher at the beginning of a text.
+
+        Raises:
+            UsageError: if the schema is not valid, not supported, or too complex.
+        """
+        if schema not in self._compiled:
+            self._compiled[schema] = self._compile(schema)
+            if len(self._compiled) > MAX_CACHED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(schema)
+        return self._compiled[schema].copy()
+
+    def forget(self, schema: str) -> None:
+        """Compile it anew the next time: what a failed text has left behind is shared with its copies."""
+        self._compiled.pop(schema, None)
+
+    def _compile(self, schema: str) -> Matcher:
+        vocabulary = self.vocabulary
+        from llguidance import LLMatcher, LLParserLimits
+
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(
+                schema,
+                # No blanks but one behind a comma or a colon: a weak model at a high temperature would never come to an
+                # end with them.
+                overrides={
+                    "whitespace_flexible": False,
+                    "item_separator": ", ?",
+                    "key_separator": ": ?",
+                    "coerce_one_of": False,
+                    "lenient": False,
+                },
+            )
+        except ValueError as error:
+            raise UsageError(f"JSON schema: {_first_line(str(error))}") from None
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise UsageError(f"JSON schema: {_first_line(matcher.get_error())}")
+        return Matcher(matcher, vocabulary)
+
+
+def _first_line(message: str) -> str:
+    """llguidance's messages may go on with the regular expression or the parser's state."""
+    lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines()]
+    text = next((line for line in lines if line.startswith("error:")), lines[0] if lines else "")
+    return text.removeprefix("error: ").partition(_ADVICE)[0][:_LONGEST_MESSAGE]
