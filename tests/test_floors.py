@@ -20,6 +20,7 @@ TORCH_FREE = [
     "scheduler",
     "engine",
     "text",
+    "client",
     "commands",
 ]
 
@@ -39,8 +40,9 @@ FLOORS: dict[str, set[str]] = {
     "outputs": {"errors", "request", "text"},
     "models": {"errors", "files", "config", "triton_ops"},
     "runtime": {"errors", "config", "sizes", "request", "scheduler", "models", "triton_ops"},
+    "client": {"errors"},
     "benchmarks": {
-        *("errors", "files", "config", "request", "scheduler", "engine", "interrupts", "models", "llm"),
+        *("client", "errors", "files", "config", "request", "scheduler", "engine", "interrupts", "models", "llm"),
         "triton_ops",
     },
     "assembly": {
