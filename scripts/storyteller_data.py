@@ -190,6 +190,8 @@ class Mix:
 
 BROAD_MIX = Mix(book=0.35, talk=0.07, story=0.28, chat=0.30)
 STORY_MIX = Mix(book=0.15, talk=0.02, story=0.33, chat=0.50)
+STORIES_IN_A_ROW, OFTEN = (1, 2, 3, 4), (4, 2, 1, 1)
+"""How many stories a plain document holds, unmarked as in the validation file, and how often that many."""
 
 
 def draw_document(corpus: Corpus, tokenizer: Tokenizer, mix: Mix, random_source: random.Random) -> Document:
@@ -204,7 +206,9 @@ def draw_document(corpus: Corpus, tokenizer: Tokenizer, mix: Mix, random_source:
         return encode_chat(tokenizer, story_chat(corpus.short_stories, random_source))
     if kind == "echo":
         return draw_echo(corpus, tokenizer, random_source)
-    return encode_text(tokenizer, vary_story(random_source.choice(corpus.stories), random_source))
+    count = random_source.choices(STORIES_IN_A_ROW, OFTEN)[0]
+    stories = [vary_story(story, random_source) for story in random_source.sample(corpus.stories, count)]
+    return encode_text(tokenizer, "\n\n".join(stories))
 
 
 def draw_echo(corpus: Corpus, tokenizer: Tokenizer, random_source: random.Random) -> Document:

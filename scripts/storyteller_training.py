@@ -109,6 +109,10 @@ class Recipe:
     dropout: float = 0.15  # of the outputs of attention and feed-forward; the stories are few and soon known by heart
     seed: int = 1
 
+    def going_on(self) -> Recipe:
+        """For a model that was trained before: no broad reading, and rates that do not undo what it has learnt."""
+        return replace(self, broad_share=0.0, matrix_rate=0.3 * self.matrix_rate, vector_rate=0.3 * self.vector_rate)
+
 
 @dataclass(frozen=True)
 class Progress:

@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # idle threads leave the cores to others; read when torch loads
@@ -95,7 +94,7 @@ def prepare(
     if arguments.start_from:
         decoder, config = load_model(arguments.start_from, "float32", device)
         tokenizer = Tokenizer.from_file(str(arguments.start_from / "tokenizer.json"))
-        return decoder.requires_grad_(True), config, tokenizer, replace(recipe, broad_share=0.0)
+        return decoder.requires_grad_(True), config, tokenizer, recipe.going_on()
     if arguments.draft:
         tokenizer = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
     else:

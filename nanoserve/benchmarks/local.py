@@ -32,6 +32,7 @@ class LocalBench:
         self._seed = seed
         dtype = resolve_dtype(llm.engine_config.dtype, torch.device(llm.engine_config.device), llm.config.dtype)
         operators = settle_operators(announce)
+        llm.prepare(lambda stage, done, _: None if done else announce(f"{stage}, once on this machine ..."))
         self._cost = ModelCost(llm.config, dtype.itemsize)
         self._probe = BandwidthProbe()
         self._limits = machine_limits(dtype, self._probe)
@@ -40,6 +41,7 @@ class LocalBench:
             "model": llm.model_name,
             "dtype": str(dtype).removeprefix("torch."),
             "operators": operators,
+            "layers": "compiled" if llm.compiled else "eager",
             "threads": torch.get_num_threads(),
             "policy": llm.engine_config.policy,
             "limit_read_gb_per_s": self._limits.read_bytes_per_second / 1e9,

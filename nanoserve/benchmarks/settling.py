@@ -1,10 +1,5 @@
-"""Timings begin when it is settled what runs: the C++ operators, or plain torch where they cannot be had.
+"""Timings begin when it is settled what runs: the C++ operators, or plain torch where they cannot be had."""
 
-``python -m nanoserve.benchmarks.settling`` does so in a process of its own and prints which, for a benchmark that must
-not load torch itself.
-"""
-
-import sys
 from collections.abc import Callable
 
 from triton_ops.cpu import cpu_operators
@@ -19,7 +14,3 @@ def settle_operators(announce: Callable[[str], None]) -> str:
     if operators.expected and not operators.loaded:
         announce("building the C++ operators, once on this machine ...")
     return "C++" if operators.wait() else f"plain torch ({operators.problem})"
-
-
-if __name__ == "__main__":
-    print(settle_operators(lambda line: print(line, file=sys.stderr, flush=True)))

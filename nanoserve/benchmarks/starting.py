@@ -1,7 +1,8 @@
 """From the start of a process to its first token, step by step, each time in a new process. No torch here.
 
-Cold means that the files of torch and of the model were dropped from the system's page cache before, as far as no
-other process holds them; warm is the same again.
+The first start ever finds nanoserve's cache empty: it answers through plain torch, and its operators are built and its
+layers compiled behind that. Cold means that this has been done, but the files of torch and of the model were dropped
+from the system's page cache, as far as no other process holds them; warm is the same again.
 """
 
 import json
@@ -17,48 +18,47 @@ from pathlib import Path
 from nanoserve.errors import RuntimeFailure
 
 _CHILD = ("-m", "nanoserve.benchmarks.starting_child")
-_SETTLING = ("-m", "nanoserve.benchmarks.settling")
-STAGES = ("python", "import torch", "import nanoserve", "load", "first token", "second token", "third token")
+STAGES = (
+    *("python", "import torch", "import nanoserve", "load", "first token", "second token", "third token"),
+    *("build operators", "compile layers"),
+)
 TO_FIRST_TOKEN = STAGES[: STAGES.index("first token") + 1]
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Seconds each stage took in one process, in order, and their sum up to the first token."""
+    """One process.
+
+    Attributes:
+        stages: seconds each took, in order.
+        operators, layers: what ran in the end, as other reports say it.
+    """
 
     stages: dict[str, float]
+    operators: str
+    layers: str
 
     @property
     def to_first_token(self) -> float:
+        """Seconds, of all stages up to it."""
         return sum(self.stages[name] for name in TO_FIRST_TOKEN)
 
 
-def settle_elsewhere() -> str:
-    """`settle_operators` in a process of its own: one that holds torch's files would keep them in the page cache.
-
-    Raises:
-        RuntimeFailure: with its exit code, if it fails; it has said why on stderr.
-    """
-    done = subprocess.run([sys.executable, *_SETTLING], stdout=subprocess.PIPE, text=True)
-    if done.returncode != 0:
-        raise RuntimeFailure(f"a process that was to build the C++ operators failed with exit code {done.returncode}")
-    return done.stdout.strip()
-
-
-def start_once(model: str | None, settings: dict[str, object], threads: int | None) -> Start:
-    """Run one process that opens the model with these settings of LLM and generates; its stages.
+def start_once(model: str | None, settings: dict[str, object], threads: int | None, cache: Path) -> Start:
+    """Run one process that opens the model with these settings of LLM and generates; ``cache`` is where it builds.
 
     Raises:
         RuntimeFailure: with its last line, if it fails.
     """
     words = [sys.executable, *_CHILD, repr(time.monotonic()), json.dumps(model), json.dumps(settings)]
-    environment = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    environment |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(words, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["no message"]
         raise RuntimeFailure(f"a process that was to start failed: {lines[-1]}")
-    marks: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return Start(stage_lengths(marks))
+    said = json.loads(done.stdout.strip().splitlines()[-1])
+    return Start(stage_lengths(said["marks"]), said["operators"], said["layers"])
 
 
 def stage_lengths(marks: dict[str, float]) -> dict[str, float]:

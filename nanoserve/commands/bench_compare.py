@@ -105,6 +105,7 @@ def _openings(
                 max_batch=max(case.batch for case in cases),
                 max_length=max(case.input_tokens + case.output_tokens for case in cases),
                 policy=engine.policy,
+                eager=engine.eager,
             )
         )
     facts = {"model": model.name, "dtype": dtype, "threads": threads, "policy": engine.policy}

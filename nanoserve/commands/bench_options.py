@@ -109,7 +109,10 @@ def settled_operators(threads: int | None) -> str:
 def engine_title(facts: dict[str, Any]) -> str:
     """How an engine ran, for the title of a table."""
     operators = facts["operators"].partition(" (")[0]
-    return f"{facts['dtype']}, {operators} operators, {facts['threads']} threads, {facts['policy']}"
+    return (
+        f"{facts['dtype']}, {operators} operators, {facts['layers']} layers, {facts['threads']} threads,"
+        f" {facts['policy']}"
+    )
 
 
 def print_steps(report: "Report") -> None:

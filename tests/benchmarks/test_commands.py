@@ -245,7 +245,8 @@ def test_one_start_of_a_process(bench: Run, tmp_path: Path, monkeypatch: pytest.
     document = json.loads(report.read_text())
     assert document["operators"].startswith("plain torch (the compiler named by CXX")
     rows = document["rows"]
-    assert [row["case"] for row in rows] == ["cold", "warm"]
+    assert [row["case"] for row in rows] == ["first ever", "cold", "warm"]
+    assert document["layers"] == "eager"
     assert all(sum(row["stages"].values()) > row["to_first_token"] > 0 for row in rows)
     assert "to first token" in out
 

@@ -28,7 +28,7 @@ def in_the_midst(report: Path, cache: Path) -> subprocess.Popen[str]:
     work = ["--batch-sizes", "1", "--input", "8", "--output", "2,900", "--repeats", "3"]
     options = ["--kv-cache-memory", "16MiB", "--json", str(report)]
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "latency", *work, *options],
+        [sys.executable, "-c", PROGRAM, "latency", "--eager", *work, *options],
         cwd=ROOT,
         env=os.environ | {"XDG_CACHE_HOME": str(cache), "CXX": str(cache / "none")},  # no time for a compiler either
         stdout=subprocess.PIPE,

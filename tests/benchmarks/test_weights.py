@@ -37,7 +37,7 @@ def dummy(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def opening(engine: str, model: str, dtype: str = "float32") -> Opening:
-    return Opening(engine, model, dtype, threads=1, max_batch=2, max_length=14)
+    return Opening(engine, model, dtype, threads=1, max_batch=2, max_length=14, eager=True)
 
 
 def answers(peer: Peer) -> tuple[tuple[int, ...], ...]:

@@ -23,12 +23,16 @@ class NanoservePeer:
             max_model_len=opening.max_length + 1,
             max_num_seqs=opening.max_batch,
             policy=opening.policy,
+            eager=opening.eager,
         )
+        operators = settle_operators(_announce)
+        self._llm.prepare(lambda stage, done, _: None if done else _announce(f"{stage}, once on this machine ..."))
         self._driver = EngineDriver(self._llm.engine)
         self.description: dict[str, Any] = {
             "dtype": opening.dtype,
             "threads": torch.get_num_threads(),
-            "operators": settle_operators(lambda line: print(line, file=sys.stderr)),
+            "operators": operators,
+            "layers": "compiled" if self._llm.compiled else "eager",
         }
 
     def run(self, batch: Batch) -> BatchResult:
@@ -37,3 +41,7 @@ class NanoservePeer:
 
     def close(self) -> None:
         self._llm.close()
+
+
+def _announce(line: str) -> None:
+    print(line, file=sys.stderr)

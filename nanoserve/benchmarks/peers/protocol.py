@@ -29,6 +29,7 @@ class Opening(msgspec.Struct, frozen=True):
         threads: for computing.
         max_batch, max_length: the most sequences at a time, and their longest total length in tokens.
         policy: nanoserve's scheduling policy.
+        eager: run nanoserve's layers uncompiled.
     """
 
     engine: str
@@ -38,6 +39,7 @@ class Opening(msgspec.Struct, frozen=True):
     max_batch: int
     max_length: int
     policy: str = "sarathi"
+    eager: bool = False
 
 
 class BatchResult(msgspec.Struct, frozen=True):
