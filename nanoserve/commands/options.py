@@ -155,6 +155,17 @@ class EngineOptions:
             settings["seed"] = self.seed
         return settings
 
+    def flags(self) -> list[str]:
+        """These options as they are typed, all of them, so that no environment variable has a say any more."""
+        words = []
+        for field in fields(self):
+            flag, value = _flag(field.name), getattr(self, field.name)
+            if value is True:
+                words.append(flag)
+            elif value is not None and value is not False:
+                words += [flag, str(value)]
+        return words
+
     def without_effect_on_servers(self) -> list[str]:
         """The flags that were given and that say nothing to a server which runs already.
 
@@ -162,7 +173,7 @@ class EngineOptions:
         """
         told = ("model", "seed", "offline", "threads")
         given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
-        return [f"--{name.replace('_', '-')}" for name in given if name not in told]
+        return [_flag(name) for name in given if name not in told]
 
     def open_llm(self, progress: Progress | None) -> "LLM":
         """Load the model; the caller closes it.
@@ -317,6 +328,11 @@ def _spelled_out(group: type) -> list[inspect.Parameter]:
         inspect.Parameter(field.name, kind, default=field.default, annotation=hints[field.name])
         for field in fields(group)
     ]
+
+
+def _flag(field: str) -> str:
+    """The long flag of a field."""
+    return "--" + field.replace("_", "-")
 
 
 def _bytes(size: str | None) -> int | None:
