@@ -130,3 +130,9 @@ def error_facts(body: Any) -> ErrorFacts | None:
     named = [error.get(name) for name in ("code", "type")]
     code = next((name for name in named if isinstance(name, str) and name), None)
     return ErrorFacts(error["message"][:_LONGEST_MESSAGE], code)
+
+
+def printable(text: str) -> str:
+    """A server's words as one line without what would steer a terminal."""
+    line = " ".join(text.split())
+    return "".join(character if character.isprintable() else "\ufffd" for character in line)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from nanoserve.client.connection import ApiClient, ServerRefused
+from nanoserve.client.events import printable
 from nanoserve.errors import RuntimeFailure, UsageError
 
 NO_SUCH_PATH = (404, 405)
@@ -16,6 +17,11 @@ class ModelCard(msgspec.Struct, frozen=True):
 
     id: str
     max_model_len: int | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return printable(self.id)
 
 
 class _ModelList(msgspec.Struct, frozen=True):

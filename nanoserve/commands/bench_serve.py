@@ -211,12 +211,11 @@ def _target(server: ServerOptions, engine: EngineOptions, report: "Report", open
         opened.callback(own.close)
         client, key, foreign = ApiClient(own.address), None, ForeignLoad([own.process_id])
         card = served_model(client, own.model, say)
-    report.put("server", {"url": str(client.address), "own": server.url is None, "model": card.id})
+    report.put("server", {"url": str(client.address), "own": server.url is None, "model": card.name})
     return _Target(client.address, key, card.id, card.max_model_len, foreign)
 
 
 def _show(report: "Report", results: ResultOptions) -> None:
-    from nanoserve.benchmarks.plots import Panel, plot_lines
     from nanoserve.benchmarks.serving.doubts import doubts
     from nanoserve.benchmarks.tables import Column, print_table
 
@@ -239,7 +238,7 @@ def _show(report: "Report", results: ResultOptions) -> None:
     print_table(title, columns, report.rows)
     statistics = [Column(name, name, ",.1f") for name in ("mean", "p50", "p90", "p99", "max")]
     rows = [
-        {"case": row["case"], "metric": metric.removesuffix("_ms").upper(), **(row[metric] or {})}
+        {"case": row["case"], "metric": _short(metric), **(row[metric] or {})}
         for row in report.rows
         for metric in LATENCIES
     ]
@@ -249,13 +248,23 @@ def _show(report: "Report", results: ResultOptions) -> None:
         for doubt in doubts(row):
             print(f"{row['case']}: {doubt}")
     if results.plot is not None:
-        percentiles = ("p50", "p90", "p99")
-        panels = [
-            Panel(
-                f"{metric.removesuffix('_ms').upper()} in ms", [Column(p, f"{metric}.{p}", ".3f") for p in percentiles]
-            )
-            for metric in LATENCIES
-        ]
-        panels.append(Panel("output tokens/s", [Column("mean", "output_tokens_per_s", ".3f")]))
-        axis = "clients" if report.rows[0]["concurrency"] else "requests/s offered"
-        plot_lines(results.plot, title, axis, "tick", panels, report.rows)
+        _plot(results.plot, title, report.rows)
+
+
+def _plot(path: Path, title: str, rows: list[dict[str, Any]]) -> None:
+    """Percentiles of each latency, and the output, over the loads."""
+    from nanoserve.benchmarks.plots import Panel, plot_lines
+    from nanoserve.benchmarks.tables import Column
+
+    panels = [
+        Panel(f"{_short(metric)} in ms", [Column(name, f"{metric}.{name}", ".3f") for name in ("p50", "p90", "p99")])
+        for metric in LATENCIES
+    ]
+    panels.append(Panel("output tokens/s", [Column("mean", "output_tokens_per_s", ".3f")]))
+    axis = "clients" if rows[0]["concurrency"] else "requests/s offered"
+    plot_lines(path, title, axis, "tick", panels, rows)
+
+
+def _short(metric: str) -> str:
+    """``ttft_ms`` as people write it."""
+    return metric.removesuffix("_ms").upper()

@@ -135,8 +135,7 @@ class RemoteModel:
         self._can_count = True
         self.defaults: SamplingParams | None = None
         card = served_model(client, model, notify)
-        self._id, self.context = card.id, card.max_model_len
-        self.name = "".join(character if character.isprintable() else "\ufffd" for character in card.id)
+        self._id, self.name, self.context = card.id, card.name, card.max_model_len
 
     def start_preparing(self) -> None:
         """The server has done that."""

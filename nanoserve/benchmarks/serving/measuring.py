@@ -130,9 +130,10 @@ class ServeBench:
                 try:
                     asyncio.run(self._under(load, point, repeat))
                 finally:
-                    runs.append(load.run())
+                    if (run := load.run()).records:
+                        runs.append(run)
         finally:
-            if any(run.records for run in runs):
+            if runs:
                 keep(self._row(point, runs))
 
     async def _under(self, load: Load, point: Point, repeat: int) -> None:

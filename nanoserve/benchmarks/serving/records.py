@@ -193,8 +193,8 @@ def _goodput(runs: Sequence[Run], slo: Slo) -> dict[str, Any]:
 
 
 def _samples(runs: Sequence[Run], slo: Slo | None) -> dict[str, list[float]]:
-    """Each run's own figures, for ``bench diff``; of runs in which an answer came."""
-    full = [run for run in runs if run.complete]
+    """The figures of each whole run in which an answer came, for ``bench diff``."""
+    full = [run for run in runs if run.complete and not run.unfinished]
     samples = {
         f"{name}_ms": [MILLISECONDS * _mean([getattr(one, name) for one in run.complete]) for run in full]
         for name in SLO_NAMES

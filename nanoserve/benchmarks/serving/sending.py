@@ -18,7 +18,7 @@ import msgspec
 from nanoserve.benchmarks.serving.records import RequestRecord
 from nanoserve.benchmarks.serving.requests import PreparedRequest
 from nanoserve.client.address import ServerAddress, key_headers
-from nanoserve.client.events import BrokenStream, Chunk, EventReader, ServerUsage, error_facts
+from nanoserve.client.events import BrokenStream, Chunk, EventReader, ServerUsage, error_facts, printable
 
 _READ_BYTES = 1 << 16
 _LONGEST_ERROR = 1 << 16
@@ -127,7 +127,9 @@ class Sender:
         except h11.RemoteProtocolError:
             failure = "the connection ended half-way"
         except OSError as error:
-            failure = os.strerror(error.errno) if error.errno else _clean(str(error)) or type(error).__name__
+            failure = (
+                os.strerror(error.errno) if error.errno else printable(str(error))[:_SHOWN] or type(error).__name__
+            )
         ended = self.clock() - began
         wanted = request.shape.output_tokens
         return RequestRecord(scheduled=scheduled, started=started, ended=ended, wanted_tokens=wanted, failure=failure)
@@ -183,15 +185,9 @@ def _refused(status: int, body: bytes) -> str:
         words = error_facts(msgspec.json.decode(body))
     if words is None:
         return f"HTTP {status}"
-    return f"HTTP {status}: {_clean(words.message)}"
+    return f"HTTP {status}: {printable(words.message)[:_SHOWN]}"
 
 
 def _words_of(error: object) -> str:
     facts = error_facts(error)
-    return "unknown" if facts is None else _clean(facts.message)
-
-
-def _clean(text: str) -> str:
-    """A server's words, fit to be printed in a line."""
-    line = " ".join(text.split())
-    return "".join(character if character.isprintable() else "\ufffd" for character in line)[:_SHOWN]
+    return "unknown" if facts is None else printable(facts.message)[:_SHOWN]

@@ -16,6 +16,7 @@ from nanoserve.benchmarks.peers.server_peer import ServerPeer
 from nanoserve.benchmarks.serving import own_server, preparing
 from nanoserve.benchmarks.serving.own_server import OwnServer
 from nanoserve.commands.main import main
+from nanoserve.commands.options import EngineOptions
 from nanoserve.errors import RuntimeFailure
 from tests.client.foreign import HELLO, Asked, Scripted, as_error, foreign
 from tests.server.starting import ROOT, Server, alive, running_fake, wait_until
@@ -197,6 +198,14 @@ def test_a_server_of_its_own_is_started_and_ended(bench: Run, tmp_path: Path, mo
     assert len(started) == 1 and not alive(started[0])
     with pytest.raises(RuntimeFailure, match="the server did not start: no such directory"):
         OwnServer(["--model", "./nowhere"])
+
+
+def test_options_of_an_engine_are_handed_on_as_they_were_given() -> None:
+    flags = EngineOptions(model="x y", eager=True, threads=2, kv_cache_memory="2GiB").flags()
+    given = dict(zip(flags, [*flags[1:], ""], strict=True))
+    assert (given["--model"], given["--threads"], given["--kv-cache-memory"]) == ("x y", "2", "2GiB")
+    assert given["--dtype"] == "auto"  # a default, too: an environment variable must not change it
+    assert "--eager" in flags and "--offline" not in flags and "--seed" not in flags
 
 
 def test_a_server_does_not_outlive_a_benchmark_that_is_killed() -> None:

@@ -68,6 +68,8 @@ def test_goodput_is_of_answers_that_meet_every_limit_and_attainment_of_all_reque
 
 def test_every_run_is_a_sample() -> None:
     slower = Run(RUN.records, seconds=10.0)
+    half = Run((PROMPT,), seconds=10.0, unfinished=3)
+    assert figures([RUN, slower, half], Slo(ttft=5000))["samples"] == figures([RUN, slower], Slo(ttft=5000))["samples"]
     row = figures([RUN, slower], Slo(ttft=5000))
     assert row["samples"]["output_tokens_per_s"] == [9 / 5, 9 / 10]
     assert row["samples"]["goodput_requests_per_s"] == [3 / 5, 3 / 10]
