@@ -21,6 +21,7 @@ TORCH_FREE = [
     "engine",
     "text",
     "grammar",
+    "client",
     "commands",
 ]
 
@@ -41,8 +42,9 @@ FLOORS: dict[str, set[str]] = {
     "outputs": {"errors", "request", "text"},
     "models": {"errors", "files", "config", "triton_ops"},
     "runtime": {"errors", "config", "sizes", "request", "scheduler", "grammar", "models", "triton_ops"},
+    "client": {"errors"},
     "benchmarks": {
-        *("errors", "files", "config", "request", "scheduler", "engine", "interrupts", "models", "llm"),
+        *("client", "errors", "files", "config", "request", "scheduler", "engine", "interrupts", "models", "llm"),
         "triton_ops",
     },
     "assembly": {

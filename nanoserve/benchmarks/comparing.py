@@ -102,7 +102,7 @@ def _agreement(answers: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, flo
     return {
         name: statistics.mean(mine[0] == theirs[0] for mine, theirs in zip(ours, tokens, strict=True))
         for name, tokens in answers.items()
-        if name != "nanoserve"
+        if name != "nanoserve" and all(tokens)  # a server tells no token ids
     }
 
 

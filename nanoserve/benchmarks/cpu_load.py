@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -12,6 +13,8 @@ _LAST_BUSY_FIELD = 8  # behind it come guest times, which are counted in user ti
 
 class ForeignLoad:
     """Measures, from its creation or last reading on, how many cores other processes kept busy.
+
+    The work of a process that is the benchmark's own includes that of all its descendants.
 
     Args:
         own: process ids whose work is the benchmark's, beside this process.
@@ -41,10 +44,23 @@ class ForeignLoad:
             fields = (self._proc / "stat").read_text().split("\n", 1)[0].split()[1:]
             counted = [int(field) for field in fields[:_LAST_BUSY_FIELD]]
             busy = sum(ticks for index, ticks in enumerate(counted) if index not in _IDLE_FIELDS)
-            own = sum(self._process_ticks(process) for process in self._own)
+            own = sum(self._process_ticks(process) for process in self._own) + self._descendants_ticks()
         except (OSError, ValueError, IndexError):
             return None
         return time.monotonic(), busy, own
+
+    def _descendants_ticks(self) -> int:
+        found, pending, ticks = set(self._own), list(self._own), 0
+        while pending:
+            for file in (self._proc / str(pending.pop()) / "task").glob("*/children"):
+                with suppress(OSError):  # a thread that has just ended
+                    children = {int(child) for child in file.read_text().split()} - found
+                    found |= children
+                    pending += children
+        for process in found - set(self._own):
+            with suppress(OSError):  # ended: what it did is now counted with whoever waited for it
+                ticks += self._process_ticks(process)
+        return ticks
 
     def _process_ticks(self, process: int) -> int:
         # The name, in brackets, may hold blanks: the fields count from behind it.

@@ -10,7 +10,12 @@ from nanoserve.errors import UsageError
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
-HIGHER_IS_BETTER = frozenset({"output_tokens_per_s", "prefill_ratio", "decode_ratio", "output_ratio", "of_floor"})
+HIGHER_IS_BETTER = frozenset(
+    {
+        *("output_tokens_per_s", "goodput_requests_per_s"),
+        *("prefill_ratio", "decode_ratio", "output_ratio", "of_floor"),
+    }
+)
 """Of all other metrics, which are durations, less is better."""
 
 Samples = dict[str, dict[str, list[float]]]

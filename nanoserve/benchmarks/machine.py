@@ -14,6 +14,7 @@ from nanoserve import __version__
 
 PACKAGES = ("torch", "triton", "transformers", "llama-cpp-python", "numpy", "safetensors", "tokenizers")
 ENVIRONMENT = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "MKL_NUM_THREADS")
+_SECRET_FLAG = "--api-key"
 _WANTED_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 
 
@@ -30,8 +31,15 @@ def describe_run() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """What was typed, with the program reduced to its name."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """What was typed, with the program reduced to its name, and without secrets: reports are passed on."""
+    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    for place, word in enumerate(words):
+        flag, equals, _ = word.partition("=")
+        if flag == _SECRET_FLAG and equals:
+            words[place] = f"{flag}=..."
+        elif flag == _SECRET_FLAG and place + 1 < len(words):
+            words[place + 1] = "..."
+    return " ".join(words)
 
 
 @cache

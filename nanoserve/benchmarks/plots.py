@@ -1,6 +1,8 @@
 """Charts of reports as PNG files; needs matplotlib, which the extra [plot] installs."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +45,56 @@ def plot_bars(path: Path, title: str, label: str, values: Sequence[Column], rows
         panel.margins(x=0.2)
         panel.set_xlabel(column.heading)
     panels[0].invert_yaxis()
-    try:
-        figure.savefig(path, format="png", dpi=150)
-    except OSError as error:
-        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error
+    _save(figure, path)
 
 
 def _number(text: str) -> float:
     return 0.0 if text == "-" else float(text.replace(",", "").rstrip("%x"))
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A part of a chart: what its lines show, and the columns that they are."""
+
+    heading: str
+    lines: Sequence[Column]
+
+
+def plot_lines(
+    path: Path, title: str, axis: str, tick: str, panels: Sequence[Panel], rows: Sequence[dict[str, Any]]
+) -> None:
+    """One panel beside another, a line per column over the rows, which lie at equal distances.
+
+    Args:
+        axis: what the ticks are.
+        tick: the field of a row that stands below it.
+
+    Raises:
+        RuntimeFailure: if the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1 + 3.6 * len(panels), 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    places = range(len(rows))
+    for plot, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for column in panel.lines:
+            values = [math.nan if (text := column.text(row)) == "-" else float(text) for row in rows]
+            plot.plot(places, values, marker="o", label=column.heading)
+        plot.set_xticks(places, [row[tick] for row in rows])
+        plot.set_xlabel(axis)
+        plot.set_title(panel.heading)
+        plot.set_ylim(bottom=0)
+        plot.margins(x=0.1)
+        plot.grid(axis="y", alpha=0.3)
+        plot.legend()
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, format="png", dpi=150)
+    except OSError as error:
+        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 _WIDTH_OF_A_FILE = 200
 _NOTHING = "-"
@@ -32,7 +33,8 @@ def print_table(title: str, columns: Sequence[Column], rows: Iterable[Mapping[st
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH_OF_A_FILE)
-    table = Table(title=title, title_justify="left", title_style="bold")
+    # A Text is shown as it is: a model's name may hold what rich would take for markup.
+    table = Table(title=Text(title, style="bold"), title_justify="left")
     for place, column in enumerate(columns):
         table.add_column(column.heading, justify="left" if place == 0 else "right", no_wrap=place == 0)
     for row in rows:

@@ -39,11 +39,13 @@ def compare(
     """Run the same batches on every engine in turn and print the ratios with their spread.
 
     A round counts only if the machine's read bandwidth before and after it differs by less than 10 %. Each engine
-    has a process of its own, the same weights, number format and threads. Default model: dummy:qwen3-0.6b.
+    has a process of its own, the same weights, number format and threads. Default model: dummy:qwen3-0.6b. The peer
+    "server" is nanoserve itself, asked over HTTP: the ratio is what serving costs.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
       nanoserve bench compare --dtype bfloat16 --batch-sizes 1,4 --rounds 5 --json compare.json
+      nanoserve bench compare --peers server --batch-sizes 16
     """
     names = [name.strip() for name in peers.split(",") if name.strip()]
     cases = grid.cases()
@@ -155,7 +157,8 @@ def _show(report: "Report", results: ResultOptions) -> None:
     report.put("summary", summary)
     report.put("ratios", compared)
     report.put("samples", samples(done))
-    facts: dict[str, Any] = report.document["engine"]
+    ours = report.document["descriptions"]["nanoserve"]
+    facts: dict[str, Any] = report.document["engine"] | {"layers": ours["layers"]}
     print_head(report)
     print(f"{sum(one.counts for one in done)} of {len(done)} rounds count (read bandwidth drift below 10 %)")
     if not summary:

@@ -21,9 +21,9 @@ def diff(
 ) -> int:
     """Compare two reports of the same benchmark, with bootstrap confidence intervals.
 
-    What is compared is what was measured repeatedly: latency and throughput, the ratios of bench compare, the shares
-    of the floor of bench operators, and the warm starts of bench startup. The exit code is 1 if a metric is worse by
-    more than --threshold with 95 % confidence.
+    What is compared is what was measured repeatedly: latency, throughput and serve, the ratios of bench compare, the
+    shares of the floor of bench operators, and the warm starts of bench startup. The exit code is 1 if a metric is
+    worse by more than --threshold with 95 % confidence.
 
     [bold]Example[/bold]
 

@@ -3,15 +3,17 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from nanoserve.commands.chat_commands import ChatCommands
+from nanoserve.commands.chat_model import ChatModel, LocalModel, RemoteModel
 from nanoserve.commands.chat_session import ChatSession, Piece, Steps
 from nanoserve.commands.failures import EXIT_OK, say
-from nanoserve.commands.options import EngineOptions, SamplingOptions, check_utf8, option, switch
+from nanoserve.commands.options import EngineOptions, SamplingOptions, ServerOptions, check_utf8, option, switch
 from nanoserve.commands.printers import AnswerPrinter, MarkdownPrinter, PlainPrinter
 from nanoserve.commands.prompt import ChatPrompt, edit_text, history_path
 from nanoserve.commands.terminal import StopOnInterrupt, is_terminal, load_progress, read_stdin, remark, without_echo
@@ -35,10 +37,13 @@ def chat(
     plain: Annotated[bool, switch("--plain", panel=PANEL, help="Do not render markdown on a terminal.")] = False,
     hide_thinking: Annotated[bool, switch("--hide-thinking", panel=PANEL, help="Do not show <think> blocks.")] = False,
     no_history: Annotated[bool, switch("--no-history", panel=PANEL, help="Keep no history of input lines.")] = False,
+    server: ServerOptions,
     engine: EngineOptions,
     sampling: SamplingOptions,
 ) -> int:
     """Talk with a model: on a terminal a conversation, else one answer to what is piped in.
+
+    The model runs in this process, or with --url behind any server that speaks OpenAI's API.
 
     [bold]Examples[/bold]
 
@@ -46,6 +51,7 @@ def chat(
       nanoserve chat --model ./Qwen3-0.6B --temperature 0.7   a model directory
       nanoserve chat "a story about a fox and a boat"         one answer
       cat notes.txt | nanoserve chat "Summarize:" --json      answer, usage and timings as JSON
+      nanoserve chat --url http://127.0.0.1:11434             a server: ours, ollama, vLLM, llama.cpp ...
     """
     settings = sampling.given()
     question = _question(message)
@@ -53,15 +59,33 @@ def chat(
         raise UsageError("--json answers one message: give it as an argument or on stdin")
     if system is not None:
         check_utf8(system, "the system prompt")
-    with load_progress() as progress:
-        llm = engine.open_llm(progress)
-    with llm:
-        session = ChatSession(llm, notify=say, system=system, settings=settings)
-        if llm.tokenizer.notice:
-            say(llm.tokenizer.notice)
+    with _opened(server, engine, settings) as model:
+        session = ChatSession(model, notify=say, system=system, settings=settings)
         if question is not None:
             return _answer_once(session, question, plain=plain, hide_thinking=hide_thinking, as_json=json_output)
         return _Conversation(session, plain=plain, hide_thinking=hide_thinking, keep_history=not no_history).run()
+
+
+@contextmanager
+def _opened(server: ServerOptions, engine: EngineOptions, settings: dict[str, Any]) -> Iterator[ChatModel]:
+    """Who answers: the model behind --url, or one that is loaded here.
+
+    Of the engine's options a server is told the model and the seed, which joins ``settings``.
+    """
+    if server.url is not None:
+        client = server.client()
+        if idle := engine.without_effect_on_servers():
+            say(f"with --url these have no effect: {', '.join(idle)}")
+        if engine.seed is not None:
+            settings["seed"] = engine.seed
+        yield RemoteModel(client, engine.model, say)
+        return
+    with load_progress() as progress:
+        llm = engine.open_llm(progress)
+    with llm:
+        if llm.tokenizer.notice:
+            say(llm.tokenizer.notice)
+        yield LocalModel(llm)
 
 
 def _question(message: str | None) -> str | None:
@@ -83,13 +107,15 @@ def _question(message: str | None) -> str | None:
 
 def _answer_once(session: ChatSession, question: str, *, plain: bool, hide_thinking: bool, as_json: bool) -> int:
     printer = _printer(plain=plain, hide_thinking=hide_thinking)
-    for piece in session.ask(question):
-        if not as_json:
-            _show(printer, piece, thinking=not hide_thinking)
-    printer.finish()
+    try:
+        for piece in session.ask(question):
+            if not as_json:
+                _show(printer, piece, thinking=not hide_thinking)
+    finally:
+        printer.finish()
     answer = session.last_answer
     if as_json and answer is not None:
-        result = envelope(session.llm.model_name, answer.text, answer.reasoning, answer.usage, answer.finish_reason)
+        result = envelope(session.model.name, answer.text, answer.reasoning, answer.usage, answer.finish_reason)
         print(json.dumps(result, ensure_ascii=False))
     return EXIT_OK
 
@@ -105,8 +131,8 @@ class _Conversation:
         self._prompt = ChatPrompt(history_path() if keep_history else None, self._commands.names)
 
     def run(self) -> int:
-        remark(f"{self._session.llm.model_name}. /help lists the commands, Ctrl-D leaves.")
-        self._session.llm.start_preparing()  # while the user reads and types
+        remark(f"{self._session.model.name}. /help lists the commands, Ctrl-D leaves.")
+        self._session.model.start_preparing()  # while the user reads and types
         while True:
             try:
                 line = self._prompt.read()
@@ -147,7 +173,7 @@ class _Conversation:
         printer.finish()
         answer = self._session.last_answer
         if answer is not None and answer is not before:
-            remark(answer.usage.line(self._session.llm.max_model_len, interrupted=answer.interrupted))
+            remark(answer.usage.line(self._session.model.context, interrupted=answer.interrupted))
 
 
 def _printer(*, plain: bool, hide_thinking: bool) -> AnswerPrinter:

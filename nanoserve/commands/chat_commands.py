@@ -91,26 +91,34 @@ class ChatCommands:
     def _set(self, argument: str) -> Outcome:
         name, value = _name_and_value(argument)
         self._session.change(name, value)
-        return Outcome(f"{name} = {_shown(getattr(self._session.sampling_params(), name))}")
+        return Outcome(self._setting(name))
 
     def _show(self, _: str) -> Outcome:
         session = self._session
-        params = session.sampling_params()
+        used, most = session.context_used(), session.model.context
+        tokens = "" if used is None else f"{used} of {most or 'unknown'} tokens, "
         lines = [
-            f"model    {session.llm.model_name}",
-            f"context  {session.context_used()} of {session.llm.max_model_len} tokens, {len(session.turns) // 2} turns",
+            f"model    {session.model.name}",
+            f"context  {tokens}{len(session.turns) // 2} turns",
             f"system   {session.system or '(none)'}",
         ]
         for name in CHANGEABLE:
-            mark = "" if name in session.settings else "  (the model's default)"
-            lines.append(f"  {name} = {_shown(getattr(params, name))}{mark}")
+            mark = "" if name in session.settings or session.model.defaults is None else "  (the model's default)"
+            lines.append(f"  {self._setting(name)}{mark}")
         return Outcome("\n".join(lines))
+
+    def _setting(self, name: str) -> str:
+        """A setting and its value."""
+        session = self._session
+        if name not in session.settings and session.model.defaults is None:
+            return f"{name} = (the server's default)"
+        return f"{name} = {_shown(getattr(session.sampling_params(), name))}"
 
     def _stats(self, _: str) -> Outcome:
         answer = self._session.last_answer
         if answer is None:
             raise UsageError("there is no answer yet")
-        return Outcome(answer.usage.line(self._session.llm.max_model_len, interrupted=answer.interrupted))
+        return Outcome(answer.usage.line(self._session.model.context, interrupted=answer.interrupted))
 
     def _think(self, argument: str) -> Outcome:
         if argument not in ("on", "off"):

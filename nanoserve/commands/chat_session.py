@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from nanoserve.commands.chat_model import AnswerDelta, ChatModel, ContextFull
 from nanoserve.commands.options import sampling_params
 from nanoserve.commands.usage import Usage
-from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 
 if TYPE_CHECKING:
-    from nanoserve.llm import LLM
-    from nanoserve.request import RequestOutput, SamplingParams
-    from nanoserve.text.reasoning import Part, ReasoningSplitter
+    from nanoserve.request import SamplingParams
+    from nanoserve.text.reasoning import Part
 
 _ANSWER_SHARE = 4  # the oldest turns make room until a quarter of the context is left for the answer
 
 
-Steps = Callable[[Iterator["RequestOutput"]], Iterator["RequestOutput"]]
+Steps = Callable[[Iterator[AnswerDelta]], Iterator[AnswerDelta]]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -62,10 +62,10 @@ class Answer:
 
 @dataclass(slots=True)
 class ChatSession:
-    """Turns and settings; the model's engine runs in the caller's thread while an answer is iterated.
+    """Turns and settings; whatever the model needs the caller's thread for is done while an answer is iterated.
 
     Attributes:
-        llm: an open LLM.
+        model: answers.
         notify: called with one line when something happens that the user should know.
         system: the system prompt, always kept.
         settings: what ``/set`` and the flags changed; the model's defaults are the rest.
@@ -74,7 +74,7 @@ class ChatSession:
         answers: how many there were since the session began.
     """
 
-    llm: "LLM"
+    model: ChatModel
     notify: Callable[[str], None]
     system: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
@@ -85,24 +85,45 @@ class ChatSession:
     def ask(self, question: str, steps: Steps = iter) -> Iterator[Piece]:
         """Send a message and yield the answer; history changes when the answer has ended.
 
-        ``steps`` goes through the engine's steps and may end early: what there is of the answer is kept then.
+        ``steps`` goes through the model's steps and may end early: what there is of the answer is kept then. So is
+        what there is when the model fails in the midst.
 
         Raises:
-            NanoserveError: if the model cannot answer; the history is as before.
+            NanoserveError: if the model cannot answer, or not to the end; without any answer the history is as before.
         """
         message = Message("user", question)
         self._make_room(message)
+        while True:
+            try:
+                yield from self._answer(message, steps)
+                return
+            except ContextFull:  # of a server that does not count for us
+                if not self.turns:
+                    raise
+                del self.turns[:2]
+                self.notify("the server's context is full: the oldest turn was dropped")
+
+    def _answer(self, message: Message, steps: Steps) -> Iterator[Piece]:
+        from nanoserve.text.reasoning import ReasoningSplitter
+
         conversation = self._for_model([*self.turns, message])
-        splitter = _reasoning_splitter(self.llm.tokenizer.render_chat(conversation))
+        splitter = ReasoningSplitter(starts_inside=self.model.opens_reasoning(conversation))
         answer: list[str] = []
         reasoning: list[str] = []
-        tokens, last = 0, None
-        with closing(self.llm.stream(conversation, self.sampling_params())) as stream:
-            for last in steps(stream):
-                tokens += len(last.outputs[0].token_ids)
-                yield from _sorted(splitter.push(last.outputs[0].text), answer, reasoning)
+        last = failure = None
+        try:
+            with closing(self.model.stream(conversation, self.settings)) as stream:
+                for last in steps(stream):
+                    yield from _sorted([("thinking", last.thinking)] if last.thinking else [], answer, reasoning)
+                    yield from _sorted(splitter.push(last.text), answer, reasoning)
+        except NanoserveError as error:
+            if last is None or not answer:
+                raise
+            failure = error
         yield from _sorted(splitter.flush(), answer, reasoning)
-        self._conclude(message, "".join(answer), "".join(reasoning), tokens, last)
+        self._conclude(message, "".join(answer), "".join(reasoning), last)
+        if failure is not None:
+            raise failure
 
     def regenerate(self, steps: Steps = iter) -> Iterator[Piece]:
         """Ask for the last answer again; the old one stays if there is no new one.
@@ -141,12 +162,18 @@ class ChatSession:
             raise UsageError(f"unknown setting {name!r}; there are {', '.join(CHANGEABLE)}")
         if value is not None:
             settings[name] = value
-        sampling_params(self.llm.default_sampling_params(), settings)
+        sampling_params(self._defaults(), settings)
         self.settings = settings
 
     def sampling_params(self) -> "SamplingParams":
         """The model's defaults with this session's settings over them."""
-        return sampling_params(self.llm.default_sampling_params(), self.settings)
+        return sampling_params(self._defaults(), self.settings)
+
+    def _defaults(self) -> "SamplingParams":
+        """The model's, or where only a server knows them those that change nothing: what is set is checked on them."""
+        from nanoserve.request import SamplingParams
+
+        return self.model.defaults or SamplingParams()
 
     def messages(self) -> list[Message]:
         """The whole conversation, the system prompt first."""
@@ -183,7 +210,7 @@ class ChatSession:
             raise UsageError(f"{path} is not a saved chat: {error}") from None
         if unknown := set(saved.settings) - set(CHANGEABLE):
             raise UsageError(f"{path} has unknown settings: {', '.join(sorted(unknown))}")
-        sampling_params(self.llm.default_sampling_params(), saved.settings)
+        sampling_params(self._defaults(), saved.settings)
         first_turn = 1 if saved.messages and saved.messages[0].role == "system" else 0
         turns = saved.messages[first_turn:]
         if any(turn.role != ("user", "assistant")[index % 2] for index, turn in enumerate(turns)) or len(turns) % 2:
@@ -191,10 +218,10 @@ class ChatSession:
         self.system = saved.messages[0].content if first_turn else None
         self.turns, self.settings = turns, saved.settings
 
-    def context_used(self) -> int:
-        """Tokens of the conversation so far, as the model would see it."""
+    def context_used(self) -> int | None:
+        """Tokens of the conversation so far, as the model would see it; None where nobody can tell."""
         messages = self._for_model(self.turns)
-        return len(self.llm.tokenizer.encode_chat(messages, add_generation_prompt=False)) if messages else 0
+        return self.model.count_tokens(messages, add_generation_prompt=False) if messages else 0
 
     def _take_back(self) -> tuple[Message, Message]:
         if not self.turns:
@@ -213,13 +240,14 @@ class ChatSession:
         Raises:
             UsageError: if the question does not fit even alone.
         """
-        context = self.llm.max_model_len
+        context, length = self.model.context, self._length([*self.turns, message])
+        if context is None or length is None:
+            return
         room = min(context // _ANSWER_SHARE, self.sampling_params().max_tokens or context)
         dropped = 0
-        while (length := self._length([*self.turns[2 * dropped :], message])) > context - room:
-            if 2 * dropped == len(self.turns):
-                break
+        while length > context - room and 2 * dropped < len(self.turns):
             dropped += 1
+            length = self._length([*self.turns[2 * dropped :], message]) or 0
         if length >= context:
             raise UsageError(f"the message makes {length} tokens, the context holds {context}: shorten it")
         if dropped:
@@ -227,26 +255,22 @@ class ChatSession:
             what = "turn was" if dropped == 1 else f"{dropped} turns were"
             self.notify(f"the context of {context} tokens is full: the oldest {what} dropped")
 
-    def _length(self, turns: list[Message]) -> int:
-        return len(self.llm.tokenizer.encode_chat(self._for_model(turns)))
+    def _length(self, turns: list[Message]) -> int | None:
+        return self.model.count_tokens(self._for_model(turns))
 
-    def _conclude(
-        self, message: Message, answer: str, reasoning: str, tokens: int, last: "RequestOutput | None"
-    ) -> None:
+    def _conclude(self, message: Message, answer: str, reasoning: str, last: AnswerDelta | None) -> None:
         if last is None:
             self.notify("stopped before the answer began; the message was taken back")
             return
-        sample = last.outputs[0]
-        if sample.error is not None:
-            raise RuntimeFailure(sample.error)
-        cut = not last.finished
-        self.last_answer = Answer(answer, reasoning, Usage.of(last, tokens), sample.finish_reason, interrupted=cut)
+        cut = last.finish_reason is None
+        self.last_answer = Answer(answer, reasoning, last.usage, last.finish_reason, interrupted=cut)
         if cut and not answer:
             self.notify("stopped before the answer began; the message was taken back")
             return
         self.turns += [message, Message("assistant", answer, interrupted=cut)]
         self.answers += 1
-        if sample.finish_reason == "length" and self.last_answer.usage.total_tokens >= self.llm.max_model_len:
+        total, context = last.usage.total_tokens, self.model.context
+        if last.finish_reason == "length" and total is not None and context is not None and total >= context:
             self.notify("the answer was cut where the context ends")
 
 
@@ -270,12 +294,6 @@ def _sorted(parts: "list[tuple[Part, str]]", answer: list[str], reasoning: list[
     for part, text in parts:
         (reasoning if part == "thinking" else answer).append(text)
         yield Piece(text, thinking=part == "thinking")
-
-
-def _reasoning_splitter(prompt: str) -> "ReasoningSplitter":
-    from nanoserve.text.reasoning import ReasoningSplitter, opens_reasoning
-
-    return ReasoningSplitter(starts_inside=opens_reasoning(prompt))
 
 
 def _write_atomically(path: Path, text: str) -> None:

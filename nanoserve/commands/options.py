@@ -20,6 +20,7 @@ from nanoserve.scheduler import POLICIES
 from nanoserve.threads import prepare_threads
 
 if TYPE_CHECKING:
+    from nanoserve.client.connection import ApiClient
     from nanoserve.llm import LLM
     from nanoserve.request import SamplingParams
 
@@ -29,6 +30,7 @@ Action = Callable[[], int]
 MODEL_PANEL = "Model"
 SAMPLING_PANEL = "Sampling (the model's own defaults unless given)"
 ENGINE_PANEL = "Engine"
+SERVER_PANEL = "Server"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEFAULTS = EngineConfig()
 
@@ -153,6 +155,26 @@ class EngineOptions:
             settings["seed"] = self.seed
         return settings
 
+    def flags(self) -> list[str]:
+        """These options as they are typed, all of them, so that no environment variable has a say any more."""
+        words = []
+        for field in fields(self):
+            flag, value = _flag(field.name), getattr(self, field.name)
+            if value is True:
+                words.append(flag)
+            elif value is not None and value is not False:
+                words += [flag, str(value)]
+        return words
+
+    def without_effect_on_servers(self) -> list[str]:
+        """The flags that were given and that say nothing to a server which runs already.
+
+        Not named are those that people set once for all commands: --offline and --threads.
+        """
+        told = ("model", "seed", "offline", "threads")
+        given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        return [_flag(name) for name in given if name not in told]
+
     def open_llm(self, progress: Progress | None) -> "LLM":
         """Load the model; the caller closes it.
 
@@ -165,6 +187,42 @@ class EngineOptions:
             from nanoserve.llm import LLM
 
         return LLM(self.model, progress=progress, **settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """A server to ask, instead of an engine in this process."""
+
+    url: Annotated[
+        str | None,
+        option(
+            "--url",
+            panel=SERVER_PANEL,
+            metavar="URL",
+            help="An OpenAI-compatible server, as http://127.0.0.1:8000; --model is then a name that it knows.",
+        ),
+    ] = None
+    api_key: Annotated[
+        str | None,
+        option(
+            "--api-key",
+            panel=SERVER_PANEL,
+            metavar="KEY",
+            help="What the server wants to be shown.",
+            envvar=["NANOSERVE_API_KEY", "OPENAI_API_KEY"],
+        ),
+    ] = None
+
+    def client(self) -> "ApiClient":
+        """For the server at --url.
+
+        Raises:
+            UsageError: for what is no URL, and for a key that no header can hold.
+        """
+        from nanoserve.client.address import parse_url
+        from nanoserve.client.connection import ApiClient
+
+        return ApiClient(parse_url(self.url or ""), self.api_key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +328,11 @@ def _spelled_out(group: type) -> list[inspect.Parameter]:
         inspect.Parameter(field.name, kind, default=field.default, annotation=hints[field.name])
         for field in fields(group)
     ]
+
+
+def _flag(field: str) -> str:
+    """The long flag of a field."""
+    return "--" + field.replace("_", "-")
 
 
 def _bytes(size: str | None) -> int | None:

@@ -12,12 +12,13 @@ class Usage:
     """Tokens and seconds of one answer; a rate or time is None where it was never reached.
 
     Attributes:
-        cached_tokens: prompt tokens whose KV came from the prefix cache.
+        prompt_tokens: None where a server has not told (yet).
+        cached_tokens: prompt tokens whose KV came from the prefix cache; None where a server does not tell.
         metrics: of the first sample.
     """
 
-    prompt_tokens: int
-    cached_tokens: int
+    prompt_tokens: int | None
+    cached_tokens: int | None
     completion_tokens: int
     metrics: "RequestMetrics"
 
@@ -29,17 +30,17 @@ class Usage:
         return cls(len(output.prompt_token_ids), output.cached_tokens, completion_tokens, output.outputs[0].metrics)
 
     @property
-    def total_tokens(self) -> int:
+    def total_tokens(self) -> int | None:
         """Prompt and answer together: the context in use."""
-        return self.prompt_tokens + self.completion_tokens
+        return None if self.prompt_tokens is None else self.prompt_tokens + self.completion_tokens
 
     @property
     def prefill_rate(self) -> float | None:
         """Prompt tokens computed (not cached) per second, from the first plan to the first token."""
         start, end = self.metrics.first_scheduled_time, self.metrics.first_token_time
-        if start is None or end is None or end <= start:
+        if start is None or end is None or end <= start or self.prompt_tokens is None:
             return None
-        return (self.prompt_tokens - self.cached_tokens) / (end - start)
+        return (self.prompt_tokens - (self.cached_tokens or 0)) / (end - start)
 
     @property
     def decode_rate(self) -> float | None:
@@ -47,7 +48,7 @@ class Usage:
         pace = self.metrics.time_per_output_token
         return 1 / pace if pace else None
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int | None]:
         """The OpenAI field names, and the cached tokens."""
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -67,19 +68,21 @@ class Usage:
             "decode_tokens_per_s": _rounded(self.decode_rate),
         }
 
-    def line(self, context: int, *, interrupted: bool = False) -> str:
-        """One line (t/s: tokens per second); ``context`` is the most tokens of prompt and answer together."""
-        parts = [
-            f"{self.prompt_tokens} prompt ({self.cached_tokens} cached)",
-            f"{self.completion_tokens} new" + (", interrupted" if interrupted else ""),
-        ]
+    def line(self, context: int | None, *, interrupted: bool = False) -> str:
+        """One line (t/s: tokens per second); ``context`` is the most tokens of prompt and answer together, if known."""
+        parts = []
+        if self.prompt_tokens is not None:
+            cached = "" if self.cached_tokens is None else f" ({self.cached_tokens} cached)"
+            parts.append(f"{self.prompt_tokens} prompt{cached}")
+        parts.append(f"{self.completion_tokens} new" + (", interrupted" if interrupted else ""))
         if (first := self.metrics.time_to_first_token) is not None:
             parts.append(f"TTFT {first:.2f} s")
         if (rate := self.prefill_rate) is not None:
             parts.append(f"prefill {rate:,.0f} t/s")
         if (rate := self.decode_rate) is not None:
             parts.append(f"decode {rate:,.1f} t/s")
-        parts.append(f"context {self.total_tokens}/{context}")
+        if self.total_tokens is not None:
+            parts.append(f"context {self.total_tokens}" + ("" if context is None else f"/{context}"))
         return " · ".join(parts)
 
 

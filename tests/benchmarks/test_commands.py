@@ -137,6 +137,7 @@ def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
 
         def __init__(self, name: str, _opening: object) -> None:
             super().__init__(name, 0.5 if name == "nanoserve" else 1.0)
+            self.description["layers"] = "eager"
 
     monkeypatch.setattr("nanoserve.benchmarks.peers.process.PeerProcess", FakeProcess)
     monkeypatch.setattr("nanoserve.benchmarks.rounds.MAX_DRIFT", 1e9)
@@ -185,6 +186,7 @@ def test_compare_looks_a_hub_model_up_once_and_not_on_the_network_if_offline(
 
         def __init__(self, name: str, opening: Opening) -> None:
             super().__init__(name, 1.0)
+            self.description["layers"] = "eager"
             assert opening.model == _bundled()
 
     monkeypatch.setattr("nanoserve.models.hub._download", found)

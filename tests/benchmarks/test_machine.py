@@ -16,9 +16,14 @@ from nanoserve.benchmarks.starting import STAGES, drop_from_page_cache, stage_le
 
 def write_counters(proc: Path, busy: int, own: int) -> None:
     (proc / "stat").write_text(f"cpu  {busy} 0 0 5000 10 0 0 0 0 0\ncpu0 1 2 3\n")
-    mine = proc / str(os.getpid())
-    mine.mkdir(exist_ok=True)
-    (mine / "stat").write_text(f"1 (a (strange) name) S {' '.join(['0'] * 10)} {own} 0 0 0 20 0\n")
+    write_process(proc, os.getpid(), own)
+
+
+def write_process(proc: Path, number: int, ticks: int, children: str = "") -> None:
+    thread = proc / str(number) / "task" / str(number)
+    thread.mkdir(parents=True, exist_ok=True)
+    (proc / str(number) / "stat").write_text(f"1 (a (strange) name) S {' '.join(['0'] * 10)} {ticks} 0 0 0 20 0\n")
+    (thread / "children").write_text(children)
 
 
 def test_foreign_load_is_all_but_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +34,26 @@ def test_foreign_load_is_all_but_ours(tmp_path: Path, monkeypatch: pytest.Monkey
     load = ForeignLoad(proc=tmp_path)
     write_counters(tmp_path, busy=4 * ticks, own=1 * ticks)
     assert load.read() == pytest.approx(1.5)  # three seconds of others' work in two seconds
+
+
+def test_the_work_of_descendants_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+    seconds = iter([10.0, 12.0])
+    monkeypatch.setattr("nanoserve.benchmarks.cpu_load.time.monotonic", lambda: next(seconds))
+    write_counters(tmp_path, busy=0, own=0)
+    load = ForeignLoad(proc=tmp_path)
+    write_counters(tmp_path, busy=4 * ticks, own=0)
+    write_process(tmp_path, os.getpid(), 0, children="-2 -3 ")  # numbers that no process has
+    write_process(tmp_path, -2, ticks, children="-4 ")  # -3 has just ended
+    write_process(tmp_path, -4, 2 * ticks)
+    assert load.read() == pytest.approx(0.5)
+
+
+def test_a_key_does_not_get_into_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["/x/nanoserve", "bench", "--api-key", "k1", "--api-key=k2", "--url", "u", "--api-key"]
+    )
+    assert command_line() == "nanoserve bench --api-key ... --api-key=... --url u --api-key"
 
 
 def test_a_system_that_does_not_tell(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from nanoserve.commands.chat_model import LocalModel
 from nanoserve.commands.chat_session import ChatSession, Message, Steps
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from tests.commands.fake_llm import FakeLLM
@@ -18,7 +19,13 @@ from tests.commands.fake_llm import FakeLLM
 def make_session(**settings: Any) -> tuple[ChatSession, list[str]]:
     notices: list[str] = []
     llm: Any = FakeLLM(max_model_len=settings.pop("max_model_len", 200))
-    return ChatSession(llm, notify=notices.append, **settings), notices
+    return ChatSession(LocalModel(llm), notify=notices.append, **settings), notices
+
+
+def fake(session: ChatSession) -> FakeLLM:
+    """The model behind a session of ``make_session``."""
+    llm: Any = session.model.llm  # type: ignore[attr-defined]
+    return llm
 
 
 def answer(session: ChatSession, question: str, steps: Steps = iter) -> str:
@@ -38,7 +45,7 @@ def test_turns_go_to_the_model_and_into_the_history() -> None:
     session, _ = make_session(system="Be kind.")
     assert answer(session, "one") == "You said: one"
     answer(session, "two")
-    assert [message["content"] for message in session.llm.prompts[-1]] == ["Be kind.", "one", "You said: one", "two"]
+    assert [message["content"] for message in fake(session).prompts[-1]] == ["Be kind.", "one", "You said: one", "two"]
     assert [turn.role for turn in session.turns] == ["user", "assistant"] * 2
     assert session.last_answer is not None
     assert session.last_answer.usage.completion_tokens == 3
@@ -48,11 +55,11 @@ def test_an_interrupted_answer_is_kept_and_marked() -> None:
     session, notices = make_session()
     assert answer(session, "a b c d", first(3)) == "You said: a "
     assert session.turns[-1] == Message("assistant", "You said: a ", interrupted=True)
-    assert session.llm.aborted == 1
+    assert fake(session).aborted == 1
     assert session.last_answer is not None
     assert session.last_answer.usage.decode_rate == pytest.approx(10.0)
     answer(session, "go on")
-    assert session.llm.prompts[-1][1] == {"role": "assistant", "content": "You said: a "}
+    assert fake(session).prompts[-1][1] == {"role": "assistant", "content": "You said: a "}
     assert notices == []
 
 
@@ -61,7 +68,7 @@ def test_a_message_stopped_before_its_answer_is_taken_back(question: str, steps:
     session, notices = make_session()
     assert answer(session, question, first(steps)) == ""
     assert session.turns == []
-    assert session.llm.aborted == (steps > 0)
+    assert fake(session).aborted == (steps > 0)
     assert notices == ["stopped before the answer began; the message was taken back"]
 
 
@@ -87,7 +94,7 @@ def test_a_full_context_drops_the_oldest_pairs_and_says_so() -> None:
     session, notices = make_session(max_model_len=60, system="Rule.")
     for number in range(6):
         answer(session, f"question {number} with some words")
-    sent = [message["content"] for message in session.llm.prompts[-1]]
+    sent = [message["content"] for message in fake(session).prompts[-1]]
     assert sent[0] == "Rule."
     assert sent[1].startswith("question 3")
     assert sent[-1].startswith("question 5")
@@ -134,7 +141,7 @@ def test_regenerate_keeps_the_old_answer_when_there_is_no_new_one() -> None:
     before = list(session.turns)
     assert list(session.regenerate(first(0))) == []
     assert session.turns == before
-    session.llm.max_model_len = 3
+    fake(session).max_model_len = 3
     with pytest.raises(NanoserveError):
         list(session.regenerate())
     assert session.turns == before
@@ -156,7 +163,7 @@ def test_settings_lie_over_the_defaults_and_are_checked() -> None:
     session, _ = make_session(settings={"top_k": 5})
     session.change("temperature", 0)
     answer(session, "hello")
-    params = session.llm.params[-1]
+    params = fake(session).params[-1]
     assert (params.temperature, params.top_k, params.top_p) == (0, 5, 0.95)
     for name, value in [("temperature", -1), ("top_p", "x"), ("n", 2), ("colour", 1), ("stop", [""])]:
         with pytest.raises(UsageError):

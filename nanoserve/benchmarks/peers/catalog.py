@@ -26,5 +26,6 @@ class PeerKind:
 PEERS: Mapping[str, PeerKind] = {
     "transformers": PeerKind(("transformers",), "pip install 'transformers>=5.0'"),
     "llama.cpp": PeerKind(("llama_cpp", "gguf"), "pip install llama-cpp-python gguf"),
+    "server": PeerKind(("starlette", "uvicorn", "h11", "zmq", "prometheus_client"), "pip install 'nanoserve[server]'"),
 }
-"""Choices of ``bench compare --peers``."""
+"""Choices of ``bench compare --peers``; the server is our own, asked over HTTP."""

@@ -115,6 +115,10 @@ def open_engine(opening: Opening) -> Peer:
         from nanoserve.benchmarks.peers.llama_cpp_peer import LlamaCppPeer
 
         return LlamaCppPeer(opening)
+    if opening.engine == "server":
+        from nanoserve.benchmarks.peers.server_peer import ServerPeer
+
+        return ServerPeer(opening)
     from nanoserve.benchmarks.peers.nanoserve_peer import NanoservePeer
 
     return NanoservePeer(opening)
@@ -141,15 +145,15 @@ def _say(stdout: BinaryIO, message: Any) -> None:
     stdout.flush()
 
 
-def _end_with(parent: int) -> None:
-    """A benchmark that is killed takes its peers with it, even in the midst of a batch."""
+def end_with(parent: int) -> None:
+    """Watch, and end this process with its parent: a benchmark that is killed takes with it what it has started."""
     while os.getppid() == parent:
         time.sleep(_WATCH_SECONDS)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
+    threading.Thread(target=end_with, args=(int(sys.argv[1]),), daemon=True).start()
     # What libraries print must not come between the answers: from here on their stdout is stderr.
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)

@@ -1,0 +1,165 @@
+"""A sweep: the same work at one load after another, each a row of the report."""
+
+import asyncio
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.serving.arrivals import offered_rate, poisson_arrivals, trace_arrivals
+from nanoserve.benchmarks.serving.load import Load
+from nanoserve.benchmarks.serving.records import Run, Slo, figures
+from nanoserve.benchmarks.serving.requests import PreparedRequest, RequestStyle
+from nanoserve.benchmarks.serving.sending import Sender
+from nanoserve.benchmarks.workloads import RequestShape
+from nanoserve.errors import RuntimeFailure, UsageError
+
+_WARM_UP_TOKENS = 16
+
+
+class Point(msgspec.Struct, frozen=True):
+    """How requests come.
+
+    Attributes:
+        concurrency: closed loop with so many clients; None is an open loop.
+        rate: requests per second of an open loop; None takes the times of a trace as they are.
+        traced: whether the open loop follows a trace, and not a Poisson process.
+    """
+
+    concurrency: int | None = None
+    rate: float | None = None
+    traced: bool = False
+
+    @property
+    def name(self) -> str:
+        if self.concurrency is not None:
+            return f"{self.concurrency} client" + ("s" if self.concurrency > 1 else "")
+        if self.rate is None:
+            return "trace"
+        return f"{'trace at ' if self.traced else ''}{self.rate:g} requests/s"
+
+    @property
+    def tick(self) -> str:
+        """Under a chart."""
+        return str(self.concurrency) if self.concurrency else "trace" if self.rate is None else f"{self.rate:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is asked in every run.
+
+    Attributes:
+        shapes: the lengths of the requests.
+        times: when the requests of a trace came, one for each.
+    """
+
+    name: str
+    shapes: Sequence[RequestShape]
+    times: Sequence[float] | None = None
+
+    def fitting(self, context: int | None) -> "Work":
+        """The requests that fit into a context of so many tokens; all of them if it is not known.
+
+        Raises:
+            UsageError: if none does.
+        """
+        if context is None:
+            return self
+        places = [place for place, shape in enumerate(self.shapes) if shape.total_tokens <= context]
+        if not places:
+            raise UsageError(f"every request of {self.name} is longer than the server's context of {context} tokens")
+        times = None if self.times is None else [self.times[place] for place in places]
+        return Work(self.name, [self.shapes[place] for place in places], times)
+
+
+class ServeBench:
+    """Measures one server with one kind of work.
+
+    Args:
+        seed: of the Poisson arrivals. Prompts are never repeated, whatever the seed.
+        slo: what a good answer keeps to.
+        foreign: tells the load of others; None if the server's own process is unknown, so that nobody can tell.
+    """
+
+    def __init__(
+        self,
+        sender: Sender,
+        style: RequestStyle,
+        work: Work,
+        *,
+        seed: int,
+        slo: Slo | None,
+        foreign: ForeignLoad | None,
+    ) -> None:
+        self._sender = sender
+        self._style = style
+        self._work = work
+        self._seed = seed
+        self._slo = slo
+        self._foreign = foreign
+        self._salt = secrets.token_hex(8)
+
+    def warm_up(self, count: int) -> None:
+        """Send the first requests at once, with short answers, and forget the times.
+
+        Raises:
+            RuntimeFailure: if one of them fails: measuring would be in vain.
+        """
+        shapes = [
+            RequestShape(shape.input_tokens, min(shape.output_tokens, _WARM_UP_TOKENS))
+            for shape in self._work.shapes[:count]
+        ]
+        load = Load(self._sender, self._prepared(shapes, "warm-up"))
+        asyncio.run(load.open_loop([0.0] * len(shapes)))
+        if failures := [record.failure for record in load.run().records if record.failure is not None]:
+            raise RuntimeFailure(f"{len(failures)} of {len(shapes)} requests of the warm-up failed: {failures[0]}")
+
+    def measure(self, point: Point, repeats: int, keep: Callable[[dict[str, Any]], None]) -> None:
+        """Run the work at this load, ``repeats`` times; ``keep`` gets the row, also of a run that is interrupted."""
+        runs: list[Run] = []
+        if self._foreign is not None:
+            self._foreign.read()
+        try:
+            for repeat in range(1, repeats + 1):
+                requests = self._prepared(self._work.shapes, f"{point.name}/{repeat}")
+                load = Load(self._sender, requests)
+                try:
+                    asyncio.run(self._under(load, point, repeat))
+                finally:
+                    if (run := load.run()).records:
+                        runs.append(run)
+        finally:
+            if runs:
+                keep(self._row(point, runs))
+
+    async def _under(self, load: Load, point: Point, repeat: int) -> None:
+        if point.concurrency is not None:
+            await load.closed_loop(point.concurrency)
+        else:
+            await load.open_loop(self._arrivals(point, repeat))
+
+    def _arrivals(self, point: Point, repeat: int) -> list[float]:
+        """The same for the same seed; every repetition has its own, but for a trace's."""
+        if point.traced:
+            return trace_arrivals(self._work.times or (0.0,), point.rate)
+        rate = math.inf if point.rate is None else point.rate
+        return poisson_arrivals(rate, len(self._work.shapes), seed=self._seed * 1000 + repeat)
+
+    def _prepared(self, shapes: Sequence[RequestShape], place: str) -> list[PreparedRequest]:
+        return self._style.prepare(shapes, f"{self._salt}/{place}")
+
+    def _row(self, point: Point, runs: Sequence[Run]) -> dict[str, Any]:
+        open_loop = point.concurrency is None
+        return {
+            "case": point.name,
+            "tick": point.tick,
+            "concurrency": point.concurrency,
+            "offered_requests_per_s": offered_rate(self._arrivals(point, 1)) if open_loop else None,
+            "repeats": len(runs),
+            **figures(runs, self._slo),
+            "foreign_cores": None if self._foreign is None else self._foreign.read(),
+        }

@@ -1,0 +1,59 @@
+"""What a server of our own will run on, built before it starts: a server builds it while it answers.
+
+``python -m nanoserve.benchmarks.serving.preparing MODEL SETTINGS`` (both in JSON) opens the model once, waits until its
+operators and compiled layers are there, and prints what runs; the benchmark itself holds no torch.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from nanoserve.errors import RuntimeFailure
+
+
+def prepare_elsewhere(model: str | None, settings: dict[str, Any], threads: int | None) -> dict[str, Any]:
+    """Facts about the engine as it will run with these settings of LLM: model, dtype, operators, layers, threads.
+
+    Raises:
+        RuntimeFailure: in the process's own words, if the model cannot be opened.
+    """
+    words = [sys.executable, "-m", "nanoserve.benchmarks.serving.preparing", json.dumps(model), json.dumps(settings)]
+    environment = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise RuntimeFailure(lines[-1])
+    facts: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return facts
+
+
+def main(model: str | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """The child's work."""
+    import torch
+
+    from nanoserve.benchmarks.settling import settle_operators
+    from nanoserve.llm import LLM
+    from nanoserve.models.dtypes import resolve_dtype
+
+    with LLM(model, **settings) as llm:
+        llm.prepare()
+        config = llm.engine_config
+        dtype = resolve_dtype(config.dtype, torch.device(config.device), llm.config.dtype)
+        return {
+            "model": llm.model_name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "operators": settle_operators(lambda _: None),
+            "layers": "compiled" if llm.compiled else "eager",
+            "threads": torch.get_num_threads(),
+            "policy": config.policy,
+            "max_num_seqs": config.max_num_seqs,
+        }
+
+
+if __name__ == "__main__":
+    try:
+        print("\n" + json.dumps(main(json.loads(sys.argv[1]), json.loads(sys.argv[2]))))
+    except Exception as error:
+        sys.exit(str(error) or type(error).__name__)  # one line for the benchmark to show, whatever it was

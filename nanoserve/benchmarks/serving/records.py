@@ -1,0 +1,210 @@
+"""What is kept of each request, and the figures that follow from it: pure functions, no clock."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from nanoserve.benchmarks.metrics import MILLISECONDS, Distribution
+from nanoserve.errors import UsageError
+
+SLO_NAMES = ("ttft", "tpot", "e2el")
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one request; times are seconds since the beginning of the run.
+
+    Attributes:
+        scheduled: when it was to be sent; latencies count from here, however late the client was.
+        started: when it was sent.
+        ended: when its last token came, or when it failed.
+        text_times: when the pieces of its answer came; pieces without text are none.
+        input_tokens, output_tokens, cached_tokens: as the server counted them.
+        counted: whether the server did count; if not, output_tokens are pieces and input_tokens what was sent.
+        wanted_tokens: how many output tokens were asked for.
+        failure: what went wrong, named so that equal failures can be counted; None for a complete answer.
+    """
+
+    scheduled: float
+    started: float
+    ended: float
+    text_times: tuple[float, ...] = ()
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    counted: bool = True
+    wanted_tokens: int = 0
+    failure: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token; an answer that shows no text has it when it ends."""
+        return (self.text_times[0] if self.text_times else self.ended) - self.scheduled
+
+    @property
+    def e2el(self) -> float:
+        """End-to-end latency: to the last token."""
+        return self.ended - self.scheduled
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first; None with fewer than two tokens."""
+        return None if self.output_tokens < 2 else (self.e2el - self.ttft) / (self.output_tokens - 1)
+
+    @property
+    def itls(self) -> tuple[float, ...]:
+        """The gaps between the pieces of the answer."""
+        return tuple(after - before for before, after in zip(self.text_times, self.text_times[1:], strict=False))
+
+
+class Slo(msgspec.Struct, frozen=True):
+    """What a good answer keeps to, in milliseconds; None where anything is good enough."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2el: float | None = None
+
+    def is_met(self, record: RequestRecord) -> bool:
+        """By a complete answer within all of the limits; a TPOT that does not exist breaks none."""
+        pairs = [(getattr(self, name), getattr(record, name)) for name in SLO_NAMES]
+        late = any(limit is not None and time is not None and time * MILLISECONDS > limit for limit, time in pairs)
+        return record.failure is None and not late
+
+
+def parse_slo(text: str | None) -> Slo | None:
+    """``ttft=2000,tpot=100,e2el=30000``, any of them, in milliseconds.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    if text is None:
+        return None
+    limits: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = (piece.strip() for piece in part.partition("="))
+        try:
+            limit = float(number)
+        except ValueError:
+            limit = -1.0
+        if name not in SLO_NAMES or name in limits or not 0 < limit < float("inf"):
+            raise UsageError(f"--slo takes milliseconds such as ttft=2000,tpot=100,e2el=30000, not {text!r:.100}")
+        limits[name] = limit
+    return Slo(**limits)
+
+
+class Run(msgspec.Struct, frozen=True):
+    """The requests of one run of a load.
+
+    Attributes:
+        seconds: from the beginning, which is the schedule's zero, until the last request ended or the run was ended.
+        unfinished: requests that were on their way, or had not yet come, when the run was ended.
+    """
+
+    records: tuple[RequestRecord, ...]
+    seconds: float
+    unfinished: int = 0
+
+    @property
+    def complete(self) -> list[RequestRecord]:
+        return [record for record in self.records if record.failure is None]
+
+
+def figures(runs: Sequence[Run], slo: Slo | None) -> dict[str, Any]:
+    """A report's row: latencies over the requests of all runs, rates as means over the runs.
+
+    Failed requests have no latencies; they are counted by their names. Nothing is left out of the attainment.
+    """
+    records = [record for run in runs for record in run.records]
+    complete = [record for run in runs for record in run.complete]
+    failures = Counter(record.failure for record in records if record.failure is not None)
+    return {
+        "requests": len(records),
+        "completed": len(complete),
+        "failed": sum(failures.values()),
+        "failures": dict(failures.most_common()),
+        "unfinished": sum(run.unfinished for run in runs),
+        "seconds": _mean([run.seconds for run in runs]),
+        **_rates(runs),
+        "peak_concurrency": max(peak_concurrency(run.records) for run in runs),
+        **_tokens(complete),
+        **_latencies(complete),
+        "goodput": None if slo is None else _goodput(runs, slo),
+        "samples": _samples(runs, slo),
+    }
+
+
+def peak_concurrency(records: Sequence[RequestRecord]) -> int:
+    """The most requests that were on their way at one time; one that ends as another starts makes room for it."""
+    changes = sorted([(record.started, 1) for record in records] + [(record.ended, -1) for record in records])
+    running = peak = 0
+    for _, change in changes:
+        running += change
+        peak = max(peak, running)
+    return peak
+
+
+def _rates(runs: Sequence[Run]) -> dict[str, float]:
+    """Of complete answers, per second."""
+    outputs = [sum(record.output_tokens for record in run.complete) for run in runs]
+    inputs = [sum(record.input_tokens for record in run.complete) for run in runs]
+    each = [
+        (len(run.complete) / run.seconds, output / run.seconds, (given + output) / run.seconds)
+        for run, given, output in zip(runs, inputs, outputs, strict=True)
+    ]
+    names = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s")
+    return {name: _mean(values) for name, values in zip(names, zip(*each, strict=True), strict=True)}
+
+
+def _tokens(complete: Sequence[RequestRecord]) -> dict[str, int]:
+    return {
+        "input_tokens": sum(record.input_tokens for record in complete),
+        "output_tokens": sum(record.output_tokens for record in complete),
+        "cached_tokens": sum(record.cached_tokens for record in complete),
+        "uncounted": sum(not record.counted for record in complete),
+        "of_other_length": sum(record.output_tokens != record.wanted_tokens for record in complete),
+        "without_text": sum(not record.text_times for record in complete),
+    }
+
+
+def _latencies(complete: Sequence[RequestRecord]) -> dict[str, Distribution | None]:
+    values: dict[str, list[float | None]] = {
+        "ttft_ms": [record.ttft for record in complete],
+        "tpot_ms": [record.tpot for record in complete],
+        "itl_ms": [gap for record in complete for gap in record.itls],
+        "e2el_ms": [record.e2el for record in complete],
+        "send_delay_ms": [record.started - record.scheduled for record in complete],
+    }
+    return {
+        name: Distribution.of(None if value is None else value * MILLISECONDS for value in times)
+        for name, times in values.items()
+    }
+
+
+def _goodput(runs: Sequence[Run], slo: Slo) -> dict[str, Any]:
+    """Requests per second that meet all limits, and their share of all requests."""
+    good = [sum(map(slo.is_met, run.records)) for run in runs]
+    requests = sum(len(run.records) for run in runs)
+    return {
+        "slo_ms": slo,
+        "requests_per_s": _mean([count / run.seconds for count, run in zip(good, runs, strict=True)]),
+        "attainment": sum(good) / requests if requests else None,
+    }
+
+
+def _samples(runs: Sequence[Run], slo: Slo | None) -> dict[str, list[float]]:
+    """The figures of each whole run in which an answer came, for ``bench diff``."""
+    full = [run for run in runs if run.complete and not run.unfinished]
+    samples = {
+        f"{name}_ms": [MILLISECONDS * _mean([getattr(one, name) for one in run.complete]) for run in full]
+        for name in SLO_NAMES
+    }
+    samples["output_tokens_per_s"] = [_rates([run])["output_tokens_per_s"] for run in full]
+    if slo is not None:
+        samples["goodput_requests_per_s"] = [_goodput([run], slo)["requests_per_s"] for run in full]
+    return samples
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else 0.0

@@ -1,0 +1,78 @@
+"""Where a server is: from what the user typed to hosts and paths."""
+
+import re
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from nanoserve.errors import UsageError
+
+_PORTS = {"http": 80, "https": 443}
+_VERSION = "/v1"
+_ORDINARY = re.compile(r"[!-~]+")
+"""Printable ASCII without blanks: nothing else may get into the head of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """An OpenAI-compatible server.
+
+    Attributes:
+        scheme: http or https.
+        host, port: where to connect.
+        root: the path before /v1, mostly empty; what is no part of OpenAI's API lies below it (/tokenize, /ready).
+    """
+
+    scheme: str
+    host: str
+    port: int
+    root: str = ""
+
+    @property
+    def api(self) -> str:
+        """The path before /chat/completions and its kind."""
+        return self.root + _VERSION
+
+    @property
+    def host_header(self) -> str:
+        """What the Host header says: the port only where it is not the scheme's own."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.host_header}{self.root}"
+
+
+def parse_url(text: str) -> ServerAddress:
+    """``http://host:port``, with or without /v1 behind it, or with a longer path that ends in /v1.
+
+    Raises:
+        UsageError: for what is no such URL.
+    """
+    wanted = f"--url takes http://HOST:PORT or https://HOST/PATH/v1, not {text!r:.200}"
+    if not _ORDINARY.fullmatch(text):
+        raise UsageError(wanted)
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+        (parts.hostname or "").encode("idna")  # connecting would stumble over an empty or endless label
+    except ValueError:
+        raise UsageError(wanted) from None
+    if parts.scheme not in _PORTS or not parts.hostname or parts.query or parts.fragment:
+        raise UsageError(wanted)
+    if parts.username is not None:
+        raise UsageError("--url holds a name or a password; give a key with --api-key instead")
+    root = parts.path.rstrip("/").removesuffix(_VERSION).rstrip("/")
+    return ServerAddress(parts.scheme, parts.hostname, _PORTS[parts.scheme] if port is None else port, root)
+
+
+def key_headers(api_key: str | None) -> dict[str, str]:
+    """The header that shows a key; none without one.
+
+    Raises:
+        UsageError: for a key that no header can hold.
+    """
+    if not api_key:
+        return {}
+    if not _ORDINARY.fullmatch(api_key):
+        raise UsageError("the API key holds blanks, line breaks or letters that no key has")
+    return {"authorization": f"Bearer {api_key}"}

@@ -1,0 +1,172 @@
+"""A blocking client, for one question at a time. The standard library's, so that it starts in no time.
+
+It connects to the server directly, follows no redirect and takes nothing from the environment: a key goes where the
+user said, and nowhere else.
+"""
+
+import http.client
+import json
+import ssl
+from collections.abc import Generator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from nanoserve.client.address import ServerAddress, key_headers
+from nanoserve.client.events import BrokenStream, Chunk, EventReader, error_facts
+from nanoserve.errors import RuntimeFailure
+
+_CONNECT_SECONDS = 10.0
+_SILENCE_SECONDS = 600.0
+"""A server that computes a long prompt may say nothing for a while."""
+_READ_BYTES = 1 << 16
+_LONGEST_ERROR = 1 << 16
+_LONGEST_BODY = 1 << 24
+_CONTEXT_CODES = frozenset({"context_length_exceeded", "exceed_context_size_error"})
+_CONTEXT_WORDS = "maximum context length"
+_HINTS = {
+    401: "give a key with --api-key or NANOSERVE_API_KEY",
+    403: "give another key with --api-key or NANOSERVE_API_KEY",
+}
+
+
+class ServerRefused(RuntimeFailure):
+    """The server answered with an error.
+
+    Attributes:
+        status: of HTTP.
+        context_full: whether it says that the prompt does not fit into the model's context.
+    """
+
+    def __init__(self, message: str, status: int, *, context_full: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.context_full = context_full
+
+
+class ServerLost(RuntimeFailure):
+    """There is no server, or it went away."""
+
+
+class ApiClient:
+    """Asks one server; every question has a connection of its own, so that closing it takes the question back."""
+
+    def __init__(self, address: ServerAddress, api_key: str | None = None) -> None:
+        self.address = address
+        self._headers = {"user-agent": "nanoserve"} | key_headers(api_key)
+
+    def get(self, path: str) -> Any:
+        """The decoded JSON at a path.
+
+        Raises:
+            ServerRefused, ServerLost: if there is no such answer.
+        """
+        return self._whole("GET", path, None)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The decoded JSON that a body is answered with; raises as ``get`` does."""
+        return self._whole("POST", path, body)
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Chunk, None, None]:
+        """The chunks of a streamed answer as they come; closing the generator closes the connection.
+
+        Raises:
+            ServerRefused: if the server answers with an error, at once or in the midst.
+            ServerLost: if there is no server or it goes away before the answer has ended.
+            BrokenStream: if what it sends is no such answer.
+        """
+        connection = self._connect()
+        try:
+            response = self._ask(connection, "POST", path, body)
+            if "text/event-stream" not in response.getheader("content-type", ""):
+                raise BrokenStream(f"{self.address} did not answer with a stream: is it an OpenAI-compatible server?")
+            yield from self._chunks(response)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(error) from None
+        finally:
+            connection.close()
+
+    def _chunks(self, response: http.client.HTTPResponse) -> Generator[Chunk, None, None]:
+        reader, finished = EventReader(), False
+        while not reader.done:
+            data = response.read1(_READ_BYTES)
+            if not data:
+                break
+            for chunk in reader.push(data):
+                if chunk.error is not None:
+                    facts = error_facts(chunk.error)
+                    raise ServerRefused(f"{self.address}: {facts.message if facts else 'an error'}", response.status)
+                finished = finished or any(choice.finish_reason for choice in chunk.choices or ())
+                yield chunk
+        if not (reader.done or finished):
+            raise ServerLost(f"{self.address} ended the answer half-way")
+
+    def _whole(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        connection = self._connect()
+        try:
+            response = self._ask(connection, method, path, body)
+            content = response.read(_LONGEST_BODY)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(error) from None
+        finally:
+            connection.close()
+        try:
+            return msgspec.json.decode(content)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            message = f"{self.address}{path} did not answer with JSON: is it an OpenAI-compatible server?"
+            raise BrokenStream(message) from None
+
+    def _connect(self) -> http.client.HTTPConnection:
+        host, port = self.address.host, self.address.port
+        connection: http.client.HTTPConnection
+        if self.address.scheme == "https":
+            context = ssl.create_default_context()
+            connection = http.client.HTTPSConnection(host, port, timeout=_CONNECT_SECONDS, context=context)
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=_CONNECT_SECONDS)
+        try:
+            connection.connect()
+        except OSError as error:
+            connection.close()
+            raise ServerLost(f"cannot reach {self.address}: {_reason(error)}") from None
+        connection.sock.settimeout(_SILENCE_SECONDS)
+        return connection
+
+    def _ask(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> http.client.HTTPResponse:
+        """Send, and wait for the head of the answer; an error status is raised with the reason the server gives."""
+        headers, content = dict(self._headers), None
+        if body is not None:
+            content = json.dumps(body).encode()
+            headers["content-type"] = "application/json"
+        connection.request(method, path, content, headers)
+        response = connection.getresponse()
+        if response.status != http.client.OK:
+            raise self._refused(path, response)
+        return response
+
+    def _refused(self, path: str, response: http.client.HTTPResponse) -> ServerRefused:
+        facts = None
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            facts = error_facts(msgspec.json.decode(response.read(_LONGEST_ERROR)))
+        message = f"{self.address} answered {response.status}: "
+        message += facts.message if facts else f"{response.reason or 'no reason'} ({path})"
+        if hint := _HINTS.get(response.status):
+            message += f" ({hint})"
+        elif wait := response.getheader("retry-after"):
+            message += f" (it asks to wait {wait:.20} s)"
+        full = facts is not None and (facts.code in _CONTEXT_CODES or _CONTEXT_WORDS in facts.message)
+        return ServerRefused(message, response.status, context_full=full)
+
+    def _lost(self, error: Exception) -> ServerLost:
+        if isinstance(error, http.client.IncompleteRead):
+            return ServerLost(f"{self.address} ended the answer half-way")
+        return ServerLost(f"the connection to {self.address} broke: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "it does not answer in time"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

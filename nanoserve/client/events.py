@@ -1,0 +1,138 @@
+"""The stream of an answer: server-sent events, one JSON object each, of which only what is used here is decoded.
+
+Servers differ in what else they send; unknown fields are skipped. Nothing that arrives is trusted: lines have a longest
+length, and an object that is not what it should be is an error that names the server's fault.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from nanoserve.errors import RuntimeFailure
+
+LONGEST_LINE = 1 << 20
+_DATA = b"data:"
+_DONE = b"[DONE]"
+_LONGEST_MESSAGE = 500
+
+
+class BrokenStream(RuntimeFailure):
+    """A server sent what is no stream of completion chunks."""
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What a chat's chunk adds. Reasoning has two names: vLLM's and llama.cpp's, and that of ollama and OpenRouter."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One choice of a chunk: ``delta`` in a chat, ``text`` in a completion."""
+
+    delta: Delta | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+    @property
+    def answer(self) -> str:
+        """New text of the answer."""
+        return (self.delta.content if self.delta is not None else self.text) or ""
+
+    @property
+    def thinking(self) -> str:
+        """New text of the reasoning, from servers that tell it apart."""
+        return "" if self.delta is None else self.delta.reasoning_content or self.delta.reasoning or ""
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
+class ServerUsage(msgspec.Struct, frozen=True):
+    """Tokens as the server counted them."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """One event. ``error`` is what some servers send in the midst of an answer that began well."""
+
+    choices: tuple[Choice, ...] | None = None
+    usage: ServerUsage | None = None
+    error: Any = None
+
+
+_CHUNKS = msgspec.json.Decoder(Chunk)
+
+
+class EventReader:
+    """Cuts bytes, however they were divided on their way, into the chunks of an answer.
+
+    Attributes:
+        done: whether the server has said that there is no more.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.done = False
+
+    def push(self, data: bytes) -> Iterator[Chunk]:
+        """The chunks that are complete now, those before a bad one too; go through all of them.
+
+        Raises:
+            BrokenStream: for data that is no JSON object of the right shape, and for lines without an end.
+        """
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            # Comments, event names and blank lines say nothing; a chunk's JSON is always on one line.
+            if not line.startswith(_DATA):
+                continue
+            payload = line[len(_DATA) :].strip()
+            if payload == _DONE:
+                self.done = True
+            elif payload:
+                yield _decode(payload)
+        if len(self._rest) > LONGEST_LINE:
+            raise BrokenStream(f"the server sent a line of more than {LONGEST_LINE} bytes")
+
+
+def _decode(payload: bytes) -> Chunk:
+    try:
+        return _CHUNKS.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BrokenStream(f"the server sent a chunk that makes no sense: {error}") from None
+
+
+class ErrorFacts(msgspec.Struct, frozen=True):
+    """What a server says went wrong."""
+
+    message: str
+    code: str | None = None
+
+
+def error_facts(body: Any) -> ErrorFacts | None:
+    """From a decoded body: OpenAI's {"error": {...}}, {"error": "..."} or FastAPI's {"detail": ...}; else None."""
+    error = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
+    if isinstance(error, str):
+        return ErrorFacts(error[:_LONGEST_MESSAGE])
+    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+        return None
+    named = [error.get(name) for name in ("code", "type")]
+    code = next((name for name in named if isinstance(name, str) and name), None)
+    return ErrorFacts(error["message"][:_LONGEST_MESSAGE], code)
+
+
+def printable(text: str) -> str:
+    """A server's words as one line without what would steer a terminal."""
+    line = " ".join(text.split())
+    return "".join(character if character.isprintable() else "\ufffd" for character in line)

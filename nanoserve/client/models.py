@@ -1,0 +1,60 @@
+"""Which models a server has."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from nanoserve.client.connection import ApiClient, ServerRefused
+from nanoserve.client.events import printable
+from nanoserve.errors import RuntimeFailure, UsageError
+
+NO_SUCH_PATH = (404, 405)
+"""A server that answers so has no such path, and will not have it later."""
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """An entry of /v1/models. The context's length is an extra of ours and of vLLM's."""
+
+    id: str
+    max_model_len: int | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return printable(self.id)
+
+
+class _ModelList(msgspec.Struct, frozen=True):
+    data: tuple[ModelCard, ...]
+
+
+def served_model(client: ApiClient, wanted: str | None, notify: Callable[[str], None]) -> ModelCard:
+    """The model that was asked for, or the first that the server lists; ``notify`` is told if there are several.
+
+    A model that was asked for need not be listed: some servers have more than they say.
+
+    Raises:
+        NanoserveError: if the server cannot be reached or lets us not in; if none was asked for and there is none.
+    """
+    try:
+        found = _list_models(client)
+    except ServerRefused as error:
+        if wanted is None or error.status not in NO_SUCH_PATH:
+            raise
+        found = ()
+    if wanted is not None:
+        return next((card for card in found if card.id == wanted), ModelCard(wanted))
+    if not found:
+        raise UsageError("the server lists no model: name one with --model")
+    if len(found) > 1:
+        names = ", ".join(card.id for card in found)
+        notify(f"the server has {len(found)} models ({names}): this is {found[0].id}, --model takes another")
+    return found[0]
+
+
+def _list_models(client: ApiClient) -> Sequence[ModelCard]:
+    path = f"{client.address.api}/models"
+    try:
+        return msgspec.convert(client.get(path), _ModelList).data
+    except msgspec.ValidationError as error:
+        raise RuntimeFailure(f"{client.address}{path} is no list of models: {error}") from None

@@ -1,0 +1,250 @@
+"""``nanoserve bench serve`` on a server with the fake engine, and on servers of others."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoserve.benchmarks.peers.protocol import Batch, Opening
+from nanoserve.benchmarks.peers.server_peer import ServerPeer
+from nanoserve.benchmarks.serving import own_server, preparing
+from nanoserve.benchmarks.serving.own_server import OwnServer
+from nanoserve.commands.main import main
+from nanoserve.commands.options import EngineOptions
+from nanoserve.errors import RuntimeFailure
+from tests.client.foreign import HELLO, Asked, Scripted, as_error, foreign
+from tests.server.starting import ROOT, Server, alive, running_fake, wait_until
+
+Run = Callable[..., tuple[int, str, str]]
+FACTS = {"model": "fake", "dtype": "float32", "operators": "C++", "layers": "eager", "threads": 1, "policy": "sarathi"}
+FAKE_COMMAND = "tests.benchmarks.serving.fake_command"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running_fake() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No prompt begins with the token that kills the fake engine, and no key or URL comes from outside."""
+    monkeypatch.setattr("nanoserve.benchmarks.serving.requests._TOKENS", range(1000, 4000))
+    for name in ("OPENAI_API_KEY", "NANOSERVE_API_KEY", "NANOSERVE_URL", "NANOSERVE_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs ``nanoserve bench serve ARGUMENTS`` here; returns exit code, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main(["bench", "serve", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_a_sweep_of_clients_is_a_table_json_a_chart_and_can_be_compared(
+    bench: Run, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    report, chart = tmp_path / "report.json", tmp_path / "chart.png"
+    work = ("--concurrency", "1,3", "--input", 20, "--output", 6, "--requests", 5, "--repeats", 2)
+    code, out, err = bench("--url", server.url, *work, "--slo", "e2el=60000", "--json", report, "--plot", chart)
+    assert code == 0, err
+    found = json.loads(report.read_text())
+    assert (found["kind"], found["complete"], found["server"]["model"]) == ("serve", True, "storyteller")
+    assert [row["case"] for row in found["rows"]] == ["1 client", "3 clients"]
+    for row, most in zip(found["rows"], (1, 3), strict=True):
+        assert (row["requests"], row["completed"], row["failed"], row["unfinished"]) == (10, 10, 0, 0)
+        assert (row["input_tokens"], row["output_tokens"], row["cached_tokens"]) == (200, 60, 0)
+        assert row["peak_concurrency"] == most
+        assert (row["uncounted"], row["of_other_length"], row["without_text"]) == (0, 0, 0)
+        assert row["ttft_ms"]["n"] == row["e2el_ms"]["n"] == row["tpot_ms"]["n"] == 10
+        assert row["goodput"]["attainment"] == 1.0
+        assert len(row["samples"]["ttft_ms"]) == len(row["samples"]["goodput_requests_per_s"]) == 2
+        assert row["foreign_cores"] is None  # which process the server is, nobody knows
+    assert "3 clients" in out and "TTFT" in out and "100%" in out
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    assert main(["bench", "diff", str(report), str(report)]) == 0
+    assert "goodput_requests_per_s" in capsys.readouterr().out
+
+
+def test_open_loops_and_traces(bench: Run, server: Server, tmp_path: Path) -> None:
+    trace, report = tmp_path / "trace.csv", tmp_path / "report.json"
+    trace.write_text("arrived_at,input_tokens,output_tokens\n7.0,5,2\n7.1,900000,2\n7.2,3,4\n")
+    words = ("--url", server.url, "--trace", trace, "--json", report)
+    code, out, _ = bench(*words, "--arrivals", "trace")
+    row = json.loads(report.read_text())["rows"][0]
+    assert code == 0
+    assert "1 requests are longer than the context of 512 and left out" in out
+    assert (row["case"], row["completed"], row["output_tokens"]) == ("trace", 2, 6)
+    assert row["offered_requests_per_s"] == pytest.approx(5.0)
+    assert bench(*words, "--arrivals", "trace", "--request-rate", "20,inf")[0] == 0
+    rows = json.loads(report.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["trace at 20 requests/s", "trace at inf requests/s"]
+    assert [row["offered_requests_per_s"] for row in rows] == [pytest.approx(20.0), None]
+    assert bench(*words, "--request-rate", "50")[0] == 0
+    assert json.loads(report.read_text())["rows"][0]["case"] == "50 requests/s"
+
+
+def test_a_chat_of_others(bench: Run, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    with foreign(chat=HELLO) as other:
+        words = ("--url", other.url, "--endpoint", "chat", "--allow-eos", "--concurrency", 2, "--requests", 4)
+        code, out, err = bench(*words, "--policy", "prefill-first", "--api-key", "secret", "--json", report)
+    assert code == 0
+    assert "4 answers are not of the length that was asked for" in out
+    assert "with --url these have no effect: --policy" in err
+    assert all("ignore_eos" not in body for body in other.bodies("/v1/chat/completions"))
+    assert other.asked[-1].headers["authorization"] == "Bearer secret"
+    assert "secret" not in report.read_text()
+
+
+def test_failures_under_load_are_part_of_the_result(bench: Run, tmp_path: Path) -> None:
+    answered: list[Asked] = []
+
+    def every_other(asked: Asked) -> Scripted:
+        answered.append(asked)
+        return HELLO if len(answered) <= 4 or len(answered) % 2 else as_error(429, "full")
+
+    with foreign(chat=every_other) as other:
+        words = ("--url", other.url, "--endpoint", "chat", "--concurrency", 1, "--requests", 6)
+        code, out, _ = bench(*words, "--json", tmp_path / "report.json")
+    row = json.loads((tmp_path / "report.json").read_text())["rows"][0]
+    assert code == 0
+    assert (row["completed"], row["failures"]) == (3, {"HTTP 429: full": 3})
+    assert "1 client: 3 requests failed: HTTP 429: full" in out
+
+
+def test_a_warm_up_that_fails_ends_it(bench: Run) -> None:
+    with foreign(completions=as_error(404, "no such path")) as other:
+        code, out, err = bench("--url", other.url)
+        assert (code, out) == (1, "")
+        assert "4 requests of the warm-up failed: HTTP 404: no such path" in err.strip().splitlines()[-1]
+        other.script["/v1/models"] = as_error(401, "no key")
+        assert bench("--url", other.url)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--concurrency", "2", "--request-rate", "3"), "--concurrency is a closed loop"),
+        (("--request-rate", "fast"), "--request-rate takes requests per second"),
+        (("--concurrency", "0"), "--concurrency takes whole numbers"),
+        (("--arrivals", "gamma"), "--arrivals 'gamma' is not one of poisson, trace"),
+        (("--arrivals", "trace"), "--arrivals trace needs the --trace"),
+        (("--input", "5"), "--input and --output go together"),
+        (("--input", "5", "--output", "5", "--preset", "cpu"), "give --preset, --trace or"),
+        (("--preset", "huge"), "--preset 'huge' is not one of nano-vllm, cpu, cpu-small"),
+        (("--trace", "missing.csv"), "cannot read the trace missing.csv"),
+        (("--endpoint", "embeddings"), "--endpoint 'embeddings' is not one of completions, chat"),
+        (("--slo", "itl=3"), "--slo takes milliseconds"),
+        (("--url", "localhost"), "--url takes http://HOST:PORT"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(bench: Run, arguments: tuple[str, ...], message: str) -> None:
+    code, _, err = bench(*arguments)
+    assert code == 2
+    assert message in err.strip().splitlines()[-1] and "Traceback" not in err
+
+
+def test_ctrl_c_keeps_the_answers_that_have_come(server: Server, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    work = ["--concurrency", "2", "--input", "4", "--output", "60", "--requests", "500"]
+    words = [sys.executable, "-m", "nanoserve", "bench", "serve", "--url", server.url, *work, "--json", str(report)]
+    before = server.metric("vllm:request_success_total")
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: server.metric("vllm:request_success_total") >= before + 4 + 3)  # the warm-up, and more
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err.strip().splitlines()[-1] == f"nanoserve: interrupted: 1 rows were measured, {report} keeps them"
+    assert "Traceback" not in err and "had no answer yet" in out
+    found = json.loads(report.read_text())
+    row = found["rows"][0]
+    assert not found["complete"]
+    assert row["completed"] >= 3 and row["failed"] == 0 and row["completed"] + row["unfinished"] == 500
+    wait_until(lambda: server.metric("vllm:num_requests_running") == 0)
+
+
+def test_a_server_of_its_own_is_started_and_ended(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_server, "_COMMAND", FAKE_COMMAND)
+    monkeypatch.setattr(preparing, "prepare_elsewhere", lambda *_: FACTS)
+    monkeypatch.setenv("NANOSERVE_API_KEY", "not for this server")
+    started: list[int] = []
+    ready = OwnServer._wait_until_ready
+
+    def remembered(self: OwnServer) -> Any:
+        started.append(self.process_id)
+        return ready(self)
+
+    monkeypatch.setattr(OwnServer, "_wait_until_ready", remembered)
+    report = tmp_path / "report.json"
+    code, _, _ = bench("--request-rate", "inf", "--input", 4, "--output", 3, "--requests", 4, "--json", report)
+    found = json.loads(report.read_text())
+    assert code == 0
+    assert found["server"]["own"] and found["engine"] == FACTS
+    assert found["rows"][0]["completed"] == 4
+    assert found["rows"][0]["foreign_cores"] is not None
+    assert len(started) == 1 and not alive(started[0])
+    with pytest.raises(RuntimeFailure, match="the server did not start: no such directory"):
+        OwnServer(["--model", "./nowhere"])
+
+
+def test_options_of_an_engine_are_handed_on_as_they_were_given() -> None:
+    flags = EngineOptions(model="x y", eager=True, threads=2, kv_cache_memory="2GiB").flags()
+    given = dict(zip(flags, [*flags[1:], ""], strict=True))
+    assert (given["--model"], given["--threads"], given["--kv-cache-memory"]) == ("x y", "2", "2GiB")
+    assert given["--dtype"] == "auto"  # a default, too: an environment variable must not change it
+    assert "--eager" in flags and "--offline" not in flags and "--seed" not in flags
+
+
+def test_a_server_does_not_outlive_a_benchmark_that_is_killed() -> None:
+    program = (
+        "import time; from nanoserve.benchmarks.serving import own_server as module; "
+        f"module._COMMAND = {FAKE_COMMAND!r}; "
+        "print(module.OwnServer([]).process_id, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    front_end = int(parent.stdout.readline())
+    children = Path(f"/proc/{front_end}/task/{front_end}/children").read_text().split()
+    assert alive(front_end) and children
+    parent.kill()
+    parent.communicate()
+    wait_until(lambda: not any(map(alive, [front_end, *map(int, children)])))
+
+
+def test_the_server_as_a_peer_streams_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_server, "_COMMAND", FAKE_COMMAND)
+    model = str(ROOT / "nanoserve" / "assets" / "storyteller")
+    peer = ServerPeer(Opening("server", model, "float32", threads=1, max_batch=3, max_length=40))
+    try:
+        result = peer.run(Batch(tuple((1000 + place, *range(1001, 1020)) for place in range(3)), output_tokens=8))
+    finally:
+        peer.close()
+    assert [timing.output_tokens for timing in result.timings] == [8] * 3
+    assert all(timing.input_tokens == 20 and timing.ttft > 0 for timing in result.timings)
+    assert all(list(timing.token_times) == sorted(timing.token_times) for timing in result.timings)
+    assert result.tokens == ((), (), ())
+
+
+def test_what_will_run_is_found_out_beforehand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))  # nothing is built for this
+    settings = {"dtype": "float32", "kv_cache_memory": 1 << 24, "eager": True}
+    facts = preparing.prepare_elsewhere(None, settings, threads=1)
+    assert (facts["model"], facts["dtype"], facts["layers"], facts["threads"]) == ("storyteller", "float32", "eager", 1)
+    assert facts["operators"].startswith("plain torch (")
+    with pytest.raises(RuntimeFailure, match="no such directory"):
+        preparing.prepare_elsewhere("./nowhere", {}, threads=None)
+    assert "CXX" in os.environ
