@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from nanoserve import __version__
+from nanoserve.commands.analyze import analyze
 from nanoserve.commands.bench import bench_commands
 from nanoserve.commands.chat import chat
 from nanoserve.commands.generate import generate
@@ -19,6 +20,7 @@ HELP = """A compact LLM inference engine.
   nanoserve generate "Once upon a time" -n 60     raw completion
   nanoserve generate --file prompts.jsonl --output out.jsonl
   nanoserve bench compare -m dummy:qwen3-0.6b     beside other engines
+  nanoserve analyze -m qwen3-8b --hardware h100   where the time goes
 
 A flag can also be set by the environment variable that its help names.
 """
@@ -36,6 +38,7 @@ def application() -> typer.Typer:
     typed.callback(invoke_without_command=True)(_top_level)
     typed.command()(with_options(chat))
     typed.command()(with_options(generate))
+    typed.command()(with_options(analyze))
     typed.add_typer(bench_commands())
     return typed
 

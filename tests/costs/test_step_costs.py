@@ -82,9 +82,9 @@ def test_what_crosses_links_by_hand(machine: Machine) -> None:
     assert costs.send_seconds(work, 1) == 0
     assert costs.swap_seconds(10, 0) == 1 + 10 * (2 * 4 * 2) / 5  # one layer: K and V of one head of 4
     assert costs.reload_seconds(0) == 1 + costs.memory.weight_bytes(0) / 5
-    assert costs.host_attention_seconds(2, 50) == 50 * 2 * 4 * 2 / 20
+    assert costs.host_attention_seconds(50) == 50 * 2 * 4 * 2 / 20
     assert costs.host_exchange_seconds(3) == pytest.approx(2 + 3 * 2 * (2 + 2 + 2) * 4 / 5)
-    assert costs.host_attention_seconds(0, 0) == costs.host_exchange_seconds(0) == 0
+    assert costs.host_attention_seconds(0) == costs.host_exchange_seconds(0) == 0
 
 
 def test_nodes_are_joined_by_the_network(machine: Machine) -> None:
@@ -105,7 +105,7 @@ def test_a_link_of_a_data_sheet_is_not_reached(machine: Machine) -> None:
 def test_a_machine_without_processor_has_no_host_attention() -> None:
     costs = StepCosts(tiny_model(), round_machine(processor=None))
     with pytest.raises(UsageError, match="names no processor"):
-        costs.host_attention_seconds(1, 1)
+        costs.host_attention_seconds(1)
 
 
 @pytest.mark.parametrize("factors", [{"matrix": 1.5}, {"memory": 0.0}, {"kernel_seconds": -1.0}])
