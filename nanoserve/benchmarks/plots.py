@@ -4,10 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoserve.benchmarks.tables import Column
 from nanoserve.errors import RuntimeFailure, UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 INSTALL = "pip install 'nanoserve[plot]'"
 
@@ -45,7 +48,19 @@ def plot_bars(path: Path, title: str, label: str, values: Sequence[Column], rows
         panel.margins(x=0.2)
         panel.set_xlabel(column.heading)
     panels[0].invert_yaxis()
-    _save(figure, path)
+    save_figure(figure, path)
+
+
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Write a drawn figure as PNG.
+
+    Raises:
+        RuntimeFailure: if the file cannot be written.
+    """
+    try:
+        figure.savefig(path, format="png", dpi=150)
+    except OSError as error:
+        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _number(text: str) -> float:
@@ -90,11 +105,4 @@ def plot_lines(
         plot.margins(x=0.1)
         plot.grid(axis="y", alpha=0.3)
         plot.legend()
-    _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, format="png", dpi=150)
-    except OSError as error:
-        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error
+    save_figure(figure, path)

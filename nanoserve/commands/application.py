@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from nanoserve import __version__
+from nanoserve.commands.analyze import analyze
 from nanoserve.commands.bench import bench_commands
 from nanoserve.commands.chat import chat
 from nanoserve.commands.generate import generate
@@ -21,6 +22,7 @@ HELP = """A compact LLM inference engine.
   nanoserve generate --file prompts.jsonl --output out.jsonl
   nanoserve serve --port 8000                     an OpenAI-compatible server
   nanoserve bench compare -m dummy:qwen3-0.6b     beside other engines
+  nanoserve analyze -m qwen3-8b --hardware h100   where the time goes
 
 A flag can also be set by the environment variable that its help names.
 """
@@ -39,6 +41,7 @@ def application() -> typer.Typer:
     typed.command()(with_options(chat))
     typed.command()(with_options(generate))
     typed.command()(with_options(serve))
+    typed.command()(with_options(analyze))
     typed.add_typer(bench_commands())
     return typed
 
