@@ -9,6 +9,7 @@ from nanoserve.commands.bench import bench_commands
 from nanoserve.commands.chat import chat
 from nanoserve.commands.generate import generate
 from nanoserve.commands.options import with_options
+from nanoserve.commands.policies import policies
 
 HELP = """A compact LLM inference engine.
 
@@ -36,6 +37,7 @@ def application() -> typer.Typer:
     typed.callback(invoke_without_command=True)(_top_level)
     typed.command()(with_options(chat))
     typed.command()(with_options(generate))
+    typed.command()(with_options(policies))
     typed.add_typer(bench_commands())
     return typed
 
