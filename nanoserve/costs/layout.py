@@ -1,0 +1,62 @@
+"""How one model is spread over devices: tensor, pipeline and data parallel degrees."""
+
+import re
+from dataclasses import dataclass
+
+from nanoserve.errors import UsageError
+
+_PATTERN = re.compile(r"(?:D(\d+))?(?:T(\d+))?(?:P(\d+))?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelLayout:
+    """Devices = tensor x pipeline x data; ranks are numbered with the tensor degree fastest, then the pipeline.
+
+    Raises:
+        UsageError: for a degree below 1.
+    """
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel", "pipeline_parallel", "data_parallel"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def devices(self) -> int:
+        """All of them."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+    @property
+    def name(self) -> str:
+        """As the papers write it: D2T2P4; degrees of 1 are left out, "T1" if all are."""
+        degrees = (("D", self.data_parallel), ("T", self.tensor_parallel), ("P", self.pipeline_parallel))
+        return "".join(f"{letter}{degree}" for letter, degree in degrees if degree > 1) or "T1"
+
+    @classmethod
+    def parse(cls, name: str) -> "ParallelLayout":
+        """The inverse of ``name``: "D2T2P4", "P4", "t8".
+
+        Raises:
+            UsageError: for anything else.
+        """
+        match = _PATTERN.fullmatch(name)
+        if not name or match is None:
+            raise UsageError(f"a parallel layout is written like T4, P4 or D2T2P4, not {name!r}")
+        data, tensor, pipeline = (int(degree or 1) for degree in match.groups())
+        return cls(tensor_parallel=tensor, pipeline_parallel=pipeline, data_parallel=data)
+
+    def stage_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of each stage, as even as can be; the first stages take what is left over, for the last has the head.
+
+        Raises:
+            UsageError: if there are more stages than layers.
+        """
+        stages = self.pipeline_parallel
+        if stages > num_layers:
+            raise UsageError(f"{stages} pipeline stages for {num_layers} layers; use at most {num_layers}")
+        layers, left_over = divmod(num_layers, stages)
+        return tuple(layers + (stage < left_over) for stage in range(stages))

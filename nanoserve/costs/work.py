@@ -1,0 +1,92 @@
+"""What one micro-batch holds, as far as its cost is concerned."""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from nanoserve.errors import UsageError
+
+Chunk = tuple[int, int]
+"""First position and number of tokens of a prefill chunk; (0, n) is a whole prompt."""
+
+
+class StepWork(msgspec.Struct, frozen=True, kw_only=True):
+    """A micro-batch of decode rows and prefill chunks, summed up.
+
+    Attributes:
+        decodes: rows of one token.
+        decode_context: keys that they read, each its own included, summed over rows.
+        chunks: (first position, tokens) of each prefill chunk.
+        sampled: rows whose last position gets logits.
+        windowed_decode_context: the same sum for each sliding window of the model, ascending: a row reads no more
+            keys than the window. Empty for models without.
+    """
+
+    decodes: int = 0
+    decode_context: int = 0
+    chunks: tuple[Chunk, ...] = ()
+    sampled: int = 0
+    windowed_decode_context: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        decode_contexts: Sequence[int] = (),
+        chunks: Iterable[Chunk] = (),
+        sampled: int | None = None,
+        windows: Sequence[int] = (),
+    ) -> "StepWork":
+        """Sum up rows; O(rows).
+
+        Args:
+            decode_contexts: of each decode row, the keys it reads, its own included.
+            chunks: (first position, tokens) of each prefill chunk.
+            sampled: rows that get logits; None stands for all of them.
+            windows: the model's sliding windows, ascending.
+
+        Raises:
+            UsageError: for an empty context, an empty chunk or a negative position.
+        """
+        pieces = tuple(chunks)
+        if decode_contexts and min(decode_contexts) < 1:
+            raise UsageError(f"a decode row reads at least its own key, not {min(decode_contexts)}")
+        for start, length in pieces:
+            if start < 0 or length < 1:
+                raise UsageError(f"a chunk starts at 0 or later and holds a token or more, not {(start, length)}")
+        rows = len(decode_contexts) + len(pieces)
+        return cls(
+            decodes=len(decode_contexts),
+            decode_context=sum(decode_contexts),
+            chunks=pieces,
+            sampled=rows if sampled is None else sampled,
+            windowed_decode_context=tuple(
+                sum(min(context, window) for context in decode_contexts) for window in windows
+            ),
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Positions computed."""
+        return self.decodes + sum(length for _, length in self.chunks)
+
+    @property
+    def rows(self) -> int:
+        """Sequences that take part."""
+        return self.decodes + len(self.chunks)
+
+
+def chunk_keys(start: int, length: int, window: int = 0) -> int:
+    """Keys that a chunk reads at least: every one that any of its positions sees, once. A window of 0 sees all."""
+    return start + length if not window else min(start, window - 1) + length
+
+
+def chunk_pairs(start: int, length: int, window: int = 0) -> int:
+    """Pairs of query and key of a causal chunk: position p sees p + 1 keys, or the window if that is less.
+
+    For a whole prompt of n tokens without a window that is n (n + 1) / 2: half of the square that Seesaw's Appendix A
+    prints, and the reason why a prompt's attention takes 2 b hq s^2 d operations and not 4.
+    """
+    if not window:
+        return length * start + length * (length + 1) // 2
+    growing = max(0, min(length, window - 1 - start))  # positions that see less than a whole window
+    return growing * start + growing * (growing + 1) // 2 + (length - growing) * window
