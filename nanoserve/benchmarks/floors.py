@@ -10,6 +10,8 @@ from typing import Literal, get_args
 import msgspec
 
 from nanoserve.config import ModelConfig
+from nanoserve.costs.counts import ModelCounts, Precision
+from nanoserve.costs.work import StepWork
 from nanoserve.scheduler.plan import StepPlan
 
 StepKind = Literal["decode", "prefill", "mixed"]
@@ -73,7 +75,6 @@ class Limits:
         return max(num_bytes / self.read_bytes_per_second, operations / self.operations_per_second)
 
 
-@dataclass(frozen=True, slots=True)
 class ModelCost:
     """Bytes and operations of steps of one model.
 
@@ -82,43 +83,30 @@ class ModelCost:
         weight_bytes: bytes of one weight, which is also what one key or value number takes.
     """
 
-    config: ModelConfig
-    weight_bytes: int
+    def __init__(self, config: ModelConfig, weight_bytes: int) -> None:
+        bits = 8 * weight_bytes
+        precision = Precision(weight_bits=bits, kv_bits=bits, other_bits=bits)
+        self._counts, self._weight_bytes = ModelCounts(config, precision=precision), weight_bytes
 
     def step_bytes(self, step: StepShape) -> float:
         """Bytes that must be read."""
-        config = self.config
-        weights = sum(self._layer_weights(layer, step.tokens) for layer in range(config.num_layers))
-        head = config.vocab_size * config.hidden_size if step.sampled else 0
-        keys_and_values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * step.context
-        embeddings = step.tokens * config.hidden_size
-        return self.weight_bytes * (weights + head + keys_and_values + embeddings)
+        products = self._counts.products(_work(step), 0)
+        weights = sum(layers * matrix.weights_read(tokens) for matrix, tokens, layers in products)
+        embeddings = step.tokens * self._counts.model.hidden_size
+        keys_and_values = self._counts.kv_bytes_per_token(0) * step.context
+        return self._weight_bytes * (weights + embeddings) + keys_and_values
 
     def step_operations(self, step: StepShape) -> float:
         """Floating point operations of the matrix products."""
-        config = self.config
-        per_token = sum(self._layer_weights_per_token(layer) for layer in range(config.num_layers))
-        head = config.vocab_size * config.hidden_size * step.sampled
-        attention = 2 * config.num_layers * config.num_heads * config.head_dim * step.attended
-        return 2.0 * (per_token * step.tokens + head + attention)
+        products = self._counts.products(_work(step), 0)
+        multiplied = sum(layers * matrix.per_token * tokens for matrix, tokens, layers in products)
+        return 2.0 * multiplied + self._counts.attention_flops_per_pair(0) * step.attended
 
     def floor_seconds(self, step: StepShape, limits: Limits) -> float:
         """The least time this step can take."""
         return limits.seconds(self.step_bytes(step), self.step_operations(step))
 
-    def _attention_weights(self) -> int:
-        config = self.config
-        return config.hidden_size * config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
 
-    def _layer_weights(self, layer: int, tokens: int) -> float:
-        """Weights of a layer that a step of so many tokens reads, on average where experts are chosen."""
-        config = self.config
-        if config.moe is None or not config.is_sparse(layer):
-            return self._attention_weights() + 3 * config.hidden_size * config.intermediate_size
-        moe = config.moe
-        used = moe.num_experts * (1 - (1 - moe.experts_per_token / moe.num_experts) ** tokens)
-        experts = used * 3 * config.hidden_size * moe.intermediate_size
-        return self._attention_weights() + experts + moe.num_experts * config.hidden_size
-
-    def _layer_weights_per_token(self, layer: int) -> float:
-        return self._layer_weights(layer, 1)
+def _work(step: StepShape) -> StepWork:
+    """As far as matrix products go, which do not see where a token stands."""
+    return StepWork(decodes=step.tokens, sampled=step.sampled)

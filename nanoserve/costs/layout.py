@@ -1,11 +1,8 @@
 """How one model is spread over devices: tensor, pipeline and data parallel degrees."""
 
-import re
 from dataclasses import dataclass
 
 from nanoserve.errors import UsageError
-
-_PATTERN = re.compile(r"(?:D(\d+))?(?:T(\d+))?(?:P(\d+))?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +32,6 @@ class ParallelLayout:
         """As the papers write it: D2T2P4; degrees of 1 are left out, "T1" if all are."""
         degrees = (("D", self.data_parallel), ("T", self.tensor_parallel), ("P", self.pipeline_parallel))
         return "".join(f"{letter}{degree}" for letter, degree in degrees if degree > 1) or "T1"
-
-    @classmethod
-    def parse(cls, name: str) -> "ParallelLayout":
-        """The inverse of ``name``: "D2T2P4", "P4", "t8".
-
-        Raises:
-            UsageError: for anything else.
-        """
-        match = _PATTERN.fullmatch(name)
-        if not name or match is None:
-            raise UsageError(f"a parallel layout is written like T4, P4 or D2T2P4, not {name!r}")
-        data, tensor, pipeline = (int(degree or 1) for degree in match.groups())
-        return cls(tensor_parallel=tensor, pipeline_parallel=pipeline, data_parallel=data)
 
     def stage_layers(self, num_layers: int) -> tuple[int, ...]:
         """Layers of each stage, as even as can be; the first stages take what is left over, for the last has the head.

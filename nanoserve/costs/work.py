@@ -67,7 +67,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tokens(self) -> int:
         """Positions computed."""
-        return self.decodes + sum(length for _, length in self.chunks)
+        return self.decodes + sum([length for _, length in self.chunks])
 
     @property
     def rows(self) -> int:

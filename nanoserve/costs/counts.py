@@ -1,0 +1,295 @@
+"""Exact operation counts of a step, per operator and device: Appendix A of the Seesaw paper without its shortcuts.
+
+Counted are the matrix products, the attention and the embedding: multiply-adds as two operations; weights, keys and
+values read once; activations read and written once by each operator. Left out are norms, rotary embedding, activation
+function, biases and residual additions: their operations are nothing, their bytes a few percent, their launches count
+as kernels (efficiency.py).
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from nanoserve.config import ModelConfig
+from nanoserve.costs.layout import ParallelLayout
+from nanoserve.costs.work import StepWork, chunk_keys, chunk_pairs
+from nanoserve.errors import UsageError
+
+# Bits that a stored number takes; four-bit weights come with a 16-bit scale for each group of 128.
+STORED_BITS = {4: 4 + 16 / 128, 8: 8.0, 16: 16.0, 32: 32.0}
+
+OperatorKind = Literal["matrix", "prefill attention", "decode attention", "look-up"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Bits of a number: of the layers' matrices, of keys and values, and of all else (activations, embedding, head).
+
+    Raises:
+        UsageError: for a number of bits that is not 4, 8, 16 or 32.
+    """
+
+    weight_bits: int = 16
+    kv_bits: int = 16
+    other_bits: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("weight_bits", "kv_bits", "other_bits"):
+            if getattr(self, name) not in STORED_BITS:
+                raise UsageError(f"{name} must be one of {', '.join(map(str, STORED_BITS))}, not {getattr(self, name)}")
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of one weight of a layer, its share of the scales included."""
+        return STORED_BITS[self.weight_bits] / 8
+
+    @property
+    def kv_bytes(self) -> float:
+        """Of one number of a key or value."""
+        return self.kv_bits / 8
+
+    @property
+    def other_bytes(self) -> float:
+        """Of one activation, or one weight of embedding or head."""
+        return self.other_bits / 8
+
+
+class Operator(msgspec.Struct, frozen=True):
+    """One operator of a step on one device, all its layers in the stage together.
+
+    Attributes:
+        name: qkv, attention, output, gate_up, down, experts, router, embedding, head.
+        kind: which efficiency it has.
+        flops: floating point operations.
+        weight_bytes, kv_bytes, activation_bytes: what it reads and writes.
+    """
+
+    name: str
+    kind: OperatorKind
+    flops: float
+    weight_bytes: float
+    kv_bytes: float
+    activation_bytes: float
+
+    @property
+    def bytes(self) -> float:
+        """All that moves between memory and processor."""
+        return self.weight_bytes + self.kv_bytes + self.activation_bytes
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte: the lecture's arithmetic intensity, definition 1."""
+        return self.flops / self.bytes if self.flops else 0.0
+
+
+class Matrix(msgspec.Struct, frozen=True):
+    """A matrix product of one layer, on one device.
+
+    Attributes:
+        weights: numbers in the matrix; of all experts, where there are several.
+        per_token: multiply-adds for one token.
+        activations: numbers read and written for one token.
+        bytes_per_weight: as it is stored.
+        reached: the share of the experts that one token is sent to; 1 for what is no expert.
+    """
+
+    name: str
+    weights: int
+    per_token: int
+    activations: int
+    bytes_per_weight: float
+    reached: float = 1.0
+
+    def weights_read(self, tokens: int) -> float:
+        """Numbers that so many tokens read; with experts, what is expected if each token chooses evenly."""
+        return self.weights if self.reached == 1.0 else self.weights * (1 - (1 - self.reached) ** tokens)
+
+    def operator(self, tokens: int, layers: int, activation_bytes: float) -> Operator:
+        """The product in so many layers, for so many tokens, whose numbers take so many bytes."""
+        return Operator(
+            self.name,
+            "matrix",
+            2.0 * self.per_token * tokens * layers,
+            self.weights_read(tokens) * self.bytes_per_weight * layers,
+            0.0,
+            self.activations * tokens * activation_bytes * layers,
+        )
+
+
+class LayerKind(NamedTuple):
+    """Layers that cost the same: those with equal window and feed-forward part."""
+
+    window: int
+    sparse: bool
+
+
+class ModelCounts:
+    """What one device of a layout holds, reads and computes.
+
+    Tensor parallelism divides the heads and the inner size by its degree; beyond the number of KV heads these are
+    replicated. Every device reads the whole activations between the operators.
+
+    Raises:
+        UsageError: if the layout does not divide the heads, or has more stages than the model has layers.
+    """
+
+    def __init__(
+        self, model: ModelConfig, layout: ParallelLayout | None = None, precision: Precision | None = None
+    ) -> None:
+        self.model, self.layout, self.precision = model, layout or ParallelLayout(), precision or Precision()
+        degree = self.layout.tensor_parallel
+        if model.num_heads % degree or max(degree, model.num_kv_heads) % min(degree, model.num_kv_heads):
+            raise UsageError(
+                f"tensor parallelism of {degree} does not divide {model.num_heads} query heads and"
+                f" {model.num_kv_heads} key-value heads; use one of {', '.join(map(str, tensor_degrees(model)))}"
+            )
+        self.heads = model.num_heads // degree
+        self.kv_heads = max(1, model.num_kv_heads // degree)
+        self.windows = tuple(sorted({window for window in model.sliding_windows if window}))
+        self.stages = tuple(self._stage_kinds())
+        self.vocabulary = -(-model.vocab_size // degree)
+        # From the hidden state to the logits of this device's part of the vocabulary; only where a token is sampled.
+        table, ends = model.hidden_size * self.vocabulary, model.hidden_size + self.vocabulary
+        self.head = Matrix("head", table, table, ends, self.precision.other_bytes)
+        self._matrices = {kind: tuple(self._layer_matrices(kind)) for stage in self.stages for kind in stage}
+
+    @property
+    def last_stage(self) -> int:
+        return len(self.stages) - 1
+
+    def layers(self, stage: int) -> int:
+        """How many layers a stage has."""
+        return sum(self.stages[stage].values())
+
+    def matrices(self, kind: LayerKind) -> tuple[Matrix, ...]:
+        """The matrix products of such a layer, in the order in which they run around the attention."""
+        return self._matrices[kind]
+
+    def operators(self, work: StepWork, stage: int) -> list[Operator]:
+        """Everything that one device of the stage does for this work, communication aside; nothing for no tokens.
+
+        Raises:
+            UsageError: if the model has sliding windows and the work was not summed up for them.
+        """
+        number = self.precision.other_bytes
+        found = [matrix.operator(tokens, layers, number) for matrix, tokens, layers in self.products(work, stage)]
+        found += self.attention(work, stage)
+        return [self.embedding(work.tokens), *found] if stage == 0 and work.tokens else found
+
+    def products(self, work: StepWork, stage: int) -> Iterator[tuple[Matrix, int, int]]:
+        """The stage's matrix products, the tokens that each computes, and in how many layers."""
+        tokens = work.tokens
+        if tokens:
+            for kind, layers in self.stages[stage].items():
+                for matrix in self._matrices[kind]:
+                    yield matrix, tokens, layers
+            if stage == self.last_stage and work.sampled:
+                yield self.head, work.sampled, 1
+
+    def attention(self, work: StepWork, stage: int) -> list[Operator]:
+        """Attention of a stage's layers. Prompts and single rows apart: they run in different kernels.
+
+        Raises:
+            UsageError: if the model has sliding windows and the work was not summed up for them.
+        """
+        if len(work.windowed_decode_context) != len(self.windows):
+            raise UsageError(f"sum the work up for this model's sliding windows {self.windows}: StepWork.of(windows=)")
+        found = []
+        for (window, _), layers in self.stages[stage].items():
+            if work.chunks:
+                keys = sum([chunk_keys(start, length, window) for start, length in work.chunks])
+                pairs = sum([chunk_pairs(start, length, window) for start, length in work.chunks])
+                found.append(self._attention("prefill attention", work.tokens - work.decodes, keys, pairs, layers))
+            if work.decodes:
+                keys = work.windowed_decode_context[self.windows.index(window)] if window else work.decode_context
+                found.append(self._attention("decode attention", work.decodes, keys, keys, layers))
+        return found
+
+    def embedding(self, tokens: int) -> Operator:
+        """Rows of the embedding; each device holds a part of the vocabulary, and writes all rows."""
+        rows = tokens * self.model.hidden_size * self.precision.other_bytes
+        return Operator("embedding", "look-up", 0.0, rows / self.layout.tensor_parallel, 0.0, rows)
+
+    def stage_weight_bytes(self, stage: int) -> float:
+        """Bytes of weights that one device of the stage holds."""
+        layers = sum(
+            count * sum(matrix.weights * matrix.bytes_per_weight for matrix in self._matrices[kind])
+            for kind, count in self.stages[stage].items()
+        )
+        table = self.head.weights * self.precision.other_bytes
+        shares_one = self.model.tie_word_embeddings and len(self.stages) == 1
+        tables = (stage == 0) + (stage == self.last_stage and not shares_one)
+        return layers + table * tables
+
+    def kv_bytes_per_token(self, stage: int) -> float:
+        """Bytes of keys and values that one device of the stage keeps for a token."""
+        return self.layers(stage) * self.layer_kv_bytes
+
+    @property
+    def layer_kv_bytes(self) -> float:
+        """Of one token in one layer, on one device."""
+        return 2 * self.kv_heads * self.model.head_dim * self.precision.kv_bytes
+
+    def attention_flops_per_pair(self, stage: int) -> float:
+        """Operations for one query and one key it sees: a multiply-add for the score, one for the weighted value."""
+        return 4.0 * self.heads * self.model.head_dim * self.layers(stage)
+
+    def activation_bytes(self, tokens: int) -> float:
+        """The hidden states of so many tokens: what an all-reduce sums, and what goes from stage to stage."""
+        return tokens * self.model.hidden_size * self.precision.other_bytes
+
+    def _stage_kinds(self) -> Iterator[dict[LayerKind, int]]:
+        first = 0
+        for count in self.layout.stage_layers(self.model.num_layers):
+            layers = range(first, first + count)
+            yield dict(
+                Counter(LayerKind(self.model.sliding_window(layer), self.model.is_sparse(layer)) for layer in layers)
+            )
+            first += count
+
+    def _layer_matrices(self, kind: LayerKind) -> Iterator[Matrix]:
+        model, per_weight = self.model, self.precision.weight_bytes
+        hidden, size = model.hidden_size, model.head_dim
+
+        def product(name: str, inputs: int, outputs: int, per_weight: float = per_weight) -> Matrix:
+            return Matrix(name, inputs * outputs, inputs * outputs, inputs + outputs, per_weight)
+
+        yield product("qkv", hidden, (self.heads + 2 * self.kv_heads) * size)
+        yield product("output", self.heads * size, hidden)
+        degree = self.layout.tensor_parallel
+        if not kind.sparse or model.moe is None:
+            inner = -(-model.intermediate_size // degree)
+            yield product("gate_up", hidden, 2 * inner)
+            yield product("down", inner, hidden)
+            return
+        moe = model.moe
+        inner = -(-moe.intermediate_size // degree)
+        yield product("router", hidden, moe.num_experts, self.precision.other_bytes)
+        one, chosen = 3 * hidden * inner, moe.experts_per_token
+        yield Matrix(
+            *("experts", moe.num_experts * one, chosen * one, chosen * (2 * hidden + 3 * inner), per_weight),
+            reached=chosen / moe.num_experts,
+        )
+
+    def _attention(self, kind: OperatorKind, tokens: int, keys: int, pairs: int, layers: int) -> Operator:
+        numbers = self.heads * self.model.head_dim
+        return Operator(
+            *("attention", kind),
+            4.0 * numbers * pairs * layers,  # a multiply-add for the score, one for the weighted value
+            0.0,
+            keys * self.layer_kv_bytes * layers,
+            2 * tokens * numbers * self.precision.other_bytes * layers,  # the query is read, the result written
+        )
+
+
+def tensor_degrees(model: ModelConfig) -> list[int]:
+    """Tensor parallel degrees that divide the heads."""
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    return [
+        degree
+        for degree in range(1, heads + 1)
+        if heads % degree == 0 and max(degree, kv_heads) % min(degree, kv_heads) == 0
+    ]

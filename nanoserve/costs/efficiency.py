@@ -1,0 +1,65 @@
+"""The few factors between what data sheets promise and what programs reach: the same for every policy and device."""
+
+import math
+from dataclasses import dataclass, fields
+
+from nanoserve.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """Shares of data-sheet figures, and times that no data sheet has. docs/costs.md says where each default is from.
+
+    Shares do not apply to figures marked as measured: those were reached.
+
+    Attributes:
+        matrix: of a device's operations, in matrix products.
+        attention: of a device's operations, in the attention of prompts.
+        memory: of a device's memory bandwidth.
+        link: of a link's bandwidth.
+        processor: of a CPU's memory bandwidth and operations, in attention.
+        usable_memory: of a device's memory, for weights and KV cache; the rest is for activations and the libraries.
+        kernel_seconds: from one kernel's end to the next one's full speed.
+        kernels_per_layer: kernels of a layer (norms, qkv, rotary embedding, cache write, attention, output, gate_up,
+            activation, down), all-reduces aside.
+        step_seconds, row_seconds: the host's work for a step, and for each sequence in it.
+
+    Raises:
+        UsageError: for a share outside (0, 1], or a negative time.
+    """
+
+    matrix: float = 0.7
+    attention: float = 0.5
+    memory: float = 0.8
+    link: float = 0.75
+    processor: float = 0.6
+    usable_memory: float = 0.9
+    kernel_seconds: float = 3e-6
+    kernels_per_layer: int = 10
+    step_seconds: float = 1e-3
+    row_seconds: float = 10e-6
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_share = field.name in ("matrix", "attention", "memory", "link", "processor", "usable_memory")
+            if is_share and not 0 < value <= 1:
+                raise UsageError(f"{field.name} is a share above 0 and at most 1, not {value}")
+            if not 0 <= value < math.inf:
+                raise UsageError(f"{field.name} must not be negative, found {value}")
+
+    @classmethod
+    def ideal(cls) -> "Efficiency":
+        """All that the data sheets promise, and no overhead: the limits that closed forms describe."""
+        return cls(
+            matrix=1.0,
+            attention=1.0,
+            memory=1.0,
+            link=1.0,
+            processor=1.0,
+            usable_memory=1.0,
+            kernel_seconds=0.0,
+            kernels_per_layer=0,
+            step_seconds=0.0,
+            row_seconds=0.0,
+        )

@@ -1,0 +1,97 @@
+"""What fits into a device: weights first, keys and values in the rest."""
+
+from dataclasses import replace
+
+from nanoserve.costs.counts import STORED_BITS, ModelCounts
+from nanoserve.costs.efficiency import Efficiency
+from nanoserve.costs.hardware import GIBI, Machine
+from nanoserve.costs.layout import ParallelLayout
+from nanoserve.errors import UsageError
+
+_MOST_STAGES = 1024
+_USEFUL_TOKENS = 4096  # room for fewer keys and values is no advice
+
+
+class DoesNotFit(UsageError):
+    """The model is too large for its devices; the message says by how much, and what would fit."""
+
+
+class DeviceMemory:
+    """The memory of the devices of one replica.
+
+    Args:
+        counts: what the model's devices hold.
+        machine: how large they are.
+        efficiency: how much of a device is used.
+    """
+
+    def __init__(self, counts: ModelCounts, machine: Machine, efficiency: Efficiency) -> None:
+        self._counts, self._machine, self._efficiency = counts, machine, efficiency
+        self.usable_bytes = machine.device.memory_bytes * efficiency.usable_memory
+
+    def weight_bytes(self, stage: int) -> float:
+        """Of one device of the stage."""
+        return self._counts.stage_weight_bytes(stage)
+
+    def kv_bytes(self, stage: int) -> float:
+        """What is left for keys and values on one device of the stage; negative if the weights do not fit."""
+        return self.usable_bytes - self.weight_bytes(stage)
+
+    def kv_blocks(self, block_size: int) -> int:
+        """Blocks of so many tokens that every stage can hold: all stages share one block table.
+
+        Raises:
+            DoesNotFit: if there is no room for one block beside the weights.
+        """
+        stages = range(len(self._counts.stages))
+        sizes = [block_size * self._counts.kv_bytes_per_token(stage) for stage in stages]
+        blocks = min(int(self.kv_bytes(stage) // size) for stage, size in zip(stages, sizes, strict=True))
+        if blocks < 1:
+            raise DoesNotFit(self._refusal())
+        return blocks
+
+    def host_kv_blocks(self, host_bytes: float, block_size: int) -> int:
+        """Blocks of so many tokens, all layers and all heads, in so much host memory."""
+        model = self._counts.model
+        per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * self._counts.precision.kv_bytes
+        return int(host_bytes // (block_size * per_token))
+
+    def _refusal(self) -> str:
+        counts, device = self._counts, self._machine.device
+        stage = max(range(len(counts.stages)), key=self.weight_bytes)
+        needed, usable = self.weight_bytes(stage) / GIBI, self.usable_bytes / GIBI
+        return (
+            f"the model does not fit: {needed:.1f} GiB of weights on each {device.name} in layout {counts.layout.name},"
+            f" {max(needed - usable, 0.0):.1f} GiB more than the {usable:.1f} GiB that can be used"
+            f" ({self._efficiency.usable_memory:.0%} of {device.memory_bytes / GIBI:g} GiB), so that keys and values"
+            f" have no room; {self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        fitting = [
+            *(f"{layout.devices} devices (layout {layout.name})" for layout in (self._smallest_layout(),) if layout),
+            *(f"{bits}-bit weights" for bits in STORED_BITS if self._fits_in(bits)),
+        ]
+        return f"what would fit: {' or '.join(fitting)}" if fitting else "no number of these devices would fit it"
+
+    def _fits_in(self, bits: int) -> bool:
+        precision = self._counts.precision
+        if bits >= precision.weight_bits:
+            return False
+        fewer = ModelCounts(self._counts.model, self._counts.layout, replace(precision, weight_bits=bits))
+        return DeviceMemory(fewer, self._machine, self._efficiency)._fits()
+
+    def _smallest_layout(self) -> ParallelLayout | None:
+        """More stages of the same tensor degree: the first number that fits."""
+        model, layout = self._counts.model, self._counts.layout
+        for stages in range(layout.pipeline_parallel + 1, min(model.num_layers, _MOST_STAGES) + 1):
+            larger = ParallelLayout(tensor_parallel=layout.tensor_parallel, pipeline_parallel=stages)
+            counts = ModelCounts(model, larger, self._counts.precision)
+            if DeviceMemory(counts, self._machine, self._efficiency)._fits():
+                return larger
+        return None
+
+    def _fits(self) -> bool:
+        """With room for a few thousand tokens."""
+        stages, per_token = range(len(self._counts.stages)), self._counts.kv_bytes_per_token
+        return all(self.kv_bytes(stage) >= _USEFUL_TOKENS * per_token(stage) for stage in stages)

@@ -1,0 +1,50 @@
+"""Shapes of published models (models.toml), by name."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from nanoserve.config import ModelConfig
+from nanoserve.costs.tables import Entry, read_toml
+from nanoserve.errors import UsageError
+from nanoserve.files import read_json_object
+
+SHIPPED = Path(__file__).with_name("models.toml")
+
+
+@cache
+def published_shapes() -> Mapping[str, Mapping[str, Any]]:
+    """Each model's config.json, as far as its shape goes."""
+    tables = read_toml(SHIPPED)
+    return MappingProxyType(
+        {name: _config(Entry.of({"models": tables}, "models", name, SHIPPED.name)) for name in tables}
+    )
+
+
+def load_shape(spec: str) -> ModelConfig:
+    """The shape of a published model, of a config.json, or of a directory that holds one. No weights are needed.
+
+    Raises:
+        UsageError: for an unknown name, listing the known ones.
+        ModelError: for a config.json that cannot be used.
+    """
+    path = Path(spec)
+    if spec.endswith(".json") and path.is_file():
+        return ModelConfig.from_hf(read_json_object(path), source=str(path))
+    if path.is_dir():
+        return ModelConfig.from_directory(path)
+    name = spec.removeprefix("dummy:").lower()
+    shapes = published_shapes()
+    if name not in shapes:
+        raise UsageError(
+            f"unknown model {spec!r}: no config.json, no directory with one, and none of {', '.join(shapes)}"
+        )
+    return ModelConfig.from_hf(shapes[name], source=name)
+
+
+def _config(entry: Entry) -> Mapping[str, Any]:
+    entry.text("source")
+    config = {key: value for key, value in entry.values.items() if key not in ("source", "null_keys")}
+    return config | dict.fromkeys(entry.values.get("null_keys", ()))

@@ -1,0 +1,206 @@
+"""StepCosts: how long each part of a step takes, from exact counts and data-sheet figures."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from nanoserve.config import ModelConfig
+from nanoserve.costs.counts import Matrix, ModelCounts, Operator, OperatorKind, Precision
+from nanoserve.costs.efficiency import Efficiency
+from nanoserve.costs.hardware import Link, Machine
+from nanoserve.costs.layout import ParallelLayout
+from nanoserve.costs.memory import DeviceMemory
+from nanoserve.costs.work import Chunk, StepWork
+from nanoserve.errors import UsageError
+
+_ALL_REDUCES_PER_LAYER = 2  # behind the attention's output and behind the feed-forward part
+_KERNELS_OF_HEAD = 3  # norm, logits, sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """A link as programs reach it."""
+
+    bandwidth: float
+    latency: float
+
+    @classmethod
+    def of(cls, link: Link, efficiency: Efficiency) -> "Channel":
+        return cls(link.bandwidth * (1.0 if link.measured else efficiency.link), link.latency)
+
+    def send_seconds(self, num_bytes: float) -> float:
+        """One message from one device to another."""
+        return self.latency + num_bytes / self.bandwidth
+
+    def all_reduce_seconds(self, num_bytes: float, devices: int) -> float:
+        """The sum of ``num_bytes`` on each of so many devices, known to all of them.
+
+        Every device sends and receives 2 (t - 1) / t of the bytes (a ring, reduce-scatter then all-gather), at *bus*
+        bandwidth; *algorithm* bandwidth, bytes over time, is lower by that factor. The shortest way there and back is
+        a tree: 2 ceil(log2 t) messages after one another.
+        """
+        if devices == 1:
+            return 0.0
+        return 2 * (devices - 1).bit_length() * self.latency + 2 * (devices - 1) / devices * num_bytes / self.bandwidth
+
+
+class StepCosts:
+    """The times of one replica of a model (data parallel degree 1) on a machine.
+
+    Args:
+        model: its shape.
+        machine: what it runs on.
+        layout: tensor and pipeline degrees; a data parallel degree makes replicas, and is not looked at.
+        precision: bits of weights and KV cache.
+        efficiency: shares of the data sheet that are reached.
+
+    Raises:
+        UsageError: if the layout does not suit the model or the machine.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        machine: Machine,
+        layout: ParallelLayout | None = None,
+        precision: Precision | None = None,
+        efficiency: Efficiency | None = None,
+    ) -> None:
+        self.machine, self.efficiency = machine, efficiency or Efficiency()
+        self.counts = ModelCounts(model, layout, precision)
+        self.layout = self.counts.layout
+        self.num_stages = self.layout.pipeline_parallel
+        self.memory = DeviceMemory(self.counts, machine, self.efficiency)
+        device, factors = machine.device, Efficiency.ideal() if machine.device.measured else self.efficiency
+        self._bandwidth = device.memory_bandwidth * factors.memory
+        self._flops: dict[OperatorKind, float] = {
+            "matrix": device.flops * factors.matrix,
+            "look-up": device.flops * factors.matrix,
+            "decode attention": device.flops * factors.matrix,
+            "prefill attention": device.flops * factors.attention,
+        }
+        self._activation_bytes = self.counts.precision.other_bytes
+        self._group = [self._channel(self._first_rank(stage), self._degree) for stage in range(self.num_stages)]
+        self._onward = [
+            self._channel(self._first_rank(stage), 2 * self._degree) for stage in range(self.num_stages - 1)
+        ]
+        self._host = Channel.of(machine.host_link, self.efficiency)
+
+    # --------------------------------------------------------------------------------------------- a step
+
+    def work(
+        self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
+    ) -> StepWork:
+        """Sum a micro-batch up for this model: see StepWork.of."""
+        return StepWork.of(decode_contexts, chunks, sampled, self.counts.windows)
+
+    def stage_seconds(self, work: StepWork, stage: int) -> float:
+        """Device time of one stage: operators, the gaps between kernels, all-reduces. 0 for an empty step."""
+        if not work.tokens:
+            return 0.0
+        seconds = self.kernel_seconds(work, stage) + self.all_reduce_seconds(work, stage)
+        for matrix, tokens, layers in self.counts.products(work, stage):
+            seconds += self._product_seconds(matrix, tokens) * layers
+        for operator in self.counts.attention(work, stage):
+            seconds += self.operator_seconds(operator)
+        return seconds + self.operator_seconds(self.counts.embedding(work.tokens)) if stage == 0 else seconds
+
+    def send_seconds(self, work: StepWork, stage: int) -> float:
+        """Hidden states to the next stage: each device sends them whole to its peer there. 0 after the last stage."""
+        if stage == self.num_stages - 1 or not work.tokens:
+            return 0.0
+        return self._onward[stage].send_seconds(self.counts.activation_bytes(work.tokens))
+
+    def host_seconds(self, work: StepWork) -> float:
+        """The CPU's part of a step: scheduling, inputs, outputs. Whether it overlaps is the runtime's matter."""
+        return self.efficiency.step_seconds + work.rows * self.efficiency.row_seconds
+
+    def step_seconds(self, work: StepWork) -> float:
+        """From the first stage to the last with nothing else in the pipeline, the host's part before it."""
+        stages = range(self.num_stages)
+        device = sum(self.stage_seconds(work, stage) + self.send_seconds(work, stage) for stage in stages)
+        return self.host_seconds(work) + device
+
+    # ---------------------------------------------------------------------------------------- its parts
+
+    def operator_seconds(self, operator: Operator) -> float:
+        """The longer of moving its bytes and computing its operations (the roofline)."""
+        return max(operator.bytes / self._bandwidth, operator.flops / self._flops[operator.kind])
+
+    def is_compute_bound(self, operator: Operator) -> bool:
+        """Whether its operations take longer than its bytes."""
+        return operator.flops / self._flops[operator.kind] > operator.bytes / self._bandwidth
+
+    def kernel_seconds(self, work: StepWork, stage: int) -> float:
+        """The gaps between a stage's kernels."""
+        is_last = stage == self.num_stages - 1
+        ends = (stage == 0) + (_KERNELS_OF_HEAD if is_last and work.sampled else 0)
+        kernels = self.counts.layers(stage) * self.efficiency.kernels_per_layer + ends
+        return kernels * self.efficiency.kernel_seconds
+
+    def all_reduces(self, stage: int) -> int:
+        """How many all-reduces of the hidden states a stage makes: two a layer, one behind the divided embedding."""
+        return 0 if self._degree == 1 else self.counts.layers(stage) * _ALL_REDUCES_PER_LAYER + (stage == 0)
+
+    def all_reduce_seconds(self, work: StepWork, stage: int) -> float:
+        """All of a stage's all-reduces, and gathering the divided logits on the last one."""
+        if self._degree == 1:
+            return 0.0
+        channel, num_bytes = self._group[stage], self.counts.activation_bytes(work.tokens)
+        seconds = self.all_reduces(stage) * channel.all_reduce_seconds(num_bytes, self._degree)
+        if stage == self.num_stages - 1 and work.sampled:
+            logits = work.sampled * self.counts.vocabulary * self.counts.precision.other_bytes
+            seconds += channel.send_seconds(logits * (self._degree - 1))  # one device receives all the others' parts
+        return seconds
+
+    # ------------------------------------------------------------------------- host memory and processor
+
+    def swap_seconds(self, tokens: int, stage: int) -> float:
+        """The KV of so many tokens between device and host, one way; the devices of all stages do it at once."""
+        return self._host.send_seconds(tokens * self.counts.kv_bytes_per_token(stage))
+
+    def reload_seconds(self, stage: int) -> float:
+        """A stage's weights from host memory, as Seesaw re-shards; the devices of all stages do it at once."""
+        return self._host.send_seconds(self.counts.stage_weight_bytes(stage))
+
+    def host_attention_seconds(self, rows: int, context: int) -> float:
+        """One layer's decode attention on the CPU, for so many rows that read so many keys in all (APEX).
+
+        Raises:
+            UsageError: if the machine names no processor.
+        """
+        processor = self.machine.processor
+        if processor is None:
+            raise UsageError(f"{self.machine.name} names no processor for attention on the host")
+        if not rows:
+            return 0.0
+        counts, share = self.counts, 1.0 if processor.measured else self.efficiency.processor
+        layers_bytes = context * counts.layer_kv_bytes
+        flops = 4.0 * counts.heads * counts.model.head_dim * context
+        return max(layers_bytes / processor.memory_bandwidth, flops / processor.flops) / share
+
+    def host_exchange_seconds(self, rows: int) -> float:
+        """One layer's queries, keys and values of so many rows to the host, and the attention's result back."""
+        if not rows:
+            return 0.0
+        counts = self.counts
+        number = rows * counts.model.head_dim * counts.precision.other_bytes
+        there, back = number * (counts.heads + 2 * counts.kv_heads), number * counts.heads
+        return self._host.send_seconds(there) + self._host.send_seconds(back)
+
+    # ------------------------------------------------------------------------------------------- inside
+
+    def _product_seconds(self, matrix: Matrix, tokens: int) -> float:
+        """What operator_seconds says of ``matrix.operator(tokens)``, without making one: this is asked most often."""
+        weights = matrix.weights_read(tokens) * matrix.bytes_per_weight
+        moved = weights + matrix.activations * tokens * self._activation_bytes
+        return max(moved / self._bandwidth, 2.0 * matrix.per_token * tokens / self._flops["matrix"])
+
+    @property
+    def _degree(self) -> int:
+        return self.layout.tensor_parallel
+
+    def _first_rank(self, stage: int) -> int:
+        return stage * self._degree
+
+    def _channel(self, first: int, count: int) -> Channel:
+        return Channel.of(self.machine.link_among(first, count), self.efficiency)
