@@ -5,6 +5,7 @@ token per round until it ends and gives its blocks back. The most that is ever h
 a policy should keep free.
 """
 
+import math
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterable
@@ -21,34 +22,47 @@ class OutputLengths:
     def __init__(self) -> None:
         self._in_order_of_time: deque[int] = deque()
         self._sorted: list[int] = []
+        self._sum = self._sum_of_squares = 0
 
     def record(self, length: int) -> None:
         """An answer has ended after so many tokens."""
         if len(self._sorted) == _REMEMBERED:
-            del self._sorted[bisect_right(self._sorted, self._in_order_of_time.popleft()) - 1]
+            oldest = self._in_order_of_time.popleft()
+            del self._sorted[bisect_right(self._sorted, oldest) - 1]
+            self._sum -= oldest
+            self._sum_of_squares -= oldest * oldest
         self._in_order_of_time.append(length)
         insort(self._sorted, length)
+        self._sum += length
+        self._sum_of_squares += length * length
 
     def remaining(self, sequence: Sequence) -> int:
         """Tokens this sequence may still produce, one guess out of the spread of those that are possible.
 
         The guess is one of the known lengths that exceed what it has produced. Which one depends on the sequence's
         id alone: multiples of the golden ratio spread evenly, so that many sequences together show the spread that
-        the known lengths have. Longer than any known answer, or with none known, it is taken to be half way.
+        the known lengths have. A sequence longer than any known answer is taken to be half way; with none known, an
+        answer is taken to be as long as its prompt.
         """
         produced = sequence.output_length
         bound = sequence.max_length - len(sequence.tokens)
         passed = bisect_right(self._sorted, produced)
         longer = len(self._sorted) - passed
         if longer == 0:
-            return min(produced, bound)
+            return min(produced if self._sorted else max(produced, sequence.prompt_length), bound)
         place = int(sequence.sequence_id * _GOLDEN_RATIO % 1.0 * longer)
         return min(self._sorted[passed + place] - produced, bound)
+
+    def _deviation(self) -> float:
+        """The standard deviation of the known lengths."""
+        count = len(self._sorted)
+        return math.sqrt(self._sum_of_squares * count - self._sum**2) / count if count else 0.0
 
     def expected_growth(self, running: Iterable[Sequence]) -> int:
         """Tokens by which the running sequences together will at most exceed what they hold now.
 
-        The rest of a prompt that is partly computed counts as held.
+        To what is expected comes the standard deviation of the sum of so many lengths, or it would be exceeded every
+        second time. The rest of a prompt that is partly computed counts as held.
         """
         futures = sorted(((self.remaining(sequence), len(sequence.tokens)) for sequence in running), reverse=True)
         peak = held = 0
@@ -56,4 +70,4 @@ class OutputLengths:
         for number, (remaining, length) in enumerate(futures, start=1):
             held += length
             peak = max(peak, held + number * remaining)
-        return peak - held
+        return peak - held + round(self._deviation() * math.sqrt(len(futures)))

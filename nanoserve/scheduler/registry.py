@@ -77,3 +77,25 @@ def make_policy(name: str, token_budget: int, parameters: Mapping[str, Any] | No
         raise UsageError(f"unknown policy {name!r}; choose one of {', '.join(POLICIES)}")
     check_parameter("the token budget of a step", token_budget, 1)
     return POLICIES[name].make(token_budget, parameters or {})
+
+
+def parse_parameters(name: str, text: str | None) -> dict[str, Any]:
+    """Parameters as "iterations=4,threshold=0.1", each of the type of its default.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    defaults = POLICIES[name].defaults if name in POLICIES else {}
+    parameters: dict[str, Any] = {}
+    for part in text.split(",") if text else ():
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        default = defaults.get(key)
+        try:
+            parameters[key] = {"true": True, "false": False}[value] if isinstance(default, bool) else _number(value)
+        except (KeyError, ValueError):
+            raise UsageError(f"{part!r} is no parameter such as iterations=4 or without_wt=true") from None
+    return parameters
+
+
+def _number(text: str) -> float:
+    return int(text) if text.lstrip("-").isdigit() else float(text)

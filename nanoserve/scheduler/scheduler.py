@@ -17,8 +17,8 @@ from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
 
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # looking a member up takes Python 3.11 longer than a call
 
-_GROWTH_ESTIMATED_EVERY = 8
-"""Steps; the estimate looks at all running sequences, and a step changes little of it."""
+_GROWTH_ESTIMATED_EVERY = 16
+"""Steps; the estimate looks at all running sequences. In between, those that begin are added to it."""
 
 
 class Scheduler:
@@ -59,7 +59,7 @@ class Scheduler:
         self._previous: Decision | None = None
         self._next_step = 0
         self._output_lengths = OutputLengths()
-        self._expected_growth = 0
+        self._expected_growth = 0  # tokens
 
     @property
     def has_work(self) -> bool:
@@ -142,6 +142,8 @@ class Scheduler:
         self._next_step += 1
         self._plans_in_flight[plan.step] = plan
         self._rows_in_flight |= draft.rows
+        for begin in plan.begin:  # until all are looked at again
+            self._expected_growth += self._output_lengths.remaining(self._lifecycle.sequences[begin.sequence])
         return plan
 
     def _draft(self, now: float) -> tuple[Decision, Draft]:
@@ -189,8 +191,7 @@ class Scheduler:
                 if not sequence.in_flight:
                     prefills.append(sequence)
         if self._next_step % _GROWTH_ESTIMATED_EVERY == 0:
-            tokens = self._output_lengths.expected_growth(self.running)
-            self._expected_growth = min(self.pool.blocks_for(tokens), self.pool.num_blocks - 1)
+            self._expected_growth = self._output_lengths.expected_growth(self.running)
         free_slots = self.max_num_seqs - len(self.running)
         next_prefill = prefills[0] if prefills else self.waiting.oldest if free_slots > 0 else None
         load = Load(
@@ -208,7 +209,7 @@ class Scheduler:
             steps_in_flight=self.steps_in_flight,
             pipeline_depth=self.pipeline_depth,
             preemptions=self.preemptions,
-            expected_growth=self._expected_growth,
+            expected_growth=min(self.pool.blocks_for(self._expected_growth), self.pool.num_blocks - 1),
         )
         return load, decodes, prefills
 

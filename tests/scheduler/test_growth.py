@@ -43,8 +43,17 @@ def test_guesses_are_spread_over_the_known_lengths_that_are_longer() -> None:
 
 def test_longer_than_any_known_answer_is_half_way_but_ends_with_its_limit() -> None:
     assert _known(10).remaining(_sequence(0, prompt=5, produced=12)) == 12
-    assert _known().remaining(_sequence(0, prompt=5, produced=3)) == 3
     assert _known(10).remaining(_sequence(0, prompt=5, produced=12, longest=20)) == 3
+
+
+def test_with_no_answer_known_one_is_taken_to_be_as_long_as_its_prompt() -> None:
+    assert _known().remaining(_sequence(0, prompt=5, produced=0)) == 5
+    assert _known().remaining(_sequence(0, prompt=5, produced=7)) == 7
+
+
+def test_lengths_that_differ_ask_for_their_deviation_on_top() -> None:
+    running = [_sequence(number, prompt=5, produced=30) for number in range(4)]  # all go on to 40, the only longer one
+    assert _known(20, 40).expected_growth(running) == 4 * 10 + round(10 * 4**0.5)
 
 
 def test_old_answers_are_forgotten() -> None:
@@ -75,7 +84,7 @@ def test_the_scheduler_learns_from_answers_that_ended_by_themselves_and_tells_th
         engine.add(Request(name, (1, 2, 3, 4), SamplingParams(temperature=0, max_tokens=limit), seed=0))
         while engine.has_work:
             engine.step()
-    # Steps 1 to 21 are the first answer: after 7 tokens it is half way, after 15 only 6 are left to its limit.
-    assert [policy.growth[step] for step in (8, 16)] == [2, 2]
-    # From step 22 on the second: after 2, 10 and 18 tokens, 19, 11 and 3 of 21 are to come.
-    assert [policy.growth[step] for step in (24, 32, 40)] == [5, 3, 1]
+    # Steps 1 to 21 are the first answer: after 15 tokens it is half way, but only 6 are left to its limit.
+    assert policy.growth[16:22] == [2] * 6
+    # From step 22 on the second: after 10 tokens 11 of 21 are to come, after 26 it is half way.
+    assert [policy.growth[step] for step in (32, 47, 48)] == [3, 3, 7]
