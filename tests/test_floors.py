@@ -20,6 +20,7 @@ TORCH_FREE = [
     "costs",
     "scheduler",
     "engine",
+    "simulator",
     "text",
     "commands",
 ]
@@ -37,6 +38,7 @@ FLOORS: dict[str, set[str]] = {
     "costs": {"errors", "files", "config"},
     "scheduler": {"errors", "request", "config", "kv"},
     "engine": {"errors", "request", "config", "kv", "scheduler"},
+    "simulator": {"errors", "request", "config", "kv", "costs", "scheduler", "engine", "benchmarks"},
     "text": {"errors", "files"},
     "outputs": {"errors", "request", "text"},
     "models": {"errors", "files", "config", "costs", "triton_ops"},

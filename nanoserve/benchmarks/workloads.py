@@ -1,9 +1,13 @@
 """What the engines are given to do: token ids of chosen lengths, from a grid, a preset or a trace."""
 
 import csv
+import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from nanoserve.errors import UsageError
@@ -60,6 +64,8 @@ PRESETS: dict[str, Preset] = {
 }
 """nano-vllm is the setting of that project's benchmark; the others are a quarter and an eighth of its lengths."""
 
+_TIME_COLUMNS = ("TIMESTAMP", "arrived_at", "arrival_time")
+"""Azure's moments of a calendar, vidur's seconds, and seconds."""
 _TRACE_COLUMNS = (
     ("ContextTokens", "GeneratedTokens"),  # Azure LLM inference traces
     ("num_prefill_tokens", "num_decode_tokens"),  # vidur's processed traces
@@ -94,7 +100,7 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[t
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[RequestShape]:
-    """The lengths in a CSV trace with a header; arrival times are not looked at.
+    """The lengths in a CSV trace with a header; its arrival times are for ``read_arrivals``.
 
     Known columns: ContextTokens and GeneratedTokens, num_prefill_tokens and num_decode_tokens, input_tokens and
     output_tokens. At most ``limit`` rows are read.
@@ -102,29 +108,72 @@ def read_trace(path: Path, limit: int | None = None) -> list[RequestShape]:
     Raises:
         UsageError: naming the file, and the row (its line in the file) that makes no sense.
     """
+    columns = partial(_length_columns, path)
+    return [
+        RequestShape(*(_length(row[column], f"{place}, {column}") for column in used))
+        for place, row, used in _rows(path, limit, columns)
+    ]
+
+
+def read_arrivals(path: Path, limit: int | None = None) -> list[float]:
+    """The arrival times in a CSV trace, in seconds from some moment on, in the order of its rows.
+
+    Known columns: TIMESTAMP (ISO 8601), arrived_at or arrival_time (seconds).
+
+    Raises:
+        UsageError: as ``read_trace`` does.
+    """
+    columns = partial(_time_column, path)
+    return [_moment(row[used[0]], f"{place}, {used[0]}") for place, row, used in _rows(path, limit, columns)]
+
+
+Row = tuple[str, dict[str, str | None], Sequence[str]]
+"""Where it is, its fields, and which of them are wanted."""
+
+
+def _rows(path: Path, limit: int | None, choose: Callable[[Sequence[str]], Sequence[str]]) -> list[Row]:
+    """The first rows of a trace; ``choose`` picks columns from its header."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            shapes = list(_rows(path, file, limit))
+            reader = csv.DictReader(file)
+            columns = choose(reader.fieldnames or ())
+            rows = [(f"{path}, row {reader.line_num}", row, columns) for row in islice(reader, limit)]
     except OSError as error:
         raise UsageError(f"cannot read the trace {path}: {error.strerror or error}") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"the trace {path} is not a CSV file in UTF-8 ({error})") from error
-    if not shapes:
+    if not rows:
         raise UsageError(f"the trace {path} has no rows")
-    return shapes
+    return rows
 
 
-def _rows(path: Path, file: Iterator[str], limit: int | None) -> Iterator[RequestShape]:
-    reader = csv.DictReader(file)
-    columns = next((pair for pair in _TRACE_COLUMNS if set(pair) <= set(reader.fieldnames or ())), None)
-    if columns is None:
+def _length_columns(path: Path, header: Sequence[str]) -> Sequence[str]:
+    found = next((pair for pair in _TRACE_COLUMNS if set(pair) <= set(header)), None)
+    if found is None:
         known = "; ".join(" and ".join(pair) for pair in _TRACE_COLUMNS)
         raise UsageError(f"the trace {path} has none of these pairs of columns: {known}")
-    for number, row in enumerate(reader):
-        if number == limit:
-            return
-        lengths = [_length(row[column], f"{path}, row {reader.line_num}, {column}") for column in columns]
-        yield RequestShape(*lengths)
+    return found
+
+
+def _time_column(path: Path, header: Sequence[str]) -> Sequence[str]:
+    found = [name for name in _TIME_COLUMNS if name in header]
+    if not found:
+        raise UsageError(f"the trace {path} tells no arrival times: it has none of {', '.join(_TIME_COLUMNS)}")
+    return found[:1]
+
+
+def _moment(text: str | None, place: str) -> float:
+    """Seconds; of a date, since 1970 as if it were in UTC: only differences are looked at."""
+    try:
+        seconds = float(text or "")
+    except ValueError:
+        try:
+            seconds = datetime.fromisoformat(text or "").replace(tzinfo=UTC).timestamp()
+        except ValueError:
+            seconds = math.nan
+    if not math.isfinite(seconds):
+        raise UsageError(f"{place}: {text!r:.60} is no time in seconds or as 2023-11-16 18:17:03.97")
+    return seconds
 
 
 def _length(text: str | None, place: str) -> int:

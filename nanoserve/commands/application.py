@@ -10,6 +10,7 @@ from nanoserve.commands.chat import chat
 from nanoserve.commands.generate import generate
 from nanoserve.commands.options import with_options
 from nanoserve.commands.policies import policies
+from nanoserve.commands.simulate import simulate
 
 HELP = """A compact LLM inference engine.
 
@@ -20,6 +21,7 @@ HELP = """A compact LLM inference engine.
   nanoserve generate "Once upon a time" -n 60     raw completion
   nanoserve generate --file prompts.jsonl --output out.jsonl
   nanoserve bench compare -m dummy:qwen3-0.6b     beside other engines
+  nanoserve simulate --policy sarathi,throttling  policies on hardware that is not here
 
 A flag can also be set by the environment variable that its help names.
 """
@@ -38,6 +40,7 @@ def application() -> typer.Typer:
     typed.command()(with_options(chat))
     typed.command()(with_options(generate))
     typed.command()(with_options(policies))
+    typed.command()(with_options(simulate))
     typed.add_typer(bench_commands())
     return typed
 
