@@ -23,11 +23,20 @@ constexpr int64_t kFewRowsBesideTorch = 4;
 constexpr int64_t kPanel = 64;
 constexpr int64_t kPanelDepth = 128;
 
+// Weights that are fetched while others are multiplied. More can be asked for than the memory brings at a time, so it is
+// done evenly: `advance` numbers of each row at a step.
+template <typename Number>
+struct Fetch {
+  const Number* place;
+  int64_t advance;
+};
+
 // out[Inputs, Weights] = inputs[Inputs, depth] weights[Weights, depth]^T, with `Chains` independent sums along depth so
 // that additions do not wait for one another.
 template <typename Number, int64_t Inputs, int64_t Weights, int64_t Chains>
 inline void dot_products(
-    const float* inputs, int64_t input_stride, const Number* weights, int64_t depth, float* out, int64_t out_stride) {
+    const float* inputs, int64_t input_stride, const Number* weights, int64_t depth, Fetch<Number> fetch, float* out,
+    int64_t out_stride) {
   Vec sums[Chains][Inputs][Weights];
   for (auto& chain : sums)
     for (auto& row : chain)
@@ -37,12 +46,12 @@ inline void dot_products(
     for (int64_t chain = 0; chain < Chains; ++chain) {
       const int64_t at = k + chain * kLanes;
       for (int64_t n = 0; n < Weights; ++n) {
-        const Number* place = weights + n * depth + at;
-        __builtin_prefetch(place + Weights * depth);  // the same place in the rows that come next
-        const Vec weight = floats_at(place);
+        __builtin_prefetch(fetch.place + n * depth);
+        const Vec weight = floats_at(weights + n * depth + at);
         for (int64_t m = 0; m < Inputs; ++m)
           sums[chain][m][n] = at::vec::fmadd(Vec::loadu(inputs + m * input_stride + at), weight, sums[chain][m][n]);
       }
+      fetch.place += fetch.advance;
     }
   }
   for (; k < depth; k += kLanes) {
@@ -62,22 +71,30 @@ inline void dot_products(
     }
 }
 
+// The same with any number of inputs. They pass the weights by a few at a time; each time fetches as much of the weights
+// that come next.
 template <typename Number, int64_t Weights>
 inline void dot_some_inputs(
     const float* inputs, int64_t stride, int64_t count, const Number* weights, int64_t depth, float* out,
     int64_t out_stride) {
-  int64_t m = 0;
 #if defined(CPU_CAPABILITY_AVX512)
-  if constexpr (Weights == 4)
-    for (; m + 6 <= count; m += 6)
-      dot_products<Number, 6, 4, 1>(inputs + m * stride, stride, weights, depth, out + m * out_stride, out_stride);
+  constexpr int64_t kMost = Weights == 4 ? 6 : 4;
+#else
+  constexpr int64_t kMost = 4;
 #endif
-  for (; m + 4 <= count; m += 4)
-    dot_products<Number, 4, Weights, 1>(inputs + m * stride, stride, weights, depth, out + m * out_stride, out_stride);
-  for (; m + 2 <= count; m += 2)
-    dot_products<Number, 2, Weights, 1>(inputs + m * stride, stride, weights, depth, out + m * out_stride, out_stride);
-  for (; m < count; ++m)
-    dot_products<Number, 1, Weights, 2>(inputs + m * stride, stride, weights, depth, out + m * out_stride, out_stride);
+  const int64_t passes = std::max<int64_t>(1, count / kMost + __builtin_popcountll(count % kMost));
+  Fetch<Number> fetch{weights + Weights * depth, divide_up(kLanes, passes)};
+  const auto pass = [&]<int64_t Inputs, int64_t Chains>(int64_t m) {
+    dot_products<Number, Inputs, Weights, Chains>(
+        inputs + m * stride, stride, weights, depth, fetch, out + m * out_stride, out_stride);
+    fetch.place += depth / kLanes * fetch.advance;
+  };
+  int64_t m = 0;
+  if constexpr (kMost == 6)
+    for (; m + 6 <= count; m += 6) pass.template operator()<6, 1>(m);
+  for (; m + 4 <= count; m += 4) pass.template operator()<4, 1>(m);
+  for (; m + 2 <= count; m += 2) pass.template operator()<2, 1>(m);
+  for (; m < count; ++m) pass.template operator()<1, 2>(m);
 }
 
 // One thread's share: `count` rows of weights for all inputs. out is [inputs, count].

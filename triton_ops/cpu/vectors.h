@@ -59,13 +59,17 @@ inline void convert_back(const float* source, Number* target, int64_t count) {
   at::vec::convert(source, target, count);
 }
 
-// Memory of this thread that lasts from call to call: fresh pages would cost more than the work on them.
+// Memory of this thread that lasts from call to call: fresh pages would cost more than the work on them. It begins at a
+// cache line, so that no vector lies in two.
 class Scratch {
  public:
   explicit Scratch(std::vector<float>& memory) : memory_(memory) {}
   float* take(int64_t size) {
-    if (static_cast<int64_t>(memory_.size()) < size) memory_.resize(size);
-    return memory_.data();
+    constexpr size_t kLine = 64;
+    if (static_cast<int64_t>(memory_.size()) < size + static_cast<int64_t>(kLine / sizeof(float)))
+      memory_.resize(size + kLine / sizeof(float));
+    const auto address = reinterpret_cast<uintptr_t>(memory_.data());
+    return memory_.data() + (round_up(address, kLine) - address) / sizeof(float);
   }
 
  private:
