@@ -100,7 +100,7 @@ class ModelCost:
         """Floating point operations of the matrix products."""
         products = self._counts.products(_work(step), 0)
         multiplied = sum(layers * matrix.per_token * tokens for matrix, tokens, layers in products)
-        return 2.0 * multiplied + self._counts.attention_flops_per_pair(0) * step.attended
+        return 2.0 * multiplied + self._counts.layer_flops_per_pair * self._counts.layers(0) * step.attended
 
     def floor_seconds(self, step: StepShape, limits: Limits) -> float:
         """The least time this step can take."""

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoserve.benchmarks.tables import Column
 from nanoserve.errors import RuntimeFailure, UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 INSTALL = "pip install 'nanoserve[plot]'"
 
@@ -43,6 +46,15 @@ def plot_bars(path: Path, title: str, label: str, values: Sequence[Column], rows
         panel.margins(x=0.2)
         panel.set_xlabel(column.heading)
     panels[0].invert_yaxis()
+    save_figure(figure, path)
+
+
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Write a drawn figure as PNG.
+
+    Raises:
+        RuntimeFailure: if the file cannot be written.
+    """
     try:
         figure.savefig(path, format="png", dpi=150)
     except OSError as error:

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from nanoserve import __version__
+from nanoserve.commands.analyze import analyze
 from nanoserve.commands.bench import bench_commands
 from nanoserve.commands.chat import chat
 from nanoserve.commands.generate import generate
@@ -21,6 +22,7 @@ HELP = """A compact LLM inference engine.
   nanoserve generate "Once upon a time" -n 60     raw completion
   nanoserve generate --file prompts.jsonl --output out.jsonl
   nanoserve bench compare -m dummy:qwen3-0.6b     beside other engines
+  nanoserve analyze -m qwen3-8b --hardware h100   where the time goes
   nanoserve simulate --policy sarathi,throttling  policies on hardware that is not here
 
 A flag can also be set by the environment variable that its help names.
@@ -39,6 +41,7 @@ def application() -> typer.Typer:
     typed.callback(invoke_without_command=True)(_top_level)
     typed.command()(with_options(chat))
     typed.command()(with_options(generate))
+    typed.command()(with_options(analyze))
     typed.command()(with_options(policies))
     typed.command()(with_options(simulate))
     typed.add_typer(bench_commands())

@@ -10,7 +10,7 @@ What a simulator, a planner or a policy asks:
     costs.host_seconds(work)              # the CPU's part of a step: schedule, prepare inputs, take results back
     costs.swap_seconds(tokens, stage)     # the KV of so many tokens between device and host, one way, per stage
     costs.reload_seconds(stage)           # the stage's weights from host memory (Seesaw's re-sharding)
-    costs.host_attention_seconds(rows, context)   # one layer's decode attention on the CPU (APEX) ...
+    costs.host_attention_seconds(context)   # one layer's decode attention on the CPU (APEX) ...
     costs.host_exchange_seconds(rows)     # ... and its queries, keys and values there, its result back
     costs.memory.kv_blocks(block_size)    # device blocks that fit; raises DoesNotFit, saying what would fit
 

@@ -164,10 +164,6 @@ class ModelCounts:
         """How many layers a stage has."""
         return sum(self.stages[stage].values())
 
-    def matrices(self, kind: LayerKind) -> tuple[Matrix, ...]:
-        """The matrix products of such a layer, in the order in which they run around the attention."""
-        return self._matrices[kind]
-
     def operators(self, work: StepWork, stage: int) -> list[Operator]:
         """Everything that one device of the stage does for this work, communication aside; nothing for no tokens.
 
@@ -233,9 +229,10 @@ class ModelCounts:
         """Of one token in one layer, on one device."""
         return 2 * self.kv_heads * self.model.head_dim * self.precision.kv_bytes
 
-    def attention_flops_per_pair(self, stage: int) -> float:
-        """Operations for one query and one key it sees: a multiply-add for the score, one for the weighted value."""
-        return 4.0 * self.heads * self.model.head_dim * self.layers(stage)
+    @property
+    def layer_flops_per_pair(self) -> float:
+        """Operations of a layer for one query and one key it sees: a multiply-add for the score, one for the value."""
+        return 4.0 * self.heads * self.model.head_dim
 
     def activation_bytes(self, tokens: int) -> float:
         """The hidden states of so many tokens: what an all-reduce sums, and what goes from stage to stage."""
@@ -278,7 +275,7 @@ class ModelCounts:
         numbers = self.heads * self.model.head_dim
         return Operator(
             *("attention", kind),
-            4.0 * numbers * pairs * layers,  # a multiply-add for the score, one for the weighted value
+            self.layer_flops_per_pair * pairs * layers,
             0.0,
             keys * self.layer_kv_bytes * layers,
             2 * tokens * numbers * self.precision.other_bytes * layers,  # the query is read, the result written

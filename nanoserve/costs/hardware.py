@@ -12,7 +12,7 @@ from nanoserve.errors import UsageError
 SHIPPED = Path(__file__).with_name("hardware.toml")
 GIGA = 1e9
 GIBI = 2**30
-MICRO = 1e-6
+MICROSECONDS = 1e6  # in a second
 
 _KEYS = {
     "devices": ("memory_gib", "memory_gb_per_s", "tflops", "measured", "link", "host_link"),
@@ -199,7 +199,7 @@ def _link(tables: Tables, name: str, source: str) -> Link:
     return Link(
         name=name,
         bandwidth=entry.positive("gb_per_s") * GIGA,
-        latency=entry.positive("latency_us") * MICRO,
+        latency=entry.positive("latency_us") / MICROSECONDS,
         measured=entry.flag("measured"),
     )
 

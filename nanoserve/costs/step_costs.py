@@ -162,8 +162,8 @@ class StepCosts:
         """A stage's weights from host memory, as Seesaw re-shards; the devices of all stages do it at once."""
         return self._host.send_seconds(self.counts.stage_weight_bytes(stage))
 
-    def host_attention_seconds(self, rows: int, context: int) -> float:
-        """One layer's decode attention on the CPU, for so many rows that read so many keys in all (APEX).
+    def host_attention_seconds(self, context: int) -> float:
+        """One layer's decode attention on the CPU, for rows that read so many keys in all (APEX).
 
         Raises:
             UsageError: if the machine names no processor.
@@ -171,12 +171,10 @@ class StepCosts:
         processor = self.machine.processor
         if processor is None:
             raise UsageError(f"{self.machine.name} names no processor for attention on the host")
-        if not rows:
-            return 0.0
         counts, share = self.counts, 1.0 if processor.measured else self.efficiency.processor
-        layers_bytes = context * counts.layer_kv_bytes
-        flops = 4.0 * counts.heads * counts.model.head_dim * context
-        return max(layers_bytes / processor.memory_bandwidth, flops / processor.flops) / share
+        moving = context * counts.layer_kv_bytes / processor.memory_bandwidth
+        computing = context * counts.layer_flops_per_pair / processor.flops
+        return max(moving, computing) / share
 
     def host_exchange_seconds(self, rows: int) -> float:
         """One layer's queries, keys and values of so many rows to the host, and the attention's result back."""

@@ -1,0 +1,172 @@
+"""The lecture's accounting of a model on a machine: per operator, and latency and throughput against batch size."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from nanoserve.costs.counts import Operator
+from nanoserve.costs.step_costs import StepCosts
+from nanoserve.costs.work import StepWork
+
+BLOCK_SIZE = 16
+
+Bound = Literal["compute", "memory", "link", "overhead"]
+
+_ORDER = ("embedding", "qkv", "attention", "output", "router", "experts", "gate_up", "down", "head")
+
+
+class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One operator of a step, summed over layers and stages; on one device of each stage.
+
+    Attributes:
+        phase: prefill or decode.
+        operator: its name.
+        flops, bytes: what it computes and moves; for communication, the bytes of the tensors.
+        intensity: operations per byte; None where nothing is computed.
+        bound: what its time is made of.
+        seconds: how long it takes.
+        share: of the step.
+    """
+
+    phase: str
+    operator: str
+    flops: float
+    bytes: float
+    intensity: float | None
+    bound: Bound
+    seconds: float
+    share: float
+
+
+class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Decoding with so many sequences.
+
+    Attributes:
+        batch: sequences on the devices of a replica.
+        tpot: seconds from token to token of a sequence.
+        tokens_per_second: of all sequences: batch / tpot.
+        tokens_per_second_with_prefill: output tokens over the time of their prompts and their own.
+        kv_share: keys and values of whole sequences over the memory that weights leave; above 1 they do not fit.
+    """
+
+    batch: int
+    tpot: float
+    tokens_per_second: float
+    tokens_per_second_with_prefill: float
+    kv_share: float
+
+    @property
+    def fits(self) -> bool:
+        return self.kv_share <= 1
+
+
+class Analysis:
+    """A model on a machine, for requests of one length.
+
+    Args:
+        costs: what computes the times.
+        input_tokens: of each prompt.
+        output_tokens: of each answer. Decoding is looked at in its middle, where the context is prompt and half an
+            answer, but memory must hold whole sequences.
+
+    Raises:
+        DoesNotFit: if the weights leave no room for keys and values.
+    """
+
+    def __init__(self, costs: StepCosts, input_tokens: int, output_tokens: int) -> None:
+        self.costs, self.input_tokens, self.output_tokens = costs, input_tokens, output_tokens
+        self.context = input_tokens + (output_tokens + 1) // 2
+        self.blocks = costs.memory.kv_blocks(BLOCK_SIZE)
+        self.blocks_per_sequence = -(-(input_tokens + output_tokens) // BLOCK_SIZE)
+
+    @property
+    def largest_batch(self) -> int:
+        """Whole sequences that the KV cache can hold; 0 if not even one."""
+        return self.blocks // self.blocks_per_sequence
+
+    def default_batches(self) -> list[int]:
+        """Powers of two up to the limit, the limit itself, and the power beyond it."""
+        powers = [1]
+        while powers[-1] <= self.largest_batch:
+            powers.append(powers[-1] * 2)
+        return sorted({*powers, max(1, self.largest_batch)})
+
+    def prefill_work(self) -> StepWork:
+        """One prompt."""
+        return self.costs.work([], [(0, self.input_tokens)])
+
+    def decode_work(self, batch: int) -> StepWork:
+        """One token of each of so many sequences; in a pipeline, of those that one micro-batch holds."""
+        rows = -(-batch // self.costs.num_stages)
+        return self.costs.work([self.context] * rows)
+
+    def batch_row(self, batch: int) -> BatchRow:
+        """Latency and throughput of decoding, with as many micro-batches in flight as there are stages."""
+        tpot = self._round_seconds(self.decode_work(batch), batch)
+        prompts = self.costs.num_stages  # enough of them to fill the pipeline
+        prefill = self._round_seconds(self.prefill_work(), prompts) / prompts
+        return BatchRow(
+            batch=batch,
+            tpot=tpot,
+            tokens_per_second=batch / tpot,
+            tokens_per_second_with_prefill=self.output_tokens * batch / (batch * prefill + self.output_tokens * tpot),
+            kv_share=batch * self.blocks_per_sequence / self.blocks,
+        )
+
+    def operator_rows(self, phase: str, work: StepWork) -> list[OperatorRow]:
+        """Every part of a step on its way through all stages, in the order in which a layer runs them."""
+        costs, stages = self.costs, range(self.costs.num_stages)
+        step = costs.step_seconds(work)
+        operators = [operator for stage in stages for operator in costs.counts.operators(work, stage)]
+        rows = [
+            self._row(phase, name, [operator for operator in operators if operator.name == name], step)
+            for name in sorted({operator.name for operator in operators}, key=_ORDER.index)
+        ]
+        hidden = costs.counts.activation_bytes(work.tokens)
+        reduced = sum(map(costs.all_reduces, stages)) * hidden
+        beside: list[tuple[str, float, Bound, float]] = [
+            ("all-reduce", reduced, "link", sum(costs.all_reduce_seconds(work, stage) for stage in stages)),
+            ("send", hidden * (len(stages) - 1), "link", sum(costs.send_seconds(work, stage) for stage in stages)),
+            ("kernel gaps", 0.0, "overhead", sum(costs.kernel_seconds(work, stage) for stage in stages)),
+            ("host", 0.0, "overhead", costs.host_seconds(work)),
+        ]
+        return rows + [
+            OperatorRow(
+                phase=phase,
+                operator=name,
+                flops=0.0,
+                bytes=num_bytes,
+                intensity=None,
+                bound=bound,
+                seconds=seconds,
+                share=seconds / step,
+            )
+            for name, num_bytes, bound, seconds in beside
+            if seconds
+        ]
+
+    def _row(self, phase: str, name: str, operators: Sequence[Operator], step: float) -> OperatorRow:
+        flops = sum(operator.flops for operator in operators)
+        num_bytes = sum(operator.bytes for operator in operators)
+        seconds = sum(map(self.costs.operator_seconds, operators))
+        computing = sum(self.costs.operator_seconds(one) for one in operators if self.costs.is_compute_bound(one))
+        return OperatorRow(
+            phase=phase,
+            operator=name,
+            flops=flops,
+            bytes=num_bytes,
+            intensity=flops / num_bytes if flops else None,
+            bound="compute" if computing > seconds / 2 else "memory",
+            seconds=seconds,
+            share=seconds / step,
+        )
+
+    def _round_seconds(self, work: StepWork, sequences: int) -> float:
+        """Until every micro-batch of so many sequences had its turn; there are as many as stages, if sequences suffice.
+
+        The slowest stage sets the pace of a full pipeline; what one micro-batch needs alone is the least.
+        """
+        stages = range(self.costs.num_stages)
+        pace = max(self.costs.stage_seconds(work, stage) + self.costs.send_seconds(work, stage) for stage in stages)
+        return max(min(len(stages), sequences) * pace, self.costs.step_seconds(work))

@@ -1,0 +1,139 @@
+"""``nanoserve analyze``: its rows against the model they come from, and the command itself."""
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nanoserve.commands.main import main
+from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
+from nanoserve.costs.analysis import Analysis
+
+Run = Callable[..., tuple[int, str, str]]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def analyze(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs ``nanoserve analyze ARGUMENTS`` here; returns exit code, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main(["analyze", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def analysis_of(model: str, machine: str, **degrees: int) -> Analysis:
+    return Analysis(StepCosts(load_shape(model), load_machine(machine), ParallelLayout(**degrees)), 1000, 200)
+
+
+def test_the_parts_of_a_step_make_the_whole() -> None:
+    analysis = analysis_of("qwen3-30b-a3b", "gllm-l20", tensor_parallel=2, pipeline_parallel=2)
+    for work in (analysis.prefill_work(), analysis.decode_work(50)):
+        rows = analysis.operator_rows("any", work)
+        assert sum(row.seconds for row in rows) == pytest.approx(analysis.costs.step_seconds(work))
+        assert sum(row.share for row in rows) == pytest.approx(1)
+    names = [row.operator for row in rows]
+    assert names == [
+        *("embedding", "qkv", "attention", "output", "router", "experts", "head"),
+        *("all-reduce", "send", "kernel gaps", "host"),
+    ]
+
+
+def test_prompts_are_bound_by_computing_and_decoding_by_memory() -> None:
+    analysis = analysis_of("llama-3.1-8b", "h100")
+    bounds = {
+        (row.phase, row.operator): row.bound
+        for row in (
+            *analysis.operator_rows("prefill", analysis.prefill_work()),
+            *analysis.operator_rows("decode", analysis.decode_work(8)),
+        )
+    }
+    assert {bounds["prefill", name] for name in ("qkv", "attention", "gate_up", "down")} == {"compute"}
+    assert {bounds["decode", name] for name in ("qkv", "attention", "gate_up", "down", "head")} == {"memory"}
+
+
+def test_throughput_grows_and_latency_too() -> None:
+    analysis = analysis_of("llama-3.1-8b", "h100", pipeline_parallel=2)
+    batches = analysis.default_batches()
+    rows = [analysis.batch_row(batch) for batch in batches]
+    assert batches[:3] == [1, 2, 4] and analysis.largest_batch in batches
+    assert [row.fits for row in rows] == [batch <= analysis.largest_batch for batch in batches]
+    assert not rows[-1].fits
+    for before, after in itertools.pairwise(rows):
+        assert after.tpot >= before.tpot
+        assert after.tokens_per_second > before.tokens_per_second > before.tokens_per_second_with_prefill
+
+
+def test_a_pipeline_that_is_full_gives_a_token_a_round() -> None:
+    analysis = analysis_of("qwen2.5-32b", "gllm-l20", pipeline_parallel=4)
+    costs, work = analysis.costs, analysis.decode_work(400)
+    assert (work.decodes, work.decode_context) == (100, 100 * 1100)
+    pace = max(costs.stage_seconds(work, stage) + costs.send_seconds(work, stage) for stage in range(4))
+    assert analysis.batch_row(400).tpot == max(4 * pace, costs.step_seconds(work))
+    alone = analysis.decode_work(1)
+    assert analysis.batch_row(1).tpot == costs.step_seconds(alone)
+
+
+def test_tables_json_and_a_picture(analyze: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report, chart = tmp_path / "report.json", tmp_path / "chart.png"
+    where = ("-m", "qwen2.5-14b", "--hardware", "gllm-l20", "--tp", 2, "--pp", 2)
+    code, out, _ = analyze(*where, "--batch", "8,1", "--input", 100, "--output", 9, "--json", report, "--plot", chart)
+    assert code == 0
+    assert "qwen2.5-14b on gllm-l20, layout T2P2, 100 + 9 tokens" in out
+    assert "prefill of 100 tokens" in out and "decode of 8 sequences" in out
+    found = json.loads(report.read_text())
+    assert (found["kind"], found["complete"]) == ("analyze", True)
+    assert [row["batch"] for row in found["rows"]] == [1, 8]
+    assert {"qkv", "all-reduce", "send"} <= {row["operator"] for row in found["operators"]}
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_batch_that_no_memory_holds_is_marked(analyze: Run) -> None:
+    code, out, _ = analyze("-m", "qwen3-8b", "--hardware", "a10", "--batch", "100000")
+    assert code == 0
+    assert out.split("fits")[-1].count("no") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-m", "gpt-9", "--hardware", "h100"), "unknown model 'gpt-9'"),
+        (("-m", "qwen3-8b", "--hardware", "h900"), "unknown hardware 'h900'"),
+        (("-m", "qwen3-8b", "--hardware", "none.toml"), "cannot read none.toml"),
+        (("-m", "llama-2-70b", "--hardware", "a10"), "what would fit: 7 devices (layout P7)"),
+        (("-m", "qwen3-8b", "--hardware", "h100", "--tp", "5"), "does not divide 32 query heads"),
+        (("-m", "qwen3-8b", "--hardware", "h100", "--tp", "16"), "does not divide|has 8 devices and no network"),
+        (("-m", "qwen3-8b", "--hardware", "h100", "--pp", "99"), "use at most 36"),
+        (("-m", "qwen3-8b", "--hardware", "h100", "--batch", "0"), "--batch takes whole numbers"),
+        (("-m", "qwen3-8b", "--hardware", "h100", "--input", "0"), "--input"),
+        (("-m", "qwen3-8b", "--hardware", "h100", "--weight-bits", "3"), "weight_bits must be one of 4, 8, 16, 32"),
+        (("--hardware", "h100"), "--model"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line_and_exit_code_2(
+    analyze: Run, arguments: tuple[str, ...], message: str
+) -> None:
+    code, _, err = analyze(*arguments)
+    assert code == 2
+    assert any(part in err for part in message.split("|")), err
+    assert err.count("\n") == 1
+
+
+def test_analyzing_needs_no_torch() -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from nanoserve.commands.main import main\n"
+        "sys.exit(main(['analyze', '-m', 'qwen3-0.6b', '--hardware', 't4']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "T4 data sheet" in done.stdout

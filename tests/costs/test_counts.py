@@ -1,0 +1,136 @@
+"""Operation counts against numbers worked out by hand on a model that fits on a page."""
+
+import pytest
+
+from nanoserve.costs.counts import ModelCounts, Operator, Precision, tensor_degrees
+from nanoserve.costs.layout import ParallelLayout
+from nanoserve.costs.model_table import load_shape
+from nanoserve.costs.work import StepWork, chunk_keys, chunk_pairs
+from nanoserve.errors import UsageError
+from tests.costs.conftest import tiny_experts, tiny_model
+
+# Two decode rows that read 3 and 5 keys, and positions 2, 3, 4 of a prompt: five tokens.
+WORK = StepWork.of([3, 5], [(2, 3)], sampled=2)
+
+
+def by_name(operators: list[Operator]) -> dict[str, Operator]:
+    return {f"{operator.name}/{operator.kind}": operator for operator in operators}
+
+
+def test_every_operator_of_a_mixed_step_by_hand() -> None:
+    found = by_name(ModelCounts(tiny_model()).operators(WORK, 0))
+    # name: (operations, bytes of weights, of keys and values, of activations), both layers, 2 bytes a number
+    expected = {
+        "embedding/look-up": (0, 5 * 8 * 2, 0, 5 * 8 * 2),
+        "qkv/matrix": (2 * 2 * 5 * 8 * 16, 2 * 2 * 8 * 16, 0, 2 * 2 * 5 * (8 + 16)),  # 8 -> (2 + 2 * 1) heads of 4
+        "output/matrix": (2 * 2 * 5 * 8 * 8, 2 * 2 * 8 * 8, 0, 2 * 2 * 5 * (8 + 8)),
+        "gate_up/matrix": (2 * 2 * 5 * 8 * 32, 2 * 2 * 8 * 32, 0, 2 * 2 * 5 * (8 + 32)),
+        "down/matrix": (2 * 2 * 5 * 16 * 8, 2 * 2 * 16 * 8, 0, 2 * 2 * 5 * (16 + 8)),
+        # positions 2, 3, 4 see 3 + 4 + 5 = 12 keys; the chunk reads 5 of them; 2 heads of 4; K and V of 1 head of 4
+        "attention/prefill attention": (2 * 4 * 8 * 12, 0, 2 * 2 * 2 * 4 * 5, 2 * 2 * 3 * 8 * 2),
+        "attention/decode attention": (2 * 4 * 8 * 8, 0, 2 * 2 * 2 * 4 * 8, 2 * 2 * 2 * 8 * 2),
+        "head/matrix": (2 * 2 * 8 * 32, 2 * 8 * 32, 0, 2 * 2 * (8 + 32)),  # two rows are sampled
+    }
+    assert {
+        name: (one.flops, one.weight_bytes, one.kv_bytes, one.activation_bytes) for name, one in found.items()
+    } == expected
+    assert found["head/matrix"].intensity == 2 * 2 * 8 * 32 / (2 * 8 * 32 + 2 * 2 * 40)
+
+
+def test_tensor_parallelism_divides_heads_inner_size_and_vocabulary() -> None:
+    whole = by_name(ModelCounts(tiny_model()).operators(WORK, 0))
+    half = by_name(ModelCounts(tiny_model(), ParallelLayout(tensor_parallel=2)).operators(WORK, 0))
+    for name in ("output/matrix", "gate_up/matrix", "down/matrix", "head/matrix", "attention/decode attention"):
+        assert half[name].flops == whole[name].flops / 2
+        assert half[name].weight_bytes == whole[name].weight_bytes / 2
+    # one KV head for two devices: each keeps all of it
+    assert half["attention/decode attention"].kv_bytes == whole["attention/decode attention"].kv_bytes
+    assert half["qkv/matrix"].weight_bytes == 2 * 2 * 8 * (1 + 2) * 4
+
+
+def test_pipeline_stages_share_the_layers_and_split_the_ends() -> None:
+    counts = ModelCounts(tiny_model(num_layers=5), ParallelLayout(pipeline_parallel=2))
+    assert [counts.layers(stage) for stage in range(2)] == [3, 2]
+    first, last = (by_name(counts.operators(WORK, stage)) for stage in range(2))
+    assert "embedding/look-up" in first and "embedding/look-up" not in last
+    assert "head/matrix" in last and "head/matrix" not in first
+    assert first["qkv/matrix"].flops == last["qkv/matrix"].flops * 3 / 2
+    layer = 2 * (8 * 16 + 8 * 8 + 8 * 32 + 16 * 8)
+    assert [counts.stage_weight_bytes(stage) for stage in range(2)] == [3 * layer + 2 * 256, 2 * layer + 2 * 256]
+    assert counts.kv_bytes_per_token(0) == 3 * 2 * 4 * 2
+
+
+@pytest.mark.parametrize(("stages", "tables"), [(1, 1), (2, 2)])
+def test_tied_embeddings_are_kept_once_unless_the_ends_are_apart(stages: int, tables: int) -> None:
+    counts = ModelCounts(tiny_model(tie_word_embeddings=True), ParallelLayout(pipeline_parallel=stages))
+    layers = 2 * 2 * (8 * 16 + 8 * 8 + 8 * 32 + 16 * 8)
+    assert sum(map(counts.stage_weight_bytes, range(stages))) == layers + tables * 2 * 8 * 32
+
+
+def test_experts_are_read_as_far_as_tokens_reach_them() -> None:
+    found = by_name(ModelCounts(tiny_experts()).operators(StepWork.of([1, 1, 1]), 0))
+    one = 3 * 8 * 6
+    assert found["experts/matrix"].flops == 2 * 3 * 2 * one  # three tokens, two experts each
+    assert found["experts/matrix"].weight_bytes == pytest.approx(2 * one * 4 * (1 - 0.5**3))
+    assert found["router/matrix"].weight_bytes == 2 * 8 * 4
+    assert found["gate_up/matrix"].weight_bytes == 2 * 8 * 32  # the first layer is dense
+
+
+def test_bits_scale_the_bytes_they_are_about() -> None:
+    half = by_name(ModelCounts(tiny_model(), None, Precision(weight_bits=8, kv_bits=8)).operators(WORK, 0))
+    four = by_name(ModelCounts(tiny_model(), None, Precision(weight_bits=4)).operators(WORK, 0))
+    assert half["qkv/matrix"].weight_bytes == 2 * 8 * 16
+    assert half["attention/decode attention"].kv_bytes == 2 * 2 * 4 * 8
+    assert half["head/matrix"].weight_bytes == 2 * 8 * 32
+    assert four["qkv/matrix"].weight_bytes == 2 * 8 * 16 * (4 + 16 / 128) / 8
+
+
+def test_a_sliding_window_bounds_what_a_row_sees() -> None:
+    model = tiny_model(sliding_windows=(0, 4))
+    counts = ModelCounts(model)
+    work = StepWork.of([3, 9], [(0, 6)], windows=counts.windows)
+    assert work.windowed_decode_context == (3 + 4,)
+    kv = [one.kv_bytes for one in counts.operators(work, 0) if one.kind == "decode attention"]
+    assert kv == [2 * 2 * 4 * 12, 2 * 2 * 4 * 7]
+    with pytest.raises(UsageError, match="sliding windows"):
+        counts.operators(StepWork.of([3, 9]), 0)
+
+
+@pytest.mark.parametrize("start", range(6))
+@pytest.mark.parametrize("length", range(1, 7))
+@pytest.mark.parametrize("window", [0, 1, 3, 5, 100])
+def test_keys_and_pairs_of_a_chunk_by_counting(start: int, length: int, window: int) -> None:
+    seen = [
+        range(max(0, position + 1 - window) if window else 0, position + 1) for position in range(start, start + length)
+    ]
+    assert chunk_pairs(start, length, window) == sum(map(len, seen))
+    assert chunk_keys(start, length, window) == len(set().union(*seen))
+
+
+def test_the_weights_of_real_models_have_the_published_size() -> None:
+    sizes = {"llama-3.1-8b": 8.03e9, "qwen2.5-32b": 32.76e9, "qwen3-30b-a3b": 30.5e9, "llama-2-70b": 68.98e9}
+    sizes |= {"codellama-34b": 33.74e9, "llama-3-15b": 15.0e9, "llama-3.1-100b": 100e9, "llama-3.1-405b": 405.9e9}
+    for name, parameters in sizes.items():
+        assert ModelCounts(load_shape(name)).stage_weight_bytes(0) / 2 == pytest.approx(parameters, rel=0.005), name
+
+
+def test_what_does_not_divide_is_refused() -> None:
+    model = load_shape("qwen2.5-14b")
+    assert tensor_degrees(model) == [1, 2, 4, 8, 40]
+    with pytest.raises(UsageError, match=r"of 3 does not divide 40 .*use one of 1, 2, 4, 8, 40"):
+        ModelCounts(model, ParallelLayout(tensor_parallel=3))
+    with pytest.raises(UsageError, match="at most 48"):
+        ModelCounts(model, ParallelLayout(pipeline_parallel=49))
+    with pytest.raises(UsageError, match="weight_bits must be one of 4, 8, 16, 32, not 5"):
+        Precision(weight_bits=5)
+    with pytest.raises(UsageError, match="tensor_parallel must be at least 1"):
+        ParallelLayout(tensor_parallel=0)
+    with pytest.raises(UsageError, match="its own key"):
+        StepWork.of([0])
+    with pytest.raises(UsageError, match="holds a token"):
+        StepWork.of([], [(3, 0)])
+
+
+def test_names_of_layouts_are_the_papers() -> None:
+    layout = ParallelLayout(tensor_parallel=2, pipeline_parallel=4, data_parallel=3)
+    assert (layout.name, layout.devices, ParallelLayout().name) == ("D3T2P4", 24, "T1")
