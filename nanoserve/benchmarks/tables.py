@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -14,11 +14,12 @@ _NOTHING = "-"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its heading, where its value lies in a row ("ttft_ms.p50"), and how it is written."""
+    """One column: its heading, where its value lies in a row ("ttft_ms.p50"), how it is written and to which side."""
 
     heading: str
     path: str
     format: str = ""
+    justify: Literal["left", "right"] = "right"
 
     def text(self, row: Mapping[str, Any]) -> str:
         """The value as it is shown; a dash where there is none."""
@@ -36,7 +37,7 @@ def print_table(title: str, columns: Sequence[Column], rows: Iterable[Mapping[st
     # A Text is shown as it is: a model's name may hold what rich would take for markup.
     table = Table(title=Text(title, style="bold"), title_justify="left")
     for place, column in enumerate(columns):
-        table.add_column(column.heading, justify="left" if place == 0 else "right", no_wrap=place == 0)
+        table.add_column(column.heading, justify="left" if place == 0 else column.justify, no_wrap=place == 0)
     for row in rows:
         table.add_row(*(column.text(row) for column in columns))
     console.print(table)

@@ -8,6 +8,8 @@ what looks like state (the previous decision) is in the Load too. It chooses *ho
 from dataclasses import dataclass
 from typing import Protocol
 
+from nanoserve.errors import UsageError
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -44,6 +46,8 @@ class Load:
         steps_in_flight: plans submitted and not ended.
         pipeline_depth: how many plans can be in flight.
         preemptions: so far.
+        expected_growth: KV blocks by which the running sequences are expected to outgrow what they hold before enough
+            of them have ended; from 0 to ``total_blocks - 1``. An estimate, renewed every few steps.
     """
 
     previous: Decision | None
@@ -60,6 +64,12 @@ class Load:
     steps_in_flight: int = 0
     pipeline_depth: int = 1
     preemptions: int = 0
+    expected_growth: int = 0
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that the free KV blocks hold."""
+        return self.free_blocks * self.block_size
 
     @property
     def free_fraction(self) -> float:
@@ -78,3 +88,18 @@ class Policy(Protocol):
 
     def decide(self, load: Load) -> Decision:
         """Answer for this snapshot; a pure function."""
+
+
+def check_parameter(
+    name: str, value: float, low: float, *, below: float | None = None, up_to: float | None = None, limit: str = ""
+) -> None:
+    """That a policy's parameter is at least ``low`` and below, or not above, a bound, which may be one by name.
+
+    Raises:
+        UsageError: naming the parameter and its range.
+    """
+    if value >= low and (below is None or value < below) and (up_to is None or value <= up_to):
+        return
+    upper = "" if below is None else f" and below {below}"
+    upper += "" if up_to is None else f" and at most {limit} ({up_to})"
+    raise UsageError(f"{name} must be at least {low}{upper}, not {value}")

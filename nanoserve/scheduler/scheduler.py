@@ -10,11 +10,15 @@ from nanoserve.kv.block_pool import BlockPool
 from nanoserve.kv.sequence_blocks import SequenceBlocks
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate, Status
 from nanoserve.scheduler.draft import Draft
+from nanoserve.scheduler.growth import OutputLengths
 from nanoserve.scheduler.lifecycle import Lifecycle
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
 
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # looking a member up takes Python 3.11 longer than a call
+
+_GROWTH_ESTIMATED_EVERY = 16
+"""Steps; the estimate looks at all running sequences. In between, those that begin are added to it."""
 
 
 class Scheduler:
@@ -27,7 +31,7 @@ class Scheduler:
         max_model_len: longest sequence, prompt and output together.
         max_num_seqs: sequences that hold blocks at a time.
         prefix_caching: share full blocks of equal prefixes.
-        pipeline_depth: plans that can be in flight.
+        pipeline_depth: plans in flight at most: P, the micro-batches of a pipeline of P stages.
     """
 
     def __init__(
@@ -54,6 +58,8 @@ class Scheduler:
         self._plans_in_flight: dict[int, StepPlan] = {}
         self._previous: Decision | None = None
         self._next_step = 0
+        self._output_lengths = OutputLengths()
+        self._expected_growth = 0  # tokens
 
     @property
     def has_work(self) -> bool:
@@ -124,14 +130,11 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None if nothing can run before an answer or an arrival comes."""
-        load, decodes, prefills = self._survey()
-        decision = self.policy.decide(load)
-        draft = Draft(self._lifecycle, decision, now)
-        draft.add_decodes(decodes)
-        draft.add_prefills(prefills)
+        if len(self._plans_in_flight) >= self.pipeline_depth:
+            return None
+        decision, draft = self._draft(now)
         if not draft.rows and not self._plans_in_flight and self.has_work:
-            draft.force_oldest()
-            self.forced_steps += 1
+            decision, draft = self._break_deadlock(now)
         if not draft.rows:
             return None
         self._previous = decision
@@ -139,7 +142,35 @@ class Scheduler:
         self._next_step += 1
         self._plans_in_flight[plan.step] = plan
         self._rows_in_flight |= draft.rows
+        for begin in plan.begin:  # until all are looked at again
+            self._expected_growth += self._output_lengths.remaining(self._lifecycle.sequences[begin.sequence])
         return plan
+
+    def _draft(self, now: float) -> tuple[Decision, Draft]:
+        """Ask the policy and carry its answer out, as far as the blocks go."""
+        load, decodes, prefills = self._survey()
+        decision = self.policy.decide(load)
+        draft = Draft(self._lifecycle, decision, now)
+        draft.add_decodes(decodes)
+        draft.add_prefills(prefills)
+        return decision, draft
+
+    def _break_deadlock(self, now: float) -> tuple[Decision, Draft]:
+        """Nothing is in flight and the decision moved nothing, so nothing would ever change.
+
+        Where all blocks are held by partly computed prompts, the newest gives its blocks up and the policy is asked
+        again, until it moves something or one prompt is left; what helps nothing ends in a forced step.
+        """
+        lifecycle = self._lifecycle
+        while len(self.running) > 1 and all(sequence.status is _PREFILL for sequence in self.running):
+            lifecycle.preempt(next(reversed(self.running)))
+            decision, draft = self._draft(now)
+            if draft.rows:
+                return decision, draft
+        decision, draft = self._draft(now)
+        draft.force_oldest()
+        self.forced_steps += 1
+        return decision, draft
 
     def _survey(self) -> tuple[Load, list[Sequence], list[Sequence]]:
         """What the policy sees now, and the running sequences that may enter the next plan, oldest first.
@@ -159,6 +190,8 @@ class Scheduler:
                 partial_tokens += sequence.remaining
                 if not sequence.in_flight:
                     prefills.append(sequence)
+        if self._next_step % _GROWTH_ESTIMATED_EVERY == 0:
+            self._expected_growth = self._output_lengths.expected_growth(self.running)
         free_slots = self.max_num_seqs - len(self.running)
         next_prefill = prefills[0] if prefills else self.waiting.oldest if free_slots > 0 else None
         load = Load(
@@ -176,6 +209,7 @@ class Scheduler:
             steps_in_flight=self.steps_in_flight,
             pipeline_depth=self.pipeline_depth,
             preemptions=self.preemptions,
+            expected_growth=min(self.pool.blocks_for(self._expected_growth), self.pool.num_blocks - 1),
         )
         return load, decodes, prefills
 
@@ -224,6 +258,8 @@ class Scheduler:
             new_tokens, reason = sequence.extend(answer.tokens, answer.logprobs)
             if answer.complete and len(new_tokens) == len(answer.tokens):
                 reason = FinishReason.STOP
+            if reason is not None:
+                self._output_lengths.record(sequence.output_length)
         if reason is not None:
             self._lifecycle.finish(sequence, reason, now)
         return SequenceUpdate(sequence.request.request_id, sequence.index, new_tokens, sequence)

@@ -39,6 +39,14 @@ def test_no_command_shows_the_help(command: Run) -> None:
     assert out.index("Examples") < out.index("Options")
 
 
+def test_policies_lists_each_with_its_paper_and_parameters(command: Run) -> None:
+    code, out, _ = command("policies")
+    assert code == 0
+    line = next(line for line in out.splitlines() if "throttling" in line)
+    assert "gLLM, sections 3.1, 3.2" in line
+    assert "iterations=8, min_prefill=32, threshold=0.05" in line
+
+
 @pytest.mark.parametrize("name", ["chat", "generate"])
 def test_help_shows_panels_and_variables(command: Run, name: str) -> None:
     code, out, _ = command(name, "--help")

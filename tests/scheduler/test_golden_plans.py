@@ -1,4 +1,4 @@
-"""Two traces worked out by hand: every plan, row by row. Read them beside scheduler.py.
+"""Three traces worked out by hand: every plan, row by row. Read them beside scheduler.py.
 
 Blocks hold 2 tokens. The "model" answers token ``100 + position``, so a sequence reads 1 2 3 103 104 105.
 """
@@ -6,14 +6,18 @@ Blocks hold 2 tokens. The "model" answers token ``100 + position``, so a sequenc
 from nanoserve.engine import Engine
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.baselines import ChunkedPrefill
+from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.token_throttling import TokenThrottling
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 
 
-def _run(requests: list[tuple[tuple[int, ...], SamplingParams]], *, num_blocks: int, token_budget: int) -> list[str]:
-    executor = MemoryCheckingExecutor(num_blocks, 2, model=lambda prefix, begin: 100 + len(prefix))
-    scheduler = Scheduler(ChunkedPrefill(token_budget), num_blocks=num_blocks, block_size=2, max_model_len=12)
+def _run(
+    policy: Policy, requests: list[tuple[tuple[int, ...], SamplingParams]], *, num_blocks: int, depth: int = 1
+) -> list[str]:
+    executor = MemoryCheckingExecutor(num_blocks, 2, depth=depth, model=lambda prefix, begin: 100 + len(prefix))
+    scheduler = Scheduler(policy, num_blocks=num_blocks, block_size=2, max_model_len=12, pipeline_depth=depth)
     engine = Engine(scheduler, executor, vocab_size=200)
     for name, (prompt, params) in zip("ABCDEF", requests, strict=False):
         engine.add(Request(name, prompt, params, seed=0))
@@ -49,7 +53,7 @@ def test_six_requests_with_chunks_prefix_hits_reuse_and_a_fork() -> None:
         ((1, 2, 3, 1), _greedy(1)),  # E = 5, finds A's first block in the cache after A is gone
         ((6,), _greedy(1)),  # F = 6
     ]
-    assert _run(requests, num_blocks=7, token_budget=4) == [
+    assert _run(ChunkedPrefill(4), requests, num_blocks=7) == [
         "step 0: begin 0 begin 1",
         "  0 at 0: 1 2 3 +[0, 1] *",
         "  1 at 2: 9 +[0, 2] *",
@@ -76,7 +80,7 @@ def test_six_requests_with_chunks_prefix_hits_reuse_and_a_fork() -> None:
 
 def test_the_newest_is_preempted_and_recomputed() -> None:
     requests = [((1, 2), _greedy(4)), ((3, 4), _greedy(3))]
-    assert _run(requests, num_blocks=3, token_budget=8) == [
+    assert _run(ChunkedPrefill(8), requests, num_blocks=3) == [
         "step 0: begin 0 begin 1",
         "  0 at 0: 1 2 +[0] *",
         "  1 at 0: 3 4 +[1] *",
@@ -90,4 +94,48 @@ def test_the_newest_is_preempted_and_recomputed() -> None:
         "  1 at 0: 3 4 102 +[1, 2] *",
         "step 5:",
         "  1 at 3: 103 *",
+    ]
+
+
+def test_token_throttling_shares_prompts_and_decodes_out_over_two_micro_batches() -> None:
+    policy = TokenThrottling(iterations=2, max_prefill=8, min_prefill=2, threshold=0.25)
+    requests = [((1, 2, 3, 4), _greedy(3)), ((5, 6, 7, 8, 9, 9), _greedy(2)), ((3, 3, 3, 3), _greedy(2))]
+    assert _run(policy, requests, num_blocks=8, depth=2) == [
+        "step 0: begin 0 begin 1",  # WP 14, all blocks free: min(14 / 2, 8 * 1) = 7 prompt tokens
+        "  0 at 0: 1 2 3 4 +[0, 1] *",
+        "  1 at 0: 5 6 7 +[2, 3]",
+        "step 1: begin 2",  # WP 7, 4 of 8 blocks free: min(4, 8 * 0.25 / 0.75 = 2); sequence 1 is in flight
+        "  2 at 0: 3 3 +[4]",
+        "step 2:",  # RD 1: one decode; WP 5, 3 of 8 free: min(3, 8 * 0.125 / 0.75 = 1), raised to MinP 2
+        "  0 at 4: 104 +[5] *",
+        "  1 at 3: 8 9 +[6]",
+        "step 3:",  # 1 of 8 free is below the threshold: sequences 1 and 2 wait with their prompts
+        "  0 at 5: 105 *",
+        "step 4: end 0",  # its three blocks came back, 4 of 8 are free: min(3 / 2, 2) = 2
+        "  1 at 5: 9 *",
+        "  2 at 2: 3 +[7]",
+        "step 5:",
+        "  1 at 6: 106 +[5] *",
+        "  2 at 3: 3 *",
+        "step 6: end 1",
+        "  2 at 4: 104 +[5] *",
+    ]
+
+
+def test_two_partly_computed_prompts_below_the_threshold_do_not_wait_for_each_other_for_ever() -> None:
+    policy = TokenThrottling(iterations=1, max_prefill=4, min_prefill=2, threshold=0.5)
+    requests = [((1,) * 10, _greedy(1)), ((2,) * 8, _greedy(1))]
+    assert _run(policy, requests, num_blocks=8, depth=2) == [
+        "step 0: begin 0",
+        "  0 at 0: 1 1 1 1 +[0, 1]",
+        "step 1: begin 1",  # 6 of 8 free
+        "  1 at 0: 2 2 +[2]",
+        "step 2:",  # 5 of 8 free
+        "  0 at 4: 1 1 +[3]",
+        "step 3:",  # 4 of 8 free are not below the threshold
+        "  1 at 2: 2 2 +[4]",
+        "step 4: end 1",  # 3 of 8: both are stuck. The newer gives its blocks up; the older, alone, may go on
+        "  0 at 6: 1 1 1 1 +[5, 6] *",
+        "step 5: end 0 begin 1",  # what it had computed is still in the prefix cache
+        "  1 at 4: 2 2 2 2 +[2, 4, 7, 6] *",
     ]

@@ -1,15 +1,19 @@
-"""What each baseline decides in situations that its paper names, and what holds for all of them."""
+"""What each policy decides in situations that its paper names, and what holds for all of them."""
 
+import ast
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import nanoserve.scheduler
 from nanoserve.errors import UsageError
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.baselines import ChunkedPrefill, DecodeFirst, PrefillFirst
 from nanoserve.scheduler.load import Decision, Load
+from nanoserve.scheduler.token_throttling import AdaptiveThrottling, TokenThrottling
 
 IDLE = Load(
     previous=None,
@@ -50,6 +54,87 @@ def test_decode_first_takes_no_prompt_until_the_batch_has_ended() -> None:
     assert policy.decide(forming) == Decision(prefill_tokens=512, decodes=0, whole_prompts=True)
 
 
+FREE = replace(IDLE, waiting_tokens=8192, first_waiting_tokens=800, free_slots=9, total_blocks=1000, block_size=16)
+"""Deep enough a pipeline and pool; the tables below vary one thing each."""
+
+
+@pytest.mark.parametrize(
+    ("waiting", "free", "tokens"),
+    [  # T = 8, MaxP = 2048, MinP = 32, KVthresh = 0.05
+        (8192, 1000, 1024),  # WT: 8192 / 8; UT would allow 2048
+        (16384, 1000, 2048),  # both say 2048
+        (99999, 1000, 2048),  # 12500 by WT, and UT never gives more than MaxP
+        (99999, 525, 1024),  # UT: 2048 * (0.525 - 0.05) / 0.95 = 2048 * 0.5
+        (99999, 240, 409),  # UT: 2048 * 0.19 / 0.95 = 409.6
+        (4096, 525, 512),  # WT: 4096 / 8, less than UT's 1024
+        (4097, 525, 513),  # rounded up: what waits is gone after T steps
+        (80, 1000, 32),  # WT: 10, raised to MinP
+        (20, 1000, 20),  # but no more than what waits
+        (99999, 55, 32),  # UT: 2048 * 0.005 / 0.95 = 10, raised to MinP
+        (99999, 50, 32),  # exactly at the threshold is not below it
+        (99999, 49, 0),  # below: suspended, where equation 3 as printed would say MinP
+    ],
+)
+def test_token_throttling_counts_prompt_tokens_by_equation_3(waiting: int, free: int, tokens: int) -> None:
+    load = replace(FREE, waiting_tokens=waiting, free_blocks=free, running_decodes=1)
+    assert TokenThrottling().decide(load).prefill_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("running", "ready", "depth", "decodes"),
+    [
+        (40, 40, 4, 10),
+        (41, 41, 4, 11),  # floor would leave one over
+        (41, 8, 4, 8),  # the last of four micro-batches takes what the others left
+        (3, 3, 4, 1),
+        (7, 7, 1, 7),  # no pipeline: all
+        (5, 0, 4, 0),
+    ],
+)
+def test_token_throttling_counts_decodes_by_equation_4(running: int, ready: int, depth: int, decodes: int) -> None:
+    load = replace(FREE, running_decodes=running, ready_decodes=ready, pipeline_depth=depth)
+    assert TokenThrottling().decide(load).decodes == decodes
+    assert AdaptiveThrottling().decide(load).decodes == decodes
+
+
+def test_the_ablations_of_token_throttling_each_switch_one_term_off() -> None:
+    load = replace(FREE, free_blocks=525, running_decodes=40, ready_decodes=40, pipeline_depth=4)
+    assert TokenThrottling().decide(load) == Decision(prefill_tokens=1024, decodes=10)
+    assert TokenThrottling().decide(replace(load, waiting_tokens=800)).prefill_tokens == 100
+    assert TokenThrottling(without_wt=True).decide(replace(load, waiting_tokens=800)).prefill_tokens == 800
+    assert TokenThrottling(without_wt=True).decide(load).prefill_tokens == 1024
+    tight = replace(load, waiting_tokens=99999, free_blocks=145)
+    assert TokenThrottling().decide(tight).prefill_tokens == 204
+    assert TokenThrottling(without_ut=True).decide(tight).prefill_tokens == 2048
+    assert TokenThrottling(without_ut=True).decide(replace(tight, free_blocks=49)).prefill_tokens == 0
+    assert TokenThrottling(without_decode_throttling=True).decide(load) == Decision(prefill_tokens=1024, decodes=40)
+
+
+def test_a_prompt_that_alone_holds_blocks_is_let_past_the_reserve() -> None:
+    alone = replace(FREE, free_blocks=49, ready_prefills=1, first_waiting_tokens=500, expected_growth=60)
+    for policy in (TokenThrottling(), AdaptiveThrottling()):
+        assert policy.decide(alone).prefill_tokens == 500
+        for others in ({"ready_prefills": 2}, {"running_decodes": 1}, {"steps_in_flight": 1}):
+            assert policy.decide(replace(alone, **others)).prefill_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("free", "growth", "tokens"),
+    [
+        (1000, 0, 2048),
+        (500, 0, 1024),  # nothing is expected to grow: all free blocks count
+        (600, 200, 1024),  # 2048 * (0.6 - 0.2) / (1 - 0.2)
+        (201, 200, 32),  # 2.56, raised to MinP
+        (200, 200, 0),  # all that is free is spoken for
+        (10, 0, 20),  # where a fixed threshold of 5 % suspends; 20.48, and MinP is 10 here
+    ],
+)
+def test_adaptive_throttling_keeps_free_what_running_sequences_will_need(free: int, growth: int, tokens: int) -> None:
+    load = replace(FREE, waiting_tokens=99999, free_blocks=free, running_decodes=9, expected_growth=growth)
+    policy = AdaptiveThrottling(min_prefill=10) if free == 10 else AdaptiveThrottling()
+    assert policy.decide(load).prefill_tokens == tokens
+
+
 @st.composite
 def _loads(draw: st.DrawFn) -> Load:
     total = draw(st.integers(1, 1000))
@@ -67,6 +152,9 @@ def _loads(draw: st.DrawFn) -> Load:
         total_blocks=total,
         block_size=draw(st.sampled_from([1, 16, 32])),
         free_slots=draw(st.integers(0, 256)),
+        steps_in_flight=draw(st.integers(0, 3)),
+        pipeline_depth=draw(st.integers(1, 4)),
+        expected_growth=draw(st.integers(0, total - 1)),
     )
 
 
@@ -80,8 +168,36 @@ def test_budgets_are_never_negative_and_never_above_what_there_is(name: str, loa
     assert policy.decide(load) == decision, "a policy is a pure function"
 
 
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({"iterations": 0}, "iterations must be at least 1, not 0"),
+        ({"min_prefill": 4096}, r"min_prefill must be at least 1 and at most max_prefill \(2048\), not 4096"),
+        ({"threshold": 1.0}, "threshold must be at least 0 and below 1, not 1.0"),
+        ({"threshold": float("nan")}, "threshold must be"),
+        ({"patience": 3}, "no parameter 'patience'; it has iterations, min_prefill, threshold, without_wt"),
+    ],
+)
+def test_parameters_out_of_range_are_refused_by_name(parameters: dict[str, float], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        make_policy("throttling", 2048, parameters)
+
+
+def test_a_budget_below_the_default_of_min_prefill_lowers_it() -> None:
+    assert make_policy("throttling", 8) == TokenThrottling(max_prefill=8, min_prefill=8)
+    assert make_policy("adaptive", 100, {"iterations": 2}) == AdaptiveThrottling(max_prefill=100, iterations=2)
+
+
+def test_policies_import_nothing_but_the_load() -> None:
+    folder = Path(nanoserve.scheduler.__file__).parent
+    for name in ("baselines", "token_throttling"):
+        tree = ast.parse((folder / f"{name}.py").read_text())
+        modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert modules == {"dataclasses", "nanoserve.scheduler.load"}
+
+
 def test_unknown_policies_and_empty_budgets_are_refused() -> None:
-    with pytest.raises(UsageError, match="prefill-first, decode-first, sarathi"):
+    with pytest.raises(UsageError, match="prefill-first, decode-first, sarathi, throttling, adaptive"):
         make_policy("fifo", 2048)
     with pytest.raises(UsageError, match="at least 1"):
         make_policy("sarathi", 0)

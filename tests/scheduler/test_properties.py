@@ -1,6 +1,8 @@
 """Random lives of an engine on tiny pools: preempt x prefix cache x chunk x length x abort x fork x policy."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -9,11 +11,19 @@ from hypothesis import strategies as st
 from nanoserve.engine import Engine
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.scheduler import POLICIES, make_policy
+from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.token_throttling import TokenThrottling
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.fakes.reference import expected_tokens
 
 END_TOKEN = 0
+
+CASES: dict[str, Callable[[int], Policy]] = {name: partial(make_policy, name) for name in POLICIES}
+CASES["throttling, half of the pool kept free"] = lambda budget: TokenThrottling(
+    max_prefill=budget, min_prefill=1, threshold=0.5
+)
+"""By token budget; with its usual threshold, throttling would hardly meet it in pools so small."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +74,19 @@ def _lives(draw: st.DrawFn) -> dict[str, object]:
         "max_model_len": longest,
         "arrivals": arrivals,
         "prefix_caching": draw(st.booleans()),
-        "depth": draw(st.sampled_from([1, 1, 2, 4])),
+        "depth": draw(st.sampled_from([1, 1, 2, 3, 4])),
         "max_num_seqs": draw(st.sampled_from([1, 2, 3, 256])),
         "token_budget": draw(st.sampled_from([1, 3, 8, 64])),
     }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=150, deadline=None)
+@pytest.mark.parametrize("policy", CASES)
+@settings(max_examples=100, deadline=None)
 @given(life=_lives())
 def test_every_request_gets_the_tokens_it_would_get_alone(policy: str, life: dict) -> None:
     executor = MemoryCheckingExecutor(life["num_blocks"], life["block_size"], depth=life["depth"])
     scheduler = Scheduler(
-        make_policy(policy, life["token_budget"]),
+        CASES[policy](life["token_budget"]),
         num_blocks=life["num_blocks"],
         block_size=life["block_size"],
         max_model_len=life["max_model_len"],

@@ -1,0 +1,125 @@
+"""``nanoserve simulate``: policies on hardware that nobody here has."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+
+from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, kept
+from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.options import option
+from nanoserve.commands.simulate_options import HardwareOptions, WorkloadOptions
+from nanoserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from nanoserve.benchmarks.report import Report
+    from nanoserve.scheduler.load import Policy
+
+
+def simulate(
+    *,
+    policy: Annotated[
+        str,
+        option("--policy", panel=WORK_PANEL, help="See nanoserve policies.", metavar="NAME,NAME,...", envvar=None),
+    ] = "throttling",
+    parameters: Annotated[
+        str | None,
+        option("--set", panel=WORK_PANEL, help="The policy's parameters.", metavar="NAME=VALUE,...", envvar=None),
+    ] = None,
+    token_budget: Annotated[
+        int, option("--max-num-batched-tokens", panel=WORK_PANEL, help="Token budget of a step.", min=1, envvar=None)
+    ] = 2048,
+    max_num_seqs: Annotated[
+        int, option("--max-num-seqs", panel=WORK_PANEL, help="Most sequences at a time.", min=1, envvar=None)
+    ] = 2048,
+    work: WorkloadOptions,
+    hardware: HardwareOptions,
+    json_file: Annotated[
+        Path | None,
+        option("--json", panel=RESULTS_PANEL, help="Write all figures to this file.", metavar="FILE", envvar=None),
+    ] = None,
+    trace_out: Annotated[
+        Path | None,
+        option(
+            "--trace-out",
+            panel=RESULTS_PANEL,
+            help="Write the stages' time for chrome://tracing; one policy only.",
+            metavar="FILE",
+            envvar=None,
+        ),
+    ] = None,
+) -> int:
+    """Run the scheduler in virtual time: the same classes as in the engine, over a model of hardware and links.
+
+    [bold]Examples[/bold]
+
+      nanoserve simulate --policy sarathi,throttling,adaptive --rate 4
+      nanoserve simulate --model qwen2.5-14b --lengths azure-conv --rate 2 --trace-out stages.json
+      nanoserve simulate --policy throttling --set iterations=4,threshold=0.1 --lengths 512+128
+    """
+    from nanoserve.benchmarks.report import Report
+    from nanoserve.simulator import simulate as run
+    from nanoserve.simulator.chrome_trace import ChromeTrace
+
+    policies = _policies(policy, token_budget, parameters)
+    if trace_out is not None and len(policies) > 1:
+        raise UsageError("--trace-out takes one policy")
+    costs, runtime = hardware.costs(), hardware.runtime()
+    blocks = hardware.num_blocks or costs.memory.kv_blocks(hardware.block_size)
+    settings = {
+        **msgspec.to_builtins(hardware),
+        **msgspec.to_builtins(work, enc_hook=str),
+        "kv_blocks": blocks,
+        "parameters": parameters,
+        "max_num_batched_tokens": token_budget,
+        "max_num_seqs": max_num_seqs,
+    }
+    report = Report("simulate", settings, json_file)
+    with ExitStack() as files, kept(report, lambda: _show(report, work.name)):
+        traces = [] if trace_out is None else [files.enter_context(ChromeTrace(trace_out))]
+        for name, chosen in policies.items():
+            result = run(
+                chosen,
+                costs,
+                work.workload(),
+                num_blocks=blocks,
+                block_size=hardware.block_size,
+                max_num_seqs=max_num_seqs,
+                runtime=runtime,
+                observers=traces,
+            )
+            report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
+    return EXIT_OK
+
+
+def _policies(names: str, token_budget: int, parameters: str | None) -> dict[str, "Policy"]:
+    from nanoserve.scheduler.registry import make_policy, parse_parameters
+
+    return {name: make_policy(name, token_budget, parse_parameters(name, parameters)) for name in names.split(",")}
+
+
+def _show(report: "Report", work: str) -> None:
+    from nanoserve.benchmarks.tables import Column, print_table
+
+    columns = [
+        Column("policy", "policy"),
+        Column("tok/s", "tokens_per_second", ",.0f"),
+        Column("req/s", "requests_per_second", ",.2f"),
+        Column("TTFT ms", "ttft_ms.mean", ",.0f"),
+        Column("p99", "ttft_ms.p99", ",.0f"),
+        Column("TPOT ms", "tpot_ms.mean", ",.1f"),
+        Column("p99", "tpot_ms.p99", ",.1f"),
+        Column("E2EL s", "e2el_s", ",.1f"),
+        Column("bubbles", "bubble_share", ".1%"),
+        Column("tokens/step", "tokens_per_step.mean", ",.0f"),
+        Column("variation", "tokens_variation", ".2f"),
+        Column("KV mean", "kv_occupancy", ".0%"),
+        Column("KV peak", "kv_peak", ".0%"),
+        Column("preempted", "preemptions", ",d"),
+    ]
+    settings = report.document["settings"]
+    layout = f"{settings['stages']} stages x {settings['tensor_parallel']}, {settings['metadata']} metadata"
+    print(f"simulated: {settings['model']} on {settings['hardware']}, {layout}, {settings['kv_blocks']:,d} KV blocks")
+    rows = [{**row, "e2el_s": row["e2el_ms"]["mean"] / 1000} for row in report.rows]
+    print_table(work, columns, rows)

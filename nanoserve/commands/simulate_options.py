@@ -1,0 +1,143 @@
+"""What ``nanoserve simulate`` is asked for: the hardware, and the requests that come."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from nanoserve.commands.bench_options import WORK_PANEL, work_option
+from nanoserve.commands.options import option
+from nanoserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from nanoserve.benchmarks.workloads import RequestShape
+    from nanoserve.costs import StepCosts
+    from nanoserve.simulator import Runtime, Workload
+
+HARDWARE_PANEL = "Hardware"
+GLLMS_SHAREGPT = "sharegpt-gllm"
+_SHAREGPT_MOMENTS = (222.0, 127.0, 1.2, 1.0)
+"""gLLM's ShareGPT: mean input and output tokens (Azure's over 5.21 and 1.66), and sigmas of heavy tails."""
+
+
+def hardware_option(name: str, help: str, metavar: str = "N", minimum: int | None = None) -> object:
+    """An option of the hardware panel, without an environment variable."""
+    limits = {} if minimum is None else {"min": minimum}
+    return option(name, panel=HARDWARE_PANEL, help=help, metavar=metavar, envvar=None, **limits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareOptions:
+    """What is simulated."""
+
+    model: Annotated[str, hardware_option("--model", "A model's name, or its config.json.", "MODEL")] = "qwen2.5-32b"
+    hardware: Annotated[str, hardware_option("--hardware", "A machine or device, or a TOML file.", "NAME")] = "gllm-l20"
+    stages: Annotated[int, hardware_option("--stages", "Stages of the pipeline.", minimum=1)] = 4
+    tensor_parallel: Annotated[int, hardware_option("--tensor-parallel", "Devices of a stage.", minimum=1)] = 1
+    block_size: Annotated[int, hardware_option("--block-size", "Tokens of a KV block.", minimum=1)] = 16
+    num_blocks: Annotated[
+        int | None, hardware_option("--num-blocks", "KV blocks; default: what fits beside the weights.", minimum=1)
+    ] = None
+    metadata: Annotated[
+        str,
+        hardware_option(
+            "--metadata", "decoupled: sent ahead, as gLLM; coupled: with the activations, as vLLM.", "NAME"
+        ),
+    ] = "decoupled"
+
+    def costs(self) -> "StepCosts":
+        """The step times.
+
+        Raises:
+            UsageError: for an unknown model or machine, or a layout that suits neither.
+        """
+        from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
+
+        layout = ParallelLayout(pipeline_parallel=self.stages, tensor_parallel=self.tensor_parallel)
+        return StepCosts(load_shape(self.model), load_machine(self.hardware), layout)
+
+    def runtime(self) -> "Runtime":
+        """How the stages' processes work together.
+
+        Raises:
+            UsageError: for an unknown way.
+        """
+        from nanoserve.simulator.pipeline import COUPLED, DECOUPLED
+
+        runtimes = {"decoupled": DECOUPLED, "coupled": COUPLED}
+        if self.metadata not in runtimes:
+            raise UsageError(f"--metadata {self.metadata!r} is not one of {', '.join(runtimes)}")
+        return runtimes[self.metadata]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadOptions:
+    """When requests come and how long they are."""
+
+    requests: Annotated[int, work_option("--requests", help="How many.", min=1)] = 1000
+    rate: Annotated[
+        float | None,
+        work_option("--rate", help="Requests per second; default: all at once, or as the trace has them."),
+    ] = None
+    variation: Annotated[
+        float, work_option("--variation", help="Of the gaps: 1 is Poisson, more comes in bursts (gamma).")
+    ] = 1.0
+    lengths: Annotated[
+        str | None,
+        work_option("--lengths", help="IN+OUT tokens, or a name (default: sharegpt-gllm).", metavar="NAME"),
+    ] = None
+    trace: Annotated[
+        Path | None, work_option("--trace", help="Lengths and times from a CSV file instead.", metavar="FILE")
+    ] = None
+    seed: Annotated[int, option("--seed", panel=WORK_PANEL, help="Of arrivals and lengths.", envvar=None, min=0)] = 0
+
+    @property
+    def name(self) -> str:
+        """For the title of a table."""
+        lengths = self.trace.name if self.trace else self.lengths or GLLMS_SHAREGPT
+        together = "as the trace has them" if self.trace else "all at once"
+        return f"{self.requests} requests of {lengths}, {together if self.rate is None else f'{self.rate:g} a second'}"
+
+    def workload(self) -> "Workload":
+        """The requests; each call makes the same ones.
+
+        Raises:
+            UsageError: for a rate, a name or a trace that makes no sense.
+        """
+        from nanoserve.benchmarks.workloads import read_arrivals, read_trace
+        from nanoserve.simulator import Workload, burst, gamma_arrivals, trace_arrivals, trace_lengths
+
+        if self.trace is not None and self.lengths is not None:
+            raise UsageError("give --lengths or --trace, not both")
+        if self.rate is None and self.variation != 1:
+            raise UsageError("--variation is of the gaps that --rate makes: give both")
+        if self.rate is not None:
+            arrivals = gamma_arrivals(self.rate, self.variation, self.seed)
+        else:
+            arrivals = burst() if self.trace is None else trace_arrivals(read_arrivals(self.trace, self.requests))
+        if self.trace is not None:
+            lengths = trace_lengths(read_trace(self.trace, self.requests))
+        else:
+            lengths = named_lengths(self.lengths or GLLMS_SHAREGPT, self.seed)
+        return Workload(arrivals, lengths, self.requests)
+
+
+def named_lengths(name: str, seed: int) -> "Iterator[RequestShape]":
+    """Lengths by a shipped table's name, gLLM's moments, or fixed as 512+128.
+
+    Raises:
+        UsageError: listing the names.
+    """
+    from nanoserve.benchmarks.workloads import parse_sizes
+    from nanoserve.simulator import fixed_lengths, lognormal_lengths
+    from nanoserve.simulator.length_tables import length_tables
+
+    if name == GLLMS_SHAREGPT:
+        return lognormal_lengths(*_SHAREGPT_MOMENTS, seed=seed)
+    if name in length_tables():
+        return length_tables()[name].draw(seed)
+    parts = name.split("+")
+    if len(parts) != 2:
+        known = ", ".join((GLLMS_SHAREGPT, *length_tables()))
+        raise UsageError(f"--lengths takes tokens in and out such as 512+128, or one of {known}; not {name!r}")
+    return fixed_lengths(*(parse_sizes(part, "--lengths")[0] for part in parts))

@@ -1,0 +1,101 @@
+"""The policies by name: the choices of ``--policy`` and the table of ``nanoserve policies``."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from nanoserve.errors import UsageError
+from nanoserve.scheduler.baselines import ChunkedPrefill, DecodeFirst, PrefillFirst
+from nanoserve.scheduler.load import Policy, check_parameter
+from nanoserve.scheduler.token_throttling import AdaptiveThrottling, TokenThrottling
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyEntry:
+    """One policy as users see it.
+
+    Attributes:
+        kind: its class, a dataclass whose fields are its parameters.
+        budget: the parameter that is the token budget of a step, ``--max-num-batched-tokens``.
+        paper: where it comes from.
+        use_when: what it is good for, in one line.
+    """
+
+    kind: Callable[..., Policy]
+    budget: str
+    paper: str
+    use_when: str
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Its parameters other than the budget, each with its default."""
+        parameters = fields(self.kind)  # type: ignore[arg-type]
+        return {one.name: one.default for one in parameters if one.default is not MISSING and one.name != self.budget}
+
+    def make(self, token_budget: int, parameters: Mapping[str, Any]) -> Policy:
+        """The policy with that budget and these other parameters."""
+        defaults = self.defaults
+        if unknown := sorted(set(parameters) - set(defaults)):
+            known = f"it has {', '.join(defaults)}" if defaults else "it has none"
+            raise UsageError(f"the policy has no parameter {unknown[0]!r}; {known}")
+        if "min_prefill" in defaults:  # its default may be more than a small budget allows
+            parameters = {"min_prefill": min(defaults["min_prefill"], token_budget), **parameters}
+        return self.kind(**{self.budget: token_budget}, **parameters)
+
+
+POLICIES: dict[str, PolicyEntry] = {
+    "prefill-first": PolicyEntry(
+        PrefillFirst, "token_budget", "Orca, OSDI 2022", "the first token matters most; running answers may stall"
+    ),
+    "decode-first": PolicyEntry(
+        DecodeFirst, "token_budget", "FasterTransformer", "equal requests in closed batches, to compare with"
+    ),
+    "sarathi": PolicyEntry(
+        ChunkedPrefill, "token_budget", "Sarathi-Serve, OSDI 2024", "one device, or tensor parallel: even steps"
+    ),
+    "throttling": PolicyEntry(
+        TokenThrottling, "max_prefill", "gLLM, sections 3.1, 3.2", "pipeline parallel: equal micro-batches, no bubbles"
+    ),
+    "adaptive": PolicyEntry(
+        AdaptiveThrottling, "max_prefill", "ours, after gLLM", "as throttling, where KV memory is short"
+    ),
+}
+"""Choices of ``--policy``."""
+
+
+def make_policy(name: str, token_budget: int, parameters: Mapping[str, Any] | None = None) -> Policy:
+    """The policy of that name.
+
+    Args:
+        token_budget: tokens of one step; for the throttling policies, its most prompt tokens.
+        parameters: by name, what shall differ from the policy's defaults.
+
+    Raises:
+        UsageError: for an unknown name or parameter, or one out of its range.
+    """
+    if name not in POLICIES:
+        raise UsageError(f"unknown policy {name!r}; choose one of {', '.join(POLICIES)}")
+    check_parameter("the token budget of a step", token_budget, 1)
+    return POLICIES[name].make(token_budget, parameters or {})
+
+
+def parse_parameters(name: str, text: str | None) -> dict[str, Any]:
+    """Parameters as "iterations=4,threshold=0.1", each of the type of its default.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    defaults = POLICIES[name].defaults if name in POLICIES else {}
+    parameters: dict[str, Any] = {}
+    for part in text.split(",") if text else ():
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        default = defaults.get(key)
+        try:
+            parameters[key] = {"true": True, "false": False}[value] if isinstance(default, bool) else _number(value)
+        except (KeyError, ValueError):
+            raise UsageError(f"{part!r} is no parameter such as iterations=4 or without_wt=true") from None
+    return parameters
+
+
+def _number(text: str) -> float:
+    return int(text) if text.lstrip("-").isdigit() else float(text)

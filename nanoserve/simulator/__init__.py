@@ -1,0 +1,34 @@
+"""The scheduler on a virtual clock: the same Scheduler, Engine and policies over hardware nobody here has. No torch.
+
+    workload = Workload(poisson_arrivals(4.0, seed=0), lognormal_lengths(222, 127, 1.2, 1.0, seed=0), limit=1000)
+    result = simulate(make_policy("throttling", 2048), costs, workload, num_blocks=costs.memory.kv_blocks(16))
+
+Read pipeline.py (what a micro-batch meets on its way), executor.py (the Executor on it), driving.py (the loop), then
+simulation.py, which puts them together. docs/simulator.md says what is modelled and what is not.
+"""
+
+from nanoserve.simulator.arrivals import burst, gamma_arrivals, poisson_arrivals, trace_arrivals
+from nanoserve.simulator.executor import SimulatedExecutor
+from nanoserve.simulator.length_tables import load_length_table
+from nanoserve.simulator.lengths import fixed_lengths, lognormal_lengths, trace_lengths
+from nanoserve.simulator.pipeline import Runtime, StepTimes
+from nanoserve.simulator.result import SimulationResult
+from nanoserve.simulator.simulation import simulate
+from nanoserve.simulator.workload import Workload
+
+__all__ = [
+    "Runtime",
+    "SimulatedExecutor",
+    "SimulationResult",
+    "StepTimes",
+    "Workload",
+    "burst",
+    "fixed_lengths",
+    "gamma_arrivals",
+    "load_length_table",
+    "lognormal_lengths",
+    "poisson_arrivals",
+    "simulate",
+    "trace_arrivals",
+    "trace_lengths",
+]

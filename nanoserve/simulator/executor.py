@@ -1,0 +1,122 @@
+"""SimulatedExecutor: answers plans on a virtual clock, when a pipeline of stages would have."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from nanoserve.costs.work import Chunk, StepWork
+from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
+from nanoserve.simulator.pipeline import DECOUPLED, Passage, Pipeline, Runtime, StepTimes
+
+END_TOKEN, DUMMY_TOKEN = 0, 1
+VOCAB_SIZE = 2
+"""Of what is answered: a token that ends the sequence, and one that does not."""
+
+
+class StepObserver(Protocol):
+    """Is shown every step as it enters the pipeline."""
+
+    def on_step(self, now: float, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
+        """When it does, the plan, what it amounts to, and its passage through each stage."""
+
+
+class DummyModel:
+    """Answers tokens that mean nothing and ends each sequence after ``seed`` of them.
+
+    How long an answer will be is thus as unknown to the scheduler as it is in life.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}
+
+    def __call__(self, plan: StepPlan) -> tuple[Answer, ...]:
+        """One token for every row that is sampled."""
+        for sequence in plan.end:
+            del self._last[sequence]
+        for begin in plan.begin:
+            self._last[begin.sequence] = begin.prompt_length + begin.seed - 1
+        return tuple([Answer(row.sequence, (self._next(row),)) for row in plan.rows if row.sample])
+
+    def _next(self, row: Row) -> int:
+        return DUMMY_TOKEN if row.start + len(row.tokens) < self._last[row.sequence] else END_TOKEN
+
+
+class SimulatedExecutor:
+    """The Executor protocol in virtual time; nothing passes but what ``collect`` waits for.
+
+    Args:
+        times: how long each stage and each link takes.
+        runtime: how inputs are prepared.
+        max_in_flight: plans in the pipeline at most; None means one for each stage.
+        answer: the tokens of a plan; None means a DummyModel.
+        observers: are shown every step.
+    """
+
+    def __init__(
+        self,
+        times: StepTimes,
+        *,
+        runtime: Runtime = DECOUPLED,
+        max_in_flight: int | None = None,
+        answer: Callable[[StepPlan], tuple[Answer, ...]] | None = None,
+        observers: Sequence[StepObserver] = (),
+    ) -> None:
+        self.max_in_flight = max_in_flight or times.num_stages
+        self.pipeline = Pipeline(times, runtime)
+        self._times = times
+        self._answer = answer or DummyModel()
+        self._observers = observers
+        self._now = 0.0
+        self._pending: deque[tuple[float, StepResult]] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Send a plan into the pipeline now; it is known at once when it will leave."""
+        if len(self._pending) >= self.max_in_flight:
+            raise RuntimeError(f"plan {plan.step}: {self.max_in_flight} plans are in flight already")
+        answers = self._answer(plan)
+        work = self._work(plan)
+        passages = self.pipeline.run(work, self._now)
+        end = passages[-1].end
+        result = StepResult(plan.step, answers, seconds=end - passages[0].start)
+        self._pending.append((end, result))
+        for observer in self._observers:
+            observer.on_step(self._now, plan, work, passages)
+
+    def _work(self, plan: StepPlan) -> StepWork:
+        contexts: list[int] = []
+        chunks: list[Chunk] = []
+        sampled = 0
+        for row in plan.rows:
+            sampled += row.sample
+            if len(row.tokens) == 1:
+                contexts.append(row.start + 1)
+            else:
+                chunks.append((row.start, len(row.tokens)))
+        return self._times.work(contexts, chunks, sampled)
+
+    def collect(self, until: float | None) -> list[StepResult]:
+        """Let time pass until the next plan leaves the pipeline, at most until that moment.
+
+        Returns:
+            all results that are known then.
+
+        Raises:
+            RuntimeError: if nothing is in flight and no moment is given, for that would be for ever.
+        """
+        moments = [self._pending[0][0]] if self._pending else []
+        if until is not None:
+            moments.append(until)
+        if not moments:
+            raise RuntimeError("nothing is in flight: there is nothing to wait for")
+        self._now = max(self._now, min(moments))
+        results = []
+        while self._pending and self._pending[0][0] <= self._now:
+            results.append(self._pending.popleft()[1])
+        return results
+
+    def now(self) -> float:
+        """Virtual seconds since the beginning."""
+        return self._now
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,116 @@
+"""A pipeline of stages and links in virtual time: when each micro-batch enters and leaves each stage."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from nanoserve.costs.work import Chunk, StepWork
+from nanoserve.errors import UsageError
+
+PAPERS_PREPARATION_SHARE = 0.17
+"""gLLM, section 3.4: input preparation in a coupled design (vLLM), as a share of the whole execution time."""
+
+
+class StepTimes(Protocol):
+    """How long things take; ``nanoserve.costs.StepCosts`` is one. Times are seconds.
+
+    Attributes:
+        num_stages: of the pipeline.
+    """
+
+    num_stages: int
+
+    def work(
+        self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
+    ) -> StepWork:
+        """Sum a micro-batch up."""
+
+    def stage_seconds(self, work: StepWork, stage: int) -> float:
+        """What one stage computes on it."""
+
+    def send_seconds(self, work: StepWork, stage: int) -> float:
+        """Its activations, from this stage to the next; not asked of the last one."""
+
+    def host_seconds(self, work: StepWork) -> float:
+        """The CPU's part: preparing the inputs of a stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """How the processes of a pipeline work together.
+
+    Attributes:
+        metadata: "decoupled" (gLLM, section 3.3): plans are sent ahead of the activations, so that a stage prepares
+            its inputs while it computes the micro-batch before. "coupled" (vLLM): they come with the activations, and
+            preparing precedes computing.
+        preparation_share: preparing a stage's inputs, as a share of preparing and computing; None takes what the
+            step times say of the host.
+
+    Raises:
+        UsageError: for a share outside [0, 1).
+    """
+
+    metadata: Literal["decoupled", "coupled"] = "decoupled"
+    preparation_share: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.preparation_share is not None and not 0 <= self.preparation_share < 1:
+            raise UsageError(f"preparation_share must be at least 0 and below 1, not {self.preparation_share}")
+
+
+COUPLED = Runtime(metadata="coupled", preparation_share=PAPERS_PREPARATION_SHARE)
+DECOUPLED = Runtime()
+
+
+class Passage(NamedTuple):
+    """A stage computes one micro-batch, from ``start`` to ``end`` in seconds."""
+
+    start: float
+    end: float
+
+
+class Pipeline:
+    """Stages that compute one micro-batch at a time, joined by links that carry one at a time, all in order.
+
+    Attributes:
+        busy_seconds: what each stage has computed so far; preparing inputs is not computing.
+    """
+
+    def __init__(self, times: StepTimes, runtime: Runtime) -> None:
+        stages = times.num_stages
+        self.busy_seconds = [0.0] * stages
+        self._times = times
+        self._runtime = runtime
+        self._stage_free = [0.0] * stages
+        self._host_free = [0.0] * stages
+        self._link_free = [0.0] * stages
+
+    def run(self, work: StepWork, now: float) -> list[Passage]:
+        """Send a micro-batch in; returns its passage through each stage."""
+        passages = []
+        arrived = now
+        last = self._times.num_stages - 1
+        for stage in range(last + 1):
+            computing = self._times.stage_seconds(work, stage)
+            start = self._start(stage, arrived, now, self._preparation(work, computing))
+            end = start + computing
+            self._stage_free[stage] = end
+            self.busy_seconds[stage] += computing
+            passages.append(Passage(start, end))
+            if stage < last:
+                arrived = max(end, self._link_free[stage]) + self._times.send_seconds(work, stage)
+                self._link_free[stage] = arrived
+        return passages
+
+    def _start(self, stage: int, arrived: float, submitted: float, preparation: float) -> float:
+        """When the stage begins to compute what has arrived."""
+        ready = max(arrived, self._stage_free[stage])
+        if self._runtime.metadata == "coupled":
+            return ready + preparation
+        prepared = max(submitted, self._host_free[stage]) + preparation
+        self._host_free[stage] = prepared
+        return max(ready, prepared)
+
+    def _preparation(self, work: StepWork, computing: float) -> float:
+        share = self._runtime.preparation_share
+        return self._times.host_seconds(work) if share is None else computing * share / (1 - share)

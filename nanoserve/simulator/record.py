@@ -1,0 +1,162 @@
+"""Recording a run, and replaying it in virtual time: the same arrivals and step times must give the same plans."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from nanoserve.costs.work import Chunk, StepWork
+from nanoserve.engine import Engine
+from nanoserve.request import Request
+from nanoserve.scheduler.plan import Answer, Executor, StepPlan, StepResult
+from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.simulator.driving import drive
+from nanoserve.simulator.executor import SimulatedExecutor
+
+_TICKS_PER_SECOND = 2**20
+"""Sums and differences of whole ticks are exact in floating point."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What an Engine consumed and what it answered, in order.
+
+    Attributes:
+        arrivals: requests, each with the time at which the engine took it in as its arrival time.
+        plans: all plans.
+        submitted: when each was.
+        results: by step.
+        known: when each result was, by step.
+    """
+
+    arrivals: list[Request] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
+    submitted: dict[int, float] = field(default_factory=dict)
+    results: dict[int, StepResult] = field(default_factory=dict)
+    known: dict[int, float] = field(default_factory=dict)
+
+
+class RecordingExecutor:
+    """Passes everything on to an executor and notes it down.
+
+    Its clock stands still but while results are waited for, like a virtual one: what the engine does between two of
+    them, it does at one moment. That is what makes a replay exact.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.record = Record()
+        self.max_in_flight = executor.max_in_flight
+        self._executor = executor
+        self._now = 0.0
+        self._tick()
+
+    def _tick(self) -> None:
+        self._now = max(self._now, round(self._executor.now() * _TICKS_PER_SECOND) / _TICKS_PER_SECOND)
+
+    def submit(self, plan: StepPlan) -> None:
+        """Note the plan and pass it on."""
+        self.record.plans.append(plan)
+        self.record.submitted[plan.step] = self._now
+        self._executor.submit(plan)
+
+    def collect(self, until: float | None) -> list[StepResult]:
+        """Wait with the executor and note what it says.
+
+        Raises:
+            ValueError: for a result that ends no plan.
+        """
+        results = self._executor.collect(until)
+        self._tick()
+        for result in results:
+            if result.step is None:
+                raise ValueError("a result that ends no plan cannot be replayed")
+            self.record.results[result.step] = result
+            self.record.known[result.step] = self._now
+        return results
+
+    def now(self) -> float:
+        """The executor's time when it last was asked for results."""
+        return self._now
+
+    def close(self) -> None:
+        """Close the executor."""
+        self._executor.close()
+
+
+class _RecordedTimes:
+    """StepTimes of one stage that takes for each plan what it took then, in the order of the plans."""
+
+    num_stages = 1
+
+    def __init__(self, record: Record) -> None:
+        self._durations = self._of(record)
+
+    @staticmethod
+    def _of(record: Record) -> Iterator[float]:
+        free = 0.0
+        for plan in record.plans:
+            known = record.known[plan.step]
+            yield known - max(free, record.submitted[plan.step])
+            free = known
+
+    def work(
+        self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
+    ) -> StepWork:
+        return StepWork.of(decode_contexts, chunks, sampled)
+
+    def stage_seconds(self, work: StepWork, stage: int) -> float:
+        return next(self._durations)
+
+    def send_seconds(self, work: StepWork, stage: int) -> float:
+        return 0.0
+
+    def host_seconds(self, work: StepWork) -> float:
+        return 0.0
+
+
+def record_run(engine: Engine, requests: Iterable[Request]) -> Record:
+    """Run requests to their ends on an engine, whose executor is wrapped, and return the record.
+
+    Args:
+        engine: on any executor whose results come in the order of its plans.
+        requests: in order of arrival, on the executor's clock.
+    """
+    recorder = RecordingExecutor(engine.executor)
+    engine.executor = recorder
+
+    def admitted(now: float, request: Request) -> None:
+        recorder.record.arrivals.append(replace(request, arrival_time=now))
+
+    drive(engine, requests, _ignore, admitted)
+    return recorder.record
+
+
+def replay(record: Record, make_scheduler: Callable[[], Scheduler], *, vocab_size: int) -> list[StepPlan]:
+    """Run a record's arrivals through a new engine in virtual time, every step taking what it took.
+
+    Args:
+        record: of a run in which no request was aborted and no step failed.
+        make_scheduler: a new scheduler, made as that of the run was.
+        vocab_size: of the run.
+
+    Returns:
+        the plans, which are the record's if there are as many.
+
+    Raises:
+        ValueError: at the first plan that is another than the record's: scheduling depends on something else.
+    """
+    replayed: list[StepPlan] = []
+
+    def answer(plan: StepPlan) -> tuple[Answer, ...]:
+        if [plan] != record.plans[len(replayed) : len(replayed) + 1]:
+            raise ValueError(f"step {plan.step} of the replay is not that of the record")
+        replayed.append(plan)
+        return record.results[plan.step].answers
+
+    scheduler = make_scheduler()
+    times = _RecordedTimes(record)
+    executor = SimulatedExecutor(times, max_in_flight=scheduler.pipeline_depth, answer=answer)
+    drive(Engine(scheduler, executor, vocab_size=vocab_size), record.arrivals, _ignore)
+    return replayed
+
+
+def _ignore(now: float, updates: object) -> None:
+    """Nobody looks at the tokens."""

@@ -1,0 +1,74 @@
+"""``nanoserve simulate``: what it prints and writes, and one line for what makes no sense."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., tuple[int, str, str]]
+SMALL = ["simulate", "--model", "qwen3-0.6b", "--hardware", "l4", "--stages", "1", "--requests", "5"]
+
+
+def test_policies_are_put_side_by_side(command: Run, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    code, out, _ = command(*SMALL, "--policy", "sarathi,adaptive", "--lengths", "30+4", "--json", str(path))
+    assert code == 0
+    assert "5 requests of 30+4, all at once" in out
+    document = json.loads(path.read_text())
+    assert document["complete"]
+    assert [row["policy"] for row in document["rows"]] == ["sarathi", "adaptive"]
+    assert [(row["requests"], row["input_tokens"], row["output_tokens"]) for row in document["rows"]] == [
+        (5, 150, 20)
+    ] * 2
+
+
+def test_a_trace_brings_times_and_lengths(command: Run, tmp_path: Path) -> None:
+    trace, bars = tmp_path / "trace.csv", tmp_path / "bars.json"
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n100,20,2\n107.5,10,1\n")
+    code, out, _ = command(*SMALL, "--trace", str(trace), "--trace-out", str(bars))
+    assert code == 0
+    assert "trace.csv, as the trace has them" in out
+    starts = [event["ts"] for event in json.loads(bars.read_text())]
+    assert len(starts) == 3
+    assert starts[2] > 7.5e6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--policy", "magic"], "unknown policy 'magic'; choose one of prefill-first"),
+        (["--set", "iterations=0"], "iterations must be at least 1, not 0"),
+        (["--set", "threshold=1"], "threshold must be at least 0 and below 1, not 1"),
+        (["--set", "min_prefill=9999"], "min_prefill must be at least 1 and at most max_prefill (2048), not 9999"),
+        (["--set", "patience=1"], "no parameter 'patience'; it has iterations"),
+        (["--set", "iterations"], "'iterations' is no parameter such as iterations=4"),
+        (["--set", "without_wt=yes"], "'without_wt=yes' is no parameter"),
+        (["--rate", "-1"], "the request rate must be a number above 0, not -1.0"),
+        (["--rate", "1", "--variation", "0"], "the variation of the gaps must be a number above 0"),
+        (["--variation", "2"], "give both"),
+        (["--lengths", "long"], "--lengths takes tokens in and out such as 512+128, or one of sharegpt-gllm, azure"),
+        (["--lengths", "0+5"], "--lengths takes whole numbers from 1"),
+        (["--lengths", "500000+5", "--num-blocks", "10"], "request-0 takes 500005 tokens, but all KV blocks together"),
+        (["--hardware", "abacus"], "unknown hardware 'abacus'"),
+        (["--model", "gpt-9"], "unknown model 'gpt-9'"),
+        (["--model", "llama-3.1-405b"], "the model does not fit"),
+        (["--metadata", "telepathy"], "--metadata 'telepathy' is not one of decoupled, coupled"),
+        (["--policy", "sarathi,throttling", "--trace-out", "x.json"], "--trace-out takes one policy"),
+        (["--trace", "missing.csv"], "cannot read the trace missing.csv"),
+        (["--trace", "missing.csv", "--lengths", "5+5"], "give --lengths or --trace, not both"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(command: Run, arguments: list[str], says: str) -> None:
+    code, out, err = command(*SMALL, *arguments)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_trace_out_of_order_is_refused(command: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrived_at,input_tokens,output_tokens\n3,5,5\n2,5,5\n")
+    code, _, err = command(*SMALL, "--trace", str(trace))
+    assert code == 2
+    assert "request 2 comes before the one in front of it" in err

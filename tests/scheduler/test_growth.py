@@ -1,0 +1,90 @@
+"""What running sequences are expected to grow by, worked out by hand, and that the policy is told."""
+
+from nanoserve.engine import Engine
+from nanoserve.request import Request, SamplingParams, Sequence
+from nanoserve.scheduler.growth import OutputLengths
+from nanoserve.scheduler.load import Decision, Load
+from nanoserve.scheduler.scheduler import Scheduler
+from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
+
+
+def _sequence(number: int, *, prompt: int, produced: int, longest: int = 1000) -> Sequence:
+    request = Request(f"r{number}", (1,) * prompt, SamplingParams(), seed=0)
+    return Sequence(number, request, 0, tokens=[1] * (prompt + produced), max_length=longest)
+
+
+def _known(*lengths: int) -> OutputLengths:
+    known = OutputLengths()
+    for length in lengths:
+        known.record(length)
+    return known
+
+
+def test_answers_of_one_length_grow_to_it_together() -> None:
+    running = [_sequence(number, prompt=5, produced=4) for number in range(3)]
+    assert _known(10).expected_growth(running) == 3 * 6
+
+
+def test_what_ends_early_makes_room_for_what_ends_late() -> None:
+    long_prompt = _sequence(0, prompt=50, produced=8)  # 2 tokens to go, then 60 are free
+    young = _sequence(1, prompt=5, produced=0)  # 10 to go
+    assert _known(10).expected_growth([long_prompt, young]) == 2 + 2
+
+
+def test_guesses_are_spread_over_the_known_lengths_that_are_longer() -> None:
+    known = _known(2, 20, 40, 30, 10)
+    fresh = [known.remaining(_sequence(number, prompt=5, produced=0)) for number in range(1000)]
+    assert {length: round(fresh.count(length) / 1000, 1) for length in (2, 10, 20, 30, 40)} == dict.fromkeys(
+        (2, 10, 20, 30, 40), 0.2
+    )
+    late = {known.remaining(_sequence(number, prompt=5, produced=25)) for number in range(10)}
+    assert late == {5, 15}
+
+
+def test_longer_than_any_known_answer_is_half_way_but_ends_with_its_limit() -> None:
+    assert _known(10).remaining(_sequence(0, prompt=5, produced=12)) == 12
+    assert _known(10).remaining(_sequence(0, prompt=5, produced=12, longest=20)) == 3
+
+
+def test_with_no_answer_known_one_is_taken_to_be_as_long_as_its_prompt() -> None:
+    assert _known().remaining(_sequence(0, prompt=5, produced=0)) == 5
+    assert _known().remaining(_sequence(0, prompt=5, produced=7)) == 7
+
+
+def test_lengths_that_differ_ask_for_their_deviation_on_top() -> None:
+    running = [_sequence(number, prompt=5, produced=30) for number in range(4)]  # all go on to 40, the only longer one
+    assert _known(20, 40).expected_growth(running) == 4 * 10 + round(10 * 4**0.5)
+
+
+def test_old_answers_are_forgotten() -> None:
+    known = _known(*[500] * 10, *[7] * 1000)
+    assert known.remaining(_sequence(0, prompt=5, produced=0)) == 7
+    assert known.remaining(_sequence(0, prompt=5, produced=8)) == 8
+
+
+class _Listener:
+    """Decides like a plain loop and keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.growth: list[int] = []
+
+    def decide(self, load: Load) -> Decision:
+        self.growth.append(load.expected_growth)
+        return Decision(prefill_tokens=8, decodes=load.ready_decodes)
+
+
+def test_the_scheduler_learns_from_answers_that_ended_by_themselves_and_tells_the_policy() -> None:
+    policy = _Listener()
+    scheduler = Scheduler(policy, num_blocks=40, block_size=4, max_model_len=100)
+    engine = Engine(scheduler, MemoryCheckingExecutor(40, 4), vocab_size=50)
+    engine.add(Request("aborted", (3, 1), SamplingParams(temperature=0), seed=0))
+    engine.step()
+    engine.stop("aborted")
+    for name, limit in (("first", 21), ("second", 60)):
+        engine.add(Request(name, (1, 2, 3, 4), SamplingParams(temperature=0, max_tokens=limit), seed=0))
+        while engine.has_work:
+            engine.step()
+    # Steps 1 to 21 are the first answer: after 15 tokens it is half way, but only 6 are left to its limit.
+    assert policy.growth[16:22] == [2] * 6
+    # From step 22 on the second: after 10 tokens 11 of 21 are to come, after 26 it is half way.
+    assert [policy.growth[step] for step in (32, 47, 48)] == [3, 3, 7]

@@ -1,0 +1,1 @@
+"""The simulator, with step times that can be worked out by hand."""

@@ -1,0 +1,84 @@
+"""A run on the machine's own clock and its replay in virtual time make the same plans."""
+
+import random
+import time
+from collections import deque
+
+import pytest
+
+from nanoserve.engine import Engine
+from nanoserve.request import Request, SamplingParams
+from nanoserve.scheduler import POLICIES, make_policy
+from nanoserve.scheduler.plan import StepPlan, StepResult
+from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.simulator.record import record_run, replay
+from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
+
+NUM_BLOCKS, BLOCK_SIZE = 24, 4
+
+
+class RealTimeExecutor(MemoryCheckingExecutor):
+    """Lets real time pass: a plan takes a millisecond or so more than the one before it."""
+
+    def __init__(self, depth: int, seed: int) -> None:
+        super().__init__(NUM_BLOCKS, BLOCK_SIZE, depth=depth)
+        self._random = random.Random(seed)
+        self._began = time.perf_counter()
+        self._free = 0.0
+        self._ends: deque[float] = deque()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._began
+
+    def submit(self, plan: StepPlan) -> None:
+        super().submit(plan)
+        self._free = max(self._free, self.now()) + self._random.uniform(0.0002, 0.002)
+        self._ends.append(self._free)
+
+    def collect(self, until: float | None) -> list[StepResult]:
+        moments = [*list(self._ends)[:1], *([] if until is None else [until])]
+        time.sleep(max(0.0, min(moments) - self.now()))
+        results = []
+        while self._ends and self._ends[0] <= self.now():
+            self._ends.popleft()
+            results += super().collect(None)
+        return results
+
+
+def _requests(seed: int) -> list[Request]:
+    generator, now, requests = random.Random(seed), 0.0, []
+    for number in range(25):
+        now += generator.expovariate(300)
+        prompt = tuple(generator.choices(range(3), k=generator.randint(1, 30)))
+        params = SamplingParams(
+            temperature=generator.choice([0.0, 1.0]), n=generator.choice([1, 1, 2]), max_tokens=generator.randint(1, 25)
+        )
+        requests.append(Request(f"r{number}", prompt, params, number, end_tokens=(0,), arrival_time=now))
+    return requests
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_replay_makes_the_plans_of_the_run(policy: str, depth: int) -> None:
+    def scheduler() -> Scheduler:
+        return Scheduler(
+            make_policy(policy, 16),
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            max_model_len=64,
+            pipeline_depth=depth,
+        )
+
+    record = record_run(Engine(scheduler(), RealTimeExecutor(depth, seed=depth), vocab_size=50), _requests(depth))
+    assert len(record.arrivals) == 25
+    assert len(record.plans) > 50
+    assert replay(record, scheduler, vocab_size=50) == record.plans
+
+
+def test_a_replay_with_another_policy_is_found_out() -> None:
+    def scheduler(policy: str) -> Scheduler:
+        return Scheduler(make_policy(policy, 16), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=64)
+
+    record = record_run(Engine(scheduler("sarathi"), RealTimeExecutor(1, seed=0), vocab_size=50), _requests(0))
+    with pytest.raises(ValueError, match=r"step \d+ of the replay is not that of the record"):
+        replay(record, lambda: scheduler("decode-first"), vocab_size=50)

@@ -1,0 +1,128 @@
+"""Whole runs in virtual time: figures that can be worked out, and what a policy changes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanoserve.errors import UsageError
+from nanoserve.scheduler import POLICIES, make_policy
+from nanoserve.scheduler.baselines import ChunkedPrefill
+from nanoserve.simulator import SimulationResult, Workload, burst, fixed_lengths, poisson_arrivals, simulate
+from nanoserve.simulator.chrome_trace import ChromeTrace
+from nanoserve.simulator.meters import Series, Sketch
+from nanoserve.simulator.pipeline import COUPLED
+from tests.simulator.linear_times import LinearTimes
+
+
+def _run(policy: str, times: LinearTimes, workload: Workload, **settings: object) -> SimulationResult:
+    return simulate(make_policy(policy, 256), times, workload, **{"num_blocks": 1000, **settings})
+
+
+def test_one_request_alone() -> None:
+    result = _run("sarathi", LinearTimes(step=0.5), Workload([2.0], fixed_lengths(10, 5)))
+    assert (result.requests, result.input_tokens, result.output_tokens) == (1, 10, 5)
+    assert result.ttft_ms is not None and result.tpot_ms is not None and result.e2el_ms is not None
+    assert (result.ttft_ms.mean, result.tpot_ms.mean, result.e2el_ms.mean) == (500, 500, 2500)
+    assert result.seconds == 4.5
+    assert result.bubble_shares == (0.0,)  # while it waited for the request, nothing was in flight
+    assert result.steps == 5
+
+
+def test_one_sequence_leaves_a_pipeline_mostly_empty() -> None:
+    times = LinearTimes(num_stages=4, step=0.25)
+    result = _run("throttling", times, Workload(burst(), fixed_lengths(10, 9), limit=1))
+    assert result.bubble_shares == pytest.approx([0.75] * 4)
+    assert result.tpot_ms is not None and result.tpot_ms.mean == 1000
+
+
+def test_throttling_balances_what_the_coupled_budget_bunches_together() -> None:
+    times = LinearTimes(num_stages=4, step=0.002, decode=0.0005, prompt_token=0.0002)
+    results = {
+        policy: _run(policy, times, Workload(poisson_arrivals(10.0, seed=1), fixed_lengths(200, 60), limit=200))
+        for policy in ("throttling", "sarathi")
+    }
+    throttling, sarathi = results["throttling"], results["sarathi"]
+    assert throttling.bubble_share < sarathi.bubble_share
+    assert throttling.tokens_variation < sarathi.tokens_variation
+    assert throttling.tpot_ms is not None and sarathi.tpot_ms is not None
+    assert throttling.tpot_ms.mean < sarathi.tpot_ms.mean
+
+
+def test_preparing_inputs_before_each_stage_costs_the_papers_share_of_a_full_pipeline() -> None:
+    times = LinearTimes(num_stages=4, step=0.83)
+    requests = [Workload(burst(), fixed_lengths(16, 50), limit=400) for _ in range(2)]
+    decoupled = _run("throttling", times, requests[0])
+    coupled = _run("throttling", times, requests[1], runtime=COUPLED)
+    assert decoupled.tokens_per_second * 0.83 == pytest.approx(coupled.tokens_per_second)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_finishes_every_request_when_blocks_are_short(policy: str) -> None:
+    times = LinearTimes(num_stages=3, step=0.01, prompt_token=0.001)
+    result = _run(policy, times, Workload(poisson_arrivals(5.0, seed=0), fixed_lengths(100, 80), 60), num_blocks=30)
+    assert (result.requests, result.output_tokens) == (60, 60 * 80)
+    assert 0.5 < result.kv_peak <= 1
+    assert 0 < result.kv_occupancy < result.kv_peak
+
+
+def test_a_reserve_that_follows_growth_preempts_less_than_a_fixed_threshold() -> None:
+    times = LinearTimes(num_stages=2, step=0.01, prompt_token=0.0001)
+    results = {
+        policy: _run(
+            policy, times, Workload(poisson_arrivals(20.0, seed=0), fixed_lengths(40, 200), 200), num_blocks=200
+        )
+        for policy in ("throttling", "adaptive")
+    }
+    assert results["adaptive"].preemptions < results["throttling"].preemptions / 2
+
+
+def test_equal_seeds_give_equal_results() -> None:
+    first, second = (
+        _run("adaptive", LinearTimes(num_stages=2), Workload(poisson_arrivals(1.0, seed=0), fixed_lengths(50, 9), 40))
+        for _ in range(2)
+    )
+    assert first == second
+
+
+def test_a_request_that_can_never_fit_is_refused() -> None:
+    with pytest.raises(UsageError, match="request-0 takes 42 tokens, but all KV blocks together hold 33"):
+        _run("sarathi", LinearTimes(), Workload(burst(), fixed_lengths(40, 2)), num_blocks=2)
+    with pytest.raises(UsageError, match="no requests"):
+        _run("sarathi", LinearTimes(), Workload(burst(), fixed_lengths(4, 2), limit=0))
+
+
+def test_the_stages_time_can_be_looked_at_in_a_browser(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with ChromeTrace(path) as trace:
+        workload = Workload(burst(), fixed_lengths(10, 3), limit=1)
+        simulate(ChunkedPrefill(64), LinearTimes(num_stages=2), workload, num_blocks=9, observers=[trace])
+    events = json.loads(path.read_text())
+    assert [(event["tid"], event["ts"], event["dur"]) for event in events[:3]] == [
+        (0, 0, 1e6),
+        (1, 1e6, 1e6),
+        (0, 2e6, 1e6),
+    ]
+    assert [event["name"] for event in events[1:3]] == ["0 decodes + 10 prompt tokens", "1 decodes + 0 prompt tokens"]
+
+
+def test_a_sketch_is_exact_but_for_percentiles_which_are_right_to_a_percent() -> None:
+    sketch = Sketch()
+    for value in range(1, 1001):
+        sketch.add(value)
+    brief = sketch.distribution()
+    assert brief is not None
+    assert (brief.n, brief.mean, brief.min, brief.max) == (1000, 500.5, 1, 1000)
+    assert brief.std == pytest.approx(288.675, abs=0.001)
+    assert (brief.p50, brief.p90, brief.p99) == pytest.approx((500.5, 900.1, 990.01), rel=0.01)
+    assert Sketch().distribution() is None
+
+
+def test_a_series_keeps_its_shape_in_a_thousand_points() -> None:
+    series = Series()
+    for time in range(100_000):
+        series.add(time, time % 7)
+    assert 400 < len(series.points) <= 1000
+    assert series.points[0] == (0, 0)
+    assert series.points[-1][0] > 99_000
+    assert all(value == time % 7 for time, value in series.points)
