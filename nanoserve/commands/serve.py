@@ -2,7 +2,8 @@
 
 import asyncio
 import ipaddress
-from contextlib import ExitStack
+import signal
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Annotated
 
 from nanoserve.commands.failures import EXIT_OK
@@ -80,6 +81,9 @@ def serve(
     Ctrl-C let the running requests end; a second one does not wait.
     """
     _check_exposure(host, api_key or [], insecure=insecure)
+    # Until the server counts them, Ctrl-C ends the process as SIGTERM does: there is nothing yet to clean up, and an
+    # exception can get lost in the imports that follow.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         from nanoserve.server.service import Limits
         from nanoserve.server.serving import Callbacks, listen, run_server
@@ -91,11 +95,17 @@ def serve(
         body_bytes=parse_size(max_body_size), client_seconds=client_timeout, request_seconds=request_timeout
     )
     with listen(host, port) as listener, ExitStack() as loading:
-        remark(f"listening on {_url(listener)}")
+        _say(f"listening on {_url(listener)}")
         progress = loading.enter_context(load_progress())
         service = _open_service(engine, limits, api_key or [], served_model_name, max_queue, progress)
-        asyncio.run(run_server(service, listener, drain_timeout, Callbacks(loading.close, remark)))
+        asyncio.run(run_server(service, listener, drain_timeout, Callbacks(loading.close, _say)))
     return EXIT_OK
+
+
+def _say(text: str) -> None:
+    """A line on stderr; a log that is full or gone is no reason to stop serving."""
+    with suppress(OSError):
+        remark(text)
 
 
 def _open_service(

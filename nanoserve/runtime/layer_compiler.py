@@ -116,7 +116,7 @@ def compile_layer(job: LayerJob, temporary: Path) -> Path:
     counts = torch.export.Dim.DYNAMIC
     dynamic = ({0: counts},) * 5 + ({0: counts, 1: counts},) + ({0: counts},) * 3 + ([None] * len(weights),)
     try:
-        with torch.no_grad(), TemporaryDirectory(dir=job.directory) as folder:
+        with torch.no_grad(), TemporaryDirectory(prefix=f"{temporary.name}.", dir=job.directory) as folder:
             program = torch.export.export(function, arguments, dynamic_shapes=dynamic, strict=False)
             options = {"aot_inductor.output_path": f"{folder}/layer.so"}
             made = Path(str(torch._inductor.aot_compile(program.module(), arguments, options=options)))

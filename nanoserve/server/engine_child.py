@@ -14,7 +14,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from nanoserve.errors import RuntimeFailure
+from nanoserve.errors import NanoserveError, RuntimeFailure
 from nanoserve.server.messages import Command, EngineMessage, EngineStart
 from nanoserve.server.sockets import COMMANDS, REPORTS
 
@@ -85,10 +85,6 @@ class EngineChild:
                 raise RuntimeFailure(f"the engine process did not start within {START_SECONDS:g} s") from None
             raise
 
-    @property
-    def process_id(self) -> int:
-        return self._process.pid
-
     def send(self, command: Command) -> None:
         """Put a command on its way; never waits."""
         self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
@@ -99,23 +95,25 @@ class EngineChild:
             data = await self._reports.recv()
             try:
                 yield self._decoder.decode(data)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, NanoserveError):
                 self.dropped += 1
 
     async def death(self) -> str:
         """Wait until the process is dead, or was silent for so long that it is killed; returns what happened."""
         assert self._process.stdout is not None
-        while True:
-            limit = SILENCE_SECONDS if self.ready else LOADING_SILENCE_SECONDS
+        silence = 0.0
+        while silence < (SILENCE_SECONDS if self.ready else LOADING_SILENCE_SECONDS):
             try:
-                async with asyncio.timeout(limit):
+                # Second by second: if the whole machine slept for a minute, that is one second of silence and no more.
+                async with asyncio.timeout(1.0):
                     if not await self._process.stdout.read(4096):
-                        break
+                        code = await self._process.wait()
+                        return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+                silence = 0.0
             except TimeoutError:
-                await _kill(self._process)
-                return f"gave no sign of life for {limit:g} s and was killed"
-        code = await self._process.wait()
-        return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+                silence += 1.0
+        await _kill(self._process)
+        return f"gave no sign of life for {silence:g} s and was killed"
 
     async def end(self) -> None:
         """Kill the process if it lives, and leave nothing of it behind."""
@@ -126,16 +124,16 @@ class EngineChild:
 
 
 async def _end_within(process: asyncio.subprocess.Process, seconds: float) -> None:
-    try:
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await process.wait()
-    except TimeoutError:
-        await _kill(process)
+    await _kill(process)
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
+    """The process and what it has started: a compiler, perhaps, which would outlive it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left; macOS: none but the dead
+        os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
 
 

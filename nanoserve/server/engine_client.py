@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -38,6 +39,8 @@ MAX_ENGINES_LOST = 3
 
 _LAST_WORDS_SECONDS = 0.2
 
+_LOG = logging.getLogger("nanoserve.server")
+
 
 class EngineState(Enum):
     """What the front end can expect of its engine."""
@@ -70,6 +73,7 @@ class EngineClient:
     Attributes:
         facts: what the engine said of itself when it was ready; None before that.
         restarts: engines started after the first.
+        generated_tokens: that all of them have sampled.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class EngineClient:
         self.facts: Ready | None = None
         self.stats = EngineStats()
         self.restarts = 0
+        self.generated_tokens = 0
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
@@ -104,11 +109,6 @@ class EngineClient:
     def running(self) -> int:
         """Requests that have not ended."""
         return len(self._streams)
-
-    @property
-    def engine_process_id(self) -> int | None:
-        """Of the engine that lives now."""
-        return None if self._child is None else self._child.process_id
 
     @property
     def dropped(self) -> int:
@@ -195,6 +195,7 @@ class EngineClient:
         return self._ready_since is not None and time.monotonic() - self._ready_since > STABLE_SECONDS
 
     async def _after_death(self, death: str) -> None:
+        _LOG.warning("the engine %s; another one is started", death)
         self.restarts += 1
         self.stats = EngineStats()
         self._sent = 0
@@ -262,6 +263,7 @@ class EngineClient:
         self._became_ready.set()
 
     def _pass_on(self, update: SampleUpdate) -> None:
+        self.generated_tokens += len(update.tokens)
         stream = self._streams.get(update.request_id)
         if stream is None:
             return

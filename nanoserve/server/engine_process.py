@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -74,6 +75,14 @@ class Mailbox:
     def close(self) -> None:
         """Send what is on its way and close."""
         self._context.destroy(linger=1000)
+
+
+@dataclass(slots=True)
+class _Told:
+    """What of a sequence the front end knows: how many log probabilities, and whether the prompt's."""
+
+    logprobs: int = 0
+    prompt: bool = False
 
 
 class EngineLoop:
@@ -157,16 +166,6 @@ class EngineLoop:
 Build = Callable[[EngineStart, Mailbox], Engine]
 
 
-class _Told:
-    """What of a sequence the front end knows."""
-
-    __slots__ = ("logprobs", "prompt")
-
-    def __init__(self) -> None:
-        self.logprobs = 0
-        self.prompt = False
-
-
 def main(build: Build | None = None) -> None:
     """Entry point; ``build`` makes the engine, from a model if not given.
 
@@ -175,8 +174,9 @@ def main(build: Build | None = None) -> None:
     parent, pulse = _own_pipes()
     start = msgspec.json.decode(_read_line(parent), type=EngineStart)
     directory = Path(tempfile.mkdtemp(prefix="nanoserve-"))  # mode 0700
+    os.environ["TMPDIR"] = str(directory)  # what a compiler leaves that is killed goes with the rest
+    mailbox = Mailbox(directory)  # before the watch begins, which may remove the directory at any moment
     Lifeline(parent, pulse, directory).start()
-    mailbox = Mailbox(directory)
     try:
         engine = (build or build_from_model)(start, mailbox)
     except NanoserveError as error:

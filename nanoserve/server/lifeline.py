@@ -8,6 +8,7 @@ within moments, whatever it was doing: loading, computing, waiting. The other wa
 import os
 import select
 import shutil
+import signal
 import threading
 from pathlib import Path
 
@@ -16,6 +17,8 @@ HEARTBEAT_SECONDS = 0.5
 
 class Lifeline:
     """Watches over this process in a thread of its own, which sleeps but for a beat now and then.
+
+    The process must lead a process group: the whole group ends with the front end.
 
     Args:
         parent: descriptor that reads end-of-file when the front end is gone.
@@ -31,6 +34,9 @@ class Lifeline:
 
     def start(self) -> None:
         """Tell the front end the directory's name, as the first line on the pulse, and begin to watch."""
+        # A stopped group that loses its parent is sent SIGHUP, then SIGCONT. The second is enough: the watch goes on,
+        # and cleans up.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
             os.write(self._pulse, os.fsencode(self._directory) + b"\n")
         except OSError:
@@ -53,4 +59,4 @@ class Lifeline:
     def _end(self) -> None:
         """No one is left to tell: leave nothing behind and stop in the middle of whatever goes on."""
         shutil.rmtree(self._directory, ignore_errors=True)
-        os._exit(0)
+        os.killpg(0, signal.SIGKILL)  # with a compiler that may be at work for this engine

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from nanoserve.request import Sequence
 from nanoserve.server.engine_client import EngineClient, EngineState
 from nanoserve.server.streams import RequestStream
 
@@ -20,9 +21,9 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._model = model_name
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of ended requests.")
-        self._generation_tokens = self._counter("vllm:generation_tokens", "Generated tokens of ended requests.")
-        self._cached_tokens = self._counter("vllm:prompt_tokens_cached", "Prompt tokens from the prefix cache.")
-        self._rejected = self._counter("vllm:admission_rejections", "Requests answered with 429 or 503.")
+        self._looked_up = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._found = self._counter("vllm:prefix_cache_hits", "Prompt tokens found there.")
+        self._rejected = self._counter("vllm:admission_rejections", "Requests without a place or an engine.")
         self._ended = Counter(
             "vllm:request_success",
             "Ended samples by the reason.",
@@ -33,7 +34,10 @@ class Metrics:
         self._per_token = self._histogram(
             "vllm:request_time_per_output_token_seconds", "Mean time per token after the first."
         )
+        self._between_tokens = self._histogram("vllm:inter_token_latency_seconds", "From one token to the next.")
         self._queue = self._histogram("vllm:request_queue_time_seconds", "From arrival to the first plan.")
+        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "From the first plan to the first token.")
+        self._decode = self._histogram("vllm:request_decode_time_seconds", "From the first token to the last.")
         self._latency = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.")
         self._prompt_length = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._answer_length = self._histogram("vllm:request_generation_tokens", "Tokens of a sample.", _TOKENS)
@@ -41,24 +45,31 @@ class Metrics:
 
     def ended(self, stream: RequestStream) -> None:
         """A request has ended, in whatever way."""
-        arrival = stream.request.arrival_time
-        self._prompt_tokens.inc(len(stream.request.prompt))
-        self._cached_tokens.inc(stream.samples[0].cached_tokens)
-        self._prompt_length.observe(len(stream.request.prompt))
-        for sample, reason in zip(stream.samples, stream.finish_reasons(), strict=True):
+        prompt_tokens = len(stream.request.prompt)
+        self._prompt_tokens.inc(prompt_tokens)
+        self._prompt_length.observe(prompt_tokens)
+        self._looked_up.inc(prompt_tokens)
+        self._found.inc(stream.cached_tokens)
+        for gap in stream.gaps:
+            self._between_tokens.observe(gap)
+        for index, (sample, reason) in enumerate(zip(stream.samples, stream.finish_reasons(), strict=True)):
             self._ended.labels(self._model, reason).inc()
-            self._generation_tokens.inc(sample.output_length)
             self._answer_length.observe(sample.output_length)
-            if sample.first_scheduled_time is not None:
-                self._queue.observe(max(0.0, sample.first_scheduled_time - arrival))
-            if sample.first_token_time is None:
-                continue
-            self._first_token.observe(sample.first_token_time - arrival)
-            end = stream.finished_at
-            if end is not None:
-                self._latency.observe(end - arrival)
-                if sample.output_length > 1:
-                    self._per_token.observe((end - sample.first_token_time) / (sample.output_length - 1))
+            self._observe_times(sample, stream.request.arrival_time, stream.last_token_times.get(index))
+
+    def _observe_times(self, sample: Sequence, arrival: float, last_token: float | None) -> None:
+        """Those that the sample has come to."""
+        scheduled, first_token = sample.first_scheduled_time, sample.first_token_time
+        if scheduled is not None:
+            self._queue.observe(max(0.0, scheduled - arrival))
+        if scheduled is None or first_token is None or last_token is None:
+            return
+        self._first_token.observe(first_token - arrival)
+        self._prefill.observe(max(0.0, first_token - scheduled))
+        self._decode.observe(last_token - first_token)
+        self._latency.observe(last_token - arrival)
+        if sample.output_length > 1:
+            self._per_token.observe((last_token - first_token) / (sample.output_length - 1))
 
     def rejected(self) -> None:
         """A request was turned away."""
@@ -92,6 +103,7 @@ class _EngineCollector(Collector):
             self._gauge("vllm:num_requests_waiting", "Sequences that wait for a place.", stats.waiting),
             self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used),
             self._gauge("nanoserve:engine_ready", "1 if there is an engine.", self._engine.state is EngineState.READY),
+            self._counter("vllm:generation_tokens", "Generated tokens.", self._engine.generated_tokens),
             self._counter("vllm:num_preemptions", "Preemptions of this engine process.", stats.preemptions),
             self._counter("nanoserve:engine_steps", "Steps of this engine process.", stats.steps),
             self._counter("nanoserve:engine_restarts", "Engines started after the first.", self._engine.restarts),

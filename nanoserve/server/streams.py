@@ -20,13 +20,15 @@ class RequestStream:
         request: as the first engine got it.
         news: set whenever something comes; streams that one reader follows share it.
         engines_lost: how many engines died while they ran it.
-        finished_at: when its last sample ended, in seconds of the monotonic clock.
+        gaps: seconds from each token to the next, of all samples.
+        last_token_times: of each sample that has a token, in seconds of the monotonic clock.
     """
 
     def __init__(self, request: Request, tokenizer: Decoder, news: asyncio.Event) -> None:
         self.request = request
         self.engines_lost = 0
-        self.finished_at: float | None = None
+        self.gaps: list[float] = []
+        self.last_token_times: dict[int, float] = {}
         self._tracker = RequestTracker(request, tokenizer)
         # What the engine knows of its sequences, as far as it has told.
         self.samples = [Sequence(index, request, index, list(request.prompt)) for index in range(request.params.n)]
@@ -63,12 +65,14 @@ class RequestStream:
             return False
         sample, now = self.samples[update.index], time.monotonic()
         _bring_up_to_date(sample, update, now)
+        if update.tokens:
+            if update.index in self.last_token_times:
+                self.gaps.append(now - self.last_token_times[update.index])
+            self.last_token_times[update.index] = now
         news = SequenceUpdate(self.request_id, update.index, update.tokens, sample)
         met_stop_string = self._tracker.take(news, now)
         if met_stop_string or update.ending is not None:
             self._ended.add(update.index)
-        if self._tracker.finished:
-            self.finished_at = now
         self.news.set()
         return met_stop_string
 

@@ -100,7 +100,9 @@ class TokenizersBackend:
     def encode(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
         control = [piece for piece in pieces if isinstance(piece, int)]
         text = "".join(piece if isinstance(piece, str) else self._separator[piece] for piece in pieces)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch of one: the library lets other Python threads run meanwhile only for batches.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         if control:
             following = iter(control)
             ids = [next(following) if token in self._separator_ids else token for token in ids]

@@ -12,7 +12,7 @@ MODEL = ("--dtype", "float32", "--kv-cache-memory", "64MiB", "--threads", "1", "
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    with running(*MODEL, "--client-timeout", "4") as server:
+    with running(*MODEL, "--client-timeout", "2") as server:
         yield server
 
 

@@ -57,7 +57,7 @@ class Server:
 
     def wait_ready(self) -> None:
         url = self.url
-        wait_until(lambda: self.process.poll() is not None or _answers(f"{url}/ready", self.headers))
+        wait_until(lambda: self.process.poll() is not None or answers(f"{url}/ready", self.headers))
         assert self.process.poll() is None, self.log
 
     @property
@@ -104,6 +104,10 @@ class Server:
                 pending += children
         return found
 
+    def sockets(self) -> list[Path]:
+        """Those between front end and engine."""
+        return [path for path in self.directory.rglob("*") if path.is_socket()]
+
     def left_behind(self) -> list[str]:
         """Files in its directory for temporary ones, but for the cache that torch makes there when it is imported."""
         return [str(path) for path in self.directory.rglob("*") if "torchinductor" not in str(path)]
@@ -127,15 +131,27 @@ def wait_until(condition: Any, seconds: float = PATIENCE_SECONDS) -> None:
         time.sleep(0.05)
 
 
+def shared_memory(process_id: int) -> list[str]:
+    """What a process has mapped of the kind that outlives it."""
+    maps = Path(f"/proc/{process_id}/maps").read_text().splitlines()
+    return [line for line in maps if "/dev/shm/" in line or "/SYSV" in line]
+
+
+def process_state(process_id: int) -> str:
+    """The system's letter for it: R runs, S sleeps, T is stopped, Z is a zombie; empty if there is none."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def alive(process_id: int) -> bool:
     """Whether there is such a process, and it is no zombie."""
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return process_state(process_id) not in ("", "Z")
 
 
-def _answers(url: str, headers: dict[str, str]) -> bool:
+def answers(url: str, headers: dict[str, str]) -> bool:
+    """Whether a URL is answered with 200."""
     try:
         return httpx.get(url, headers=headers, timeout=10).status_code == 200
     except httpx.HTTPError:

@@ -7,8 +7,9 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -99,6 +100,7 @@ def test_bodies_that_are_no_request(server: Server, path: str, body: bytes) -> N
         *[("stream_options", value) for value in ({"include_usage": True}, {"other": 1}, 5)],
         *[("user", value) for value in (5, {})],
         *[("chat_template", value) for value in ("{{ 7 * 7 }}", None)],
+        ("cache_salt", "mine"),
         *[("unknown_field", value) for value in (None, 1)],
     ],
 )
@@ -207,6 +209,9 @@ def test_another_model_is_not_found(server: Server) -> None:
 def test_other_paths_and_methods(server: Server) -> None:
     for path in ("/", "/v1", "/v1/", "//v1/models", "/v1/models/", "/v1/embeddings", "/%2e%2e/etc/passwd", "/health/"):
         _is_error(server.get(path), 404)
+    preflight = httpx.options(server.url + CHAT, headers={"origin": "http://evil.example"})
+    _is_error(preflight, 405)
+    assert not any(name.startswith("access-control") for name in preflight.headers)
     _is_error(server.get(CHAT), 405)
     _is_error(server.post("/v1/models", {}), 405)
 
@@ -283,33 +288,29 @@ def test_a_prompt_of_ten_megabytes_is_refused(server: Server) -> None:
         _is_error(_complete(server, prompt="a" * 10_000_000), 413)
 
 
-@pytest.mark.parametrize(
-    "start", [b"", b"POST /v1/compl", _head(content_length=100)[:-2]], ids=["none", "line", "head"]
-)
-def test_slow_headers_are_cut_off(server: Server, start: bytes) -> None:
-    with _connect(server) as connection:
+def test_slow_clients_are_cut_off(server: Server) -> None:
+    starts = (b"", b"POST /v1/compl", _head(content_length=100)[:-2])
+    headless = [_connect(server) for _ in starts]
+    dripping = _connect(server)
+    for connection, start in zip(headless, starts, strict=True):
         connection.sendall(start)
-        assert _read_all(connection) == b""
+    dripping.sendall(_head(content_length=100))
+    stop = threading.Event()
 
+    def drip() -> None:
+        while not stop.wait(0.2):
+            with suppress(OSError):
+                dripping.sendall(b" ")
 
-def test_a_slow_body_is_cut_off_even_if_it_drips(server: Server) -> None:
-    with _connect(server) as connection:
-        connection.sendall(_head(content_length=100))
-        stop = threading.Event()
-
-        def drip() -> None:
-            while not stop.wait(0.5):
-                try:
-                    connection.sendall(b" ")
-                except OSError:
-                    return
-
-        thread = threading.Thread(target=drip)
-        thread.start()
-        answer = _read_all(connection)
-        stop.set()
-        thread.join()
+    thread = threading.Thread(target=drip)
+    thread.start()
+    assert [_read_all(connection) for connection in headless] == [b"", b"", b""]
+    answer = _read_all(dripping)
+    stop.set()
+    thread.join()
     assert answer.startswith(b"HTTP/1.1 408") and b'"request_timeout"' in answer
+    for connection in (*headless, dripping):
+        connection.close()
 
 
 @pytest.mark.parametrize(
@@ -336,15 +337,9 @@ def test_a_header_of_a_megabyte_ends_the_connection(server: Server) -> None:
     assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
 
 
-def test_two_hundred_connections_opened_and_dropped(server: Server) -> None:
+def _drop_connections(server: Server) -> None:
+    """Two hundred, at different moments of a request."""
     body = json.dumps({"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "stream": True}).encode()
-    stream: dict[str, Any] = {**CONTROL, "max_tokens": 60, "ignore_eos": True}
-    expected = server.post(COMPLETION, stream).json()["choices"][0]["text"]
-    answers: list[str] = []
-    other = threading.Thread(
-        target=lambda: answers.append(server.post(COMPLETION, stream).json()["choices"][0]["text"])
-    )
-    other.start()
     for number in range(200):
         connection = _connect(server)
         if number % 4 == 1:
@@ -354,9 +349,56 @@ def test_two_hundred_connections_opened_and_dropped(server: Server) -> None:
         elif number % 4 == 3:
             connection.sendall(_head(content_length=len(body)) + body)
         connection.close()
-    other.join()
-    assert answers == [expected]
+
+
+def _send_monsters(server: Server) -> None:
+    """What takes a moment to refuse: deep, long, and too long."""
+    deep = b'{"prompt": ' + b"[" * 400_000 + b"]" * 400_000 + b"}"
+    _is_error(server.post(COMPLETION, content=deep, headers=JSON), 400)
+    assert _is_error(_complete(server, prompt="a" * 1_000_000), 400)["code"] == "context_length_exceeded"
+    _is_error(_chat(server, messages=[{"role": "user", "content": "a " * 500_000}]), 400)
+    _is_error(_complete(server, prompt=[1] * 300_000), 400)
+    _is_error(_complete(server, n=10**9, max_tokens=10**9), 400)
+    with suppress(httpx.WriteError, httpx.RemoteProtocolError):
+        _is_error(_complete(server, prompt="a" * 10_000_000), 413)
+
+
+@pytest.mark.parametrize("disturb", [_drop_connections, _send_monsters], ids=["dropped", "monsters"])
+def test_other_streams_are_unharmed(server: Server, disturb: Callable[[Server], None]) -> None:
+    undisturbed = TimedStream(server)
+    undisturbed.join()
+    others = [TimedStream(server) for _ in range(2)]
+    disturb(server)
+    for other in others:
+        other.join()
+        assert other.text == undisturbed.text
+        # Generous: the disturber and the streams' readers share the machine with the server.
+        assert other.longest_gap < 40 * undisturbed.longest_gap
     server.wait_idle()
+
+
+class TimedStream(threading.Thread):
+    """Reads the same greedy stream each time, with the moments at which its pieces came."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self._url = server.url + COMPLETION
+        self._times: list[float] = []
+        self.text = ""
+        self.start()
+
+    def run(self) -> None:
+        body = CONTROL | {"max_tokens": 300, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", self._url, json=body, timeout=240) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    self.text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                    self._times.append(time.monotonic())
+
+    @property
+    def longest_gap(self) -> float:
+        """Seconds between two pieces."""
+        return max(after - before for before, after in pairwise(self._times))
 
 
 def test_equal_request_ids_of_two_clients_are_not_mixed_up(server: Server) -> None:

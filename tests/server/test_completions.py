@@ -1,6 +1,9 @@
 """Both kinds of completion on the bundled model, through OpenAI's own client."""
 
+import json
 import math
+import shutil
+import subprocess
 from typing import Any
 
 import openai
@@ -68,6 +71,20 @@ def test_a_stream_without_the_option_has_no_usage(server: Server) -> None:
     body = {"prompt": PROMPT, "max_tokens": 2, "stream": True}
     text = server.post("/v1/completions", body).text
     assert text.endswith("data: [DONE]\n\n") and "usage" not in text
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+def test_curl_reads_a_stream_that_openai_would_send(server: Server) -> None:
+    body = json.dumps({"messages": STORY, "max_tokens": 3, "temperature": 0, "stream": True})
+    words = ["curl", "--silent", "--no-buffer", "--include", server.url + "/v1/chat/completions"]
+    words += ["--header", "content-type: application/json", "--data", body]
+    head, _, events = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout.partition("\n\n")
+    assert head.startswith("HTTP/1.1 200") and "content-type: text/event-stream" in head
+    *chunks, done, rest = events.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    objects = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+    assert [set(chunk) for chunk in objects] == [{"id", "object", "created", "model", "choices"}] * len(objects)
+    assert objects[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def test_many_prompts_of_either_kind_are_answered_in_order(client: openai.OpenAI, storyteller: LLM) -> None:
@@ -214,7 +231,14 @@ def test_the_state_of_the_server(server: Server) -> None:
     before = server.metric("vllm:generation_tokens_total")
     server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 3, "ignore_eos": True, "temperature": 0})
     assert server.metric("vllm:generation_tokens_total") == before + 3
-    assert server.metric("vllm:time_to_first_token_seconds_count") > 0
+    for name in (
+        *("time_to_first_token", "inter_token_latency", "request_time_per_output_token", "e2e_request_latency"),
+        *("request_queue_time", "request_prefill_time", "request_decode_time"),
+    ):
+        assert server.metric(f"vllm:{name}_seconds_count") > 0
+    for name in ("request_prompt_tokens_count", "request_generation_tokens_count", "prompt_tokens_total"):
+        assert server.metric(f"vllm:{name}") > 0
+    assert server.metric("vllm:prefix_cache_queries_total") >= server.metric("vllm:prefix_cache_hits_total")
     assert math.isfinite(server.metric("vllm:kv_cache_usage_perc"))
     for name in ("num_requests_running", "num_requests_waiting", "num_preemptions_total", "request_success_total"):
         assert server.metric(f"vllm:{name}") >= 0

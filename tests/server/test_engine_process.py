@@ -136,16 +136,26 @@ RUBBISH = [
     msgspec.msgpack.encode(
         {"type": "Add", "request": {"request_id": "x", "prompt": [1], "params": {"temperature": -1}, "seed": 0}}
     ),
+    msgspec.msgpack.encode(
+        {
+            "type": "Ready",
+            "max_model_len": 9,
+            "vocab_size": 9,
+            "end_tokens": [],
+            "default_params": {"n": 0},
+            "max_num_seqs": 1,
+        }
+    ),
 ]
 
 
 def test_rubbish_is_dropped_and_counted(wire: Wire) -> None:
     for rubbish in RUBBISH:
         wire.commands.send(rubbish)
-    wire.send(Add(_request(max_tokens=1)))
-    while wire.mailbox.dropped < len(RUBBISH) or wire.engine.has_work or not wire.reports.poll(0):
+    wire.send(Add(_request(max_tokens=2)))
+    while not wire.engine.has_work:
         wire.loop.turn()
-    stats = wire.report().stats
+    stats = wire.finish()[-1].stats
     assert (stats.added, stats.dropped) == (1, len(RUBBISH))
 
 

@@ -88,6 +88,15 @@ def test_a_damaged_library_is_built_again(environment: dict[str, str]) -> None:
     assert [path.read_text() for path in job.whole_libraries()] == ["library\n"]
 
 
+def test_what_a_killed_builder_left_is_removed(environment: dict[str, str]) -> None:
+    fake_compiler(environment, "echo library > $out\n")
+    job = make_job(environment)
+    (Path(job.directory) / f"{job.key}.99.o").touch()
+    (Path(job.directory) / f"{job.key}.98.folder").mkdir()
+    assert job.run()
+    assert list(Path(job.directory).glob(f"{job.key}.[0-9]*")) == []
+
+
 def test_two_processes_build_once_together(environment: dict[str, str]) -> None:
     script = fake_compiler(environment, "sleep 0.3; echo library > $out\n")
     command = [sys.executable, "-I", building.__file__, make_job(environment).to_json()]

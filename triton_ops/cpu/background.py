@@ -114,10 +114,27 @@ class BackgroundLibrary(ABC):
         nothing = subprocess.DEVNULL
         try:
             self._builder = subprocess.Popen(
-                self.command(), stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
+                self.command(),
+                stdin=nothing,
+                stdout=nothing,
+                stderr=nothing,
+                start_new_session=_hears_the_terminal(),
             )
         except OSError as error:
             raise CannotBuild(f"no process can be started ({error.strerror})") from error
+
+
+def _hears_the_terminal() -> bool:
+    """Whether Ctrl-C would reach this process and, without a session of its own, the builder.
+
+    Where it would not, the builder stays in this process's group: whoever ends the group, as a server does with that of
+    its engine, ends both.
+    """
+    try:
+        with open("/dev/tty", "rb") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def _failed_lately(failure: Path) -> bool:

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -66,8 +67,8 @@ class Shelf:
                 reason.rename(self.failure)
                 return False
             finally:
-                for left in directory.glob(f"{temporary.name}.*"):
-                    left.unlink()
+                for left in directory.glob(f"{self.key}.[0-9]*"):  # by this process, or one that was killed
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
             self.failure.unlink(missing_ok=True)
             return True
 
