@@ -5,10 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +19,6 @@ from nanoserve.errors import NanoserveError, UsageError
 from tests.client.foreign import HELLO, Asked, Foreign, Scripted, as_error, as_json, as_stream, foreign, said, used
 from tests.commands.conftest import ROOT
 from tests.commands.fake_llm import FakeLLM
-from tests.commands.test_terminal import Terminal
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -242,24 +238,3 @@ def test_neither_torch_nor_an_engine_is_needed() -> None:
             words, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, stdin=subprocess.DEVNULL
         )
     assert (done.returncode, done.stdout, done.stderr) == (0, "Hello there\n", "")
-
-
-def test_on_a_terminal_ctrl_c_hangs_up(tmp_path: Path) -> None:
-    held = threading.Event()
-    with foreign(chat=replace(as_stream(said("Once")), dies=True, holds=held)) as server:
-        terminal = Terminal("chat", "--url", server.url, state=tmp_path)
-        try:
-            terminal.wait_for("parrot. /help lists the commands")
-            terminal.type("hi\r")
-            terminal.wait_for("Once")
-            terminal.type("\x03")
-            terminal.wait_for("1 new, interrupted")
-            server.script["/v1/chat/completions"] = HELLO
-            terminal.type("/regen\r")
-            terminal.wait_for("Hello there")
-            terminal.wait_for("7 prompt · 2 new")
-            terminal.type("\x04")
-            assert terminal.exit_code() == 0
-        finally:
-            held.set()
-            os.close(terminal.descriptor)
