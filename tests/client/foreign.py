@@ -23,14 +23,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Scripted:
-    """An answer. With ``dies``, the connection ends behind the body though more was announced; ``holds`` says when."""
+    """An answer. With ``dies``, the connection ends behind the body though more was announced."""
 
     status: int = 200
     body: bytes = b""
     kind: str = "application/json"
     headers: dict[str, str] = field(default_factory=dict)
     dies: bool = False
-    holds: threading.Event | None = None
 
 
 Script = Scripted | Callable[[Asked], Scripted]
@@ -100,8 +99,6 @@ def _handler(server: Foreign) -> type[BaseHTTPRequestHandler]:
                 self.send_header(name.replace("_", "-"), value)
             self.end_headers()
             self.wfile.write(answer.body)
-            if answer.holds is not None:
-                answer.holds.wait(PATIENCE_SECONDS)
             self.close_connection = True
 
         do_GET = do_POST = answer  # noqa: N815  (http.server's names)
