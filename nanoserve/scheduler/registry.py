@@ -57,7 +57,10 @@ POLICIES: dict[str, PolicyEntry] = {
         TokenThrottling, "max_prefill", "gLLM, sections 3.1, 3.2", "pipeline parallel: equal micro-batches, no bubbles"
     ),
     "adaptive": PolicyEntry(
-        AdaptiveThrottling, "max_prefill", "ours, after gLLM", "as throttling, where KV memory is short"
+        AdaptiveThrottling,
+        "max_prefill",
+        "ours, after gLLM",
+        "to try out beside throttling: its reserve follows the lengths of answers",
     ),
 }
 """Choices of ``--policy``."""

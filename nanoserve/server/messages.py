@@ -1,4 +1,4 @@
-"""The words between the front end and the engine process: typed msgpack, never pickle (DESIGN section 7).
+"""The words between the front end and the engine process: typed msgpack, never pickle.
 
 Commands go to the engine, reports come back, each over a socket of its own in a directory that only the owner may
 enter. What does not decode to exactly one of these types is dropped and counted.
