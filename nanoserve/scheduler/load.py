@@ -6,9 +6,14 @@ what looks like state (the previous decision) is in the Load too. It chooses *ho
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from nanoserve.errors import UsageError
+
+Strategy = Literal["device", "asymmetric", "overlap"]
+"""How a step treats sequences whose KV is in host memory: "device", not at all; "asymmetric", two sub-batches
+alternate between device and CPU within the step (NEO); "overlap", their attention runs beside the steps, and they
+advance by one layer a step (APEX)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +25,77 @@ class Decision:
         decodes: running sequences to decode at most, one token each.
         whole_prompts: prompts are taken whole or not at all; the first is taken even beyond ``prefill_tokens``,
             so that a prompt longer than the budget is not stuck.
+        strategy: what becomes of sequences in host memory in this step.
+        host_decodes: host sequences for sub-batch 0 and 1. "asymmetric" takes those whose token is under way first,
+            the most advanced first, then ready ones, and finishes the token of each within the step. "overlap" knows
+            one batch: so many ready ones begin a token; all that are under way advance without being counted.
+        swap_out: ready decodes to move from device to host memory, newest first, as far as the host has room.
+        swap_in: ready host sequences to move to the device, oldest first, as far as it has room beside one block for
+            each of its decodes to grow into.
+        park: prompts that this step computes to their end move to host memory when they are answered; a prompt whose
+            blocks the host cannot hold is not begun.
+        preempt_to_host: sequences that must give way to older ones move to host memory where it has room, instead of
+            being computed again.
+        layout: the parallel layout wanted. If it is another than the current one, nothing new is planned: what is in
+            flight ends, what is on the device moves to host memory or gives its blocks up, then the layout changes.
     """
 
     prefill_tokens: int
     decodes: int
     whole_prompts: bool = False
+    strategy: Strategy = "device"
+    host_decodes: tuple[int, int] = (0, 0)
+    swap_out: int = 0
+    swap_in: int = 0
+    park: bool = False
+    preempt_to_host: bool = False
+    layout: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cohort:
+    """Host sequences that began a token in the same step, as the executor last reported them.
+
+    Attributes:
+        layers: how many are behind them, from 0 to the model's.
+        sequences: how many there still are.
+        context_tokens: keys that their attention reads in each layer.
+    """
+
+    layers: int
+    sequences: int
+    context_tokens: int
+
+
+class Predictor(Protocol):
+    """What a step will take, by a profile or a cost model. Seconds; of one layer of one stage unless it says otherwise.
+
+    Attributes:
+        num_layers: of the model.
+    """
+
+    num_layers: int
+
+    def linear_seconds(self, tokens: int) -> float:
+        """The linear layers for so many rows of tokens, with all that runs beside them but attention."""
+
+    def attention_seconds(self, context_tokens: int) -> float:
+        """Decode attention on the device over so many keys, summed over sequences."""
+
+    def prefill_attention_seconds(self, tokens: int) -> float:
+        """Attention of prompts of so many tokens in all, from their beginning."""
+
+    def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
+        """Decode attention on the CPU over so many keys, with moving queries, keys, values and results."""
+
+    def step_overhead_seconds(self) -> float:
+        """What a whole step takes beside its layers."""
+
+    def swap_seconds(self, context_tokens: int) -> float:
+        """The KV of so many tokens, all layers, one way between device and host."""
+
+    def transition_seconds(self, layout: int) -> float:
+        """Changing from the current layout to that one, with nothing in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +106,10 @@ class Load:
         previous: the last Decision, or None before the first.
         waiting_tokens: #WP, prompt tokens no plan computes yet, of waiting and partly prefilled sequences.
         first_waiting_tokens: remaining tokens of the prompt that would be prefilled next; 0 if none may start.
-        running_decodes: #RD, sequences in decode, in flight or not.
+        running_decodes: #RD, sequences that decode on the device, in flight or not.
         ready_decodes: those of them that may enter the next plan.
         ready_prefills: partly prefilled sequences that may enter the next plan.
-        context_tokens: tokens in the KV cache of all running sequences.
+        context_tokens: tokens in the KV cache of all running sequences on the device.
         free_blocks: KV blocks without an owner, cached or not.
         total_blocks: all KV blocks.
         block_size: tokens per block.
@@ -46,6 +117,15 @@ class Load:
         steps_in_flight: plans submitted and not ended.
         pipeline_depth: how many plans can be in flight.
         preemptions: so far.
+        layout: the current parallel layout, counted from 0; a transition under way is over when this has changed.
+        host_decodes: sequences whose KV is in host memory, in flight or not.
+        ready_host: those of them that may enter the next plan, or move to the device.
+        host_context_tokens: tokens in the KV cache of all of them.
+        moving: sequences on their way between device and host memory.
+        host_free_blocks, host_blocks: of the host tier, which has none where there is no such tier.
+        cohorts: host sequences whose token is under way, the most advanced first.
+        longest_remaining: tokens until the last of the running decodes ends. An estimate, as expected_growth.
+        predictor: for the current layout; None where nobody knows.
         expected_growth: KV blocks by which the running sequences are expected to outgrow what they hold before enough
             of them have ended; from 0 to ``total_blocks - 1``. An estimate, renewed every few steps.
     """
@@ -65,6 +145,16 @@ class Load:
     pipeline_depth: int = 1
     preemptions: int = 0
     expected_growth: int = 0
+    layout: int = 0
+    host_decodes: int = 0
+    ready_host: int = 0
+    host_context_tokens: int = 0
+    moving: int = 0
+    host_free_blocks: int = 0
+    host_blocks: int = 0
+    cohorts: tuple[Cohort, ...] = ()
+    longest_remaining: int = 0
+    predictor: Predictor | None = None
 
     @property
     def free_tokens(self) -> int:
@@ -79,8 +169,12 @@ class Load:
     @property
     def first_waiting_fits(self) -> bool:
         """Whether the next prompt may start and the free blocks hold all of it."""
-        blocks = -(-self.first_waiting_tokens // self.block_size)
-        return self.first_waiting_tokens > 0 and blocks <= self.free_blocks
+        return self.first_waiting_tokens > 0 and self.first_waiting_blocks <= self.free_blocks
+
+    @property
+    def first_waiting_blocks(self) -> int:
+        """Blocks that the rest of the next prompt fills."""
+        return -(-self.first_waiting_tokens // self.block_size)
 
 
 class Policy(Protocol):

@@ -9,12 +9,13 @@ from typing import Literal, Protocol
 import msgspec
 
 from nanoserve.request import SamplingParams, TokenLogprob
+from nanoserve.scheduler.load import Strategy
 
 Tier = Literal["device", "host"]
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """A sequence enters the executor: at its first plan, and again after a preemption.
+    """A sequence enters the executor: at its first plan, and again after a preemption or a move between tiers.
 
     A second Begin of a sequence replaces everything the executor knew of it, its block table included.
 
@@ -40,7 +41,8 @@ class Begin(msgspec.Struct, frozen=True):
 class Row(msgspec.Struct, frozen=True):
     """Some consecutive positions of one sequence to compute in this step.
 
-    A decode is a row of one token, a prefill chunk a row of many, speculation a row of several.
+    A decode is a row of one token, a prefill chunk a row of many, speculation a row of several. A row of no tokens
+    names a host sequence whose token is under way and which this step shall finish.
 
     Attributes:
         sequence: its id.
@@ -49,7 +51,8 @@ class Row(msgspec.Struct, frozen=True):
             (speculation): it answers the longest run of them that it would have sampled, and one token more.
         sample: whether the logits after the last position are sampled.
         new_blocks: appended to the sequence's block table before the row is computed.
-        tier: where the sequence's KV lives.
+        tier: where the sequence's KV lives, and so what the numbers of its blocks mean.
+        sub_batch: 0, or 1 for the second of the two that alternate in an asymmetric step.
     """
 
     sequence: int
@@ -58,6 +61,7 @@ class Row(msgspec.Struct, frozen=True):
     sample: bool
     new_blocks: tuple[int, ...] = ()
     tier: Tier = "device"
+    sub_batch: int = 0
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
@@ -84,7 +88,16 @@ class Swap(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One step. Order of effects: end, begin, copies, then rows; in each layer all rows write before any reads."""
+    """One step. Order of effects: end, begin, copies, swaps, then rows; in each layer all rows write before any reads.
+
+    A plan without rows that holds nothing but swaps is answered by their ids alone; its step does not end. One without
+    rows whose strategy is "overlap" lets the host sequences under way go on.
+
+    Attributes:
+        layout: which parallel layout runs it.
+        strategy: how host sequences take part.
+        transition: the layout to change to; such a plan holds nothing else.
+    """
 
     step: int
     begin: tuple[Begin, ...] = ()
@@ -92,6 +105,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     copies: tuple[Copy, ...] = ()
     swaps: tuple[Swap, ...] = ()
     end: tuple[int, ...] = ()
+    layout: int = 0
+    strategy: Strategy = "device"
+    transition: int | None = None
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -112,6 +128,13 @@ class Answer(msgspec.Struct, frozen=True):
     complete: bool = False
 
 
+class CohortProgress(msgspec.Struct, frozen=True, array_like=True):
+    """How far the host sequences that began a token in plan ``step`` are: so many layers are behind them."""
+
+    step: int
+    layers: int
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """What the executor knows anew.
 
@@ -119,12 +142,14 @@ class StepResult(msgspec.Struct, frozen=True):
         step: the plan that ended, or None. Its rows without ``sample`` are thereby answered.
         answers: by sequence, perhaps to earlier plans.
         swapped: ids of swaps that are done.
+        cohorts: progress of the host sequences under way.
         seconds: device time of the step.
     """
 
     step: int | None
     answers: tuple[Answer, ...] = ()
     swapped: tuple[int, ...] = ()
+    cohorts: tuple[CohortProgress, ...] = ()
     seconds: float = 0.0
 
 
