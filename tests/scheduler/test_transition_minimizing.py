@@ -122,9 +122,7 @@ def test_what_the_pool_could_never_hold_is_decoded_where_it_was_computed() -> No
     huge = replace(BACKLOG, first_waiting_tokens=900, host_blocks=50, host_free_blocks=50)
     assert SEESAW.decide(huge) == Decision(512, 0, park=False, preempt_to_host=True, layout=PREFILL)
     computed = replace(huge, waiting_tokens=0, first_waiting_tokens=0, running_decodes=1, ready_decodes=1)
-    assert SEESAW.decide(computed) == Decision(
-        0, 1, swap_out=1, park=True, preempt_to_host=True, layout=PREFILL
-    )
+    assert SEESAW.decide(computed) == Decision(0, 1, swap_out=1, park=True, preempt_to_host=True, layout=PREFILL)
 
 
 def test_one_layout_or_no_pool_is_prefill_first() -> None:
