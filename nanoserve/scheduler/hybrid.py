@@ -112,17 +112,13 @@ class ApexAlgorithm1:
     def decide(self, load: Load) -> Decision:
         plan = _device_first(load, self.token_budget)
         step = _Step.of(load, plan)
-        if (
-            step is None
-            or step.host == 0
-            or (not load.cohorts and load.host_decodes < self.minimum_ratio * step.decodes)
-        ):
+        if step is None or step.host == 0:
             return plan
-        cycle = 2 * step.tlin + step.tgatt
-        window = step.tlin_pref + step.tlin + step.tgatt_pref if step.prefill else cycle
-        if pipelined_rate(step.ng, step.nc, step.tlin, step.tgatt, window) > device_rate(
-            step.ng, step.tlin, step.tgatt
-        ):
+        if not load.cohorts and load.host_decodes < self.minimum_ratio * step.decodes:
+            return plan
+        tlin, tgatt = step.tlin, step.tgatt
+        window = step.tlin_pref + tlin + step.tgatt_pref if step.prefill else 2 * tlin + tgatt
+        if pipelined_rate(step.ng, step.nc, tlin, tgatt, window) > device_rate(step.ng, tlin, tgatt):
             sizes, _ = step.pipelined()
             if sum(sizes) > 0:
                 return replace(plan, strategy="asymmetric", host_decodes=sizes)
@@ -144,8 +140,8 @@ class HybridByPrediction:
     there are short ones to make it in; and the prompts have to be computed whatever is chosen.
 
     Cohorts begin whenever the CPU can serve one layer of each within a step. A prompt that the device has no room for
-    is computed and parked as long as the CPU could serve one more under overlap: it costs no more now than later, and
-    yields tokens meanwhile. Beyond that it would only take room, and prompts wait.
+    is computed and parked as long as the CPU could serve one more under overlap without prompts: it costs no more now
+    than later, and yields tokens meanwhile. Beyond that it would only take room, and prompts wait.
 
     Attributes:
         token_budget: device decodes and prompt tokens of one step together.
@@ -159,7 +155,7 @@ class HybridByPrediction:
         plan = _device_first(load, self.token_budget)
         if (step := _Step.of(load, plan)) is None:
             return plan
-        if plan.park and step.cpu_seconds(load.host_decodes + load.moving + 1) > step.seconds:
+        if plan.park and step.cpu_seconds(load.host_decodes + load.moving + 1) > step.decode_only_seconds:
             begun = min(plan.prefill_tokens, load.first_waiting_tokens) if load.ready_prefills else 0
             plan = replace(plan, park=False, prefill_tokens=begun)
             step = replace(step, prefill=begun)
@@ -221,7 +217,7 @@ def _device_first(load: Load, token_budget: int) -> Decision:
     left = max(0, load.free_blocks - swap_in * load.host_sequence_blocks)
     room = left - load.expected_growth
     park = load.first_waiting_blocks > room
-    if park and load.first_waiting_blocks > left and load.ready_prefills == 0:
+    if park and load.first_waiting_blocks > min(left, load.host_free_blocks) and load.ready_prefills == 0:
         return replace(plan, prefill_tokens=0)
     most = (left if park else room) * load.block_size + load.block_size * load.ready_prefills
     return replace(plan, prefill_tokens=min(plan.prefill_tokens, load.waiting_tokens, most), park=park)
