@@ -204,7 +204,8 @@ def pipelined_rate(ng: float, nc: float, tlin: float, tgatt: float, window: floa
 def _device_first(load: Load, token_budget: int) -> Decision:
     """Rule 1: the step on the device alone, and where new prompts and host sequences go.
 
-    A parked prompt needs device blocks too while it is computed; it borrows those kept for growth.
+    A parked prompt needs device blocks too while it is computed. It borrows of those kept for growth, but leaves a
+    block for each decode, or these would have to sit out.
     """
     decodes = min(load.ready_decodes, token_budget)
     plan = Decision(prefill_tokens=token_budget - decodes, decodes=decodes)
@@ -214,12 +215,14 @@ def _device_first(load: Load, token_budget: int) -> Decision:
     plan = replace(plan, swap_in=swap_in, preempt_to_host=True)
     if load.predictor is None:
         return plan
-    left = max(0, load.free_blocks - swap_in * load.host_sequence_blocks)
+    left = load.free_blocks - swap_in * load.host_sequence_blocks
     room = left - load.expected_growth
     park = load.first_waiting_blocks > room
-    if park and load.first_waiting_blocks > min(left, load.host_free_blocks) and load.ready_prefills == 0:
-        return replace(plan, prefill_tokens=0)
-    most = (left if park else room) * load.block_size + load.block_size * load.ready_prefills
+    if park:
+        room = max(0, left - load.running_decodes)
+        if load.first_waiting_blocks > min(room, load.host_free_blocks) and load.ready_prefills == 0:
+            return replace(plan, prefill_tokens=0)
+    most = (room + load.ready_prefills) * load.block_size  # a prompt that has begun may have room in its last block
     return replace(plan, prefill_tokens=min(plan.prefill_tokens, load.waiting_tokens, most), park=park)
 
 

@@ -182,7 +182,7 @@ class Load:
 
     @property
     def decode_share(self) -> int:
-        """RD / P, rounded up: one step's equal share of the decodes; at least one, and no more than are ready."""
+        """RD / P, rounded up: a step's equal share of the decodes (gLLM, equation 4); one at least, if it is ready."""
         return min(max(1, -(-self.running_decodes // self.pipeline_depth)), self.ready_decodes)
 
     @property

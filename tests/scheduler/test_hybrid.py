@@ -56,8 +56,8 @@ def hosting(load: Load, sequences: int, *cohorts: Cohort, ready: int | None = No
 
 
 def prefilling(load: Load) -> Load:
-    """With a prompt of 64 tokens and room for its four blocks, all of it kept for growth."""
-    return replace(load, waiting_tokens=64, first_waiting_tokens=64, free_blocks=4, expected_growth=4)
+    """With a prompt of 64 tokens and room for its four blocks and one of each decode, all of it kept for growth."""
+    return replace(load, waiting_tokens=64, first_waiting_tokens=64, free_blocks=14, expected_growth=14)
 
 
 # ---------------------------------------------------------------------------------------------- the inequalities
@@ -117,14 +117,14 @@ def test_the_device_comes_first(policy: Policy) -> None:
     assert policy.decide(room) == Decision(64, 10, preempt_to_host=True)
     tight = policy.decide(prefilling(DECODES))
     assert (tight.prefill_tokens, tight.park) == (64, True)
-    assert policy.decide(replace(prefilling(DECODES), free_blocks=3)) == PLAN  # it could not even be computed
+    assert policy.decide(replace(prefilling(DECODES), free_blocks=13)) == PLAN  # or a decode might have to sit out
     assert policy.decide(replace(prefilling(DECODES), host_free_blocks=3)) == PLAN
 
 
 @pytest.mark.parametrize("policy", ALL)
 def test_host_sequences_come_back_before_new_prompts_take_the_room(policy: Policy) -> None:
-    # seven blocks each; 18 free, 2 for growth: two come back, and the prompt of four does not fit beside them
-    load = replace(hosting(prefilling(DECODES), 5), free_blocks=18, expected_growth=2)
+    # seven blocks each; 30 free, 14 for growth: two come back, and the prompt of four does not fit beside them
+    load = replace(hosting(prefilling(DECODES), 5), free_blocks=30)
     decision = policy.decide(load)
     assert (decision.swap_in, decision.park, decision.prefill_tokens) == (2, True, 64)
     assert sum(decision.host_decodes) <= 3
