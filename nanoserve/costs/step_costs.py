@@ -109,8 +109,8 @@ class StepCosts:
         seconds = layers * self.efficiency.kernels_per_layer * self.efficiency.kernel_seconds
         if self._degree > 1:
             seconds += layers * _ALL_REDUCES_PER_LAYER * self._all_reduce_seconds(tokens, stage)
-        for matrix, rows, times in self.counts.products(StepWork(decodes=tokens), stage):
-            seconds += self._product_seconds(matrix, rows) * times
+        for matrix, times in self.counts.layer_products(stage):
+            seconds += self._product_seconds(matrix, tokens) * times
         return seconds
 
     def attention_seconds(self, work: StepWork, stage: int) -> float:

@@ -50,6 +50,11 @@ class SimulatedExecutor:
         max_in_flight: plans in the pipeline at most; None means one for each stage.
         answer: the tokens of a plan; None means a DummyModel.
         observers: are shown every step.
+
+    Attributes:
+        pipeline: in which plans run now.
+        pipelines: of every parallel layout there is.
+        host_tokens: sampled so far for sequences in host memory.
     """
 
     def __init__(
@@ -63,6 +68,8 @@ class SimulatedExecutor:
     ) -> None:
         self.max_in_flight = max_in_flight or times.num_stages
         self.pipeline = Pipeline(times, runtime)
+        self.pipelines: tuple[Pipeline, ...] = (self.pipeline,)
+        self.host_tokens = 0
         self._times = times
         self._answer = answer or DummyModel()
         self._observers = observers

@@ -71,8 +71,8 @@ class SubBatch:
 class ProcessorObserver(Protocol):
     """Is shown what the CPU computes."""
 
-    def on_host_attention(self, passage: Passage, rows: int) -> None:
-        """From when to when, and for how many host sequences: one layer, or all those of an asymmetric step."""
+    def on_host_attention(self, passage: Passage, seconds: float, rows: int) -> None:
+        """For how many host sequences it attends for how long, between which moments: one layer, or a whole step."""
 
 
 class Processor:
@@ -82,12 +82,11 @@ class Processor:
         observers: are shown what they compute.
 
     Attributes:
-        busy_seconds: so far.
         free: when everything they were given is computed.
     """
 
     def __init__(self, observers: Sequence[ProcessorObserver] = ()) -> None:
-        self.busy_seconds = self.free = 0.0
+        self.free = 0.0
         self._observers = observers
 
     def compute(self, seconds: float, rows: int, arrived: float) -> float:
@@ -99,9 +98,8 @@ class Processor:
     def occupy(self, passage: Passage, seconds: float, rows: int) -> None:
         """Work for so many seconds between these two moments, and be free behind them."""
         self.free = passage.end
-        self.busy_seconds += seconds
         for observer in self._observers:
-            observer.on_host_attention(passage, rows)
+            observer.on_host_attention(passage, seconds, rows)
 
 
 class HostAttention:

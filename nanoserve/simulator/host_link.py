@@ -12,13 +12,9 @@ class HostLink:
 
     Every device has such a link of its own, and all devices move their part of a transfer at once, so one clock for
     each direction stands for all of them. Copies run beside computing and do not slow it down.
-
-    Attributes:
-        busy_seconds: of each direction so far.
     """
 
     def __init__(self) -> None:
-        self.busy_seconds: dict[Direction, float] = {"out": 0.0, "in": 0.0}
         self._free: dict[Direction, float] = {"out": 0.0, "in": 0.0}
 
     @property
@@ -30,5 +26,4 @@ class HostLink:
         """Queue a transfer behind those of its direction; returns from when to when it moves."""
         start = max(now, self._free[direction])
         end = self._free[direction] = start + seconds
-        self.busy_seconds[direction] += seconds
         return Passage(start, end)

@@ -20,8 +20,8 @@ class TierObserver(Protocol):
     def on_transition(self, now: float, plan: StepPlan, passage: Passage) -> None:
         """When it was submitted, the plan, and when the link carries the weights."""
 
-    def on_host_attention(self, passage: Passage, rows: int) -> None:
-        """When the CPU attends for how many host sequences."""
+    def on_host_attention(self, passage: Passage, seconds: float, rows: int) -> None:
+        """The CPU attends: between which moments, for how long, and for how many host sequences."""
 
 
 class TieredExecutor(SimulatedExecutor):
@@ -41,9 +41,6 @@ class TieredExecutor(SimulatedExecutor):
 
     Attributes:
         max_in_flight: of the deepest layout; the scheduler knows each one's own depth.
-        pipelines: of each layout.
-        link: between devices and host memory.
-        processor: the host's CPUs.
     """
 
     def __init__(
@@ -59,12 +56,12 @@ class TieredExecutor(SimulatedExecutor):
         deepest = max(times.num_stages for times in layouts)
         super().__init__(layouts[0], runtime=runtime, max_in_flight=deepest, answer=answer, observers=observers)
         self.pipelines = (self.pipeline, *(Pipeline(times, runtime) for times in layouts[1:]))
-        self.link = HostLink()
-        self.processor = Processor(tier_observers)
+        self._link = HostLink()
+        self._processor = Processor(tier_observers)
         self._layouts = tuple(layouts)
         self._layout = 0
         self._block_size = block_size
-        self._host = HostAttention(layouts[0], self.processor)
+        self._host = HostAttention(layouts[0], self._processor)
         self._tier_observers = tier_observers
         self._last_end = 0.0
 
@@ -98,7 +95,7 @@ class TieredExecutor(SimulatedExecutor):
         tokens = len(swap.device_blocks) * self._block_size
         times = self._layouts[self._layout]
         seconds = max(times.swap_seconds(tokens, stage) for stage in range(times.num_stages))
-        passage = self.link.move(swap.direction, seconds, self._now)
+        passage = self._link.move(swap.direction, seconds, self._now)
         self._know(passage.end, StepResult(None, swapped=(swap.swap,)))
         for observer in self._tier_observers:
             observer.on_swap(self._now, swap, tokens, passage)
@@ -110,10 +107,10 @@ class TieredExecutor(SimulatedExecutor):
         self._answer(plan)
         times = self._layouts[layout]
         seconds = max(times.reload_seconds(stage) for stage in range(times.num_stages))
-        passage = self.link.move("in", seconds, max(self._now, self._last_end, self.link.free))
+        passage = self._link.move("in", seconds, max(self._now, self._last_end, self._link.free))
         self._layout, self._times, self.pipeline = layout, times, self.pipelines[layout]
         self.pipeline.not_before(passage.end)
-        self._host = HostAttention(times, self.processor)
+        self._host = HostAttention(times, self._processor)
         self._end(passage.end, StepResult(plan.step, seconds=seconds))
         for observer in self._tier_observers:
             observer.on_transition(self._now, plan, passage)
@@ -152,6 +149,7 @@ class TieredExecutor(SimulatedExecutor):
         }
         device = self._work(row for row in plan.rows if row.tier == "device")
         passage, sampled = self._host.overlap(plan.step, device, beginning, start)
+        self.host_tokens += len(sampled)
         return passage, [*tokens.values(), *sampled]
 
     def _asymmetric(self, plan: StepPlan, tokens: dict[int, Answer], start: float) -> tuple[Passage, list[Answer]]:
@@ -166,6 +164,7 @@ class TieredExecutor(SimulatedExecutor):
         )
         passage = self._host.asymmetric(first, second, start)
         host = {row.answer.sequence: row.answer for batch in batches for row in batch}
+        self.host_tokens += len(host)
         return passage, list((tokens | host).values())
 
     def _host_row(self, row: Row, tokens: dict[int, Answer]) -> HostRow:
