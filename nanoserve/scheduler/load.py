@@ -38,6 +38,7 @@ class Decision:
             being computed again.
         layout: the parallel layout wanted. If it is another than the current one, nothing new is planned: what is in
             flight ends, what is on the device moves to host memory or gives its blocks up, then the layout changes.
+            Passed over where there is no such layout, and until a token was answered since the last such beginning.
     """
 
     prefill_tokens: int
@@ -118,6 +119,7 @@ class Load:
         pipeline_depth: how many plans can be in flight.
         preemptions: so far.
         layout: the current parallel layout, counted from 0; a transition under way is over when this has changed.
+        layouts: how many there are.
         host_decodes: sequences whose KV is in host memory, in flight or not.
         ready_host: those of them that may enter the next plan, or move to the device.
         host_context_tokens: tokens in the KV cache of all of them.
@@ -146,6 +148,7 @@ class Load:
     preemptions: int = 0
     expected_growth: int = 0
     layout: int = 0
+    layouts: int = 1
     host_decodes: int = 0
     ready_host: int = 0
     host_context_tokens: int = 0
