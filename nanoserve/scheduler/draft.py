@@ -20,6 +20,7 @@ class Draft:
         tiers: moves sequences between device and host memory.
         decision: how much the plan shall hold.
         now: seconds on the executor's clock.
+        admits: whether waiting prompts may begin; not where a sequence has just given up blocks for older ones.
 
     Attributes:
         decision: as given.
@@ -28,7 +29,7 @@ class Draft:
         transition: the layout to change to, in a plan that holds nothing else.
     """
 
-    def __init__(self, lifecycle: Lifecycle, tiers: Tiers, decision: Decision, now: float) -> None:
+    def __init__(self, lifecycle: Lifecycle, tiers: Tiers, decision: Decision, now: float, *, admits: bool) -> None:
         self.decision = decision
         self.rows: dict[int, Row] = {}
         self.host_rows: dict[int, Row] = {}
@@ -41,7 +42,7 @@ class Draft:
         self._begin: list[Begin] = []
         self._copies: list[Copy] = []
         self._kept_free = 0
-        self._preempted = False
+        self._admits = admits and not lifecycle.owes_blocks
 
     @property
     def does_something(self) -> bool:
@@ -136,7 +137,7 @@ class Draft:
                 victim.preempt_when_answered = True
                 return False
             self._lifecycle.preempt(victim)
-            self._preempted = True
+            self._admits = False
         return True
 
     # ---- prompts ----------------------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ class Draft:
         for sequence in ready:
             if sequence.status is _PREFILL:  # not preempted meanwhile
                 budget -= self._add_chunk(sequence, budget)
-        if self._preempted:
+        if not self._admits:
             return  # what was just taken from one sequence is not for a newer one
         lifecycle = self._lifecycle
         while budget > 0 and self._blocks.pool.free_blocks and lifecycle.free_slots > 0:
@@ -203,15 +204,17 @@ class Draft:
         """Preempt newer sequences, newest first, until ``count`` more positions fit."""
         while not self._blocks.fits(sequence, count):
             if self._blocks.fits_with(sequence, count, self._tiers.blocks_leaving_device):
-                return False  # blocks are on their way back; until then this sequence sits out
+                self._lifecycle.owe_blocks(sequence)  # some are on their way back; until then it sits out
+                return False
             victim = next(reversed(self._lifecycle.running))
             if victim.sequence_id <= sequence.sequence_id:
                 return False
             if victim.in_flight:
                 # Its blocks come back with its answer; until then this sequence sits out.
                 victim.preempt_when_answered = True
+                self._lifecycle.owe_blocks(sequence)
                 return False
-            self._preempted = True
+            self._admits = False
             if not (self.decision.preempt_to_host and victim.status is _DECODE and self._tiers.move_out(victim)):
                 self._lifecycle.preempt(victim)
         return True

@@ -202,11 +202,11 @@ class Scheduler:
         goes_on = draft.decision.strategy == "overlap" and draft.rows and self._cohorts
         return "overlap" if goes_on else "device"
 
-    def _draft(self, now: float) -> Draft:
+    def _draft(self, now: float, *, admits: bool = True) -> Draft:
         """Ask the policy and carry its answer out, as far as the blocks go."""
         load, decodes, prefills, ready_host = self._survey()
         decision = self.policy.decide(load)
-        draft = Draft(self._lifecycle, self._tiers, decision, now)
+        draft = Draft(self._lifecycle, self._tiers, decision, now, admits=admits)
         if self._layouts.drains_for(decision.layout):
             self._drain(draft)
             return draft
@@ -249,7 +249,7 @@ class Scheduler:
         """
         while len(self.running) > 1 and all(sequence.status is _PREFILL for sequence in self.running):
             self._lifecycle.preempt(next(reversed(self.running)))
-            draft = self._draft(now)
+            draft = self._draft(now, admits=False)
             if draft.does_something:
                 return draft
         draft.force_oldest()
