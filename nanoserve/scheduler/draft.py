@@ -75,8 +75,9 @@ class Draft:
 
     def add_decodes(self, ready: list[Sequence]) -> None:
         """The next token of as many sequences as decided; those for which no room can be made sit out."""
+        keeps_free = self._kept_free > 0
         for sequence in ready[: self.decision.decodes]:
-            if self._kept_free and not self._leaves_room_for_prompts(sequence):
+            if keeps_free and not self._leaves_room_for_prompts(sequence):
                 continue
             # An older one may have preempted it meanwhile, or sent it to the host.
             if sequence.status is _DECODE and not sequence.in_flight and self._make_room(sequence, 1):
