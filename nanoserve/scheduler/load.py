@@ -126,10 +126,12 @@ class Load:
         moving: sequences on their way between device and host memory.
         host_free_blocks, host_blocks: of the host tier, which has none where there is no such tier.
         cohorts: host sequences whose token is under way, the most advanced first.
-        longest_remaining: tokens until the last of the running decodes ends. An estimate, as expected_growth.
+        longest_remaining: tokens until the last of the running decodes ends. An estimate, as expected_growth, renewed
+            as often; 0 for policies that do not set ``reads_forecast``.
         predictor: for the current layout; None where nobody knows.
         expected_growth: KV blocks by which the running sequences are expected to outgrow what they hold before enough
-            of them have ended; from 0 to ``total_blocks - 1``. An estimate, renewed every few steps.
+            of them have ended; from 0 to ``total_blocks - 1``. An estimate, renewed every few steps; 0 for policies
+            that do not set ``reads_forecast``.
     """
 
     previous: Decision | None
@@ -179,9 +181,30 @@ class Load:
         """Blocks that the rest of the next prompt fills."""
         return -(-self.first_waiting_tokens // self.block_size)
 
+    @property
+    def decode_share(self) -> int:
+        """RD / P, rounded up: a step's equal share of the decodes (gLLM, equation 4); one at least, if it is ready."""
+        return min(max(1, -(-self.running_decodes // self.pipeline_depth)), self.ready_decodes)
+
+    @property
+    def host_sequence_blocks(self) -> int:
+        """Blocks of a host sequence of mean length; at least one."""
+        return max(1, -(-self.host_context_tokens // (max(1, self.host_decodes) * self.block_size)))
+
+    @property
+    def fitting_host(self) -> int:
+        """Ready host sequences for which the device has room beside the expected growth; one if it is idle."""
+        fitting = max(0, self.free_blocks - self.expected_growth) // self.host_sequence_blocks
+        idle = self.running_decodes == self.steps_in_flight == self.moving == 0
+        return min(max(fitting, int(idle)), self.ready_host)
+
 
 class Policy(Protocol):
-    """What every scheduling policy is."""
+    """What every scheduling policy is.
+
+    One that reads ``expected_growth`` or ``longest_remaining`` says so by ``reads_forecast: ClassVar[bool] = True``:
+    the Scheduler looks at all running sequences for these two, and does it for nobody else.
+    """
 
     def decide(self, load: Load) -> Decision:
         """Answer for this snapshot; a pure function."""

@@ -15,7 +15,7 @@ from nanoserve.kv.host_tier import HostTier
 from nanoserve.kv.sequence_blocks import SequenceBlocks
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate, Status
 from nanoserve.scheduler.draft import Draft
-from nanoserve.scheduler.growth import OutputLengths
+from nanoserve.scheduler.growth import Forecaster
 from nanoserve.scheduler.host_cohorts import HostCohorts
 from nanoserve.scheduler.layouts import LayoutCapacity, Layouts
 from nanoserve.scheduler.lifecycle import Lifecycle
@@ -24,9 +24,6 @@ from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
 from nanoserve.scheduler.tiers import Tiers
 
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # looking a member up takes Python 3.11 longer than a call
-
-_GROWTH_ESTIMATED_EVERY = 16
-"""Steps; the estimate looks at all running sequences. In between, those that begin are added to it."""
 
 
 class Scheduler:
@@ -79,8 +76,7 @@ class Scheduler:
         self._plans_in_flight: dict[int, StepPlan] = {}
         self._previous: Decision | None = None
         self._next_step = 0
-        self._output_lengths = OutputLengths()
-        self._expected_growth = 0  # tokens
+        self._forecaster = Forecaster(wanted=getattr(policy, "reads_forecast", False))
 
     @property
     def has_work(self) -> bool:
@@ -189,8 +185,7 @@ class Scheduler:
             self._cohorts.follow(plan, self._lifecycle.sequences)
         if plan.transition is not None:
             self._layouts.begin(plan.transition)
-        for begin in plan.begin:  # until all are looked at again
-            self._expected_growth += self._output_lengths.remaining(self._lifecycle.sequences[begin.sequence])
+        self._forecaster.add(self._lifecycle.sequences[begin.sequence] for begin in plan.begin)
         return plan
 
     def _strategy(self, draft: Draft) -> Strategy:
@@ -274,8 +269,7 @@ class Scheduler:
                 partial_tokens += sequence.remaining
                 if not sequence.in_flight:
                     prefills.append(sequence)
-        if self._next_step % _GROWTH_ESTIMATED_EVERY == 0:
-            self._expected_growth = self._output_lengths.expected_growth(self.running)
+        growth, longest = self._forecaster.look(self._next_step, self.running)
         on_host, host_pool = self._lifecycle.on_host, self.host_pool
         ready_host = [sequence for sequence in on_host if not sequence.in_flight]
         free_slots = self._lifecycle.free_slots
@@ -295,7 +289,8 @@ class Scheduler:
             steps_in_flight=self.steps_in_flight,
             pipeline_depth=self.pipeline_depth,
             preemptions=self.preemptions,
-            expected_growth=min(self.pool.blocks_for(self._expected_growth), self.pool.num_blocks - 1),
+            expected_growth=min(self.pool.blocks_for(growth), self.pool.num_blocks - 1),
+            longest_remaining=longest,
             layout=self._layouts.current,
             layouts=len(self._layouts.capacities),
             host_decodes=len(on_host),
@@ -377,7 +372,7 @@ class Scheduler:
             if answer.complete and len(new_tokens) == len(answer.tokens):
                 reason = FinishReason.STOP
             if reason is not None:
-                self._output_lengths.record(sequence.output_length)
+                self._forecaster.record(sequence.output_length)
         if reason is not None:
             self._lifecycle.finish(sequence, reason, now)
         return SequenceUpdate(sequence.request.request_id, sequence.index, new_tokens, sequence)

@@ -1,17 +1,19 @@
 """simulate: Scheduler, Engine and policy as they are, on a SimulatedExecutor, with meters around them."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from nanoserve.engine import Engine
+from nanoserve.benchmarks.slo import Slo
 from nanoserve.errors import UsageError
 from nanoserve.request import Request
-from nanoserve.scheduler.load import Policy
-from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.driving import drive
-from nanoserve.simulator.executor import VOCAB_SIZE, SimulatedExecutor, StepObserver
-from nanoserve.simulator.meters import RequestMeter, StepMeter
+from nanoserve.scheduler.load import Policy, Predictor
+from nanoserve.simulator.executor import StepObserver
+from nanoserve.simulator.fleet import Replica, bubble_share, check_replicas, drive_fleet, make_router
+from nanoserve.simulator.meters import RequestObserver, Sketch, SloMeter, mean_series
 from nanoserve.simulator.pipeline import DECOUPLED, Runtime, StepTimes
 from nanoserve.simulator.result import SimulationResult
+from nanoserve.simulator.setting import EngineSetting, OtherLayout
+from nanoserve.simulator.tiered_executor import TierObserver
 
 
 def simulate(
@@ -24,6 +26,14 @@ def simulate(
     max_num_seqs: int = 2048,
     runtime: Runtime = DECOUPLED,
     observers: Sequence[StepObserver] = (),
+    slo: Slo | None = None,
+    request_observers: Sequence[RequestObserver] = (),
+    replicas: int = 1,
+    router: str = "round-robin",
+    host_blocks: int = 0,
+    other_layouts: Sequence[OtherLayout] = (),
+    predictors: Sequence[Predictor] = (),
+    tier_observers: Sequence[TierObserver] = (),
 ) -> SimulationResult:
     """Run requests to their ends in virtual time. Prefixes are not cached, for the tokens mean nothing.
 
@@ -35,28 +45,41 @@ def simulate(
         block_size: tokens per block.
         max_num_seqs: sequences that hold blocks at a time.
         runtime: how the stages' processes work together.
-        observers: are shown every step.
+        observers: are shown every step; of a fleet, every step of its first engine.
+        slo: what a good answer keeps to, for attainment and goodput.
+        request_observers: are shown every request when it has ended.
+        replicas: whole engines, each with all that is said above.
+        router: which of them gets a request: a name in ROUTERS.
+        host_blocks: KV blocks in host memory; for these, and for other layouts, ``times`` are TieredTimes.
+        other_layouts: parallel layouts 1, 2, ... that the policy may change to.
+        predictors: for the policy, one per layout.
+        tier_observers: are shown swaps, transitions and the CPU's attention; of a fleet, those of its first engine.
 
     Raises:
-        UsageError: for a request that the blocks can never hold, or none at all.
+        UsageError: for a request that the blocks can never hold, or none at all, for an impossible fleet, and for
+            attention on the host under a layout of several stages.
     """
-    longest = num_blocks * block_size + 1  # the KV of the last token is never written
-    scheduler = Scheduler(
-        policy,
+    check_replicas(replicas)
+    within = SloMeter(slo or Slo())
+    setting = EngineSetting(
+        policy=policy,
+        times=times,
         num_blocks=num_blocks,
         block_size=block_size,
-        max_model_len=longest,
         max_num_seqs=max_num_seqs,
-        prefix_caching=False,
-        pipeline_depth=times.num_stages,
+        runtime=runtime,
+        host_blocks=host_blocks,
+        other_layouts=other_layouts,
+        predictors=predictors,
     )
-    steps, lives = StepMeter(scheduler.pool), RequestMeter()
-    executor = SimulatedExecutor(times, runtime=runtime, observers=(steps, *observers))
-    engine = Engine(scheduler, executor, vocab_size=VOCAB_SIZE)
-    drive(engine, _fitting(requests, longest), lives.on_updates)
-    if not lives.requests:
+    fleet = [
+        setting.replica(() if number else observers, () if number else tier_observers, (within, *request_observers))
+        for number in range(replicas)
+    ]
+    drive_fleet(fleet, make_router(router), _fitting(requests, setting.longest))
+    if not within.requests:
         raise UsageError("there are no requests to simulate")
-    return _result(scheduler, executor, steps, lives)
+    return _result(fleet, None if slo is None else within)
 
 
 def _fitting(requests: Iterable[Request], longest: int) -> Iterator[Request]:
@@ -71,32 +94,50 @@ def _fitting(requests: Iterable[Request], longest: int) -> Iterator[Request]:
         yield request
 
 
-def _result(
-    scheduler: Scheduler, executor: SimulatedExecutor, steps: StepMeter, lives: RequestMeter
-) -> SimulationResult:
-    seconds = executor.now()
-    working = seconds - steps.idle_seconds
-    tokens = steps.tokens.distribution()
+def _result(fleet: Sequence[Replica], within: SloMeter | None) -> SimulationResult:
+    lives, steps = [replica.lives for replica in fleet], [replica.steps for replica in fleet]
+    tiers = [replica.tiers for replica in fleet]
+    seconds = max(replica.executor.now() for replica in fleet)
+    requests = sum(one.requests for one in lives)
+    inputs, outputs = sum(one.input_tokens for one in lives), sum(one.output_tokens for one in lives)
+    tokens = Sketch.merged(one.tokens for one in steps).distribution()
     assert tokens is not None, "requests ran, so there were steps"
     return SimulationResult(
-        requests=lives.requests,
-        input_tokens=lives.input_tokens,
-        output_tokens=lives.output_tokens,
+        requests=requests,
+        input_tokens=inputs,
+        output_tokens=outputs,
         seconds=seconds,
-        requests_per_second=lives.requests / seconds,
-        output_tokens_per_second=lives.output_tokens / seconds,
-        tokens_per_second=(lives.input_tokens + lives.output_tokens) / seconds,
-        ttft_ms=lives.ttft.distribution(),
-        tpot_ms=lives.tpot.distribution(),
-        itl_ms=lives.itl.distribution(),
-        e2el_ms=lives.e2el.distribution(),
-        bubble_shares=tuple(1 - busy / working for busy in executor.pipeline.busy_seconds),
+        requests_per_second=requests / seconds,
+        output_tokens_per_second=outputs / seconds,
+        tokens_per_second=(inputs + outputs) / seconds,
+        ttft_ms=Sketch.merged(one.ttft for one in lives).distribution(),
+        tpot_ms=Sketch.merged(one.tpot for one in lives).distribution(),
+        itl_ms=Sketch.merged(one.itl for one in lives).distribution(),
+        e2el_ms=Sketch.merged(one.e2el for one in lives).distribution(),
+        bubble_shares=tuple(bubble_share(stage) for stage in zip(*(replica.stages for replica in fleet), strict=True)),
         steps=tokens.n,
         tokens_per_step=tokens,
         tokens_variation=tokens.std / tokens.mean,
-        preemptions=scheduler.preemptions,
-        forced_steps=scheduler.forced_steps,
-        kv_occupancy=steps.occupancy_seconds / seconds,
-        kv_peak=steps.peak_occupancy,
-        kv_series=tuple(steps.occupancy.points),
+        preemptions=sum(replica.scheduler.preemptions for replica in fleet),
+        forced_steps=sum(replica.scheduler.forced_steps for replica in fleet),
+        kv_occupancy=sum(one.occupancy.seconds for one in steps) / (seconds * len(fleet)),
+        kv_peak=max(one.occupancy.peak for one in steps),
+        kv_series=tuple(mean_series([one.occupancy.series for one in steps]).points),
+        tokens_series=tuple((time, *counts) for time, counts in steps[0].counts.points),
+        slo_attainment=None if within is None else within.attainment,
+        goodput=None if within is None else within.attaining / seconds,
+        replicas=tuple(replica.figures(seconds) for replica in fleet),
+        strategy_steps=dict(sum((one.strategy_steps for one in tiers), Counter[str]())),
+        transitions=sum(one.transitions for one in tiers),
+        transition_seconds=sum(one.transition_seconds for one in tiers),
+        layout_seconds=tuple(
+            sum(time.seconds for time in times) for times in zip(*(one.layout_times for one in fleet), strict=True)
+        ),
+        swapped_out_tokens=sum(one.swapped_tokens["out"] for one in tiers),
+        swapped_in_tokens=sum(one.swapped_tokens["in"] for one in tiers),
+        host_occupancy=sum(one.occupancy.seconds for one in tiers) / (seconds * len(fleet)),
+        host_peak=max(one.occupancy.peak for one in tiers),
+        host_series=tuple(mean_series([one.occupancy.series for one in tiers]).points),
+        host_tokens=sum(one.executor.host_tokens for one in fleet),
+        processor_share=sum(one.processor_seconds for one in tiers) / (seconds * len(fleet)),
     )
