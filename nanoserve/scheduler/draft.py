@@ -42,7 +42,7 @@ class Draft:
         self._begin: list[Begin] = []
         self._copies: list[Copy] = []
         self._kept_free = 0
-        self._admits = admits
+        self._admits = admits and not lifecycle.owes_blocks
 
     @property
     def does_something(self) -> bool:
@@ -75,8 +75,9 @@ class Draft:
 
     def add_decodes(self, ready: list[Sequence]) -> None:
         """The next token of as many sequences as decided; those for which no room can be made sit out."""
+        keeps_free = self._kept_free > 0
         for sequence in ready[: self.decision.decodes]:
-            if self._kept_free and not self._leaves_room_for_prompts(sequence):
+            if keeps_free and not self._leaves_room_for_prompts(sequence):
                 continue
             # An older one may have preempted it meanwhile, or sent it to the host.
             if sequence.status is _DECODE and not sequence.in_flight and self._make_room(sequence, 1):
@@ -204,13 +205,15 @@ class Draft:
         """Preempt newer sequences, newest first, until ``count`` more positions fit."""
         while not self._blocks.fits(sequence, count):
             if self._blocks.fits_with(sequence, count, self._tiers.blocks_leaving_device):
-                return False  # blocks are on their way back; until then this sequence sits out
+                self._lifecycle.owe_blocks(sequence)  # some are on their way back; until then it sits out
+                return False
             victim = next(reversed(self._lifecycle.running))
             if victim.sequence_id <= sequence.sequence_id:
                 return False
             if victim.in_flight:
                 # Its blocks come back with its answer; until then this sequence sits out.
                 victim.preempt_when_answered = True
+                self._lifecycle.owe_blocks(sequence)
                 return False
             self._admits = False
             if not (self.decision.preempt_to_host and victim.status is _DECODE and self._tiers.move_out(victim)):

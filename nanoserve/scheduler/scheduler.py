@@ -312,6 +312,7 @@ class Scheduler:
         lifecycle, rows = self._lifecycle, self._rows_in_flight
         for progress in result.cohorts:
             self._cohorts.advance(progress.step, progress.layers)
+        any_on_host = len(self._cohorts) > 0
         for answer in result.answers:
             sequence, row = lifecycle.sequences[answer.sequence], rows[answer.sequence]
             if answer.prompt_logprobs:
@@ -320,7 +321,7 @@ class Scheduler:
                 if sequence.finish_reason is None:  # else it was ended while in flight
                     updates.append(self._take_tokens(sequence, answer, now))
                 del rows[answer.sequence]
-                if self._cohorts:
+                if any_on_host:
                     self._cohorts.leave(answer.sequence)
                 lifecycle.answered(sequence)
         if updates:

@@ -117,14 +117,27 @@ def test_the_device_comes_first(policy: Policy) -> None:
     assert policy.decide(room) == Decision(64, 10, preempt_to_host=True)
     tight = policy.decide(prefilling(DECODES))
     assert (tight.prefill_tokens, tight.park) == (64, True)
-    assert policy.decide(replace(prefilling(DECODES), free_blocks=13)) == PLAN  # or a decode might have to sit out
     assert policy.decide(replace(prefilling(DECODES), host_free_blocks=3)) == PLAN
 
 
 @pytest.mark.parametrize("policy", ALL)
+def test_a_bay_stays_free_in_which_prompts_are_computed_before_they_are_parked(policy: Policy) -> None:
+    # 14 blocks are kept for growth, the prompt takes four, the bay four more
+    assert not policy.decide(replace(prefilling(DECODES), free_blocks=22)).park
+    assert policy.decide(replace(prefilling(DECODES), free_blocks=21)).park
+    assert not policy.decide(replace(prefilling(DECODES), free_blocks=21, host_free_blocks=3)).park
+    # 13 blocks leave three beside one for each decode: the newest, which holds six, has to leave
+    outgrown = replace(prefilling(DECODES), free_blocks=13)
+    assert policy.decide(outgrown) == replace(PLAN, decodes=9, swap_out=1)
+    assert policy.decide(replace(outgrown, moving=1)) == PLAN
+    assert policy.decide(replace(outgrown, host_free_blocks=3)) == PLAN
+    assert policy.decide(replace(outgrown, running_decodes=1, ready_decodes=1, free_blocks=4)).swap_out == 0
+
+
+@pytest.mark.parametrize("policy", ALL)
 def test_host_sequences_come_back_before_new_prompts_take_the_room(policy: Policy) -> None:
-    # seven blocks each; 30 free, 14 for growth: two come back, and the prompt of four does not fit beside them
-    load = replace(hosting(prefilling(DECODES), 5), free_blocks=30)
+    # seven blocks each; 34 free, 14 for growth, 4 for prompts that pass: two come back, the prompt of 4 must pass too
+    load = replace(hosting(prefilling(DECODES), 5), free_blocks=34)
     decision = policy.decide(load)
     assert (decision.swap_in, decision.park, decision.prefill_tokens) == (2, True, 64)
     assert sum(decision.host_decodes) <= 3
