@@ -91,11 +91,13 @@ class Paper:
         title: its name.
         setting: what is simulated at the reduced and at the full size, in a line each.
         figures: in the order in which they run.
+        spread_over: what the spread of a claim goes over.
     """
 
     title: str
     setting: tuple[str, str]
     figures: Sequence[PaperFigure]
+    spread_over: str = "seeds"
 
     def chosen(self, number: str | None) -> Sequence[PaperFigure]:
         """All figures, or the one of that number.

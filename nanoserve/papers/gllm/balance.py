@@ -211,7 +211,7 @@ def _utilization_chart(log: list[StepSample]) -> Chart:
 
 def lengths(scale: Scale, run: Run) -> Finding:
     """Figure 11: how long requests are."""
-    count = scale.pick(20_000, 100_000)
+    count = scale.pick(5_000, 20_000)
     drawn = {}
     for name in (SHAREGPT, AZURE):
         shapes = named_lengths(name, seed=0)

@@ -3,34 +3,22 @@
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from msgspec.structs import replace
-
-from nanoserve.benchmarks.slo import Slo
 from nanoserve.benchmarks.tables import Column
 from nanoserve.papers.cases import Case, Outcome
 from nanoserve.papers.charts import Chart, Panel
 from nanoserve.papers.claims import Claim, Spread
 from nanoserve.papers.framework import Finding, Outcomes, Run, Scale
-from nanoserve.papers.gllm.serving import LLAMA_AZURE, Sweep, all_cases, curve, lowest
+from nanoserve.papers.gllm.serving import LLAMA_AZURE, all_cases, curve, lone_request_limits, lowest, sweep_of
 from nanoserve.papers.gllm.systems import GLLM, VLLM
 from nanoserve.papers.tuning import spread
-from nanoserve.simulator.length_tables import load_length_table
 
-_PATIENCE = 5
-"""The paper does not state its SLOs here: so many times what a mean request takes alone on the machine."""
 _GOAL = 0.8
 
 
 def slo_attainment(scale: Scale, run: Run) -> Finding:
     """Figure 14: the share of requests within limits of TTFT and TPOT, 100B on four nodes."""
     setting = LLAMA_AZURE
-    sweep: Sweep = {
-        system.label: {
-            rate: [replace(case, slo=lone_request_limits(case)) for case in cases]
-            for rate, cases in setting.cases(system, scale).items()
-        }
-        for system in (VLLM, GLLM)
-    }
+    sweep = sweep_of(setting, (VLLM, GLLM), scale)
     outcomes = run(all_cases(sweep))
     seeds = range(len(scale.seeds))
     covered = {name: [_coverage(rates, seed, outcomes) for seed in seeds] for name, rates in sweep.items()}
@@ -73,15 +61,6 @@ def slo_attainment(scale: Scale, run: Run) -> Finding:
     ]
     columns = [Column("system", "system"), Column("req/s", "rate", "g"), Column("attainment %", "attainment", ".0f")]
     return Finding(claims, Chart(title="gLLM, figure 14: four nodes with A800", panels=(panel,)), rows, columns)
-
-
-def lone_request_limits(case: Case) -> Slo:
-    """So many times the TTFT and the TPOT of a request of mean length, alone."""
-    costs, table = case.costs(), load_length_table(case.lengths)
-    prompt, context = round(table.mean_input), round(table.mean_input + table.mean_output / 2)
-    first = costs.step_seconds(costs.work([], [(0, prompt)]))
-    following = costs.step_seconds(costs.work([context]))
-    return Slo(ttft=_PATIENCE * first * 1e3, tpot=_PATIENCE * following * 1e3)
 
 
 def attainment(outcome: Outcome) -> float:

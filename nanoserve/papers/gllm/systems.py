@@ -20,10 +20,10 @@ L20, A100, A800 = "gllm-l20", "gllm-a100", "gllm-a800"
 
 
 def deep_backlog(scale: Scale, system: System, *, max_num_seqs: int = 4096) -> list[Case]:
-    """32B on 4 x L20, more requests at once than memory can hold four times over: the most that a system can do.
+    """32B on 4 x L20, more requests at once than memory can hold at a time: the most that a system can do.
 
-    Memory is full of running answers only when their long tail has gathered, behind about a third of the requests; the
-    steady state is looked at from the half to 95 %.
+    Memory is full of running answers only when their long tail has gathered, after some 2,500 requests; the steady
+    state is looked at from there until all but 5 % of the requests have their first tokens.
     """
     case = Case(
         system=system,
@@ -31,7 +31,8 @@ def deep_backlog(scale: Scale, system: System, *, max_num_seqs: int = 4096) -> l
         machine=L20,
         devices=4,
         lengths=SHAREGPT,
-        requests=scale.pick(6000, 10000),
+        requests=scale.pick(4000, 10000),
+        steady=(scale.pick(0.65, 0.4), 0.95),
         max_num_seqs=max_num_seqs,
         logged_steps=200,
     )
