@@ -136,8 +136,8 @@ class HybridByPrediction:
         overlap           (decodes + prompts + host sequences under way / (L + 1)) / seconds
         asymmetric        (decodes + prompts + host sequences taken) / seconds
 
-    Overlap is the choice where host sequences are too few to pay for a second pass of the linear layers: cohorts
-    begin whenever the CPU can serve one layer of each within a step. A prompt that the device has no room for is
+    Overlap is the choice where host sequences are too few, or the CPU too slow, to pay for a second pass of the linear
+    layers: cohorts begin whenever the CPU can serve one layer of each within a step. A prompt that the device has no room for is
     computed and parked as long as the CPU could serve one more under overlap without prompts: it costs no more now
     than later, and yields tokens meanwhile. Beyond that it would only take room, and prompts wait.
 
@@ -177,15 +177,27 @@ class HybridByPrediction:
             step.predictor.host_attention_seconds(cohort.sequences, cohort.context_tokens) for cohort in load.cohorts
         )
         ready = load.ready_host - plan.swap_in
-        begin = step.hidden(step.seconds - busy, ready) if step.rows else ready
-        sizes = [cohort.sequences for cohort in load.cohorts] + [begin]
+        if step.rows:
+            ready = max(0, ready - self._staying(load, step.predictor.num_layers))
+            ready = step.hidden(step.seconds - busy, ready)
+        sizes = [cohort.sequences for cohort in load.cohorts] + [ready]
         # Each cohort is in the linear part of one layer a step.
         alone = step.linear_seconds(step.rows)
         seconds = step.seconds + sum(step.linear_seconds(step.rows + size) - alone for size in sizes)
         tokens = sum(sizes) / (step.predictor.num_layers + 1)
         if tokens == 0:
             return plan, seconds, tokens
-        return replace(plan, strategy="overlap", host_decodes=(begin, 0)), seconds, tokens
+        return replace(plan, strategy="overlap", host_decodes=(ready, 0)), seconds, tokens
+
+    def _staying(self, load: Load, layers: int) -> int:
+        """Host sequences that begin no token: the device will have room for them before it is done.
+
+        Under way they could not move there. As many decodes end in L + 1 steps if all ends up to the last are as
+        likely; twice as many are kept, for most end earlier.
+        """
+        if load.longest_remaining == 0:
+            return 0
+        return -(-2 * load.running_decodes * (layers + 1) // load.longest_remaining)
 
 
 def device_rate(ng: float, tlin: float, tgatt: float) -> float:

@@ -245,6 +245,14 @@ def test_hybrid_begins_cohorts_while_the_cpu_has_time_in_a_step() -> None:
     assert HybridByPrediction(512).decide(full) == replace(PLAN, strategy="overlap", host_decodes=(0, 0))
 
 
+def test_hybrid_keeps_those_ready_for_which_the_device_will_have_room() -> None:
+    # A token takes 5 steps. In 5 of 25 a fifth of the ten decodes end, and twice as many are reckoned with.
+    few = replace(hosting(DECODES, 12), longest_remaining=25)
+    assert HybridByPrediction(512).decide(few).host_decodes == (8, 0)
+    assert HybridByPrediction(512).decide(replace(few, longest_remaining=5)) == PLAN
+    assert HybridByPrediction(512).decide(replace(few, longest_remaining=5, running_decodes=0)).host_decodes == (12, 0)
+
+
 def test_hybrid_leaves_a_hopeless_cpu_alone() -> None:
     # one layer of one sequence takes 8.1 s of the CPU, a step 8 s
     hopeless = replace(hosting(DECODES, 100), predictor=replace(PREDICTOR, host_key=0.081))

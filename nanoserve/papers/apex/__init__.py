@@ -15,8 +15,8 @@ from nanoserve.papers.framework import Paper, PaperFigure
 PAPER = Paper(
     title="APEX: parallel CPU-GPU execution for LLM inference on constrained GPUs",
     setting=(
-        "reduced: backlogs of 30 to 200 requests, four mean outputs",
-        "full: backlogs of 120 to 800 requests, nine mean outputs",
+        "reduced: backlogs of 40 to 240 requests, four mean outputs",
+        "full: backlogs of 160 to 960 requests, nine mean outputs",
     ),
     figures=(
         PaperFigure(number="1b", title="attention on device and CPU", make=processor_speed),

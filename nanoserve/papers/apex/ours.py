@@ -21,9 +21,11 @@ from nanoserve.papers.apex.settings import (
     HostCase,
     HostOutcome,
     Platform,
+    over_seeds,
     ratio,
     spread,
     throughput,
+    tuned,
 )
 from nanoserve.papers.apex.throughput import Backlogs, Setting, backlogs, figure_7_settings, osc_settings
 from nanoserve.papers.charts import Chart, Curve, Panel
@@ -119,23 +121,19 @@ def _equality(cases: Loads, outcomes: Outcomes) -> Claim:
 def _loads(settings: Sequence[Setting], rates: Sequence[float], scale: Scale, run: Run) -> Loads:
     """Each setting's backlog, and the same requests with Poisson arrivals at shares of the device's capacity.
 
-    Every system keeps the token budget that is best for it in the backlog.
+    Every system is tuned for each of them with the first seed.
     """
     full: Backlogs = backlogs(settings, scale, run)
     outcomes = run(case for several in full.values() for case in several)
-    cases: dict[tuple[Setting, float | None, str], Sequence[HostCase]] = {}
-    for setting in settings:
+    wanted: dict[tuple[Setting, float | None, str], HostCase] = {}
+    for (setting, label), backlog in full.items():
         device: HostOutcome = outcomes[full[setting, DEVICE.label][0]]
-        for system in SYSTEMS:
-            backlog = full[setting, system.label]
-            cases[setting, None, system.label] = backlog
-            for rate in rates:
-                requests_per_second = rate * device.result.requests_per_second
-                seeds = scale.pick(1, len(backlog))
-                cases[setting, rate, system.label] = [
-                    replace(case, rate=requests_per_second) for case in backlog[:seeds]
-                ]
-    return cases
+        for rate in rates:
+            wanted[setting, rate, label] = replace(backlog[0], rate=rate * device.result.requests_per_second)
+    seeds = scale.seeds[: scale.pick(1, len(scale.seeds))]
+    found = dict(zip(wanted, tuned(list(wanted.values()), run), strict=True))
+    loads = {key: over_seeds(case, seeds) for key, case in found.items()}
+    return loads | {(setting, None, label): backlog for (setting, label), backlog in full.items()}
 
 
 # --------------------------------------------------------------------------------------------------------- figure 6
