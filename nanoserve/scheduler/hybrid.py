@@ -137,9 +137,9 @@ class HybridByPrediction:
         asymmetric        (decodes + prompts + host sequences taken) / seconds
 
     Overlap is the choice where host sequences are too few, or the CPU too slow, to pay for a second pass of the linear
-    layers: cohorts begin whenever the CPU can serve one layer of each within a step. A prompt that the device has no room for is
-    computed and parked as long as the CPU could serve one more under overlap without prompts: it costs no more now
-    than later, and yields tokens meanwhile. Beyond that it would only take room, and prompts wait.
+    layers: cohorts begin whenever the CPU can serve one layer of each within a step. A prompt that the device has no
+    room for is computed and parked as long as the CPU could serve one more under overlap without prompts: it costs no
+    more now than later, and yields tokens meanwhile. Beyond that it would only take room, and prompts wait.
 
     Attributes:
         token_budget: device decodes and prompt tokens of one step together.

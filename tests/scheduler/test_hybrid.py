@@ -246,11 +246,11 @@ def test_hybrid_begins_cohorts_while_the_cpu_has_time_in_a_step() -> None:
 
 
 def test_hybrid_keeps_those_ready_for_which_the_device_will_have_room() -> None:
-    # A token takes 5 steps. In 5 of 25 a fifth of the ten decodes end, and twice as many are reckoned with.
-    few = replace(hosting(DECODES, 12), longest_remaining=25)
-    assert HybridByPrediction(512).decide(few).host_decodes == (8, 0)
-    assert HybridByPrediction(512).decide(replace(few, longest_remaining=5)) == PLAN
-    assert HybridByPrediction(512).decide(replace(few, longest_remaining=5, running_decodes=0)).host_decodes == (12, 0)
+    # A token takes 5 steps. In 5 of 50 a tenth of the ten decodes end, and twice as many are reckoned with.
+    few = replace(hosting(DECODES, 5), longest_remaining=50)
+    assert HybridByPrediction(512).decide(few) == replace(PLAN, strategy="overlap", host_decodes=(3, 0))
+    assert HybridByPrediction(512).decide(replace(few, longest_remaining=25)).host_decodes == (1, 0)
+    assert HybridByPrediction(512).decide(replace(few, longest_remaining=20)) == PLAN
 
 
 def test_hybrid_leaves_a_hopeless_cpu_alone() -> None:
