@@ -16,7 +16,7 @@ PAPER = Paper(
     title="APEX: parallel CPU-GPU execution for LLM inference on constrained GPUs",
     setting=(
         "reduced: backlogs of 40 to 240 requests, four mean outputs",
-        "full: backlogs of 160 to 960 requests, nine mean outputs",
+        "full: backlogs of 80 to 480 requests, seven mean outputs",
     ),
     figures=(
         PaperFigure(number="1b", title="attention on device and CPU", make=processor_speed),

@@ -30,10 +30,10 @@ from nanoserve.papers.claims import Claim, Spread
 from nanoserve.papers.framework import Finding, Outcomes, Run, Scale
 
 OUTPUTS = (50, 200, 500, 1000)
-_ALL_OUTPUTS = (50, 100, 200, 300, 400, 500, 600, 800, 1000)
+_ALL_OUTPUTS = (50, 100, 200, 300, 500, 700, 1000)
 _WORKLOADS = ("livebench", "azure-conv", "dolphin-r1")
 _ABSOLUTE, _RELATIVE = "tokens/s", "throughput over the device alone"
-_LONGER = 4
+_LONGER = 2
 """Times as many requests at the full size."""
 
 _ORDER = (
