@@ -11,6 +11,7 @@ from nanoserve.commands.chat import chat
 from nanoserve.commands.generate import generate
 from nanoserve.commands.options import with_options
 from nanoserve.commands.policies import policies
+from nanoserve.commands.profile import profile
 from nanoserve.commands.serve import serve
 from nanoserve.commands.simulate import simulate
 
@@ -25,6 +26,7 @@ HELP = """A compact LLM inference engine.
   nanoserve serve --port 8000                     an OpenAI-compatible server
   nanoserve bench compare -m dummy:qwen3-0.6b     beside other engines
   nanoserve analyze -m qwen3-8b --hardware h100   where the time goes
+  nanoserve profile --json here.json              where it goes on this machine
   nanoserve simulate --policy sarathi,throttling  policies on hardware that is not here
 
 A flag can also be set by the environment variable that its help names.
@@ -45,6 +47,7 @@ def application() -> typer.Typer:
     typed.command()(with_options(generate))
     typed.command()(with_options(serve))
     typed.command()(with_options(analyze))
+    typed.command()(with_options(profile))
     typed.command()(with_options(policies))
     typed.command()(with_options(simulate))
     typed.add_typer(bench_commands())

@@ -9,6 +9,7 @@ import msgspec
 from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, kept
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
+from nanoserve.commands.simulate_measured import MeasuredHardware
 from nanoserve.commands.simulate_options import HardwareOptions, WorkloadOptions
 from nanoserve.commands.simulate_tiers import SimulatedHardware, TierOptions, tier_columns
 from nanoserve.errors import UsageError
@@ -70,7 +71,8 @@ def simulate(
         raise UsageError("--trace-out takes one policy")
     simulated, runtime = tiers.simulated(hardware), hardware.runtime()
     settings = {
-        **msgspec.to_builtins(hardware),
+        **msgspec.to_builtins(hardware, enc_hook=str),
+        **(simulated.facts if isinstance(simulated, MeasuredHardware) else {}),
         **msgspec.to_builtins(tiers),
         **msgspec.to_builtins(work, enc_hook=str),
         "kv_blocks": simulated.kv_blocks[0],
@@ -108,7 +110,7 @@ def _policies(names: str, token_budget: int, parameters: str | None) -> dict[str
     return {name: make_policy(name, token_budget, parse_parameters(name, parameters)) for name in names.split(",")}
 
 
-def _show(report: "Report", work: str, simulated: SimulatedHardware) -> None:
+def _show(report: "Report", work: str, simulated: SimulatedHardware | MeasuredHardware) -> None:
     from nanoserve.benchmarks.tables import Column, print_table
 
     columns = [
