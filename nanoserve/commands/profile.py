@@ -58,6 +58,7 @@ def profile(
 
 def _show(profile: "Profile") -> None:
     from nanoserve.benchmarks.profiling.rows import prediction_rows, time_rows
+    from nanoserve.benchmarks.rounds import BUSY_CORES
     from nanoserve.benchmarks.tables import Column, print_table
 
     settings, device = profile.settings, profile.device
@@ -66,6 +67,10 @@ def _show(profile: "Profile") -> None:
         f" {settings['layers']} layers, {settings['threads']} threads; at best"
         f" {device.read_bytes_per_second / 1e9:,.1f} GB/s, {device.operations_per_second / 1e9:,.0f} GFLOP/s"
     )
+    if profile.foreign_cores is not None and profile.foreign_cores > BUSY_CORES:
+        print(
+            f"other programs kept {profile.foreign_cores:.1f} cores busy: medians may be of quiet moments, runs are not"
+        )
     columns = [
         Column("part", "part"),
         Column("size", "size"),

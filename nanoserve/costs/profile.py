@@ -87,6 +87,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         schema: of the file.
         about: machine, versions, command, commit and when.
         settings: model, number format, operators, threads, whether layers are compiled.
+        foreign_cores: how many other programs kept busy meanwhile; None where the system does not tell.
         model: its shape.
         bits: of weights, keys and values.
         device, host: what computes, and the CPU beside it, which is the device itself where there is no other.
@@ -105,6 +106,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     schema: Literal["nanoserve-profile/1"]
     about: dict[str, Any]
     settings: dict[str, str | int]
+    foreign_cores: float | None
     model: ModelConfig
     bits: int
     device: Reached

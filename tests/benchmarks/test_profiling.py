@@ -128,6 +128,17 @@ def test_rounds_take_every_point_in_turn_and_forget_the_first() -> None:
     assert samples == {"a": {(1,): [3.0, 5.0, 7.0], (2,): [4.0, 6.0, 8.0]}}
 
 
+def test_sizes_beyond_one_that_takes_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoserve.benchmarks.profiling.rounds.LONGEST_SAMPLE", -1.0)
+    probes = {
+        "curve": {(size,): lambda: 1.0 for size in (1, 2, 3)},
+        "grid": {(1, size): lambda: 1.0 for size in (1, 2)},
+    }
+    samples = take_rounds(probes, lambda text: None, seconds=0.0)
+    assert list(samples["curve"]) == [(1,), (2,)]  # two are always needed
+    assert list(samples["grid"]) == [(1, 1), (1, 2)]
+
+
 def test_curves_and_grids_are_medians_with_quartiles() -> None:
     found = curve_of({(1,): [3.0, 1.0, 2.0], (2,): [5.0, 5.0, 5.0]})
     assert (found.sizes, found.low, found.seconds, found.high) == ((1, 2), (1.5, 5.0), (2.0, 5.0), (2.5, 5.0))

@@ -28,6 +28,7 @@ def made_up_profile(model: ModelConfig | None = None, **changes: object) -> Prof
         "schema": SCHEMA,
         "about": {},
         "settings": settings | {"threads": 1, "rounds": 3},
+        "foreign_cores": None,
         "model": model or tiny_model(),
         "bits": 16,
         "device": machine,

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.machine import describe_machine, describe_run
 from nanoserve.benchmarks.profiling.attention import AttentionShape, AttentionTimer, Stopwatch
 from nanoserve.benchmarks.profiling.engine import EngineTimer
@@ -58,11 +59,13 @@ def measure_profile(llm: LLM, announce: Callable[[str], None]) -> Profile:
     dtype = runner.decoder.embedding.weight.dtype
     host = _processor(dtype)
     device = host if runner.device.type == "cpu" else _accelerator(runner.device, dtype)
-    probes = _probes(llm, runner)
+    probes, foreign = _probes(llm, runner), ForeignLoad()
     found = take_rounds(probes, announce, SECONDS)
+    busy = foreign.read()
     profile = Profile(
         schema=SCHEMA,
         about=describe_run(),
+        foreign_cores=busy,
         settings={
             "model": llm.model_name,
             "dtype": str(dtype).removeprefix("torch."),

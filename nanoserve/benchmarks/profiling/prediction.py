@@ -23,6 +23,8 @@ LOAD = 0.5
 """Arrivals, as a share of the throughput of the closed batch."""
 MOST_REQUESTS, FEWEST_REQUESTS = 64, 4
 _SECONDS = 2.5
+_SHORTER = 4
+"""Where a few requests take much longer than that, all of them are shorter by this factor."""
 _SEED = 0
 
 
@@ -65,9 +67,9 @@ def predict_and_run(
         config: its settings.
     """
     predicted, times = _Predictor(profile, config), MeasuredTimes(profile)
-    lengths = tuple(shape for shape in LENGTHS if shape.total_tokens <= engine.scheduler.max_model_len)
-    lengths = lengths or (RequestShape(4, 4),)
-    closed = _Work(FEWEST_REQUESTS, None, lengths)
+    closed = _Work(FEWEST_REQUESTS, None, _fitting(engine.scheduler.max_model_len, 1))
+    if predicted.figures(times, closed).seconds > 2 * _SECONDS:
+        closed = replace(closed, lengths=_fitting(engine.scheduler.max_model_len, _SHORTER))
     while closed.requests < MOST_REQUESTS:
         larger = replace(closed, requests=2 * closed.requests)
         if predicted.figures(times, larger).seconds > _SECONDS:
@@ -87,6 +89,12 @@ def predict_and_run(
             )
         )
     return found
+
+
+def _fitting(longest: int, divisor: int) -> tuple[RequestShape, ...]:
+    """Of the lengths, divided by that, those that the context holds; or something that any does."""
+    shapes = [RequestShape(shape.input_tokens // divisor, shape.output_tokens // divisor) for shape in LENGTHS]
+    return tuple(shape for shape in shapes if shape.total_tokens <= longest) or (RequestShape(4, 4),)
 
 
 class _Predictor:

@@ -13,6 +13,8 @@ Probes = Mapping[str, Mapping[Point, Callable[[], float]]]
 Samples = dict[str, dict[Point, list[float]]]
 
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 15
+LONGEST_SAMPLE = 1.0
+"""Seconds. Larger sizes than one that takes longer are not measured."""
 _SMALLEST = 1e-9
 """A difference of two measured times is no less than this."""
 
@@ -25,19 +27,31 @@ def take_rounds(probes: Probes, announce: Callable[[str], None], seconds: float)
         announce: is told of each round in a line.
         seconds: rounds begin until so much time has passed, but ``FEWEST_ROUNDS`` at least.
     """
-    samples: Samples = {name: {point: [] for point in points} for name, points in probes.items()}
+    announce("warming up ...")
     began = time.perf_counter()
-    for number in range(MOST_ROUNDS + 1):
+    probes = {name: _within_reason(points) for name, points in probes.items()}
+    samples: Samples = {name: {point: [] for point in points} for name, points in probes.items()}
+    for number in range(1, MOST_ROUNDS + 1):
         passed = time.perf_counter() - began
         if number > FEWEST_ROUNDS and passed > seconds:
             break
-        announce(f"measuring, round {number} after {passed:.0f} s" if number else "warming up ...")
+        announce(f"measuring, round {number} after {passed:.0f} s")
         for name, points in probes.items():
             for point, probe in points.items():
-                found = probe()
-                if number:
-                    samples[name][point].append(found)
+                samples[name][point].append(probe())
     return samples
+
+
+def _within_reason(points: Mapping[Point, Callable[[], float]]) -> Mapping[Point, Callable[[], float]]:
+    """Warm up; on a curve, what is larger than the first size that took too long is left out: the last line goes on."""
+    kept: dict[Point, Callable[[], float]] = {}
+    for point, probe in points.items():
+        began = time.perf_counter()
+        probe()
+        kept[point] = probe
+        if len(point) == 1 and len(kept) > 1 and time.perf_counter() - began > LONGEST_SAMPLE:
+            break
+    return kept
 
 
 def curve_of(samples: Mapping[Point, Sequence[float]]) -> Curve:
