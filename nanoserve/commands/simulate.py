@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, kept
+from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, ResultOptions, kept
 from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.fleet_options import FleetOptions, show_spread
 from nanoserve.commands.options import option
 from nanoserve.commands.simulate_options import HardwareOptions, WorkloadOptions
 from nanoserve.errors import UsageError
@@ -35,10 +36,18 @@ def simulate(
     ] = 2048,
     work: WorkloadOptions,
     hardware: HardwareOptions,
-    json_file: Annotated[
-        Path | None,
-        option("--json", panel=RESULTS_PANEL, help="Write all figures to this file.", metavar="FILE", envvar=None),
+    fleet: FleetOptions,
+    slo: Annotated[
+        str | None,
+        option(
+            "--slo",
+            panel=WORK_PANEL,
+            help="Milliseconds that a good answer keeps to.",
+            metavar="ttft=X,tpot=X,e2el=X",
+            envvar=None,
+        ),
     ] = None,
+    results: ResultOptions,
     trace_out: Annotated[
         Path | None,
         option(
@@ -57,25 +66,30 @@ def simulate(
       nanoserve simulate --policy sarathi,throttling,adaptive --rate 4
       nanoserve simulate --model qwen2.5-14b --lengths azure-conv --rate 2 --trace-out stages.json
       nanoserve simulate --policy throttling --set iterations=4,threshold=0.1 --lengths 512+128
+      nanoserve simulate --rate 40 --requests 5000 --replicas 16 --router least-tokens --slo ttft=2000,tpot=100
     """
-    from nanoserve.benchmarks.report import Report
+    from nanoserve.benchmarks.slo import parse_slo
     from nanoserve.simulator import simulate as run
     from nanoserve.simulator.chrome_trace import ChromeTrace
 
     policies = _policies(policy, token_budget, parameters)
     if trace_out is not None and len(policies) > 1:
         raise UsageError("--trace-out takes one policy")
+    fleet.check()
+    limits = parse_slo(slo)
     costs, runtime = hardware.costs(), hardware.runtime()
     blocks = hardware.num_blocks or costs.memory.kv_blocks(hardware.block_size)
     settings = {
         **msgspec.to_builtins(hardware),
         **msgspec.to_builtins(work, enc_hook=str),
+        **msgspec.to_builtins(fleet),
+        "slo_ms": limits and msgspec.to_builtins(limits),
         "kv_blocks": blocks,
         "parameters": parameters,
         "max_num_batched_tokens": token_budget,
         "max_num_seqs": max_num_seqs,
     }
-    report = Report("simulate", settings, json_file)
+    report = results.open_report("simulate", settings)
     with ExitStack() as files, kept(report, lambda: _show(report, work.name)):
         traces = [] if trace_out is None else [files.enter_context(ChromeTrace(trace_out))]
         for name, chosen in policies.items():
@@ -88,6 +102,9 @@ def simulate(
                 max_num_seqs=max_num_seqs,
                 runtime=runtime,
                 observers=traces,
+                slo=limits,
+                replicas=fleet.replicas,
+                router=fleet.router,
             )
             report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
     return EXIT_OK
@@ -119,7 +136,13 @@ def _show(report: "Report", work: str) -> None:
         Column("preempted", "preemptions", ",d"),
     ]
     settings = report.document["settings"]
+    if settings["slo_ms"]:
+        columns += [Column("SLO", "slo_attainment", ".1%"), Column("goodput", "goodput", ",.2f")]
     layout = f"{settings['stages']} stages x {settings['tensor_parallel']}, {settings['metadata']} metadata"
-    print(f"simulated: {settings['model']} on {settings['hardware']}, {layout}, {settings['kv_blocks']:,d} KV blocks")
+    several = f", {settings['replicas']} replicas ({settings['router']})" if settings["replicas"] > 1 else ""
+    place = f"{settings['model']} on {settings['hardware']}, {layout}"
+    print(f"simulated: {place}, {settings['kv_blocks']:,d} KV blocks{several}")
     rows = [{**row, "e2el_s": row["e2el_ms"]["mean"] / 1000} for row in report.rows]
     print_table(work, columns, rows)
+    if settings["replicas"] > 1:
+        show_spread(report)

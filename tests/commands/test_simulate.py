@@ -34,6 +34,21 @@ def test_a_trace_brings_times_and_lengths(command: Run, tmp_path: Path) -> None:
     assert starts[2] > 7.5e6
 
 
+def test_objectives_and_fleets_are_shown_when_asked_for(command: Run, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    fleet = ["--replicas", "3", "--router", "least-tokens", "--slo", "ttft=60000,tpot=1000", "--json", str(path)]
+    code, out, _ = command(*SMALL, "--policy", "sarathi", "--lengths", "30+4", *fleet)
+    assert code == 0
+    assert "3 replicas (least-tokens)" in out
+    assert "least / mean / most of the replicas" in out
+    assert all(heading in out for heading in ("SLO", "goodput", "100.0%"))
+    document = json.loads(path.read_text())
+    assert document["settings"]["slo_ms"] == {"ttft": 60000, "tpot": 1000, "e2el": None}
+    (row,) = document["rows"]
+    assert row["slo_attainment"] == 1
+    assert [replica["requests"] for replica in row["replicas"]] == [2, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
