@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -71,6 +71,8 @@ def simulate(
     from nanoserve.benchmarks.slo import parse_slo
     from nanoserve.simulator import simulate as run
     from nanoserve.simulator.chrome_trace import ChromeTrace
+    from nanoserve.simulator.plots import PlottedRun, plot_simulation
+    from nanoserve.simulator.window import StepWindow
 
     policies = _policies(policy, token_budget, parameters)
     if trace_out is not None and len(policies) > 1:
@@ -90,9 +92,11 @@ def simulate(
         "max_num_seqs": max_num_seqs,
     }
     report = results.open_report("simulate", settings)
+    runs: list[PlottedRun] = []
     with ExitStack() as files, kept(report, lambda: _show(report, work.name)):
         traces = [] if trace_out is None else [files.enter_context(ChromeTrace(trace_out))]
         for name, chosen in policies.items():
+            window = StepWindow()
             result = run(
                 chosen,
                 costs,
@@ -101,12 +105,15 @@ def simulate(
                 block_size=hardware.block_size,
                 max_num_seqs=max_num_seqs,
                 runtime=runtime,
-                observers=traces,
+                observers=(window, *traces),
                 slo=limits,
                 replicas=fleet.replicas,
                 router=fleet.router,
             )
             report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
+            runs.append(PlottedRun(name, result, window))
+        if results.plot is not None:
+            plot_simulation(results.plot, f"{_place(settings)}\n{work.name}", runs)
     return EXIT_OK
 
 
@@ -114,6 +121,13 @@ def _policies(names: str, token_budget: int, parameters: str | None) -> dict[str
     from nanoserve.scheduler.registry import make_policy, parse_parameters
 
     return {name: make_policy(name, token_budget, parse_parameters(name, parameters)) for name in names.split(",")}
+
+
+def _place(settings: dict[str, Any]) -> str:
+    """On what it ran, in one line."""
+    layout = f"{settings['stages']} stages x {settings['tensor_parallel']}, {settings['metadata']} metadata"
+    several = f", {settings['replicas']} replicas ({settings['router']})" if settings["replicas"] > 1 else ""
+    return f"{settings['model']} on {settings['hardware']}, {layout}, {settings['kv_blocks']:,d} KV blocks{several}"
 
 
 def _show(report: "Report", work: str) -> None:
@@ -138,10 +152,7 @@ def _show(report: "Report", work: str) -> None:
     settings = report.document["settings"]
     if settings["slo_ms"]:
         columns += [Column("SLO", "slo_attainment", ".1%"), Column("goodput", "goodput", ",.2f")]
-    layout = f"{settings['stages']} stages x {settings['tensor_parallel']}, {settings['metadata']} metadata"
-    several = f", {settings['replicas']} replicas ({settings['router']})" if settings["replicas"] > 1 else ""
-    place = f"{settings['model']} on {settings['hardware']}, {layout}"
-    print(f"simulated: {place}, {settings['kv_blocks']:,d} KV blocks{several}")
+    print(f"simulated: {_place(settings)}")
     rows = [{**row, "e2el_s": row["e2el_ms"]["mean"] / 1000} for row in report.rows]
     print_table(work, columns, rows)
     if settings["replicas"] > 1:

@@ -36,9 +36,22 @@ def test_a_trace_brings_times_and_lengths(command: Run, tmp_path: Path) -> None:
 
 def test_objectives_and_fleets_are_shown_when_asked_for(command: Run, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    fleet = ["--replicas", "3", "--router", "least-tokens", "--slo", "ttft=60000,tpot=1000", "--json", str(path)]
+    plot = tmp_path / "result.png"
+    fleet = [
+        "--plot",
+        str(plot),
+        "--replicas",
+        "3",
+        "--router",
+        "least-tokens",
+        "--slo",
+        "ttft=60000,tpot=1000",
+        "--json",
+        str(path),
+    ]
     code, out, _ = command(*SMALL, "--policy", "sarathi", "--lengths", "30+4", *fleet)
     assert code == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
     assert "3 replicas (least-tokens)" in out
     assert "least / mean / most of the replicas" in out
     assert all(heading in out for heading in ("SLO", "goodput", "100.0%"))
