@@ -229,7 +229,7 @@ class StepMeter:
 
     Attributes:
         tokens: of a step.
-        counts: decodes and prompt tokens of a step, over time.
+        counts: number, decodes and prompt tokens of a step, over time.
         occupancy: share of blocks in use, over time.
         idle_seconds: time in which no plan was in flight, because there was no request.
         last_end: when the last plan so far leaves the pipeline.
@@ -238,7 +238,7 @@ class StepMeter:
 
     def __init__(self, pool: BlockPool) -> None:
         self.tokens = Sketch()
-        self.counts = Series[tuple[int, int]]()
+        self.counts = Series[tuple[int, int, int]]()
         self.occupancy = Series[float]()
         self.peak_occupancy = self.occupancy_seconds = 0.0
         self.idle_seconds = self.last_end = 0.0
@@ -249,7 +249,7 @@ class StepMeter:
         """A plan enters the pipeline."""
         tokens = work.tokens
         self.tokens.add(tokens)
-        self.counts.add(now, (work.decodes, tokens - work.decodes))
+        self.counts.add(now, (plan.step, work.decodes, tokens - work.decodes))
         self.idle_seconds += max(0.0, now - self.last_end)
         self.last_end = passages[-1].end
         occupancy = 1 - self._pool.free_blocks / self._pool.num_blocks

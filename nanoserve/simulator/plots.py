@@ -60,19 +60,19 @@ def draw_simulation(title: str, runs: Sequence[PlottedRun]) -> "Figure":
     FigureCanvasAgg(figure)
     figure.suptitle(title)
     grid = figure.add_gridspec(len(runs) + 1, 2)
-    most = max(decodes + prompt for run in runs for _, decodes, prompt in run.result.tokens_series)
+    most = max(decodes + prompt for run in runs for _, _, decodes, prompt in run.result.tokens_series)
     end = max(run.result.seconds for run in runs)
     for row, run in enumerate(runs):
         _draw_stages(figure.add_subplot(grid[row, 0]), run)
         tokens = figure.add_subplot(grid[row, 1])
         _draw_tokens(tokens, run.result)
-        tokens.set(title=f"{run.policy}: tokens of each step", xlim=(0, end), ylim=(0, most * 1.05))
+        tokens.set(title=f"{run.policy}: tokens of each step", ylim=(0, most * 1.05))
     occupancy = figure.add_subplot(grid[len(runs), :])
     _draw_occupancy(occupancy, runs)
     occupancy.set_xlim(0, end)
     names = ((_PROMPT, "prompt tokens"), (_DECODES, "decodes"), (_IDLE, "idle"))
     figure.legend(
-        handles=[Patch(color=colour, label=name) for colour, name in names], loc="outside upper right", ncols=3
+        handles=[Patch(color=colour, label=name) for colour, name in names], loc="outside lower center", ncols=3
     )
     return figure
 
@@ -89,7 +89,7 @@ def _draw_stages(axes: "Axes", run: PlottedRun) -> None:
             left, right = ((moment - start) * per_second for moment in step.passages[stage])
             _draw_passage(axes, stage, left, right - left, step)
             middle = (left + right) / 2
-            if right - left > _NUMBERED_SHARE * span and 0 < middle < span:
+            if right - left > _NUMBERED_SHARE * span and left >= 0 and right <= span:
                 axes.annotate(
                     str(step.step),
                     (middle, stage),
@@ -114,11 +114,13 @@ def _draw_passage(axes: "Axes", stage: int, left: float, width: float, step: Win
 
 
 def _draw_tokens(axes: "Axes", result: SimulationResult) -> None:
-    times, decodes, prompts = zip(*result.tokens_series, strict=True)
+    _, steps, decodes, prompts = zip(*result.tokens_series, strict=True)
     total = [one + other for one, other in zip(decodes, prompts, strict=True)]
-    axes.fill_between(times, decodes, step="post", color=_DECODES, linewidth=0)
-    axes.fill_between(times, decodes, total, step="post", color=_PROMPT, linewidth=0)
-    axes.set(xlabel="s", ylabel="tokens in a step")
+    axes.fill_between(steps, decodes, step="post", color=_DECODES, linewidth=0)
+    axes.fill_between(steps, decodes, total, step="post", color=_PROMPT, linewidth=0)
+    axes.set(xlabel="step", ylabel="tokens in it")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.margins(x=0)
     axes.grid(axis="y", alpha=0.3)
 
 
@@ -130,6 +132,7 @@ def _draw_occupancy(axes: "Axes", runs: Sequence[PlottedRun]) -> None:
             label = run.policy if len(tiers) == 1 else f"{run.policy}, {tier}"
             colour = _LINES[number % len(_LINES)]
             axes.step(times, [share * 100 for share in shares], style, where="post", color=colour, label=label)
-    axes.set(title="KV cache in use", xlabel="s", ylabel="% of the blocks", ylim=(0, 105))
+    axes.set(title="KV cache in use", xlabel="s", ylabel="% of the blocks")
+    axes.set_ylim(bottom=0)
     axes.legend(loc="upper right")
     axes.grid(alpha=0.3)
