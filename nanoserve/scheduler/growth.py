@@ -1,4 +1,4 @@
-"""How much the running sequences will still grow, guessed from the answers that have ended.
+"""How long the running sequences will go on and grow, guessed from the answers that have ended.
 
 The idea is to look into the future of the pool with nothing new admitted: every running sequence takes one more
 token per round until it ends and gives its blocks back. The most that is ever held beyond what is held now is what
@@ -10,7 +10,10 @@ from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterable
 
-from nanoserve.request import Sequence
+from nanoserve.request import Place, Sequence, Status
+
+_RENEWED_EVERY = 16
+"""Steps; a forecast looks at all running sequences. In between, those that begin are added to it."""
 
 _REMEMBERED = 1000
 _GOLDEN_RATIO = 0.6180339887498949
@@ -71,3 +74,40 @@ class OutputLengths:
             held += length
             peak = max(peak, held + number * remaining)
         return peak - held + round(self._deviation() * math.sqrt(len(futures)))
+
+
+class Forecaster:
+    """What the Scheduler tells policies of the future of the device's blocks.
+
+    Args:
+        wanted: whether the policy reads it; otherwise nothing is looked at, and all that is foretold is 0.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._wanted = wanted
+        self._lengths = OutputLengths()
+        self._growth = self._longest = 0
+
+    def record(self, length: int) -> None:
+        """An answer has ended by itself, after so many tokens."""
+        if self._wanted:
+            self._lengths.record(length)
+
+    def add(self, begun: Iterable[Sequence]) -> None:
+        """These begin with the plan that was just made."""
+        if self._wanted:
+            for sequence in begun:
+                self._growth += self._lengths.remaining(sequence)
+
+    def look(self, step: int, running: Iterable[Sequence]) -> tuple[int, int]:
+        """The forecast for the plan of that number.
+
+        Returns:
+            ``Load.expected_growth`` in tokens, and ``Load.longest_remaining``.
+        """
+        if self._wanted and step % _RENEWED_EVERY == 0:
+            on_device = [sequence for sequence in running if sequence.place is Place.DEVICE]
+            decodes = (sequence for sequence in on_device if sequence.status is Status.DECODE)
+            self._growth = self._lengths.expected_growth(on_device)
+            self._longest = max(map(self._lengths.remaining, decodes), default=0)
+        return self._growth, self._longest

@@ -124,10 +124,12 @@ class Load:
         moving: sequences on their way between device and host memory.
         host_free_blocks, host_blocks: of the host tier, which has none where there is no such tier.
         cohorts: host sequences whose token is under way, the most advanced first.
-        longest_remaining: tokens until the last of the running decodes ends. An estimate, as expected_growth.
+        longest_remaining: tokens until the last of the running decodes ends. An estimate, as expected_growth, renewed
+            as often; 0 for policies that do not set ``reads_forecast``.
         predictor: for the current layout; None where nobody knows.
         expected_growth: KV blocks by which the running sequences are expected to outgrow what they hold before enough
-            of them have ended; from 0 to ``total_blocks - 1``. An estimate, renewed every few steps.
+            of them have ended; from 0 to ``total_blocks - 1``. An estimate, renewed every few steps; 0 for policies
+            that do not set ``reads_forecast``.
     """
 
     previous: Decision | None
@@ -178,7 +180,11 @@ class Load:
 
 
 class Policy(Protocol):
-    """What every scheduling policy is."""
+    """What every scheduling policy is.
+
+    One that reads ``expected_growth`` or ``longest_remaining`` says so by ``reads_forecast: ClassVar[bool] = True``:
+    the Scheduler looks at all running sequences for these two, and does it for nobody else.
+    """
 
     def decide(self, load: Load) -> Decision:
         """Answer for this snapshot; a pure function."""

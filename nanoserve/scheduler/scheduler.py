@@ -10,15 +10,12 @@ from nanoserve.kv.block_pool import BlockPool
 from nanoserve.kv.sequence_blocks import SequenceBlocks
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate, Status
 from nanoserve.scheduler.draft import Draft
-from nanoserve.scheduler.growth import OutputLengths
+from nanoserve.scheduler.growth import Forecaster
 from nanoserve.scheduler.lifecycle import Lifecycle
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
 
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # looking a member up takes Python 3.11 longer than a call
-
-_GROWTH_ESTIMATED_EVERY = 16
-"""Steps; the estimate looks at all running sequences. In between, those that begin are added to it."""
 
 
 class Scheduler:
@@ -58,8 +55,7 @@ class Scheduler:
         self._plans_in_flight: dict[int, StepPlan] = {}
         self._previous: Decision | None = None
         self._next_step = 0
-        self._output_lengths = OutputLengths()
-        self._expected_growth = 0  # tokens
+        self._forecaster = Forecaster(wanted=getattr(policy, "reads_forecast", False))
 
     @property
     def has_work(self) -> bool:
@@ -142,8 +138,7 @@ class Scheduler:
         self._next_step += 1
         self._plans_in_flight[plan.step] = plan
         self._rows_in_flight |= draft.rows
-        for begin in plan.begin:  # until all are looked at again
-            self._expected_growth += self._output_lengths.remaining(self._lifecycle.sequences[begin.sequence])
+        self._forecaster.add(self._lifecycle.sequences[begin.sequence] for begin in plan.begin)
         return plan
 
     def _draft(self, now: float) -> tuple[Decision, Draft]:
@@ -190,8 +185,7 @@ class Scheduler:
                 partial_tokens += sequence.remaining
                 if not sequence.in_flight:
                     prefills.append(sequence)
-        if self._next_step % _GROWTH_ESTIMATED_EVERY == 0:
-            self._expected_growth = self._output_lengths.expected_growth(self.running)
+        growth, longest = self._forecaster.look(self._next_step, self.running)
         free_slots = self.max_num_seqs - len(self.running)
         next_prefill = prefills[0] if prefills else self.waiting.oldest if free_slots > 0 else None
         load = Load(
@@ -209,7 +203,8 @@ class Scheduler:
             steps_in_flight=self.steps_in_flight,
             pipeline_depth=self.pipeline_depth,
             preemptions=self.preemptions,
-            expected_growth=min(self.pool.blocks_for(self._expected_growth), self.pool.num_blocks - 1),
+            expected_growth=min(self.pool.blocks_for(growth), self.pool.num_blocks - 1),
+            longest_remaining=longest,
         )
         return load, decodes, prefills
 
@@ -259,7 +254,7 @@ class Scheduler:
             if answer.complete and len(new_tokens) == len(answer.tokens):
                 reason = FinishReason.STOP
             if reason is not None:
-                self._output_lengths.record(sequence.output_length)
+                self._forecaster.record(sequence.output_length)
         if reason is not None:
             self._lifecycle.finish(sequence, reason, now)
         return SequenceUpdate(sequence.request.request_id, sequence.index, new_tokens, sequence)

@@ -5,6 +5,7 @@ KVfree = ``load.free_fraction``.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from nanoserve.scheduler.load import Decision, Load, check_parameter
 
@@ -69,10 +70,7 @@ class AdaptiveThrottling:
 
     A fixed threshold is too small where answers are long beside the pool (running sequences are preempted, and what
     they had is computed again) and idle memory where answers are short. Here the reserve is ``load.expected_growth``,
-    the Scheduler's estimate from the lengths of the answers that have ended so far. With R = reserve / all blocks::
-
-        prefill = max(min(WP / T, MaxP * (KVfree - R) / (1 - R)), MinP)    0 while KVfree <= R
-        decodes = RD / P
+    the Scheduler's estimate from the lengths of the answers that have ended so far; KVthresh is that over all blocks.
 
     Attributes:
         iterations: T, steps over which the waiting prompt tokens are spread.
@@ -84,22 +82,19 @@ class AdaptiveThrottling:
     max_prefill: int = 2048
     min_prefill: int = 32
 
+    reads_forecast: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         _check_bounds(self.iterations, self.max_prefill, self.min_prefill)
 
     def decide(self, load: Load) -> Decision:
-        return Decision(prefill_tokens=self._prefill_tokens(load), decodes=_equal_share(load))
-
-    def _prefill_tokens(self, load: Load) -> int:
-        if _holds_alone(load):
-            return min(self.max_prefill, load.first_waiting_tokens)
-        unreserved = load.free_blocks - load.expected_growth
-        if unreserved <= 0:
-            return 0
-        by_waiting = -(-load.waiting_tokens // self.iterations)
-        by_free = self.max_prefill * unreserved // (load.total_blocks - load.expected_growth)
-        tokens = min(max(min(by_waiting, by_free), self.min_prefill), self.max_prefill)
-        return min(tokens, load.waiting_tokens, load.free_tokens)
+        throttling = TokenThrottling(
+            iterations=self.iterations,
+            max_prefill=self.max_prefill,
+            min_prefill=self.min_prefill,
+            threshold=load.expected_growth / load.total_blocks,
+        )
+        return throttling.decide(load)
 
 
 def _equal_share(load: Load) -> int:

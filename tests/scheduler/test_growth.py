@@ -1,5 +1,7 @@
 """What running sequences are expected to grow by, worked out by hand, and that the policy is told."""
 
+from typing import ClassVar
+
 from nanoserve.engine import Engine
 from nanoserve.request import Request, SamplingParams, Sequence
 from nanoserve.scheduler.growth import OutputLengths
@@ -62,19 +64,40 @@ def test_old_answers_are_forgotten() -> None:
     assert known.remaining(_sequence(0, prompt=5, produced=8)) == 8
 
 
-class _Listener:
-    """Decides like a plain loop and keeps what it was told."""
+class _Deaf:
+    """Decides like a plain loop and keeps what it was told, without having asked."""
 
     def __init__(self) -> None:
         self.growth: list[int] = []
+        self.longest: list[int] = []
 
     def decide(self, load: Load) -> Decision:
         self.growth.append(load.expected_growth)
+        self.longest.append(load.longest_remaining)
         return Decision(prefill_tokens=8, decodes=load.ready_decodes)
+
+
+class _Listener(_Deaf):
+    reads_forecast: ClassVar[bool] = True
 
 
 def test_the_scheduler_learns_from_answers_that_ended_by_themselves_and_tells_the_policy() -> None:
     policy = _Listener()
+    _aborted_then_two_answers(policy)
+    # Steps 1 to 21 are the first answer: after 15 tokens it is half way, but only 6 are left to its limit.
+    assert policy.growth[16:22] == [2] * 6
+    # From step 22 on the second: after 10 tokens 11 of 21 are to come, after 26 it is half way.
+    assert [policy.growth[step] for step in (32, 47, 48)] == [3, 3, 7]
+    assert [policy.longest[step] for step in (16, 32, 48)] == [6, 11, 26]
+
+
+def test_nobody_is_looked_at_for_a_policy_that_does_not_read_forecasts() -> None:
+    policy = _Deaf()
+    _aborted_then_two_answers(policy)
+    assert set(policy.growth) == set(policy.longest) == {0}
+
+
+def _aborted_then_two_answers(policy: _Deaf) -> None:
     scheduler = Scheduler(policy, num_blocks=40, block_size=4, max_model_len=100)
     engine = Engine(scheduler, MemoryCheckingExecutor(40, 4), vocab_size=50)
     engine.add(Request("aborted", (3, 1), SamplingParams(temperature=0), seed=0))
@@ -84,7 +107,3 @@ def test_the_scheduler_learns_from_answers_that_ended_by_themselves_and_tells_th
         engine.add(Request(name, (1, 2, 3, 4), SamplingParams(temperature=0, max_tokens=limit), seed=0))
         while engine.has_work:
             engine.step()
-    # Steps 1 to 21 are the first answer: after 15 tokens it is half way, but only 6 are left to its limit.
-    assert policy.growth[16:22] == [2] * 6
-    # From step 22 on the second: after 10 tokens 11 of 21 are to come, after 26 it is half way.
-    assert [policy.growth[step] for step in (32, 47, 48)] == [3, 3, 7]

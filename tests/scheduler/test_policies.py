@@ -1,7 +1,7 @@
 """What each policy decides in situations that its paper names, and what holds for all of them."""
 
 import ast
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -123,9 +123,10 @@ def test_a_prompt_that_alone_holds_blocks_is_let_past_the_reserve() -> None:
     [
         (1000, 0, 2048),
         (500, 0, 1024),  # nothing is expected to grow: all free blocks count
-        (600, 200, 1024),  # 2048 * (0.6 - 0.2) / (1 - 0.2)
+        (625, 250, 1024),  # 2048 * (0.625 - 0.25) / (1 - 0.25)
         (201, 200, 32),  # 2.56, raised to MinP
-        (200, 200, 0),  # all that is free is spoken for
+        (200, 200, 32),  # exactly at the reserve is not below it
+        (199, 200, 0),  # all that is free is spoken for
         (10, 0, 20),  # where a fixed threshold of 5 % suspends; 20.48, and MinP is 10 here
     ],
 )
@@ -168,6 +169,22 @@ def test_budgets_are_never_negative_and_never_above_what_there_is(name: str, loa
     assert policy.decide(load) == decision, "a policy is a pure function"
 
 
+class _Foretold(Load):
+    """Tells that the forecast was read."""
+
+    def __getattribute__(self, name: str) -> object:
+        assert name not in ("expected_growth", "longest_remaining"), f"reads {name} without reads_forecast"
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, entry in POLICIES.items() if not hasattr(entry.kind, "reads_forecast")]
+)
+@given(load=_loads())
+def test_whoever_reads_the_forecast_says_so(name: str, load: Load) -> None:
+    make_policy(name, 512).decide(_Foretold(**{field.name: getattr(load, field.name) for field in fields(load)}))
+
+
 @pytest.mark.parametrize(
     ("parameters", "says"),
     [
@@ -193,7 +210,7 @@ def test_policies_import_nothing_but_the_load() -> None:
     for name in ("baselines", "token_throttling"):
         tree = ast.parse((folder / f"{name}.py").read_text())
         modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert modules == {"dataclasses", "nanoserve.scheduler.load"}
+        assert modules <= {"dataclasses", "typing", "nanoserve.scheduler.load"}
 
 
 def test_unknown_policies_and_empty_budgets_are_refused() -> None:
