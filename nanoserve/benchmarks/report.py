@@ -60,6 +60,8 @@ class Report:
     def _write(self) -> None:
         if self.path is None:
             return
+        if not self.path.name or self.path.is_dir():
+            raise RuntimeFailure(f"cannot write {self.path}: it is a directory")
         draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             draft.write_text(json.dumps(self.document, indent=1) + "\n", encoding="utf-8")

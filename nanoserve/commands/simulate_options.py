@@ -15,9 +15,16 @@ if TYPE_CHECKING:
 HARDWARE_PANEL = "Hardware"
 
 
-def hardware_option(name: str, help: str, metavar: str = "N", minimum: int | None = None) -> object:
+_MOST_REQUESTS = 10_000_000
+_MOST_BLOCKS = 2**24
+"""Each takes some 40 bytes here."""
+
+
+def hardware_option(
+    name: str, help: str, metavar: str = "N", minimum: int | None = None, maximum: int | None = None
+) -> object:
     """An option of the hardware panel, without an environment variable."""
-    limits = {} if minimum is None else {"min": minimum}
+    limits = {key: limit for key, limit in (("min", minimum), ("max", maximum)) if limit is not None}
     return option(name, panel=HARDWARE_PANEL, help=help, metavar=metavar, envvar=None, **limits)
 
 
@@ -31,7 +38,10 @@ class HardwareOptions:
     tensor_parallel: Annotated[int, hardware_option("--tensor-parallel", "Devices of a stage.", minimum=1)] = 1
     block_size: Annotated[int, hardware_option("--block-size", "Tokens of a KV block.", minimum=1)] = 16
     num_blocks: Annotated[
-        int | None, hardware_option("--num-blocks", "KV blocks; default: what fits beside the weights.", minimum=1)
+        int | None,
+        hardware_option(
+            "--num-blocks", "KV blocks; default: what fits beside the weights.", minimum=1, maximum=_MOST_BLOCKS
+        ),
     ] = None
     metadata: Annotated[
         str,
@@ -69,7 +79,7 @@ class HardwareOptions:
 class WorkloadOptions:
     """When requests come and how long they are."""
 
-    requests: Annotated[int, work_option("--requests", help="How many.", min=1)] = 1000
+    requests: Annotated[int, work_option("--requests", help="How many.", min=1, max=_MOST_REQUESTS)] = 1000
     rate: Annotated[
         float | None,
         work_option("--rate", help="Requests per second; default: all at once, or as the trace has them."),

@@ -14,7 +14,8 @@ from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.meters import RequestMeter, StepMeter
 from nanoserve.simulator.result import ReplicaFigures
 
-MOST_REPLICAS = 4096
+MOST_REPLICAS = 1024
+"""Each takes a megabyte or more, for its KV blocks alone."""
 
 
 @dataclass(frozen=True, slots=True)
