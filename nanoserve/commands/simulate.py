@@ -11,6 +11,7 @@ from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.fleet_options import FleetOptions, show_spread
 from nanoserve.commands.options import option
 from nanoserve.commands.simulate_options import HardwareOptions, WorkloadOptions
+from nanoserve.commands.simulate_tiers import SimulatedHardware, TierOptions, tier_columns
 from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def simulate(
     ] = 2048,
     work: WorkloadOptions,
     hardware: HardwareOptions,
+    tiers: TierOptions,
     fleet: FleetOptions,
     slo: Annotated[
         str | None,
@@ -67,6 +69,7 @@ def simulate(
       nanoserve simulate --model qwen2.5-14b --lengths azure-conv --rate 2 --trace-out stages.json
       nanoserve simulate --policy throttling --set iterations=4,threshold=0.1 --lengths 512+128
       nanoserve simulate --rate 40 --requests 5000 --replicas 16 --router least-tokens --slo ttft=2000,tpot=100
+      nanoserve simulate --policy seesaw --prefill-parallel P4 --decode-parallel T4 --host-kv-memory 80
     """
     from nanoserve.benchmarks.slo import parse_slo
     from nanoserve.simulator import simulate as run
@@ -79,29 +82,32 @@ def simulate(
         raise UsageError("--trace-out takes one policy")
     fleet.check()
     limits = parse_slo(slo)
-    costs, runtime = hardware.costs(), hardware.runtime()
-    blocks = hardware.num_blocks or costs.memory.kv_blocks(hardware.block_size)
+    simulated, runtime = tiers.simulated(hardware), hardware.runtime()
     settings = {
         **msgspec.to_builtins(hardware),
+        **msgspec.to_builtins(tiers),
         **msgspec.to_builtins(work, enc_hook=str),
         **msgspec.to_builtins(fleet),
         "slo_ms": limits and msgspec.to_builtins(limits),
-        "kv_blocks": blocks,
+        "kv_blocks": simulated.kv_blocks[0],
+        "kv_blocks_of_layouts": simulated.kv_blocks,
+        "host_blocks": simulated.host_blocks,
         "parameters": parameters,
         "max_num_batched_tokens": token_budget,
         "max_num_seqs": max_num_seqs,
     }
     report = results.open_report("simulate", settings)
     runs: list[PlottedRun] = []
-    with ExitStack() as files, kept(report, lambda: _show(report, work.name)):
+    place = _place(settings, simulated)
+    with ExitStack() as files, kept(report, lambda: _show(report, work.name, place)):
         traces = [] if trace_out is None else [files.enter_context(ChromeTrace(trace_out))]
         for name, chosen in policies.items():
             window = StepWindow()
             result = run(
                 chosen,
-                costs,
+                simulated.layouts[0],
                 work.workload(),
-                num_blocks=blocks,
+                num_blocks=simulated.kv_blocks[0],
                 block_size=hardware.block_size,
                 max_num_seqs=max_num_seqs,
                 runtime=runtime,
@@ -109,11 +115,15 @@ def simulate(
                 slo=limits,
                 replicas=fleet.replicas,
                 router=fleet.router,
+                host_blocks=simulated.host_blocks,
+                other_layouts=simulated.other_layouts,
+                predictors=simulated.predictors,
+                tier_observers=traces,
             )
             report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
             runs.append(PlottedRun(name, result, window))
         if results.plot is not None:
-            plot_simulation(results.plot, f"{_place(settings)}\n{work.name}", runs)
+            plot_simulation(results.plot, f"{place}\n{work.name}", runs)
     return EXIT_OK
 
 
@@ -123,14 +133,14 @@ def _policies(names: str, token_budget: int, parameters: str | None) -> dict[str
     return {name: make_policy(name, token_budget, parse_parameters(name, parameters)) for name in names.split(",")}
 
 
-def _place(settings: dict[str, Any]) -> str:
+def _place(settings: dict[str, Any], simulated: SimulatedHardware) -> str:
     """On what it ran, in one line."""
-    layout = f"{settings['stages']} stages x {settings['tensor_parallel']}, {settings['metadata']} metadata"
     several = f", {settings['replicas']} replicas ({settings['router']})" if settings["replicas"] > 1 else ""
-    return f"{settings['model']} on {settings['hardware']}, {layout}, {settings['kv_blocks']:,d} KV blocks{several}"
+    layout = f"{simulated.name}, {settings['metadata']} metadata, {simulated.blocks_name}{several}"
+    return f"{settings['model']} on {settings['hardware']}, {layout}"
 
 
-def _show(report: "Report", work: str) -> None:
+def _show(report: "Report", work: str, place: str) -> None:
     from nanoserve.benchmarks.tables import Column, print_table
 
     columns = [
@@ -152,8 +162,8 @@ def _show(report: "Report", work: str) -> None:
     settings = report.document["settings"]
     if settings["slo_ms"]:
         columns += [Column("SLO", "slo_attainment", ".1%"), Column("goodput", "goodput", ",.2f")]
-    print(f"simulated: {_place(settings)}")
+    print(f"simulated: {place}")
     rows = [{**row, "e2el_s": row["e2el_ms"]["mean"] / 1000} for row in report.rows]
-    print_table(work, columns, rows)
+    print_table(work, columns + tier_columns(rows), rows)
     if settings["replicas"] > 1:
         show_spread(report)

@@ -6,7 +6,6 @@ from itertools import pairwise, repeat
 
 from nanoserve.errors import UsageError
 
-
 _REASONABLE = 1e9
 """Beyond, or below one over it, sums of gaps are no numbers any more."""
 

@@ -80,12 +80,12 @@ def draw_simulation(title: str, runs: Sequence[PlottedRun]) -> "Figure":
 def _draw_stages(axes: "Axes", run: PlottedRun) -> None:
     """A bar for each passage of a micro-batch through a stage."""
     steps, (start, end) = run.window.steps, run.window.span
-    stages = len(steps[0].passages)
+    stages = max(len(step.passages) for step in steps)
     unit, per_second = ("ms", 1e3) if end - start < 1 else ("s", 1.0)
     span = (end - start) * per_second
     for stage in range(stages):
         axes.broken_barh([(0, span)], (stage - _BAR_HEIGHT / 2, _BAR_HEIGHT), color=_IDLE, zorder=0)
-        for step in steps:
+        for step in (one for one in steps if stage < len(one.passages)):  # layouts differ in their stages
             left, right = ((moment - start) * per_second for moment in step.passages[stage])
             _draw_passage(axes, stage, left, right - left, step)
             middle = (left + right) / 2
@@ -107,7 +107,10 @@ def _draw_stages(axes: "Axes", run: PlottedRun) -> None:
 def _draw_passage(axes: "Axes", stage: int, left: float, width: float, step: WindowStep) -> None:
     """Its height is split as its tokens are."""
     top, height = stage - _BAR_HEIGHT / 2, _BAR_HEIGHT
-    prompt = height * step.prompt_tokens / (step.decodes + step.prompt_tokens)
+    tokens = step.decodes + step.prompt_tokens
+    if not tokens:  # it lets the host go on
+        return
+    prompt = height * step.prompt_tokens / tokens
     axes.broken_barh([(left, width)], (top, prompt), color=_PROMPT, linewidth=0)
     axes.broken_barh([(left, width)], (top + prompt, height - prompt), color=_DECODES, linewidth=0)
     axes.broken_barh([(left, width)], (top, height), facecolor="none", edgecolor="white", linewidth=1)

@@ -44,7 +44,7 @@ def test_rates_above_zero(rate: float) -> None:
 
 @pytest.mark.parametrize(("rate", "variation"), [(1e-300, 1.0), (1e300, 1.0), (1.0, 1e-200), (1.0, 1e200)])
 def test_absurd_rates_are_refused_before_sums_of_gaps_go_astray(rate: float, variation: float) -> None:
-    with pytest.raises(UsageError, match="must lie between 1e-09 and 1e[+]09"):
+    with pytest.raises(UsageError, match=r"must lie between 1e-09 and 1e\+09"):
         gamma_arrivals(rate, variation, 0)
 
 
