@@ -99,7 +99,7 @@ def simulate(
     report = results.open_report("simulate", settings)
     runs: list[PlottedRun] = []
     place = _place(settings, simulated)
-    with ExitStack() as files, kept(report, lambda: _show(report, work.name, place)):
+    with ExitStack() as files, kept(report, lambda: _show(report, work, place)):
         traces = [] if trace_out is None else [files.enter_context(ChromeTrace(trace_out))]
         for name, chosen in policies.items():
             window = StepWindow()
@@ -123,7 +123,7 @@ def simulate(
             report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
             runs.append(PlottedRun(name, result, window))
         if results.plot is not None:
-            plot_simulation(results.plot, f"{place}\n{work.name}", runs)
+            plot_simulation(results.plot, f"{place}\n{_title(report, work)}", runs)
     return EXIT_OK
 
 
@@ -140,7 +140,12 @@ def _place(settings: dict[str, Any], simulated: SimulatedHardware) -> str:
     return f"{settings['model']} on {settings['hardware']}, {layout}"
 
 
-def _show(report: "Report", work: str, place: str) -> None:
+def _title(report: "Report", work: WorkloadOptions) -> str:
+    """What ran; a trace may have fewer requests than were asked for."""
+    return f"{report.rows[0]['requests']} requests of {work.name}"
+
+
+def _show(report: "Report", work: WorkloadOptions, place: str) -> None:
     from nanoserve.benchmarks.tables import Column, print_table
 
     columns = [
@@ -164,6 +169,6 @@ def _show(report: "Report", work: str, place: str) -> None:
         columns += [Column("SLO", "slo_attainment", ".1%"), Column("goodput", "goodput", ",.2f")]
     print(f"simulated: {place}")
     rows = [{**row, "e2el_s": row["e2el_ms"]["mean"] / 1000} for row in report.rows]
-    print_table(work, columns + tier_columns(rows), rows)
+    print_table(_title(report, work), columns + tier_columns(rows), rows)
     if settings["replicas"] > 1:
         show_spread(report)

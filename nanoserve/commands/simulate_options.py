@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from nanoserve.simulator import Runtime, Workload
 
 HARDWARE_PANEL = "Hardware"
-
-
 _MOST_REQUESTS = 10_000_000
 _MOST_BLOCKS = 2**24
 """Each takes some 40 bytes here."""
@@ -61,6 +59,22 @@ class HardwareOptions:
         own = ParallelLayout(pipeline_parallel=self.stages, tensor_parallel=self.tensor_parallel)
         return StepCosts(load_shape(self.model), load_machine(self.hardware), layout or own)
 
+    def kv_blocks(self, costs: "StepCosts") -> int:
+        """Those that were asked for, or as many as fit beside the weights.
+
+        Raises:
+            UsageError: if they do not fit.
+        """
+        fitting = costs.memory.kv_blocks(self.block_size)
+        if self.num_blocks is None:
+            return fitting
+        if self.num_blocks > fitting:
+            raise UsageError(
+                f"--num-blocks {self.num_blocks}: only {fitting} blocks of {self.block_size} tokens fit beside the "
+                f"weights in layout {costs.layout.name}; ask for fewer, or for more devices"
+            )
+        return self.num_blocks
+
     def runtime(self) -> "Runtime":
         """How the stages' processes work together.
 
@@ -98,12 +112,12 @@ class WorkloadOptions:
 
     @property
     def name(self) -> str:
-        """For the title of a table."""
+        """Whose requests, and when, for the title of a table."""
         from nanoserve.simulator.named_lengths import GLLMS_SHAREGPT
 
         lengths = self.trace.name if self.trace else self.lengths or GLLMS_SHAREGPT
         together = "as the trace has them" if self.trace else "all at once"
-        return f"{self.requests} requests of {lengths}, {together if self.rate is None else f'{self.rate:g} a second'}"
+        return f"{lengths}, {together if self.rate is None else f'{self.rate:g} a second'}"
 
     def workload(self) -> "Workload":
         """The requests; each call makes the same ones.
@@ -122,9 +136,10 @@ class WorkloadOptions:
         if self.rate is not None:
             arrivals = gamma_arrivals(self.rate, self.variation, self.seed)
         else:
-            arrivals = burst() if self.trace is None else trace_arrivals(read_arrivals(self.trace, self.requests))
+            traced = None if self.trace is None else read_arrivals(self.trace, self.requests, in_order=True)
+            arrivals = burst() if traced is None else trace_arrivals(traced)
         if self.trace is not None:
             lengths = trace_lengths(read_trace(self.trace, self.requests))
         else:
-            lengths = named_lengths(self.lengths or GLLMS_SHAREGPT, self.seed)
+            lengths = named_lengths(GLLMS_SHAREGPT if self.lengths is None else self.lengths, self.seed)
         return Workload(arrivals, lengths, self.requests)
