@@ -38,6 +38,7 @@ class Decision:
             being computed again.
         layout: the parallel layout wanted. If it is another than the current one, nothing new is planned: what is in
             flight ends, what is on the device moves to host memory or gives its blocks up, then the layout changes.
+            Passed over where there is no such layout, and until a token was answered since the last such beginning.
     """
 
     prefill_tokens: int
