@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
     from nanoserve.scheduler.load import Policy
 
+_MOST = 2**30
+"""Of tokens in a step, and of sequences: more than there can be, and few enough to be counted with."""
+
 
 def simulate(
     *,
@@ -30,10 +33,13 @@ def simulate(
         option("--set", panel=WORK_PANEL, help="The policy's parameters.", metavar="NAME=VALUE,...", envvar=None),
     ] = None,
     token_budget: Annotated[
-        int, option("--max-num-batched-tokens", panel=WORK_PANEL, help="Token budget of a step.", min=1, envvar=None)
+        int,
+        option(
+            "--max-num-batched-tokens", panel=WORK_PANEL, help="Token budget of a step.", min=1, max=_MOST, envvar=None
+        ),
     ] = 2048,
     max_num_seqs: Annotated[
-        int, option("--max-num-seqs", panel=WORK_PANEL, help="Most sequences at a time.", min=1, envvar=None)
+        int, option("--max-num-seqs", panel=WORK_PANEL, help="Most sequences at a time.", min=1, max=_MOST, envvar=None)
     ] = 2048,
     work: WorkloadOptions,
     hardware: HardwareOptions,

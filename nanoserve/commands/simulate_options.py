@@ -16,6 +16,7 @@ HARDWARE_PANEL = "Hardware"
 _MOST_REQUESTS = 10_000_000
 _MOST_BLOCKS = 2**24
 """Each takes some 40 bytes here."""
+_LARGEST_BLOCK = 2**20
 
 
 def hardware_option(
@@ -34,7 +35,9 @@ class HardwareOptions:
     hardware: Annotated[str, hardware_option("--hardware", "A machine or device, or a TOML file.", "NAME")] = "gllm-l20"
     stages: Annotated[int, hardware_option("--stages", "Stages of the pipeline.", minimum=1)] = 4
     tensor_parallel: Annotated[int, hardware_option("--tensor-parallel", "Devices of a stage.", minimum=1)] = 1
-    block_size: Annotated[int, hardware_option("--block-size", "Tokens of a KV block.", minimum=1)] = 16
+    block_size: Annotated[
+        int, hardware_option("--block-size", "Tokens of a KV block.", minimum=1, maximum=_LARGEST_BLOCK)
+    ] = 16
     num_blocks: Annotated[
         int | None,
         hardware_option(

@@ -136,7 +136,7 @@ def parse_parameters(name: str, text: str | None) -> dict[str, Any]:
 
 
 def _value(text: str, default: Any) -> float:
-    """Of the default's type; of a parameter that there is not, whatever it looks like.
+    """Of the default's type; of a parameter that there is not, a float.
 
     Raises:
         KeyError: for what is neither true nor false.
@@ -144,7 +144,7 @@ def _value(text: str, default: Any) -> float:
     """
     if isinstance(default, bool):
         return {"true": True, "false": False}[text]
-    if isinstance(default, int) or text.lstrip("-").isdigit():
+    if isinstance(default, int):
         return int(text)
     number = float(text)
     if not math.isfinite(number):

@@ -99,4 +99,4 @@ def test_a_trace_out_of_order_is_refused(command: Run, tmp_path: Path) -> None:
     trace.write_text("arrived_at,input_tokens,output_tokens\n3,5,5\n2,5,5\n")
     code, _, err = command(*SMALL, "--trace", str(trace))
     assert code == 2
-    assert "request 2 comes before the one in front of it" in err
+    assert "trace.csv, row 3, arrived_at: 2 is before the row in front of it" in err
