@@ -137,5 +137,5 @@ def _draw_occupancy(axes: "Axes", runs: Sequence[PlottedRun]) -> None:
             axes.step(times, [share * 100 for share in shares], style, where="post", color=colour, label=label)
     axes.set(title="KV cache in use", xlabel="s", ylabel="% of the blocks")
     axes.set_ylim(bottom=0)
-    axes.legend(loc="upper right")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     axes.grid(alpha=0.3)

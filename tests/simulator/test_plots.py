@@ -1,7 +1,9 @@
 """The picture of a simulation: what it shows, and the window of steps it looks through."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from nanoserve.costs.work import StepWork
@@ -63,6 +65,26 @@ def test_every_policy_has_a_row_and_every_tier_a_line() -> None:
     highest = max(kv.get_lines()[0].get_ydata())
     assert highest == pytest.approx(100 * runs[0].result.kv_peak)
     assert all(axes.get_xlabel() and (axes.get_ylabel() or axes.get_yticklabels()) for axes in figure.axes)
+
+
+def test_host_memory_is_a_second_line() -> None:
+    run = _run("sarathi", requests=5)
+    run = replace(run, result=msgspec.structs.replace(run.result, host_series=((0.0, 0.0), (1.0, 0.5))))
+    lines = draw_simulation("a title", [run]).axes[-1].get_lines()
+    assert [(line.get_label(), line.get_linestyle()) for line in lines] == [
+        ("sarathi, device", "-"),
+        ("sarathi, host", "--"),
+    ]
+    assert list(lines[1].get_ydata()) == [0, 50]
+
+
+def test_steps_of_layouts_with_other_stages_and_steps_without_tokens_can_be_drawn() -> None:
+    run, window = _run("sarathi", requests=5), StepWindow()
+    for step, stages in enumerate((1, 2, 1)):
+        passages = [Passage(3 * step + stage, 3 * step + stage + 1) for stage in range(stages)]
+        window.on_step(step, StepPlan(step), StepWork.of([7] * (2 - step)), passages)
+    figure = draw_simulation("a title", [replace(run, window=window)])
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["stage 0", "stage 1"]
 
 
 def test_a_picture_of_one_request_can_be_drawn(tmp_path: Path) -> None:
