@@ -90,7 +90,7 @@ class TierOptions:
                 raise UsageError("--profile has one layout and no host memory: leave them out, or leave the profile")
             return MeasuredHardware.of(hardware, hardware.profile)
         layouts = [hardware.costs(layout) for layout in self._layouts(hardware)]
-        blocks = [hardware.num_blocks or costs.memory.kv_blocks(hardware.block_size) for costs in layouts]
+        blocks = [hardware.kv_blocks(costs) for costs in layouts]
         host = self._host_blocks(layouts[0], hardware.block_size)
         return SimulatedHardware(layouts=layouts, kv_blocks=blocks, host_blocks=host)
 
