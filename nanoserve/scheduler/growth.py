@@ -17,6 +17,8 @@ _RENEWED_EVERY = 16
 
 _REMEMBERED = 1000
 _GOLDEN_RATIO = 0.6180339887498949
+_DEVIATIONS = 1.5
+"""Kept beyond what is expected: if sums of lengths are normal, they exceed it once in fifteen times."""
 
 
 class OutputLengths:
@@ -64,7 +66,7 @@ class OutputLengths:
     def expected_growth(self, running: Iterable[Sequence]) -> int:
         """Tokens by which the running sequences together will at most exceed what they hold now.
 
-        To what is expected comes the standard deviation of the sum of so many lengths, or it would be exceeded every
+        To what is expected come some standard deviations of the sum of so many lengths, or it would be exceeded every
         second time. The rest of a prompt that is partly computed counts as held.
         """
         futures = sorted(((self.remaining(sequence), len(sequence.tokens)) for sequence in running), reverse=True)
@@ -73,7 +75,7 @@ class OutputLengths:
         for number, (remaining, length) in enumerate(futures, start=1):
             held += length
             peak = max(peak, held + number * remaining)
-        return peak - held + round(self._deviation() * math.sqrt(len(futures)))
+        return peak - held + round(_DEVIATIONS * self._deviation() * math.sqrt(len(futures)))
 
 
 class Forecaster:

@@ -53,9 +53,9 @@ def test_with_no_answer_known_one_is_taken_to_be_as_long_as_its_prompt() -> None
     assert _known().remaining(_sequence(0, prompt=5, produced=7)) == 7
 
 
-def test_lengths_that_differ_ask_for_their_deviation_on_top() -> None:
+def test_lengths_that_differ_ask_for_one_and_a_half_deviations_on_top() -> None:
     running = [_sequence(number, prompt=5, produced=30) for number in range(4)]  # all go on to 40, the only longer one
-    assert _known(20, 40).expected_growth(running) == 4 * 10 + round(10 * 4**0.5)
+    assert _known(20, 40).expected_growth(running) == 4 * 10 + round(1.5 * 10 * 4**0.5)
 
 
 def test_old_answers_are_forgotten() -> None:
