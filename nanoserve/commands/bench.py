@@ -6,6 +6,7 @@ from nanoserve.commands.bench_compare import compare
 from nanoserve.commands.bench_diff import diff
 from nanoserve.commands.bench_latency import latency
 from nanoserve.commands.bench_operators import operators
+from nanoserve.commands.bench_paper import paper
 from nanoserve.commands.bench_quality import quality
 from nanoserve.commands.bench_scheduler import scheduler
 from nanoserve.commands.bench_serve import serve
@@ -21,6 +22,7 @@ HELP = """Measure: alone, beside other engines, before and after a change.
   nanoserve bench throughput --preset cpu -m dummy:qwen3-0.6b
   nanoserve bench serve --url http://127.0.0.1:8000 --request-rate 1,2,4
   nanoserve bench compare -m dummy:qwen3-0.6b --rounds 5
+  nanoserve bench paper gllm --plot figures
   nanoserve bench diff before.json after.json --threshold 0.05
 
 What each figure means is written in docs/benchmarks.md.
@@ -30,6 +32,6 @@ What each figure means is written in docs/benchmarks.md.
 def bench_commands() -> typer.Typer:
     """The sub-commands as typer knows them."""
     typed = typer.Typer(name="bench", help=HELP, rich_markup_mode="rich", no_args_is_help=True)
-    for command in (latency, throughput, serve, compare, operators, startup, scheduler, quality, diff):
+    for command in (latency, throughput, serve, compare, operators, startup, scheduler, quality, paper, diff):
         typed.command()(with_options(command))
     return typed

@@ -152,9 +152,9 @@ def serve(
     if find_spec("h11") is None:
         raise RuntimeFailure("bench serve needs h11: pip install 'nanoserve[server]'")
     from nanoserve.benchmarks.serving.measuring import ServeBench
-    from nanoserve.benchmarks.serving.records import parse_slo
     from nanoserve.benchmarks.serving.requests import RequestStyle, check_endpoint
     from nanoserve.benchmarks.serving.sending import Sender
+    from nanoserve.benchmarks.slo import parse_slo
 
     points, limits, seed = load.points(), parse_slo(slo), engine.seed or 0
     endpoint = check_endpoint(work.endpoint)

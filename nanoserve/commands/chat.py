@@ -159,21 +159,22 @@ class _Conversation:
         return outcome.leave
 
     def _answer(self, ask: Callable[[Steps], Iterator[Piece]]) -> None:
+        """Show an answer; Ctrl-C ends it, and when it comes as the answer ends it ends nothing else."""
         thinking = self._commands.show_thinking
         printer = _printer(plain=self._plain, hide_thinking=not thinking)
         before = self._session.last_answer
-        try:
-            with StopOnInterrupt() as stop, without_echo():
+        with StopOnInterrupt() as stop, without_echo():
+            try:
                 for piece in ask(stop.steps):
                     _show(printer, piece, thinking=thinking)
-        except NanoserveError as error:
+            except NanoserveError as error:
+                printer.finish()
+                say(str(error))
+                return
             printer.finish()
-            say(str(error))
-            return
-        printer.finish()
-        answer = self._session.last_answer
-        if answer is not None and answer is not before:
-            remark(answer.usage.line(self._session.model.context, interrupted=answer.interrupted))
+            answer = self._session.last_answer
+            if answer is not None and answer is not before:
+                remark(answer.usage.line(self._session.model.context, interrupted=answer.interrupted))
 
 
 def _printer(*, plain: bool, hide_thinking: bool) -> AnswerPrinter:

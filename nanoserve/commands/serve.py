@@ -4,7 +4,8 @@ import asyncio
 import ipaddress
 import signal
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions, Progress, option, switch
@@ -21,51 +22,76 @@ HTTP_PANEL = "HTTP"
 LIMITS_PANEL = "Limits"
 
 
-def serve(
-    *,
-    host: Annotated[str, option("--host", panel=HTTP_PANEL, metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, option("--port", panel=HTTP_PANEL, help="0 takes a free one.", min=0, max=65535)] = 8000,
+def _seconds(name: str, help: str, minimum: float) -> Any:
+    return option(name, panel=LIMITS_PANEL, metavar="SECONDS", help=help, min=minimum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    """Where the server listens, and to whom."""
+
+    host: Annotated[str, option("--host", panel=HTTP_PANEL, metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1"
+    port: Annotated[int, option("--port", panel=HTTP_PANEL, help="0 takes a free one.", min=0, max=65535)] = 8000
     api_key: Annotated[
         list[str] | None,
         option("--api-key", panel=HTTP_PANEL, metavar="KEY", help="Clients must show it (may be repeated)."),
-    ] = None,
+    ] = None
     insecure: Annotated[
         bool, switch("--insecure", panel=HTTP_PANEL, help="Let everyone in who reaches --host, without a key.")
-    ] = False,
+    ] = False
     served_model_name: Annotated[
         str | None,
         option("--served-model-name", panel=HTTP_PANEL, metavar="NAME", help="What clients call the model."),
-    ] = None,
+    ] = None
+
+    def check_exposure(self) -> None:
+        """That nobody unknown can reach the server unless that is wanted.
+
+        Raises:
+            UsageError: for an empty key, or an address of the network without a key.
+        """
+        if not all(self.api_key or []):
+            raise UsageError("--api-key is empty; leave it away to serve without a key")
+        if not self.api_key and not self.insecure and not _is_loopback(self.host):
+            raise UsageError(
+                f"--host {self.host} can be reached from outside: give an --api-key, or --insecure to let everyone in"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitOptions:
+    """How much, and how long."""
+
     max_queue: Annotated[
         int, option("--max-queue", panel=LIMITS_PANEL, help="Requests that may wait; more are answered 429.", min=0)
-    ] = 128,
+    ] = 128
     max_body_size: Annotated[
         str, option("--max-body-size", panel=LIMITS_PANEL, metavar="SIZE", help="Of a request; longer ones get 413.")
-    ] = "1MiB",
+    ] = "1MiB"
     client_timeout: Annotated[
-        float,
-        option(
-            "--client-timeout",
-            panel=LIMITS_PANEL,
-            metavar="SECONDS",
-            help="For a client to send its request, and to take what it is sent.",
-            min=0.1,
-        ),
-    ] = 30.0,
-    request_timeout: Annotated[
-        float,
-        option("--request-timeout", panel=LIMITS_PANEL, metavar="SECONDS", help="For a whole answer.", min=0.1),
-    ] = 1800.0,
+        float, _seconds("--client-timeout", "For a client to send its request, and to take what it is sent.", 0.1)
+    ] = 30.0
+    request_timeout: Annotated[float, _seconds("--request-timeout", "For a whole answer.", 0.1)] = 1800.0
     drain_timeout: Annotated[
-        float,
-        option(
-            "--drain-timeout",
-            panel=LIMITS_PANEL,
-            metavar="SECONDS",
-            help="After SIGTERM, for the running requests to end.",
-            min=0,
-        ),
-    ] = 30.0,
+        float, _seconds("--drain-timeout", "After SIGTERM, for the running requests to end.", 0)
+    ] = 30.0
+
+    def limits(self) -> "Limits":
+        """Those that each request meets."""
+        from nanoserve.server.service import Limits
+        from nanoserve.sizes import parse_size
+
+        return Limits(
+            body_bytes=parse_size(self.max_body_size),
+            client_seconds=self.client_timeout,
+            request_seconds=self.request_timeout,
+        )
+
+
+def serve(
+    *,
+    http: HttpOptions,
+    limits: LimitOptions,
     engine: EngineOptions,
 ) -> int:
     """Serve a model over HTTP, as OpenAI does.
@@ -80,25 +106,20 @@ def serve(
     A key in the environment is not seen in the list of processes. SIGTERM and
     Ctrl-C let the running requests end; a second one does not wait.
     """
-    _check_exposure(host, api_key or [], insecure=insecure)
+    http.check_exposure()
     # Until the server counts them, Ctrl-C ends the process as SIGTERM does: there is nothing yet to clean up, and an
     # exception can get lost in the imports that follow.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        from nanoserve.server.service import Limits
         from nanoserve.server.serving import Callbacks, listen, run_server
     except ModuleNotFoundError as error:
         raise RuntimeFailure(f"the server needs {error.name}: pip install 'nanoserve[server]'") from None
-    from nanoserve.sizes import parse_size
-
-    limits = Limits(
-        body_bytes=parse_size(max_body_size), client_seconds=client_timeout, request_seconds=request_timeout
-    )
-    with listen(host, port) as listener, ExitStack() as loading:
+    of_each_request = limits.limits()  # a size that is none is refused before anything is opened
+    with listen(http.host, http.port) as listener, ExitStack() as loading:
         _say(f"listening on {_url(listener)}")
         progress = loading.enter_context(load_progress())
-        service = _open_service(engine, limits, api_key or [], served_model_name, max_queue, progress)
-        asyncio.run(run_server(service, listener, drain_timeout, Callbacks(loading.close, _say)))
+        service = _open_service(engine, http, of_each_request, limits.max_queue, progress)
+        asyncio.run(run_server(service, listener, limits.drain_timeout, Callbacks(loading.close, _say)))
     return EXIT_OK
 
 
@@ -109,12 +130,7 @@ def _say(text: str) -> None:
 
 
 def _open_service(
-    engine: EngineOptions,
-    limits: "Limits",
-    api_keys: list[str],
-    served_model_name: str | None,
-    max_queue: int,
-    progress: Progress | None,
+    engine: EngineOptions, http: HttpOptions, limits: "Limits", max_queue: int, progress: Progress | None
 ) -> "Service":
     """Everything but the engine process, which starts when the server runs."""
     from nanoserve.config import EngineConfig
@@ -134,23 +150,14 @@ def _open_service(
     directory = None if resolved.directory is None else str(resolved.directory)
     start = EngineStart(resolved.name, directory, str(resolved.tokenizer_directory), config)
     return Service(
-        model_name=served_model_name or resolved.name,
+        model_name=http.served_model_name or resolved.name,
         tokenizer=tokenizer,
         engine=EngineClient(start, tokenizer, max_queue=max_queue, on_progress=progress),
         grammars=GrammarChecker(resolved.tokenizer_directory),
         limits=limits,
-        api_keys=api_keys,
+        api_keys=http.api_key or [],
         seed=engine.seed,
     )
-
-
-def _check_exposure(host: str, keys: list[str], *, insecure: bool) -> None:
-    if not all(keys):
-        raise UsageError("--api-key is empty; leave it away to serve without a key")
-    if not keys and not insecure and not _is_loopback(host):
-        raise UsageError(
-            f"--host {host} can be reached from outside: give an --api-key, or --insecure to let everyone in"
-        )
 
 
 def _is_loopback(host: str) -> bool:

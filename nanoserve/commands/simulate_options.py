@@ -1,6 +1,5 @@
 """What ``nanoserve simulate`` is asked for: the hardware, and the requests that come."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,14 +9,10 @@ from nanoserve.commands.options import option
 from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from nanoserve.benchmarks.workloads import RequestShape
     from nanoserve.costs import StepCosts
     from nanoserve.simulator import Runtime, Workload
 
 HARDWARE_PANEL = "Hardware"
-GLLMS_SHAREGPT = "sharegpt-gllm"
-_SHAREGPT_MOMENTS = (222.0, 127.0, 1.2, 1.0)
-"""gLLM's ShareGPT: mean input and output tokens (Azure's over 5.21 and 1.66), and sigmas of heavy tails."""
 
 
 def hardware_option(name: str, help: str, metavar: str = "N", minimum: int | None = None) -> object:
@@ -94,6 +89,8 @@ class WorkloadOptions:
     @property
     def name(self) -> str:
         """For the title of a table."""
+        from nanoserve.simulator.named_lengths import GLLMS_SHAREGPT
+
         lengths = self.trace.name if self.trace else self.lengths or GLLMS_SHAREGPT
         together = "as the trace has them" if self.trace else "all at once"
         return f"{self.requests} requests of {lengths}, {together if self.rate is None else f'{self.rate:g} a second'}"
@@ -106,6 +103,7 @@ class WorkloadOptions:
         """
         from nanoserve.benchmarks.workloads import read_arrivals, read_trace
         from nanoserve.simulator import Workload, burst, gamma_arrivals, trace_arrivals, trace_lengths
+        from nanoserve.simulator.named_lengths import GLLMS_SHAREGPT, named_lengths
 
         if self.trace is not None and self.lengths is not None:
             raise UsageError("give --lengths or --trace, not both")
@@ -120,24 +118,3 @@ class WorkloadOptions:
         else:
             lengths = named_lengths(self.lengths or GLLMS_SHAREGPT, self.seed)
         return Workload(arrivals, lengths, self.requests)
-
-
-def named_lengths(name: str, seed: int) -> "Iterator[RequestShape]":
-    """Lengths by a shipped table's name, gLLM's moments, or fixed as 512+128.
-
-    Raises:
-        UsageError: listing the names.
-    """
-    from nanoserve.benchmarks.workloads import parse_sizes
-    from nanoserve.simulator import fixed_lengths, lognormal_lengths
-    from nanoserve.simulator.length_tables import length_tables
-
-    if name == GLLMS_SHAREGPT:
-        return lognormal_lengths(*_SHAREGPT_MOMENTS, seed=seed)
-    if name in length_tables():
-        return length_tables()[name].draw(seed)
-    parts = name.split("+")
-    if len(parts) != 2:
-        known = ", ".join((GLLMS_SHAREGPT, *length_tables()))
-        raise UsageError(f"--lengths takes tokens in and out such as 512+128, or one of {known}; not {name!r}")
-    return fixed_lengths(*(parse_sizes(part, "--lengths")[0] for part in parts))

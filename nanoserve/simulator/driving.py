@@ -5,11 +5,32 @@ from collections.abc import Callable, Iterable
 from nanoserve.engine import Engine
 from nanoserve.request import Request, SequenceUpdate
 
+OnUpdates = Callable[[float, list[SequenceUpdate]], None]
+"""Is told what sequences gained, and when."""
+
+
+def advance(engine: Engine, until: float | None, on_updates: OnUpdates) -> None:
+    """Let an engine work until that time on its clock, or until it has nothing to do."""
+    while engine.has_work and (until is None or engine.now() < until):
+        updates = engine.step(until)
+        on_updates(engine.now(), updates)
+
+
+def admit(engine: Engine, request: Request) -> None:
+    """Give a request to an engine that has worked until it came.
+
+    Raises:
+        UsageError: if it can never run.
+    """
+    while engine.now() < request.arrival_time:
+        engine.executor.collect(request.arrival_time)  # nothing is in flight: only time passes
+    engine.add(request)
+
 
 def drive(
     engine: Engine,
     requests: Iterable[Request],
-    on_updates: Callable[[float, list[SequenceUpdate]], None],
+    on_updates: OnUpdates,
     on_admission: Callable[[float, Request], None] | None = None,
 ) -> None:
     """Run requests to their ends.
@@ -23,18 +44,9 @@ def drive(
     Raises:
         UsageError: if a request can never run.
     """
-    coming = iter(requests)
-    upcoming = next(coming, None)
-    while upcoming is not None or engine.has_work:
-        now = engine.now()
-        while upcoming is not None and upcoming.arrival_time <= now:
-            engine.add(upcoming)
-            if on_admission is not None:
-                on_admission(now, upcoming)
-            upcoming = next(coming, None)
-        until = None if upcoming is None else upcoming.arrival_time
-        if engine.has_work:
-            updates = engine.step(until)
-            on_updates(engine.now(), updates)
-        elif until is not None:
-            engine.executor.collect(until)  # nothing is in flight: only time passes
+    for request in requests:
+        advance(engine, request.arrival_time, on_updates)
+        admit(engine, request)
+        if on_admission is not None:
+            on_admission(engine.now(), request)
+    advance(engine, None, on_updates)

@@ -1,15 +1,20 @@
 """What is measured while time passes, in memory that does not grow with the time that has passed."""
 
+import heapq
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, NamedTuple, Self, TypeVar
 
 from nanoserve.benchmarks.metrics import MILLISECONDS, Distribution
+from nanoserve.benchmarks.slo import Slo
 from nanoserve.costs.work import StepWork
 from nanoserve.kv.block_pool import BlockPool
-from nanoserve.request import SequenceUpdate
+from nanoserve.request import Request, SequenceUpdate
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.simulator.pipeline import Passage
+
+Value = TypeVar("Value")
 
 _RESOLUTION = 1.01
 """Percentiles are right to half a percent."""
@@ -36,6 +41,23 @@ class Sketch:
         self._max = max(self._max, value)
         self._classes[round(math.log(max(value, _SMALLEST)) / _LOG_RESOLUTION)] += times
 
+    @classmethod
+    def merged(cls, sketches: Iterable[Self]) -> Self:
+        """What one would hold that had been given all their values."""
+        whole = cls()
+        for sketch in sketches:
+            whole._count += sketch._count
+            whole._sum += sketch._sum
+            whole._sum_of_squares += sketch._sum_of_squares
+            whole._min, whole._max = min(whole._min, sketch._min), max(whole._max, sketch._max)
+            whole._classes += sketch._classes
+        return whole
+
+    @property
+    def mean(self) -> float | None:
+        """None without values."""
+        return self._sum / self._count if self._count else None
+
     def distribution(self) -> Distribution | None:
         """None without values."""
         if not self._count:
@@ -54,24 +76,84 @@ class Sketch:
         raise AssertionError("the classes hold every value")
 
 
+class CompletedRequest(NamedTuple):
+    """What became of one request; times in seconds.
+
+    Attributes:
+        arrival: when it came.
+        ttft, e2el: from then to its first and to its last token.
+        tpot: between its tokens, on average; None if it has but one.
+    """
+
+    request_id: str
+    arrival: float
+    input_tokens: int
+    output_tokens: int
+    ttft: float
+    tpot: float | None
+    e2el: float
+
+
+RequestObserver = Callable[[CompletedRequest], None]
+"""Is shown every request when it has ended."""
+
+
+class SloMeter:
+    """A RequestObserver that counts the requests within the limits; several of them sweep the limits in one run."""
+
+    def __init__(self, slo: Slo) -> None:
+        self.slo = slo
+        self.requests = self.attaining = 0
+
+    def __call__(self, request: CompletedRequest) -> None:
+        """One more request has ended."""
+        self.requests += 1
+        self.attaining += self.slo.allows(request.ttft, request.tpot, request.e2el)
+
+    @property
+    def attainment(self) -> float | None:
+        """The share within the limits; None without requests."""
+        return self.attaining / self.requests if self.requests else None
+
+
 class _Life:
-    """The times of a request that is on its way."""
+    """What is known of a request that is on its way."""
 
-    __slots__ = ("arrival", "first", "last", "tokens")
+    __slots__ = ("arrival", "first", "input_tokens", "last", "tokens")
 
-    def __init__(self, arrival: float, now: float) -> None:
+    def __init__(self, arrival: float, input_tokens: int, now: float) -> None:
         self.arrival = arrival
+        self.input_tokens = input_tokens
         self.first = self.last = now
         self.tokens = 0
 
+    def completed(self, request_id: str) -> CompletedRequest:
+        """With the last token it ends."""
+        ttft, e2el = self.first - self.arrival, self.last - self.arrival
+        tpot = (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else None
+        return CompletedRequest(request_id, self.arrival, self.input_tokens, self.tokens, ttft, tpot, e2el)
+
 
 class RequestMeter:
-    """TTFT, TPOT, ITL and E2EL, in milliseconds, and how many requests and tokens there were."""
+    """TTFT, TPOT, ITL and E2EL, in milliseconds, and how many requests and tokens there were.
 
-    def __init__(self) -> None:
+    Args:
+        observers: are shown every request that has ended.
+
+    Attributes:
+        requests: that have ended.
+        outstanding_tokens: of those that have not, prompts and answers so far: all that a router in front can know.
+    """
+
+    def __init__(self, observers: Sequence[RequestObserver] = ()) -> None:
         self.ttft, self.tpot, self.itl, self.e2el = Sketch(), Sketch(), Sketch(), Sketch()
-        self.requests = self.input_tokens = self.output_tokens = 0
+        self.requests = self.input_tokens = self.output_tokens = self.outstanding_tokens = 0
+        self._observers = observers
         self._lives: dict[str, _Life] = {}
+
+    def on_admission(self, request: Request) -> None:
+        """A request has come."""
+        self.outstanding_tokens += len(request.prompt)
 
     def on_updates(self, now: float, updates: Sequence[SequenceUpdate]) -> None:
         """What sequences gained at this moment."""
@@ -80,35 +162,41 @@ class RequestMeter:
             life = self._lives.get(update.request_id)
             if life is None:
                 request = update.sequence.request
-                life = self._lives[update.request_id] = _Life(request.arrival_time, now)
-                self.input_tokens += len(request.prompt)
+                life = _Life(request.arrival_time, len(request.prompt), now)
+                self._lives[update.request_id] = life
+                self.input_tokens += life.input_tokens
                 self.ttft.add((now - life.arrival) * MILLISECONDS)
             else:
                 previous.append(life.last)
                 life.last = now
-            life.tokens += len(update.new_tokens)
+            gained = len(update.new_tokens)
+            life.tokens += gained
+            self.outstanding_tokens += gained
             if update.finished:
-                self._finish(self._lives.pop(update.request_id))
+                self._finish(self._lives.pop(update.request_id).completed(update.request_id))
         for time, times in Counter(previous).items():  # most of a step have waited since the same moment
             self.itl.add((now - time) * MILLISECONDS, times)
 
-    def _finish(self, life: _Life) -> None:
+    def _finish(self, request: CompletedRequest) -> None:
         self.requests += 1
-        self.output_tokens += life.tokens
-        self.e2el.add((life.last - life.arrival) * MILLISECONDS)
-        if life.tokens > 1:
-            self.tpot.add((life.last - life.first) / (life.tokens - 1) * MILLISECONDS)
+        self.output_tokens += request.output_tokens
+        self.outstanding_tokens -= request.input_tokens + request.output_tokens
+        self.e2el.add(request.e2el * MILLISECONDS)
+        if request.tpot is not None:
+            self.tpot.add(request.tpot * MILLISECONDS)
+        for observer in self._observers:
+            observer(request)
 
 
-class Series:
+class Series(Generic[Value]):
     """A curve over time, thinned as it grows: when it has too many points, every second one goes."""
 
     def __init__(self) -> None:
-        self.points: list[tuple[float, float]] = []
+        self.points: list[tuple[float, Value]] = []
         self._stride = self._skipped = 1
 
-    def add(self, time: float, value: float) -> None:
-        """One more point, later than all others."""
+    def add(self, time: float, value: Value) -> None:
+        """One more point, not earlier than any other."""
         if self._skipped < self._stride:
             self._skipped += 1
             return
@@ -119,6 +207,20 @@ class Series:
             self._stride *= 2
 
 
+def mean_series(curves: Sequence[Series[float]]) -> Series[float]:
+    """The mean of curves that begin at 0 and keep each value until the next."""
+    if len(curves) == 1:
+        return curves[0]
+    mean = Series[float]()
+    values, total = [0.0] * len(curves), 0.0
+    tagged = [[(time, number, value) for time, value in curve.points] for number, curve in enumerate(curves)]
+    for time, number, value in heapq.merge(*tagged):
+        total += value - values[number]
+        values[number] = value
+        mean.add(time, total / len(curves))
+    return mean
+
+
 class StepMeter:
     """Steps as they enter the pipeline: their tokens, the share of KV blocks in use, and time with nothing to do.
 
@@ -126,6 +228,9 @@ class StepMeter:
         pool: the blocks.
 
     Attributes:
+        tokens: of a step.
+        counts: decodes and prompt tokens of a step, over time.
+        occupancy: share of blocks in use, over time.
         idle_seconds: time in which no plan was in flight, because there was no request.
         last_end: when the last plan so far leaves the pipeline.
         occupancy_seconds: share of blocks in use, integrated over time.
@@ -133,7 +238,8 @@ class StepMeter:
 
     def __init__(self, pool: BlockPool) -> None:
         self.tokens = Sketch()
-        self.occupancy = Series()
+        self.counts = Series[tuple[int, int]]()
+        self.occupancy = Series[float]()
         self.peak_occupancy = self.occupancy_seconds = 0.0
         self.idle_seconds = self.last_end = 0.0
         self._pool = pool
@@ -141,7 +247,9 @@ class StepMeter:
 
     def on_step(self, now: float, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
         """A plan enters the pipeline."""
-        self.tokens.add(work.tokens)
+        tokens = work.tokens
+        self.tokens.add(tokens)
+        self.counts.add(now, (work.decodes, tokens - work.decodes))
         self.idle_seconds += max(0.0, now - self.last_end)
         self.last_end = passages[-1].end
         occupancy = 1 - self._pool.free_blocks / self._pool.num_blocks

@@ -5,8 +5,37 @@ import msgspec
 from nanoserve.benchmarks.metrics import Distribution
 
 
+class ReplicaFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine of a fleet did; None where it had no request to do it with.
+
+    Attributes:
+        requests: how many came to it.
+        input_tokens, output_tokens: of all of them.
+        seconds: until its last token was known.
+        ttft_ms, tpot_ms, e2el_ms: means over its requests.
+        bubble_share: the mean over its stages.
+        kv_occupancy: share of its KV blocks in use, averaged over the time of the whole fleet.
+        kv_peak: the highest.
+        preemptions: its sequences that lost their blocks and were computed again.
+    """
+
+    requests: int
+    input_tokens: int
+    output_tokens: int
+    seconds: float
+    ttft_ms: float | None
+    tpot_ms: float | None
+    e2el_ms: float | None
+    bubble_share: float | None
+    kv_occupancy: float
+    kv_peak: float
+    preemptions: int
+
+
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of one run, in virtual time; docs/benchmarks.md defines the metrics.
+
+    Of a fleet they are those of all engines together.
 
     Attributes:
         requests: how many ran, all to their ends.
@@ -26,6 +55,11 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
         kv_occupancy: share of KV blocks in use, averaged over time.
         kv_peak: the highest.
         kv_series: the share over time, as (seconds, share), thinned to a thousand points at most.
+        tokens_series: steps over time, as (seconds, decodes, prompt tokens), thinned likewise; of a fleet's first
+            engine.
+        slo_attainment: share of requests within the limits that were given; None without limits.
+        goodput: such requests per second.
+        replicas: what each engine did.
     """
 
     requests: int
@@ -48,8 +82,21 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     kv_occupancy: float
     kv_peak: float
     kv_series: tuple[tuple[float, float], ...]
+    tokens_series: tuple[tuple[float, int, int], ...]
+    slo_attainment: float | None
+    goodput: float | None
+    replicas: tuple[ReplicaFigures, ...]
 
     @property
     def bubble_share(self) -> float:
         """The mean over stages."""
         return sum(self.bubble_shares) / len(self.bubble_shares)
+
+    @property
+    def occupancies(self) -> dict[str, tuple[tuple[float, float], ...]]:
+        """Share of blocks in use over time, for each tier of the KV cache."""
+        return {"device": self.kv_series}
+
+    def spread(self, name: str) -> Distribution | None:
+        """A field of ReplicaFigures over the engines."""
+        return Distribution.of(getattr(replica, name) for replica in self.replicas)

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from nanoserve.benchmarks.slo import Slo
 from nanoserve.engine import Engine
 from nanoserve.errors import UsageError
 from nanoserve.request import Request
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.driving import drive
 from nanoserve.simulator.executor import VOCAB_SIZE, SimulatedExecutor, StepObserver
-from nanoserve.simulator.meters import RequestMeter, StepMeter
+from nanoserve.simulator.fleet import Replica, check_replicas, drive_fleet, make_router
+from nanoserve.simulator.meters import RequestMeter, RequestObserver, Sketch, SloMeter, StepMeter, mean_series
 from nanoserve.simulator.pipeline import DECOUPLED, Runtime, StepTimes
 from nanoserve.simulator.result import SimulationResult
 
@@ -24,6 +25,10 @@ def simulate(
     max_num_seqs: int = 2048,
     runtime: Runtime = DECOUPLED,
     observers: Sequence[StepObserver] = (),
+    slo: Slo | None = None,
+    request_observers: Sequence[RequestObserver] = (),
+    replicas: int = 1,
+    router: str = "round-robin",
 ) -> SimulationResult:
     """Run requests to their ends in virtual time. Prefixes are not cached, for the tokens mean nothing.
 
@@ -35,28 +40,66 @@ def simulate(
         block_size: tokens per block.
         max_num_seqs: sequences that hold blocks at a time.
         runtime: how the stages' processes work together.
-        observers: are shown every step.
+        observers: are shown every step; of a fleet, every step of its first engine.
+        slo: what a good answer keeps to, for attainment and goodput.
+        request_observers: are shown every request when it has ended.
+        replicas: whole engines, each with all that is said above.
+        router: which of them gets a request: a name in ROUTERS.
 
     Raises:
-        UsageError: for a request that the blocks can never hold, or none at all.
+        UsageError: for a request that the blocks can never hold, or none at all, and for an impossible fleet.
     """
-    longest = num_blocks * block_size + 1  # the KV of the last token is never written
+    check_replicas(replicas)
+    within = SloMeter(slo or Slo())
+    fleet = [
+        _replica(
+            policy,
+            times,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            runtime=runtime,
+            observers=() if number else observers,
+            request_observers=(within, *request_observers),
+        )
+        for number in range(replicas)
+    ]
+    drive_fleet(fleet, make_router(router), _fitting(requests, _longest(num_blocks, block_size)))
+    if not within.requests:
+        raise UsageError("there are no requests to simulate")
+    return _result(fleet, None if slo is None else within)
+
+
+def _longest(num_blocks: int, block_size: int) -> int:
+    """Tokens of a sequence that takes all blocks; the KV of its last token is never written."""
+    return num_blocks * block_size + 1
+
+
+def _replica(
+    policy: Policy,
+    times: StepTimes,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_num_seqs: int,
+    runtime: Runtime,
+    observers: Sequence[StepObserver],
+    request_observers: Sequence[RequestObserver],
+) -> Replica:
+    """One engine with meters around it."""
     scheduler = Scheduler(
         policy,
         num_blocks=num_blocks,
         block_size=block_size,
-        max_model_len=longest,
+        max_model_len=_longest(num_blocks, block_size),
         max_num_seqs=max_num_seqs,
         prefix_caching=False,
         pipeline_depth=times.num_stages,
     )
-    steps, lives = StepMeter(scheduler.pool), RequestMeter()
+    steps, lives = StepMeter(scheduler.pool), RequestMeter(request_observers)
     executor = SimulatedExecutor(times, runtime=runtime, observers=(steps, *observers))
     engine = Engine(scheduler, executor, vocab_size=VOCAB_SIZE)
-    drive(engine, _fitting(requests, longest), lives.on_updates)
-    if not lives.requests:
-        raise UsageError("there are no requests to simulate")
-    return _result(scheduler, executor, steps, lives)
+    return Replica(engine, scheduler, executor, steps, lives)
 
 
 def _fitting(requests: Iterable[Request], longest: int) -> Iterator[Request]:
@@ -71,32 +114,38 @@ def _fitting(requests: Iterable[Request], longest: int) -> Iterator[Request]:
         yield request
 
 
-def _result(
-    scheduler: Scheduler, executor: SimulatedExecutor, steps: StepMeter, lives: RequestMeter
-) -> SimulationResult:
-    seconds = executor.now()
-    working = seconds - steps.idle_seconds
-    tokens = steps.tokens.distribution()
+def _result(fleet: Sequence[Replica], within: SloMeter | None) -> SimulationResult:
+    lives, steps = [replica.lives for replica in fleet], [replica.steps for replica in fleet]
+    seconds = max(replica.executor.now() for replica in fleet)
+    working = sum(replica.working_seconds for replica in fleet)
+    busy = zip(*(replica.executor.pipeline.busy_seconds for replica in fleet), strict=True)
+    requests = sum(one.requests for one in lives)
+    inputs, outputs = sum(one.input_tokens for one in lives), sum(one.output_tokens for one in lives)
+    tokens = Sketch.merged(one.tokens for one in steps).distribution()
     assert tokens is not None, "requests ran, so there were steps"
     return SimulationResult(
-        requests=lives.requests,
-        input_tokens=lives.input_tokens,
-        output_tokens=lives.output_tokens,
+        requests=requests,
+        input_tokens=inputs,
+        output_tokens=outputs,
         seconds=seconds,
-        requests_per_second=lives.requests / seconds,
-        output_tokens_per_second=lives.output_tokens / seconds,
-        tokens_per_second=(lives.input_tokens + lives.output_tokens) / seconds,
-        ttft_ms=lives.ttft.distribution(),
-        tpot_ms=lives.tpot.distribution(),
-        itl_ms=lives.itl.distribution(),
-        e2el_ms=lives.e2el.distribution(),
-        bubble_shares=tuple(1 - busy / working for busy in executor.pipeline.busy_seconds),
+        requests_per_second=requests / seconds,
+        output_tokens_per_second=outputs / seconds,
+        tokens_per_second=(inputs + outputs) / seconds,
+        ttft_ms=Sketch.merged(one.ttft for one in lives).distribution(),
+        tpot_ms=Sketch.merged(one.tpot for one in lives).distribution(),
+        itl_ms=Sketch.merged(one.itl for one in lives).distribution(),
+        e2el_ms=Sketch.merged(one.e2el for one in lives).distribution(),
+        bubble_shares=tuple(1 - sum(stage) / working for stage in busy),
         steps=tokens.n,
         tokens_per_step=tokens,
         tokens_variation=tokens.std / tokens.mean,
-        preemptions=scheduler.preemptions,
-        forced_steps=scheduler.forced_steps,
-        kv_occupancy=steps.occupancy_seconds / seconds,
-        kv_peak=steps.peak_occupancy,
-        kv_series=tuple(steps.occupancy.points),
+        preemptions=sum(replica.scheduler.preemptions for replica in fleet),
+        forced_steps=sum(replica.scheduler.forced_steps for replica in fleet),
+        kv_occupancy=sum(one.occupancy_seconds for one in steps) / (seconds * len(fleet)),
+        kv_peak=max(one.peak_occupancy for one in steps),
+        kv_series=tuple(mean_series([one.occupancy for one in steps]).points),
+        tokens_series=tuple((time, *counts) for time, counts in steps[0].counts.points),
+        slo_attainment=None if within is None else within.attainment,
+        goodput=None if within is None else within.attaining / seconds,
+        replicas=tuple(replica.figures(seconds) for replica in fleet),
     )

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from nanoserve.commands import chat as chat_command
+from nanoserve.commands.printers import PlainPrinter
 from nanoserve.commands.terminal import StopOnInterrupt
 from tests.commands.conftest import ROOT
+from tests.commands.test_chat_session import make_session
 
 PATIENCE = 60.0  # seconds; a busy machine starts processes slowly
 
@@ -111,6 +114,29 @@ def test_an_interrupt_ends_the_steps(*, inside_step: bool) -> None:
             if not inside_step and step == 1:
                 signal.raise_signal(signal.SIGINT)
     assert taken == [0, 1]
+
+
+def test_an_interrupt_as_the_answer_ends_does_not_end_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    class InterruptedAtTheEnd(PlainPrinter):
+        def finish(self) -> None:
+            super().finish()
+            signal.raise_signal(signal.SIGINT)
+
+    class TwoLines:
+        def __init__(self, *_: object) -> None:
+            self._lines = iter(["one", "two"])
+
+        def read(self) -> str:
+            if (line := next(self._lines, None)) is None:
+                raise EOFError
+            return line
+
+    monkeypatch.setattr(chat_command, "_printer", lambda **_: InterruptedAtTheEnd(sys.stdout, None))
+    monkeypatch.setattr(chat_command, "ChatPrompt", TwoLines)
+    session, _ = make_session()
+    conversation = chat_command._Conversation(session, plain=True, hide_thinking=False, keep_history=False)
+    assert conversation.run() == 0
+    assert [turn.content for turn in session.turns] == ["one", "You said: one", "two", "You said: two"]
 
 
 def test_no_history(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import msgspec
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.serving.arrivals import offered_rate, poisson_arrivals, trace_arrivals
 from nanoserve.benchmarks.serving.load import Load
-from nanoserve.benchmarks.serving.records import Run, Slo, figures
+from nanoserve.benchmarks.serving.records import Run, figures
 from nanoserve.benchmarks.serving.requests import PreparedRequest, RequestStyle
 from nanoserve.benchmarks.serving.sending import Sender
+from nanoserve.benchmarks.slo import Slo
 from nanoserve.benchmarks.workloads import RequestShape
 from nanoserve.errors import RuntimeFailure, UsageError
 

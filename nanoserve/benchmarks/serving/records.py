@@ -7,9 +7,7 @@ from typing import Any
 import msgspec
 
 from nanoserve.benchmarks.metrics import MILLISECONDS, Distribution
-from nanoserve.errors import UsageError
-
-SLO_NAMES = ("ttft", "tpot", "e2el")
+from nanoserve.benchmarks.slo import SLO_NAMES, Slo
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,45 +50,14 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Time per output token after the first; None with fewer than two tokens."""
         return None if self.output_tokens < 2 else (self.e2el - self.ttft) / (self.output_tokens - 1)
 
+    def meets(self, slo: Slo) -> bool:
+        """Whether it is a complete answer within all of the limits."""
+        return self.failure is None and slo.allows(self.ttft, self.tpot, self.e2el)
+
     @property
     def itls(self) -> tuple[float, ...]:
         """The gaps between the pieces of the answer."""
         return tuple(after - before for before, after in zip(self.text_times, self.text_times[1:], strict=False))
-
-
-class Slo(msgspec.Struct, frozen=True):
-    """What a good answer keeps to, in milliseconds; None where anything is good enough."""
-
-    ttft: float | None = None
-    tpot: float | None = None
-    e2el: float | None = None
-
-    def is_met(self, record: RequestRecord) -> bool:
-        """By a complete answer within all of the limits; a TPOT that does not exist breaks none."""
-        pairs = [(getattr(self, name), getattr(record, name)) for name in SLO_NAMES]
-        late = any(limit is not None and time is not None and time * MILLISECONDS > limit for limit, time in pairs)
-        return record.failure is None and not late
-
-
-def parse_slo(text: str | None) -> Slo | None:
-    """``ttft=2000,tpot=100,e2el=30000``, any of them, in milliseconds.
-
-    Raises:
-        UsageError: for anything else.
-    """
-    if text is None:
-        return None
-    limits: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, number = (piece.strip() for piece in part.partition("="))
-        try:
-            limit = float(number)
-        except ValueError:
-            limit = -1.0
-        if name not in SLO_NAMES or name in limits or not 0 < limit < float("inf"):
-            raise UsageError(f"--slo takes milliseconds such as ttft=2000,tpot=100,e2el=30000, not {text!r:.100}")
-        limits[name] = limit
-    return Slo(**limits)
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -183,7 +150,7 @@ def _latencies(complete: Sequence[RequestRecord]) -> dict[str, Distribution | No
 
 def _goodput(runs: Sequence[Run], slo: Slo) -> dict[str, Any]:
     """Requests per second that meet all limits, and their share of all requests."""
-    good = [sum(map(slo.is_met, run.records)) for run in runs]
+    good = [sum(record.meets(slo) for record in run.records) for run in runs]
     requests = sum(len(run.records) for run in runs)
     return {
         "slo_ms": slo,

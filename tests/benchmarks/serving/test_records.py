@@ -5,7 +5,8 @@ import math
 import pytest
 
 from nanoserve.benchmarks.serving.doubts import doubts
-from nanoserve.benchmarks.serving.records import RequestRecord, Run, Slo, figures, parse_slo, peak_concurrency
+from nanoserve.benchmarks.serving.records import RequestRecord, Run, figures, peak_concurrency
+from nanoserve.benchmarks.slo import Slo, parse_slo
 from nanoserve.errors import UsageError
 
 PROMPT = RequestRecord(

@@ -1,0 +1,141 @@
+"""``nanoserve bench paper``: a paper's figures and claims, simulated, beside the paper's own numbers."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, kept, print_head, work_option
+from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.options import option
+from nanoserve.commands.terminal import is_terminal
+from nanoserve.errors import RuntimeFailure
+
+if TYPE_CHECKING:
+    from nanoserve.benchmarks.report import Report
+    from nanoserve.papers.charts import Chart
+    from nanoserve.papers.framework import Finding, Paper, PaperFigure
+    from nanoserve.papers.running import Progress
+
+_WIDTH = 100
+
+
+def paper(
+    name: Annotated[str, typer.Argument(metavar="PAPER", help="gllm, or lecture: the accounting of one device.")],
+    *,
+    figure: Annotated[
+        str | None, work_option("--figure", help="Only this one; default: all.", metavar="NUMBER")
+    ] = None,
+    seeds: Annotated[int, work_option("--seeds", help="Runs of every simulation.", min=1, max=100)] = 3,
+    full: Annotated[
+        bool, option("--full", panel=WORK_PANEL, help="Larger runs, in more settings.", envvar=None)
+    ] = False,
+    workers: Annotated[
+        int | None, work_option("--workers", help="Processes; default: one for each core.", min=1, max=256)
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        option("--json", panel=RESULTS_PANEL, help="Write all figures to this file.", metavar="FILE", envvar=None),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        option(
+            "--plot",
+            panel=RESULTS_PANEL,
+            help="Draw each figure into a PNG file in this directory.",
+            metavar="DIR",
+            envvar=None,
+        ),
+    ] = None,
+) -> int:
+    """Simulate a paper's figures and put what it claims beside what comes out.
+
+    [bold]Examples[/bold]
+
+      nanoserve bench paper gllm --plot figures
+      nanoserve bench paper gllm --figure 12 --seeds 1
+      nanoserve bench paper lecture
+    """
+    from nanoserve.benchmarks.plots import check_plotting
+    from nanoserve.benchmarks.report import Report
+    from nanoserve.papers.catalog import load_paper
+    from nanoserve.papers.framework import Scale
+    from nanoserve.papers.running import Runner
+
+    chosen = load_paper(name)
+    figures = chosen.chosen(figure)
+    check_plotting(plot)
+    scale = Scale(seeds=tuple(range(seeds)), full=full)
+    size = scale.pick(*chosen.setting)
+    settings = {"paper": name, "figure": figure, "seeds": seeds, "full": full, "size": size}
+    report = Report("paper", settings, json_file)
+    findings: dict[str, Finding] = {}
+    with (
+        kept(report, lambda: _show(report, chosen, findings)),
+        _progress() as progress,
+        Runner(workers, progress) as runner,
+    ):
+        for one in figures:
+            found = findings[one.number] = one.evaluate(scale, runner.run(one.jobs(scale)))
+            _keep(report, one, found)
+            if plot is not None and found.chart is not None:
+                _draw(found.chart, plot, f"{name}-{one.number}")
+    return EXIT_OK
+
+
+def _keep(report: "Report", figure: "PaperFigure", found: "Finding") -> None:
+    report.put(f"figure {figure.number}", {"title": figure.title, "rows": found.rows, "chart": found.chart})
+    for claim in found.claims:
+        report.add({"case": f"{claim.figure}: {claim.says}", **claim.row()})
+
+
+def _draw(chart: "Chart", directory: Path, name: str) -> None:
+    from nanoserve.papers.charts import draw
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RuntimeFailure(f"cannot make the directory {directory}: {error.strerror or error}") from error
+    draw(chart, directory / f"{name}.png")
+
+
+def _show(report: "Report", paper: "Paper", findings: "Mapping[str, Finding]") -> None:
+    from nanoserve.benchmarks.tables import Column, print_table
+
+    settings = report.document["settings"]
+    print_head(report)
+    runs = "1 seed" if settings["seeds"] == 1 else f"{settings['seeds']} seeds: mean [lowest..highest]"
+    print(f"simulated, {settings['size']}; {runs}")
+    for figure in paper.figures:
+        found = findings.get(figure.number)
+        if found is not None and found.columns:
+            print_table(f"{figure.number}: {figure.title}", found.columns, found.rows)
+    columns = [
+        Column("figure", "figure"),
+        Column("claim", "says", justify="left"),
+        Column("paper", "paper"),
+        Column("here", "ours_text"),
+        Column("asked", "bounds"),
+        Column("holds", "holds"),
+        Column("what it hangs on", "assumption", justify="left"),
+    ]
+    print_table(paper.title, columns, report.rows)
+
+
+@contextmanager
+def _progress() -> Iterator["Progress"]:
+    """One line on stderr that is written over and is gone at the end; nothing where nobody watches."""
+    watched = is_terminal(sys.stderr)
+
+    def show(done: int, total: int, name: str) -> None:
+        if watched:
+            print(f"\r\x1b[K{done}/{total} {name}"[:_WIDTH], end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if watched:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,117 @@
+"""One simulation, described by values: what runs it needs no more than that."""
+
+from typing import Any
+
+import msgspec
+
+from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
+from nanoserve.papers.observers import Steady, SteadyWindow, StepLog, StepSample
+from nanoserve.scheduler.registry import make_policy
+from nanoserve.simulator import SimulationResult, Workload, burst, poisson_arrivals, simulate
+from nanoserve.simulator.named_lengths import named_lengths
+from nanoserve.simulator.pipeline import COUPLED, DECOUPLED
+
+BLOCK_SIZE = 16
+_RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}
+
+
+class System(msgspec.Struct, frozen=True, kw_only=True):
+    """A serving system as far as the simulator knows one.
+
+    Attributes:
+        label: its name in tables and pictures.
+        policy: by its name in the registry.
+        token_budget: of a step.
+        parameters: of the policy, other than its defaults.
+        runtime: decoupled or coupled metadata (simulator/pipeline.py).
+        tensor_parallel: True where all devices divide every layer, instead of the layers among them.
+    """
+
+    label: str
+    policy: str
+    token_budget: int = 2048
+    parameters: tuple[tuple[str, Any], ...] = ()
+    runtime: str = "decoupled"
+    tensor_parallel: bool = False
+
+    def layout(self, devices: int) -> ParallelLayout:
+        """On so many devices."""
+        if self.tensor_parallel:
+            return ParallelLayout(tensor_parallel=devices)
+        return ParallelLayout(pipeline_parallel=devices)
+
+    def with_(self, label: str, **parameters: Any) -> "System":
+        """The same with other parameters of its policy."""
+        return msgspec.structs.replace(self, label=label, parameters=(*self.parameters, *parameters.items()))
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """A system on hardware, and the requests that come; a Job.
+
+    Attributes:
+        model, machine, devices: which, and how many.
+        lengths: by name.
+        requests: how many.
+        rate: of Poisson arrivals, per second; None means all at once.
+        seed: of arrivals and lengths.
+        max_num_seqs: sequences that hold blocks at a time.
+        steady: between which shares of the first tokens the steady state is measured.
+        logged_steps: how many steps are kept from its beginning on.
+    """
+
+    system: System
+    model: str
+    machine: str
+    devices: int
+    lengths: str
+    requests: int
+    rate: float | None = None
+    seed: int = 0
+    max_num_seqs: int = 4096
+    steady: tuple[float, float] = (0.5, 0.95)
+    logged_steps: int = 0
+
+    @property
+    def name(self) -> str:
+        rate = "all at once" if self.rate is None else f"{self.rate:g}/s"
+        return f"{self.system.label}, {self.model} on {self.devices} of {self.machine}, {self.lengths}, {rate}"
+
+    def costs(self) -> StepCosts:
+        """The step times."""
+        return StepCosts(load_shape(self.model), load_machine(self.machine), self.system.layout(self.devices))
+
+    def run(self) -> "Outcome":
+        """Simulate it.
+
+        Raises:
+            DoesNotFit: if the model does not.
+        """
+        costs = self.costs()
+        window = SteadyWindow(self.requests, *self.steady)
+        log = StepLog(window, self.logged_steps)
+        arrivals = burst() if self.rate is None else poisson_arrivals(self.rate, self.seed)
+        result = simulate(
+            make_policy(self.system.policy, self.system.token_budget, dict(self.system.parameters)),
+            costs,
+            Workload(arrivals, named_lengths(self.lengths, self.seed), self.requests),
+            num_blocks=costs.memory.kv_blocks(BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            max_num_seqs=self.max_num_seqs,
+            runtime=_RUNTIMES[self.system.runtime],
+            observers=(window, log),
+        )
+        return Outcome(result=result, steady=window.result(), log=log.samples)
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a case came to.
+
+    Attributes:
+        result: of the whole run, its start and its end included.
+        steady: of the window between them.
+        log: steps from the window's beginning on.
+    """
+
+    result: SimulationResult
+    steady: Steady
+    log: list[StepSample]

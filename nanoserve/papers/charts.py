@@ -1,0 +1,137 @@
+"""Pictures as data: panels of curves or bars with axes that say what they are, drawn by matplotlib at the very end."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from nanoserve.benchmarks.plots import save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_PANEL_WIDTH, _PANEL_HEIGHT = 4.2, 3.4
+_BAR_GROUP = 0.8
+"""Share of the room between two ticks that bars fill."""
+_HEAD = 0.6
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a panel, or one bar of each of its groups.
+
+    Attributes:
+        label: in the legend; empty for none.
+        xs: numbers for lines; for bars the names of the groups, equal for all curves of a panel.
+        ys: as many.
+        lows, highs: how far ys spread over seeds; empty where that is not shown.
+        style: of matplotlib: "o-", "--", "," ...
+    """
+
+    label: str
+    xs: tuple[float, ...] | tuple[str, ...]
+    ys: tuple[float, ...]
+    lows: tuple[float, ...] = ()
+    highs: tuple[float, ...] = ()
+    style: str = "o-"
+
+
+class Panel(msgspec.Struct, frozen=True, kw_only=True):
+    """Axes with curves.
+
+    Attributes:
+        title: what it shows.
+        x, y: what the axes are, with units.
+        curves: what is drawn.
+        kind: "line", or "bar": groups beside one another.
+        log_x, log_y: logarithmic axes.
+        from_zero: the vertical axis begins at zero.
+        marks: values on the vertical axis that a dotted line marks.
+    """
+
+    title: str
+    x: str
+    y: str
+    curves: tuple[Curve, ...]
+    kind: Literal["line", "bar"] = "line"
+    log_x: bool = False
+    log_y: bool = False
+    from_zero: bool = True
+    marks: tuple[float, ...] = ()
+
+
+class Chart(msgspec.Struct, frozen=True, kw_only=True):
+    """A picture: panels in rows.
+
+    Attributes:
+        title: above all.
+        panels: from left to right, row by row.
+        columns: panels in a row.
+    """
+
+    title: str
+    panels: tuple[Panel, ...]
+    columns: int = 4
+
+
+def draw(chart: Chart, path: Path) -> None:
+    """Write a PNG file.
+
+    Raises:
+        RuntimeFailure: if it cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(chart.columns, len(chart.panels))
+    rows = math.ceil(len(chart.panels) / columns)
+    figure = Figure(figsize=(columns * _PANEL_WIDTH, _HEAD + rows * _PANEL_HEIGHT), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(chart.title)
+    places = [axes for line in figure.subplots(rows, columns, squeeze=False) for axes in line]
+    for axes, panel in zip(places, chart.panels, strict=False):
+        _draw_panel(axes, panel)
+    for axes in places[len(chart.panels) :]:
+        axes.set_axis_off()
+    save_figure(figure, path)
+
+
+def _draw_panel(axes: "Axes", panel: Panel) -> None:
+    if panel.kind == "bar":
+        _draw_bars(axes, panel.curves)
+    else:
+        for curve in panel.curves:
+            (line,) = axes.plot(curve.xs, curve.ys, curve.style, label=curve.label or None, markersize=4)
+            if curve.lows:
+                axes.fill_between(curve.xs, curve.lows, curve.highs, color=line.get_color(), alpha=0.2, linewidth=0)
+    for mark in panel.marks:
+        axes.axhline(mark, color="black", linestyle=":", linewidth=1)
+    axes.set_title(panel.title, fontsize="medium")
+    axes.set_xlabel(panel.x)
+    axes.set_ylabel(panel.y)
+    if panel.log_x:
+        axes.set_xscale("log")
+    if panel.log_y:
+        axes.set_yscale("log")
+    elif panel.from_zero:
+        axes.set_ylim(bottom=0)
+    axes.grid(axis="y", alpha=0.3)
+    if any(curve.label for curve in panel.curves):
+        axes.legend(fontsize="small")
+
+
+def _draw_bars(axes: "Axes", curves: Sequence[Curve]) -> None:
+    """Groups stand at 0, 1, 2 ...; the bars of a group beside one another, in the order of the curves."""
+    groups = curves[0].xs
+    width = _BAR_GROUP / len(curves)
+    for number, curve in enumerate(curves):
+        offset = (number - (len(curves) - 1) / 2) * width
+        places = [group + offset for group in range(len(groups))]
+        spread = None
+        if curve.lows:
+            low = [y - below for y, below in zip(curve.ys, curve.lows, strict=True)]
+            high = [above - y for y, above in zip(curve.ys, curve.highs, strict=True)]
+            spread = [low, high]
+        axes.bar(places, curve.ys, width, yerr=spread, capsize=2, label=curve.label or None)
+    axes.set_xticks(range(len(groups)), [str(group) for group in groups])

@@ -1,0 +1,83 @@
+"""A paper's number beside ours: how far ours spreads over seeds, and whether the relation that is claimed holds."""
+
+from collections.abc import Iterable
+from typing import Literal, Self
+
+import msgspec
+
+Verdict = Literal["yes", "mostly", "no"]
+"""yes: for every seed. mostly: for the mean, not for every seed. no: not for the mean."""
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """A figure over seeds; seeds differ in arrivals and lengths."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Self:
+        """Of one value or more.
+
+        Raises:
+            ValueError: without values.
+        """
+        found = list(values)
+        if not found:
+            raise ValueError("a spread takes one value at least")
+        return cls(sum(found) / len(found), min(found), max(found))
+
+    def text(self, form: str) -> str:
+        """As "1.84x [1.79x..1.90x]", or the mean alone where all seeds agree on it; ``form`` is for str.format."""
+        mean, low, high = (form.format(value) for value in (self.mean, self.low, self.high))
+        return mean if low == high else f"{mean} [{low}..{high}]"
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """What a paper says, and what came out here.
+
+    Attributes:
+        figure: of the paper, or the section, where it stands.
+        says: the relation, in words.
+        paper: the paper's number.
+        ours: the same, simulated.
+        form: how ours is written, for str.format: "{:.2f}x".
+        at_least, at_most: what ours must lie between for the relation to hold; None is no bound.
+        assumption: what our figure hangs on most; where the claim does not hold, what would be needed for it.
+    """
+
+    figure: str
+    says: str
+    paper: str
+    ours: Spread
+    form: str = "{:.2f}"
+    at_least: float | None = None
+    at_most: float | None = None
+    assumption: str
+
+    @property
+    def holds(self) -> Verdict:
+        if self._within(self.ours.low) and self._within(self.ours.high):
+            return "yes"
+        return "mostly" if self._within(self.ours.mean) else "no"
+
+    @property
+    def bounds(self) -> str:
+        """What is asked for, in words."""
+        low, high = (None if bound is None else self.form.format(bound) for bound in (self.at_least, self.at_most))
+        if low and high:
+            return f"{low} to {high}"
+        return f"at least {low}" if low else f"at most {high}" if high else "-"
+
+    def row(self) -> dict[str, object]:
+        """For a report and a table."""
+        return {
+            **msgspec.to_builtins(self),
+            "ours_text": self.ours.text(self.form),
+            "bounds": self.bounds,
+            "holds": self.holds,
+        }
+
+    def _within(self, value: float) -> bool:
+        return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)

@@ -1,0 +1,108 @@
+"""What a paper's figure is: jobs to run, and what is to be said and drawn when they are done."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from nanoserve.benchmarks.tables import Column
+from nanoserve.errors import UsageError
+from nanoserve.papers.charts import Chart
+from nanoserve.papers.claims import Claim
+
+Value = TypeVar("Value")
+
+
+class Job(Hashable, Protocol):
+    """Something to compute in a process of its own: it pickles, and equal jobs have equal outcomes.
+
+    Attributes:
+        name: for the line of progress.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self) -> Any:
+        """The outcome, which pickles."""
+
+
+Outcomes = Mapping[Any, Any]
+"""By job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How large the runs are.
+
+    Attributes:
+        seeds: every simulation is run once for each.
+        full: as large as a figure wants to be, instead of a size that takes minutes.
+    """
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    full: bool = False
+
+    def pick(self, reduced: Value, full: Value) -> Value:
+        """One of the two sizes."""
+        return full if self.full else reduced
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a figure amounts to.
+
+    Attributes:
+        claims: rows of the claims table.
+        chart: its picture; None where the figure is numbers only.
+        rows: all numbers, for the report.
+        columns: which of them make a table on the terminal; none for no table.
+    """
+
+    claims: Sequence[Claim] = ()
+    chart: Chart | None = None
+    rows: Sequence[Mapping[str, Any]] = ()
+    columns: Sequence[Column] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperFigure:
+    """One figure of a paper.
+
+    Attributes:
+        number: in the paper, as ``--figure`` takes it.
+        title: what it shows.
+        jobs: what must run for it; two figures may name equal jobs, which run once.
+        evaluate: what their outcomes say.
+    """
+
+    number: str
+    title: str
+    jobs: Callable[[Scale], Sequence[Job]]
+    evaluate: Callable[[Scale, Outcomes], Finding]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paper:
+    """A paper, as ``nanoserve bench paper`` knows it.
+
+    Attributes:
+        title: its name.
+        setting: what is simulated at the reduced and at the full size, in a line each.
+        figures: in the order in which they run.
+    """
+
+    title: str
+    setting: tuple[str, str]
+    figures: Sequence[PaperFigure]
+
+    def chosen(self, number: str | None) -> Sequence[PaperFigure]:
+        """All figures, or the one of that number.
+
+        Raises:
+            UsageError: listing the numbers.
+        """
+        found = [figure for figure in self.figures if number in (None, figure.number)]
+        if not found:
+            known = ", ".join(figure.number for figure in self.figures)
+            raise UsageError(f"{self.title} has no figure {number!r} here; choose one of {known}")
+        return found

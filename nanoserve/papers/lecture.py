@@ -1,0 +1,34 @@
+"""The lecture's accounting of one device (CS336, lecture 10): what a model's operators and batches amount to."""
+
+from collections.abc import Sequence
+
+from nanoserve.costs import load_machine
+from nanoserve.papers.claims import Claim, Spread
+from nanoserve.papers.framework import Finding, Job, Outcomes, Paper, PaperFigure, Scale
+
+
+def _nothing(scale: Scale) -> Sequence[Job]:
+    """Counting takes no processes."""
+    return ()
+
+
+def _roofline(scale: Scale, outcomes: Outcomes) -> Finding:
+    device = load_machine("h100").device
+    claim = Claim(
+        figure="1.1",
+        says="FLOP per byte at which an H100 is balanced",
+        paper="295",
+        ours=Spread.of([device.intensity]),
+        form="{:.0f}",
+        at_least=295,
+        at_most=296,
+        assumption="989 TFLOPS and 3.35 TB/s, from the data sheet",
+    )
+    return Finding([claim])
+
+
+PAPER = Paper(
+    title="CS336, lecture 10",
+    setting=("nothing is simulated: counts", "nothing is simulated: counts"),
+    figures=[PaperFigure(number="roofline", title="roofline of an H100", jobs=_nothing, evaluate=_roofline)],
+)

@@ -1,0 +1,87 @@
+"""Many independent simulations on all cores: deterministic, each job once, and Ctrl-C ends it all at once."""
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from types import TracebackType
+from typing import Any, Self
+
+from nanoserve.benchmarks.machine import available_cores
+from nanoserve.errors import RuntimeFailure
+from nanoserve.papers.framework import Job, Outcomes
+
+Progress = Callable[[int, int, str], None]
+"""Is told how many jobs are done, of how many, and which was the last."""
+
+
+def no_progress(done: int, total: int, name: str) -> None:
+    """Nobody watches."""
+
+
+class Runner:
+    """Runs jobs and keeps their outcomes; a context manager, because it holds processes.
+
+    A process is "spawned", so that it inherits nothing: outcomes are the same wherever a job runs, in whatever order.
+
+    Args:
+        workers: processes; None means one for each core. With one, jobs run in this process.
+        progress: is told after every job.
+    """
+
+    def __init__(self, workers: int | None = None, progress: Progress = no_progress) -> None:
+        self._workers = workers or available_cores()
+        self._progress = progress
+        self._pool: ProcessPoolExecutor | None = None
+        self._outcomes: dict[Job, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is None:
+            return
+        if kind is not None:  # what runs is of no use any more
+            for process in list((self._pool._processes or {}).values()):
+                process.terminate()
+        self._pool.shutdown(wait=kind is None, cancel_futures=True)
+
+    def run(self, jobs: Iterable[Job]) -> Outcomes:
+        """The outcomes of these jobs, and of all before; what is known already does not run again.
+
+        Raises:
+            RuntimeFailure: if a process died, for want of memory perhaps.
+        """
+        missing = [job for job in dict.fromkeys(jobs) if job not in self._outcomes]
+        if self._workers == 1 or len(missing) == 1:
+            for done, job in enumerate(missing, start=1):
+                self._outcomes[job] = job.run()
+                self._progress(done, len(missing), job.name)
+            return self._outcomes
+        futures = {self._submit(job): job for job in missing}
+        try:
+            for done, future in enumerate(as_completed(futures), start=1):
+                job = futures[future]
+                self._outcomes[job] = future.result()
+                self._progress(done, len(missing), job.name)
+        except BrokenProcessPool as error:
+            raise RuntimeFailure("a process that simulated has died: too little memory?") from error
+        return self._outcomes
+
+    def _submit(self, job: Job) -> "Future[Any]":
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._workers, mp_context=context, initializer=_ignore_interrupts)
+        return self._pool.submit(_run, job)
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C reaches every process of a terminal; only the first one answers it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _run(job: Job) -> Any:
+    return job.run()

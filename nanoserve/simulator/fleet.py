@@ -1,0 +1,119 @@
+"""Several whole engines in one virtual time, behind one router."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from types import MappingProxyType
+
+from nanoserve.engine import Engine
+from nanoserve.errors import UsageError
+from nanoserve.request import Request, SequenceUpdate
+from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.simulator.driving import admit, advance
+from nanoserve.simulator.executor import SimulatedExecutor
+from nanoserve.simulator.meters import RequestMeter, StepMeter
+from nanoserve.simulator.result import ReplicaFigures
+
+MOST_REPLICAS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One engine of the fleet: its own scheduler, pipeline and KV blocks, and what is measured of it."""
+
+    engine: Engine
+    scheduler: Scheduler
+    executor: SimulatedExecutor
+    steps: StepMeter
+    lives: RequestMeter
+
+    @property
+    def working_seconds(self) -> float:
+        """Time in which some plan was in flight."""
+        return self.executor.now() - self.steps.idle_seconds
+
+    def on_updates(self, now: float, updates: list[SequenceUpdate]) -> None:
+        """Its sequences gained something."""
+        self.lives.on_updates(now, updates)
+
+    def take(self, request: Request) -> None:
+        """Let a request in that has come just now."""
+        admit(self.engine, request)
+        self.lives.on_admission(request)
+
+    def figures(self, seconds: float) -> ReplicaFigures:
+        """What it did in the time of the whole fleet."""
+        busy, working = self.executor.pipeline.busy_seconds, self.working_seconds
+        return ReplicaFigures(
+            requests=self.lives.requests,
+            input_tokens=self.lives.input_tokens,
+            output_tokens=self.lives.output_tokens,
+            seconds=self.executor.now(),
+            ttft_ms=self.lives.ttft.mean,
+            tpot_ms=self.lives.tpot.mean,
+            e2el_ms=self.lives.e2el.mean,
+            bubble_share=1 - sum(busy) / (len(busy) * working) if working else None,
+            kv_occupancy=self.steps.occupancy_seconds / seconds,
+            kv_peak=self.steps.peak_occupancy,
+            preemptions=self.scheduler.preemptions,
+        )
+
+
+Router = Callable[[Sequence[int]], int]
+"""Chooses the replica of a request that has come, by number; is told what is outstanding at each: the tokens of the
+prompts that went there and of the answers so far, of requests that have not ended. More no router can see from outside,
+for nobody knows how long an answer will be."""
+
+
+def round_robin() -> Router:
+    """One after the other, whatever they have to do."""
+    turns = count()
+    return lambda outstanding: next(turns) % len(outstanding)
+
+
+def least_tokens() -> Router:
+    """Where the fewest tokens are outstanding; among equals, the first."""
+    return lambda outstanding: min(range(len(outstanding)), key=outstanding.__getitem__)
+
+
+ROUTERS: Mapping[str, Callable[[], Router]] = MappingProxyType(
+    {"round-robin": round_robin, "least-tokens": least_tokens}
+)
+"""Choices of ``--router``."""
+
+
+def make_router(name: str) -> Router:
+    """A new router of that name.
+
+    Raises:
+        UsageError: listing the names.
+    """
+    if name not in ROUTERS:
+        raise UsageError(f"unknown router {name!r:.40}; choose one of {', '.join(ROUTERS)}")
+    return ROUTERS[name]()
+
+
+def check_replicas(number: int) -> None:
+    """That a fleet can have so many.
+
+    Raises:
+        UsageError: if not.
+    """
+    if not 1 <= number <= MOST_REPLICAS:
+        raise UsageError(f"a fleet has 1 to {MOST_REPLICAS} replicas, not {number}")
+
+
+def drive_fleet(fleet: Sequence[Replica], router: Router, requests: Iterable[Request]) -> None:
+    """Run requests to their ends.
+
+    Between two arrivals the engines have nothing to do with each other, so each works until the next one on its own.
+
+    Raises:
+        UsageError: if a request can never run.
+    """
+    for request in requests:
+        for replica in fleet:
+            advance(replica.engine, request.arrival_time, replica.on_updates)
+        fleet[router([replica.lives.outstanding_tokens for replica in fleet])].take(request)
+    for replica in fleet:
+        advance(replica.engine, None, replica.on_updates)

@@ -1,0 +1,59 @@
+"""The steady state counts what happens between two moments of progress, each prompt once."""
+
+import pytest
+
+from nanoserve.costs import StepWork
+from nanoserve.papers.cases import Case, System
+from nanoserve.papers.observers import SteadyWindow
+from nanoserve.request import SamplingParams
+from nanoserve.scheduler.plan import Begin, Row, StepPlan
+from nanoserve.simulator.pipeline import Passage
+
+
+def _case(**changes: object) -> Case:
+    settings: dict[str, object] = {
+        "system": System(label="any", policy="sarathi", token_budget=64),
+        "model": "qwen3-0.6b",
+        "machine": "l4",
+        "devices": 2,
+        "lengths": "30+20",
+        "requests": 400,
+    }
+    return Case(**(settings | changes))  # type: ignore[arg-type]
+
+
+def test_the_window_agrees_with_the_whole_run_where_nothing_changes() -> None:
+    outcome = _case(steady=(0.1, 0.9)).run()
+    whole, steady = outcome.result, outcome.steady
+    assert steady.tokens_per_second == pytest.approx(whole.tokens_per_second, rel=0.1)
+    assert steady.step_tokens == pytest.approx(64, rel=0.01)
+    assert steady.prefill_tokens + steady.decodes == pytest.approx(steady.step_tokens)
+    assert 0 <= steady.bubble_share <= whole.bubble_share
+    assert steady.seconds < 0.9 * whole.seconds
+
+
+def test_a_prompt_that_is_computed_again_counts_once() -> None:
+    window = SteadyWindow(requests=3, first=0.0, last=1.0)
+    params = SamplingParams(temperature=0.0)
+    begin = Begin(sequence=7, tokens=(1,) * 10, prompt_length=10, index=0, seed=0, params=params)
+    row = Row(sequence=7, start=0, tokens=(1,) * 10, sample=True)
+    work = StepWork.of(chunks=[(0, 10)])
+    for second in range(3):  # first token; preempted and computed again; done
+        plan = StepPlan(step=second, begin=(begin,), rows=(row,))
+        window.on_step(float(second), plan, work, [Passage(second, second + 0.5)])
+    steady = window.result()
+    assert steady.tokens_per_second * steady.seconds == 10 + 1 + 1 + 1
+    assert steady.step_tokens == steady.prefill_tokens == 10
+
+
+def test_single_steps_are_kept_from_the_windows_beginning() -> None:
+    outcome = _case(steady=(0.5, 0.9), logged_steps=7).run()
+    assert len(outcome.log) == 7
+    assert all(sample.prefill_tokens + sample.decodes == 64 for sample in outcome.log)
+    assert all(len(sample.passages) == 2 for sample in outcome.log)
+    assert outcome.log[0].time > 0
+
+
+def test_a_window_without_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="more requests"):
+        SteadyWindow(10, 0.5, 0.9).result()
