@@ -24,7 +24,9 @@ _WIDTH = 100
 
 
 def paper(
-    name: Annotated[str, typer.Argument(metavar="PAPER", help="gllm, or lecture: the accounting of one device.")],
+    name: Annotated[
+        str, typer.Argument(metavar="PAPER", help="gllm, lecture (the accounting of one device), or adaptive (ours).")
+    ],
     *,
     figure: Annotated[
         str | None, work_option("--figure", help="Only this one; default: all.", metavar="NUMBER")
