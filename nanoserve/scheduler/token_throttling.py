@@ -49,7 +49,7 @@ class TokenThrottling:
     def decide(self, load: Load) -> Decision:
         return Decision(
             prefill_tokens=self._prefill_tokens(load),
-            decodes=load.ready_decodes if self.without_decode_throttling else _equal_share(load),
+            decodes=load.ready_decodes if self.without_decode_throttling else load.decode_share,
         )
 
     def _prefill_tokens(self, load: Load) -> int:
@@ -131,11 +131,6 @@ def _by_free(load: Load, reserve: float, max_prefill: int) -> int:
 def _within(load: Load, tokens: int, max_prefill: int) -> int:
     """No more than a step takes, than wait, and than there are blocks for."""
     return min(tokens, max_prefill, load.waiting_tokens, load.free_tokens)
-
-
-def _equal_share(load: Load) -> int:
-    """Equation 4: RD / P, rounded up; at least one, and no more than are ready."""
-    return min(max(1, -(-load.running_decodes // load.pipeline_depth)), load.ready_decodes)
 
 
 def _holds_alone(load: Load) -> bool:
