@@ -107,7 +107,7 @@ class AdaptiveThrottling:
         check_parameter("most_reserved", self.most_reserved, 0, below=1)
 
     def decide(self, load: Load) -> Decision:
-        decodes = _equal_share(load)
+        decodes = load.decode_share
         return Decision(prefill_tokens=self._prefill_tokens(load, decodes), decodes=decodes)
 
     def _prefill_tokens(self, load: Load, decodes: int) -> int:
