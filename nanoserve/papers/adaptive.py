@@ -167,7 +167,9 @@ def _list(scale: Scale, run: Run) -> Finding:
 
 
 def _parts(scale: Scale, run: Run) -> Finding:
-    comparisons, outcomes = compare(SHORT_OF_MEMORY, VARIANTS, scale.pick(_REQUESTS, _REQUESTS_OF_FULL), scale, run)
+    comparisons, outcomes = compare(
+        SHORT_OF_MEMORY, VARIANTS, scale.pick(_REQUESTS // 2, _REQUESTS_OF_FULL), scale, run
+    )
     rows = [one.row(outcomes) for one in comparisons]
     whole = [one for one in comparisons if one.system == ADAPTIVE]
     longest = whole[-1]
@@ -255,7 +257,7 @@ def _mean(ratios: Iterable[Sequence[float]]) -> Spread:
 
 PAPER = Paper(
     title="adaptive over throttling (ours, after gLLM)",
-    setting=(f"{_REQUESTS} requests a run", f"{_REQUESTS_OF_FULL:,d} requests a run"),
+    setting=(f"{_REQUESTS} requests a run, {_REQUESTS // 2} for the parts", f"{_REQUESTS_OF_FULL:,d} requests a run"),
     figures=[
         PaperFigure(number="list", title="adaptive over throttling", make=_list),
         PaperFigure(number="parts", title="where memory is short: the parts of adaptive, over throttling", make=_parts),
