@@ -69,7 +69,11 @@ def token_counts(scale: Scale, run: Run) -> Finding:
     panels = [
         _counts(name, outcomes[cases[0]].log) for name, cases in (("Sarathi-Serve", coupled), ("gLLM", throttled))
     ]
-    chart = Chart(title="gLLM, figure 1: scheduled tokens of each micro-batch", panels=tuple(panels), columns=2)
+    chart = Chart(
+        title="gLLM, figure 1: scheduled tokens of each micro-batch (dotted: the budget)",
+        panels=tuple(panels),
+        columns=2,
+    )
     columns = [
         Column("system, first seed", "system"),
         Column("tokens of a step", "tokens", ",.0f"),
@@ -98,7 +102,7 @@ def _counts(title: str, log: list[StepSample]) -> Panel:
     steps = tuple(float(number) for number in range(len(log)))
     prefill = Curve(label="prefill", xs=steps, ys=tuple(float(one.prefill_tokens) for one in log), style="-")
     decode = Curve(label="decode", xs=steps, ys=tuple(float(one.decodes) for one in log), style="-")
-    return Panel(title=title, x="iteration", y="batched tokens", curves=(prefill, decode))
+    return Panel(title=title, x="iteration", y="batched tokens", curves=(prefill, decode), marks=(2048.0,))
 
 
 # ------------------------------------------------------------------------------------------------------- figure 4
