@@ -1,13 +1,16 @@
 """The policies by name: the choices of ``--policy`` and the table of ``nanoserve policies``."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from nanoserve.errors import UsageError
 from nanoserve.scheduler.baselines import ChunkedPrefill, DecodeFirst, PrefillFirst
+from nanoserve.scheduler.hybrid import ApexAlgorithm1, AsymmetricPipelining, AsynchronousOverlap, HybridByPrediction
 from nanoserve.scheduler.load import Policy, check_parameter
 from nanoserve.scheduler.token_throttling import AdaptiveThrottling, TokenThrottling
+from nanoserve.scheduler.transition_minimizing import TransitionMinimizing
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,36 @@ POLICIES: dict[str, PolicyEntry] = {
         "ours, after gLLM",
         "to try out beside throttling: its reserve follows the lengths of answers",
     ),
+    "seesaw": PolicyEntry(
+        TransitionMinimizing,
+        "token_budget",
+        "Seesaw, section 4.2",
+        "offline work with two parallel layouts and KV memory on the host",
+    ),
+    "neo": PolicyEntry(
+        AsymmetricPipelining,
+        "token_budget",
+        "NEO, as in APEX, section 2",
+        "KV memory on the host, many prompts: the CPU attends in turn with the device",
+    ),
+    "overlap": PolicyEntry(
+        AsynchronousOverlap,
+        "token_budget",
+        "APEX, section 3.3",
+        "KV memory on the host, long answers: the CPU attends beside the steps",
+    ),
+    "apex": PolicyEntry(
+        ApexAlgorithm1,
+        "token_budget",
+        "APEX, algorithm 1",
+        "as printed, to compare with: neo or overlap by inequality 5",
+    ),
+    "hybrid": PolicyEntry(
+        HybridByPrediction,
+        "token_budget",
+        "ours, after APEX",
+        "KV memory on the host: the device alone, neo or overlap, whichever is predicted best",
+    ),
 }
 """Choices of ``--policy``."""
 
@@ -83,7 +116,7 @@ def make_policy(name: str, token_budget: int, parameters: Mapping[str, Any] | No
 
 
 def parse_parameters(name: str, text: str | None) -> dict[str, Any]:
-    """Parameters as "iterations=4,threshold=0.1", each of the type of its default.
+    """Parameters as "iterations=4,threshold=0.1", each once and of the type of its default.
 
     Raises:
         UsageError: for anything else.
@@ -92,13 +125,28 @@ def parse_parameters(name: str, text: str | None) -> dict[str, Any]:
     parameters: dict[str, Any] = {}
     for part in text.split(",") if text else ():
         key, _, value = (piece.strip() for piece in part.partition("="))
-        default = defaults.get(key)
+        if key in parameters:
+            raise UsageError(f"{key} is given twice: {text!r:.60}")
         try:
-            parameters[key] = {"true": True, "false": False}[value] if isinstance(default, bool) else _number(value)
+            parameters[key] = _value(value, defaults.get(key))
         except (KeyError, ValueError):
-            raise UsageError(f"{part!r} is no parameter such as iterations=4 or without_wt=true") from None
+            wanted = f"{key} is a whole number, " if type(defaults.get(key)) is int else ""
+            raise UsageError(f"{wanted}{part!r:.60} is no parameter such as iterations=4 or without_wt=true") from None
     return parameters
 
 
-def _number(text: str) -> float:
-    return int(text) if text.lstrip("-").isdigit() else float(text)
+def _value(text: str, default: Any) -> float:
+    """Of the default's type; of a parameter that there is not, a float.
+
+    Raises:
+        KeyError: for what is neither true nor false.
+        ValueError: for what is no finite number, or not a whole one.
+    """
+    if isinstance(default, bool):
+        return {"true": True, "false": False}[text]
+    if isinstance(default, int):
+        return int(text)
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not finite")
+    return number
