@@ -15,7 +15,7 @@ from nanoserve.papers.gllm.serving import cross_node, intra_node
 PAPER = Paper(
     title="gLLM: global balanced pipeline parallelism with Token Throttling",
     setting=(
-        "reduced: 4,000 requests in a backlog, a minute of requests at each rate, one setting of figures 10, 13, 14",
+        "reduced: 5,000 requests in a backlog, a minute of requests at each rate, one setting of figures 10, 13, 14",
         "full: 10,000 requests in a backlog, five minutes of requests at each rate, all settings",
     ),
     figures=(
