@@ -45,6 +45,11 @@ class Scale:
     seeds: tuple[int, ...] = (0, 1, 2)
     full: bool = False
 
+    @property
+    def first_seed(self) -> "Scale":
+        """The same with one seed, for what is searched for or swept on the side."""
+        return Scale(self.seeds[:1], self.full)
+
     def pick(self, reduced: Value, full: Value) -> Value:
         """One of the two sizes."""
         return full if self.full else reduced

@@ -166,7 +166,7 @@ def sensitivity(scale: Scale, run: Run) -> Finding:
     """Figure 16: T where prompts wait, MaxP and the threshold in a backlog, for they need full memory to act."""
     low = at_rate(GLLM, _BELOW, scale.pick(150.0, 600.0), scale.seeds)
     busy = at_rate(GLLM, _BUSY, scale.pick(60.0, 300.0), scale.seeds)
-    deep = deep_backlog(Scale(seeds=scale.seeds[: scale.pick(1, len(scale.seeds))], full=scale.full), GLLM)
+    deep = deep_backlog(scale.first_seed, GLLM)
     sweeps: Sweeps = {
         ("T", _LOW): {value: _set(low, iterations=value) for value in _ITERATIONS},
         ("T", _MODERATE): {value: _set(busy, iterations=value) for value in _ITERATIONS},

@@ -257,9 +257,12 @@ def _cumulative(name: str, sizes: list[int]) -> Curve:
 
 def caps(scale: Scale, run: Run) -> Finding:
     """No figure of the paper: the deep backlog under a cap on running sequences, which the paper does not state."""
-    seeds = Scale(seeds=scale.seeds[: scale.pick(1, len(scale.seeds))], full=scale.full)
     systems = (GLLM, WITH_CK, VLLM)
-    cases = {(system.label, cap): deep_backlog(seeds, system, max_num_seqs=cap) for system in systems for cap in _CAPS}
+    cases = {
+        (system.label, cap): deep_backlog(scale.first_seed, system, max_num_seqs=cap)
+        for system in systems
+        for cap in _CAPS
+    }
     outcomes = run(case for several in cases.values() for case in several)
     gains = {cap: ratio(cases[GLLM.label, cap], cases[WITH_CK.label, cap], outcomes, throughput) for cap in _CAPS}
     claims = [
