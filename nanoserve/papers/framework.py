@@ -45,6 +45,11 @@ class Scale:
     seeds: tuple[int, ...] = (0, 1, 2)
     full: bool = False
 
+    @property
+    def first_seed(self) -> "Scale":
+        """The same with one seed, for what is searched for or swept on the side."""
+        return Scale(self.seeds[:1], self.full)
+
     def pick(self, reduced: Value, full: Value) -> Value:
         """One of the two sizes."""
         return full if self.full else reduced
@@ -89,7 +94,7 @@ class Paper:
 
     Attributes:
         title: its name.
-        setting: what is simulated at the reduced and at the full size, in a line each.
+        setting: what is done at the reduced and at the full size, in a line each.
         figures: in the order in which they run.
         spread_over: what the spread of a claim goes over.
     """

@@ -20,6 +20,7 @@ class Draft:
         tiers: moves sequences between device and host memory.
         decision: how much the plan shall hold.
         now: seconds on the executor's clock.
+        running_decodes: on the device, in flight or not.
         admits: whether waiting prompts may begin; not where a sequence has just given up blocks for older ones.
 
     Attributes:
@@ -29,7 +30,9 @@ class Draft:
         transition: the layout to change to, in a plan that holds nothing else.
     """
 
-    def __init__(self, lifecycle: Lifecycle, tiers: Tiers, decision: Decision, now: float, *, admits: bool) -> None:
+    def __init__(
+        self, lifecycle: Lifecycle, tiers: Tiers, decision: Decision, now: float, *, running_decodes: int, admits: bool
+    ) -> None:
         self.decision = decision
         self.rows: dict[int, Row] = {}
         self.host_rows: dict[int, Row] = {}
@@ -41,6 +44,7 @@ class Draft:
         self._now = now
         self._begin: list[Begin] = []
         self._copies: list[Copy] = []
+        self._running_decodes = running_decodes
         self._kept_free = 0
         self._admits = admits and not lifecycle.owes_blocks
 
@@ -158,11 +162,22 @@ class Draft:
             if self.decision.park and not self._tiers.has_room_to_park(oldest):
                 return
             lifecycle.admit(oldest)
-            computed = self._add_chunk(oldest, budget)
+            computed = self._add_chunk(oldest, budget) if self._fits_beside_decodes(oldest) else 0
             if computed == 0:
                 lifecycle.unadmit(oldest)
                 return
             budget -= computed
+
+    def _fits_beside_decodes(self, prompt: Sequence) -> bool:
+        """Whether the free blocks hold all of a new prompt and one more for each running decode to grow into.
+
+        Else the newest would soon be preempted, and what it had computed would be computed again, over and over. For a
+        prompt that only passes through to the host the decodes keep room.
+        """
+        if self.decision.park:
+            return True
+        kept = self._running_decodes * self._blocks.pool.block_size
+        return self._blocks.fits(prompt, prompt.remaining + kept)
 
     def _add_chunk(self, sequence: Sequence, budget: int) -> int:
         """Plan as much of the prompt as budget and free blocks hold; returns how many tokens."""

@@ -201,7 +201,7 @@ class Scheduler:
         """Ask the policy and carry its answer out, as far as the blocks go."""
         load, decodes, prefills, ready_host = self._survey()
         decision = self.policy.decide(load)
-        draft = Draft(self._lifecycle, self._tiers, decision, now, admits=admits)
+        draft = Draft(self._lifecycle, self._tiers, decision, now, running_decodes=load.running_decodes, admits=admits)
         if self._layouts.drains_for(decision.layout):
             self._drain(draft)
             return draft

@@ -180,11 +180,11 @@ def test_a_victim_for_which_the_host_has_no_room_is_computed_again() -> None:
 
 
 def test_a_sequence_that_came_back_shares_its_blocks_again() -> None:
-    bench = Bench(num_blocks=4, other=4)
+    bench = Bench(num_blocks=5, other=5)
     bench.add("a", 4, 3)
     bench.step()
     bench.step(Decision(0, 0, swap_out=1))
-    bench.add("b", 7, 1)  # takes all blocks, and with them what was cached of the first
+    bench.add("b", 9, 1)  # takes all blocks, and with them what was cached of the first
     bench.step(Decision(64, 64))
     bench.step(Decision(0, 64, swap_in=1))
     bench.step()  # it comes back, and computes a token

@@ -69,7 +69,11 @@ def token_counts(scale: Scale, run: Run) -> Finding:
     panels = [
         _counts(name, outcomes[cases[0]].log) for name, cases in (("Sarathi-Serve", coupled), ("gLLM", throttled))
     ]
-    chart = Chart(title="gLLM, figure 1: scheduled tokens of each micro-batch", panels=tuple(panels), columns=2)
+    chart = Chart(
+        title="gLLM, figure 1: scheduled tokens of each micro-batch (dotted: the budget)",
+        panels=tuple(panels),
+        columns=2,
+    )
     columns = [
         Column("system, first seed", "system"),
         Column("tokens of a step", "tokens", ",.0f"),
@@ -98,7 +102,7 @@ def _counts(title: str, log: list[StepSample]) -> Panel:
     steps = tuple(float(number) for number in range(len(log)))
     prefill = Curve(label="prefill", xs=steps, ys=tuple(float(one.prefill_tokens) for one in log), style="-")
     decode = Curve(label="decode", xs=steps, ys=tuple(float(one.decodes) for one in log), style="-")
-    return Panel(title=title, x="iteration", y="batched tokens", curves=(prefill, decode))
+    return Panel(title=title, x="iteration", y="batched tokens", curves=(prefill, decode), marks=(2048.0,))
 
 
 # ------------------------------------------------------------------------------------------------------- figure 4
@@ -253,9 +257,12 @@ def _cumulative(name: str, sizes: list[int]) -> Curve:
 
 def caps(scale: Scale, run: Run) -> Finding:
     """No figure of the paper: the deep backlog under a cap on running sequences, which the paper does not state."""
-    seeds = Scale(seeds=scale.seeds[: scale.pick(1, len(scale.seeds))], full=scale.full)
     systems = (GLLM, WITH_CK, VLLM)
-    cases = {(system.label, cap): deep_backlog(seeds, system, max_num_seqs=cap) for system in systems for cap in _CAPS}
+    cases = {
+        (system.label, cap): deep_backlog(scale.first_seed, system, max_num_seqs=cap)
+        for system in systems
+        for cap in _CAPS
+    }
     outcomes = run(case for several in cases.values() for case in several)
     gains = {cap: ratio(cases[GLLM.label, cap], cases[WITH_CK.label, cap], outcomes, throughput) for cap in _CAPS}
     claims = [

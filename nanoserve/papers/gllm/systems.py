@@ -31,8 +31,8 @@ def deep_backlog(scale: Scale, system: System, *, max_num_seqs: int = 4096) -> l
         machine=L20,
         devices=4,
         lengths=SHAREGPT,
-        requests=scale.pick(4000, 10000),
-        steady=(scale.pick(0.65, 0.4), 0.95),
+        requests=scale.pick(5000, 10000),
+        steady=(scale.pick(0.6, 0.4), 0.95),
         max_num_seqs=max_num_seqs,
         logged_steps=200,
     )
