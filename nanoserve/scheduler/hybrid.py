@@ -137,17 +137,25 @@ class HybridByPrediction:
         asymmetric        (decodes + prompts + host sequences taken) / seconds
 
     Overlap is the choice where host sequences are too few, or the CPU too slow, to pay for a second pass of the linear
-    layers: cohorts begin whenever the CPU can serve one layer of each within a step. A prompt that the device has no
-    room for is computed and parked as long as the CPU could serve one more under overlap without prompts: it costs no
-    more now than later, and yields tokens meanwhile. Beyond that it would only take room, and prompts wait.
+    layers: cohorts begin whenever the CPU can serve one layer of each within a step. But a sequence that is under way
+    cannot come back to the device, where it would be L + 1 times as fast, so a small gain is no gain.
+
+    A prompt that the device has no room for is computed and parked as long as the CPU could serve one more under
+    overlap without prompts: it costs no more now than later, and yields tokens meanwhile. Beyond that it would only
+    take room, and prompts wait.
 
     Attributes:
         token_budget: device decodes and prompt tokens of one step together.
+        least_gain: by overlap, as a share of what the device advances, for which cohorts begin.
     """
 
     token_budget: int
+    least_gain: float = 0.02
 
     reads_forecast: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_parameter("least_gain", self.least_gain, 0)
 
     def decide(self, load: Load) -> Decision:
         plan = _device_first(load, self.token_budget)
@@ -159,11 +167,11 @@ class HybridByPrediction:
             step = replace(step, prefill=begun)
         if step.host == 0:
             return plan
-        overlapped, overlap_seconds, overlap_tokens = self._overlap(load, plan, step)
+        advanced = step.decodes + step.prefill / max(1, load.first_waiting_tokens)
+        overlapped, overlap_seconds, overlap_tokens = self._overlap(load, plan, step, advanced)
         if step.rows == 0:
             return overlapped
         sizes, asymmetric_seconds = step.pipelined()
-        advanced = step.decodes + step.prefill / max(1, load.first_waiting_tokens)
         rates = [
             (advanced / step.seconds, plan),
             ((advanced + overlap_tokens) / overlap_seconds, overlapped),
@@ -171,15 +179,17 @@ class HybridByPrediction:
         ]
         return max(rates, key=lambda pair: pair[0])[1]
 
-    def _overlap(self, load: Load, plan: Decision, step: "_Step") -> tuple[Decision, float, float]:
+    def _overlap(self, load: Load, plan: Decision, step: "_Step", advanced: float) -> tuple[Decision, float, float]:
         """The overlapped step with as many new host tokens as the CPU has time for; its seconds and host tokens."""
         busy = sum(
             step.predictor.host_attention_seconds(cohort.sequences, cohort.context_tokens) for cohort in load.cohorts
         )
         ready = load.ready_host - plan.swap_in
         if step.rows:
-            ready = max(0, ready - self._staying(load, step.predictor.num_layers))
             ready = step.hidden(step.seconds - busy, ready)
+            under_way = sum(cohort.sequences for cohort in load.cohorts)
+            if under_way + ready < self.least_gain * advanced * (step.predictor.num_layers + 1):
+                ready = 0
         sizes = [cohort.sequences for cohort in load.cohorts] + [ready]
         # Each cohort is in the linear part of one layer a step.
         alone = step.linear_seconds(step.rows)
@@ -188,16 +198,6 @@ class HybridByPrediction:
         if tokens == 0:
             return plan, seconds, tokens
         return replace(plan, strategy="overlap", host_decodes=(ready, 0)), seconds, tokens
-
-    def _staying(self, load: Load, layers: int) -> int:
-        """Host sequences that begin no token: the device will have room for them before it is done.
-
-        Under way they could not move there. As many decodes end in L + 1 steps if all ends up to the last are as
-        likely; twice as many are kept, for most end earlier.
-        """
-        if load.longest_remaining == 0:
-            return 0
-        return -(-2 * load.running_decodes * (layers + 1) // load.longest_remaining)
 
 
 def device_rate(ng: float, tlin: float, tgatt: float) -> float:

@@ -245,12 +245,14 @@ def test_hybrid_begins_cohorts_while_the_cpu_has_time_in_a_step() -> None:
     assert HybridByPrediction(512).decide(full) == replace(PLAN, strategy="overlap", host_decodes=(0, 0))
 
 
-def test_hybrid_keeps_those_ready_for_which_the_device_will_have_room() -> None:
-    # A token takes 5 steps. In 5 of 50 a tenth of the ten decodes end, and twice as many are reckoned with.
-    few = replace(hosting(DECODES, 5), longest_remaining=50)
-    assert HybridByPrediction(512).decide(few) == replace(PLAN, strategy="overlap", host_decodes=(3, 0))
-    assert HybridByPrediction(512).decide(replace(few, longest_remaining=25)).host_decodes == (1, 0)
-    assert HybridByPrediction(512).decide(replace(few, longest_remaining=20)) == PLAN
+def test_hybrid_begins_no_cohort_for_a_small_gain() -> None:
+    # A token takes 5 steps: one host sequence adds a fiftieth to ten decodes, and two a twenty-fifth.
+    careful = HybridByPrediction(512, least_gain=0.03)
+    assert careful.decide(hosting(DECODES, 1)) == PLAN
+    assert careful.decide(hosting(DECODES, 2)) == replace(PLAN, strategy="overlap", host_decodes=(2, 0))
+    # What has begun goes on.
+    last = hosting(DECODES, 1, Cohort(layers=3, sequences=1, context_tokens=100))
+    assert careful.decide(last) == replace(PLAN, strategy="overlap", host_decodes=(0, 0))
 
 
 def test_hybrid_leaves_a_hopeless_cpu_alone() -> None:
@@ -304,6 +306,7 @@ def test_what_is_predicted_of_decodes_alone_stays_within_the_closed_form_bounds(
     [
         (lambda: AsynchronousOverlap(512, cohorts=0), "cohorts must be at least 1, not 0"),
         (lambda: ApexAlgorithm1(512, minimum_ratio=-1.0), "minimum_ratio must be at least 0, not -1.0"),
+        (lambda: HybridByPrediction(512, least_gain=-0.1), "least_gain must be at least 0, not -0.1"),
     ],
 )
 def test_parameters_out_of_range(make: object, says: str) -> None:

@@ -121,7 +121,8 @@ def _equality(cases: Loads, outcomes: Outcomes) -> Claim:
 def _loads(settings: Sequence[Setting], rates: Sequence[float], scale: Scale, run: Run) -> Loads:
     """Each setting's backlog, and the same requests with Poisson arrivals at shares of the device's capacity.
 
-    Every system is tuned for each of them with the first seed.
+    Every system is tuned with the first seed, for each rate that the device alone cannot serve with ease; below that,
+    where any budget will do, it keeps the backlog's.
     """
     full: Backlogs = backlogs(settings, scale, run)
     outcomes = run(case for several in full.values() for case in several)
@@ -131,7 +132,8 @@ def _loads(settings: Sequence[Setting], rates: Sequence[float], scale: Scale, ru
         for rate in rates:
             wanted[setting, rate, label] = replace(backlog[0], rate=rate * device.result.requests_per_second)
     seeds = scale.seeds[: scale.pick(1, len(scale.seeds))]
-    found = dict(zip(wanted, tuned(list(wanted.values()), run), strict=True))
+    hard = {key: case for key, case in wanted.items() if (key[1] or 0.0) >= 1.0}
+    found = wanted | dict(zip(hard, tuned(list(hard.values()), run), strict=True))
     loads = {key: over_seeds(case, seeds) for key, case in found.items()}
     return loads | {(setting, None, label): backlog for (setting, label), backlog in full.items()}
 

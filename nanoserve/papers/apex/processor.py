@@ -107,4 +107,4 @@ def _chart(shares: Sequence[float], rows: Sequence[dict[str, object]]) -> Chart:
         log_x=True,
         marks=(1.0,),
     )
-    return Chart(title="What APEX's order hangs on: how fast the CPUs attend", panels=(panel,))
+    return Chart(title="How fast the CPUs attend", panels=(panel,))

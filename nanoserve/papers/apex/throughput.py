@@ -107,7 +107,7 @@ def output_lengths(scale: Scale, run: Run) -> Finding:
     cases = backlogs(settings, scale, run)
     outcomes = run(case for several in cases.values() for case in several)
     panel = _over_outputs("A10, LLaMA-3.1-8B, mean input 1000", settings, cases, outcomes, _RELATIVE)
-    chart = Chart(title="APEX, figure 7: throughput over that of the device alone", panels=(panel,))
+    chart = Chart(title="APEX, figure 7: throughput by output length", panels=(panel,))
     claims = [
         _claim(
             "7", f"outputs of {output}: APEX over NEO", paper, _at(output, APEX, NEO, settings, cases, outcomes), least
