@@ -26,6 +26,7 @@ from nanoserve.papers.apex.settings import (
     spread,
     throughput,
     tuned,
+    with_budget,
 )
 from nanoserve.papers.apex.throughput import Backlogs, Setting, backlogs, figure_7_settings, osc_settings
 from nanoserve.papers.charts import Chart, Curve, Panel
@@ -121,8 +122,8 @@ def _equality(cases: Loads, outcomes: Outcomes) -> Claim:
 def _loads(settings: Sequence[Setting], rates: Sequence[float], scale: Scale, run: Run) -> Loads:
     """Each setting's backlog, and the same requests with Poisson arrivals at shares of the device's capacity.
 
-    Every system is tuned with the first seed, for each rate that the device alone cannot serve with ease; below that,
-    where any budget will do, it keeps the backlog's.
+    Every system is tuned with the first seed at the highest rate, and keeps that budget at the lower ones: there any
+    budget serves all requests, and unlike budgets would show in latency as unlike policies.
     """
     full: Backlogs = backlogs(settings, scale, run)
     outcomes = run(case for several in full.values() for case in several)
@@ -132,9 +133,10 @@ def _loads(settings: Sequence[Setting], rates: Sequence[float], scale: Scale, ru
         for rate in rates:
             wanted[setting, rate, label] = replace(backlog[0], rate=rate * device.result.requests_per_second)
     seeds = scale.seeds[: scale.pick(1, len(scale.seeds))]
-    hard = {key: case for key, case in wanted.items() if (key[1] or 0.0) >= 1.0}
-    found = wanted | dict(zip(hard, tuned(list(hard.values()), run), strict=True))
-    loads = {key: over_seeds(case, seeds) for key, case in found.items()}
+    pairs = list(full)
+    highest = tuned([wanted[setting, max(rates), label] for setting, label in pairs], run)
+    budgets = {pair: case.system.token_budget for pair, case in zip(pairs, highest, strict=True)}
+    loads = {key: over_seeds(with_budget(case, budgets[key[0], key[2]]), seeds) for key, case in wanted.items()}
     return loads | {(setting, None, label): backlog for (setting, label), backlog in full.items()}
 
 

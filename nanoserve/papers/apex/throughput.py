@@ -96,7 +96,7 @@ def throughput_figure(scale: Scale, run: Run) -> Finding:
         _over_outputs("(a) T4, LLaMA-2-7B, OSC", osc_settings(scale), cases, outcomes, _ABSOLUTE),
         _over_workloads(cases, outcomes),
     )
-    chart = Chart(title="APEX, figure 5: throughput in a backlog", panels=panels, columns=2)
+    chart = Chart(title="APEX, figure 5: throughput in a backlog", panels=panels, columns=1)
     claims = [*_t4_claims(osc_settings(scale), cases, outcomes), *_a10_claims(cases, outcomes)]
     return Finding(claims, chart, _rows(cases, outcomes), _COLUMNS)
 
