@@ -64,9 +64,9 @@ def processors(scale: Scale, run: Run) -> Finding:
                 1.05,
                 "host sequences pay for a second pass only with prompts",
             ),
-            (OVERLAP, NEO, of[NEO.label, _PAPERS_SHARE], "1.05x to 1.37x", 1.0, None, "many host sequences"),
-            (APEX, NEO, of[NEO.label, _PAPERS_SHARE], "1.05x to 1.37x", 1.0, None, "many host sequences"),
-            (APEX_8, NEO, of[NEO.label, _PAPERS_SHARE], "1.05x to 1.37x", 1.0, None, "eight times as many, or none"),
+            (OVERLAP, NEO, of[NEO.label, _PAPERS_SHARE], "1.05x to 1.37x", 1.02, None, "many host sequences"),
+            (APEX, NEO, of[NEO.label, _PAPERS_SHARE], "1.05x to 1.37x", 1.02, None, "many host sequences"),
+            (APEX_8, NEO, of[NEO.label, _PAPERS_SHARE], "1.05x to 1.37x", 1.02, None, "eight times as many, or none"),
         )
     ]
     rows = [
