@@ -79,7 +79,7 @@ def paper(
         Runner(workers, progress) as runner,
     ):
         for one in figures:
-            found = findings[one.number] = one.evaluate(scale, runner.run(one.jobs(scale)))
+            found = findings[one.number] = one.make(scale, runner.run)
             _keep(report, one, found)
             if plot is not None and found.chart is not None:
                 _draw(found.chart, plot, f"{name}-{one.number}")

@@ -1,6 +1,6 @@
-"""What a paper's figure is: jobs to run, and what is to be said and drawn when they are done."""
+"""What a paper's figure is: a function that runs jobs and says what they amount to, in words, numbers and a picture."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -28,6 +28,9 @@ class Job(Hashable, Protocol):
 
 Outcomes = Mapping[Any, Any]
 """By job."""
+
+Run = Callable[[Iterable[Job]], Outcomes]
+"""Runs jobs side by side, each once, and answers with the outcomes of these and of all before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +74,13 @@ class PaperFigure:
     Attributes:
         number: in the paper, as ``--figure`` takes it.
         title: what it shows.
-        jobs: what must run for it; two figures may name equal jobs, which run once.
-        evaluate: what their outcomes say.
+        make: runs what it needs and says what came out. Best given all its jobs at once, for they run side by side;
+            what depends on outcomes (a setting that is searched for) takes a second round.
     """
 
     number: str
     title: str
-    jobs: Callable[[Scale], Sequence[Job]]
-    evaluate: Callable[[Scale, Outcomes], Finding]
+    make: Callable[[Scale, Run], Finding]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

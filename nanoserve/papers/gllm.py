@@ -4,12 +4,10 @@ Figures 1 and 4 show why: under one token budget for prompts and answers (Sarath
 are uneven, and what is uneven leaves stages idle.
 """
 
-from collections.abc import Sequence
-
 from nanoserve.benchmarks.tables import Column
 from nanoserve.papers.cases import Case, Outcome, System
 from nanoserve.papers.claims import Claim
-from nanoserve.papers.framework import Finding, Outcomes, Paper, PaperFigure, Scale
+from nanoserve.papers.framework import Finding, Paper, PaperFigure, Run, Scale
 from nanoserve.papers.tuning import over_seeds, ratio, spread
 
 GLLM = System(label="gLLM", policy="throttling")
@@ -30,15 +28,12 @@ def _deep(scale: Scale, system: System) -> list[Case]:
     return over_seeds(case, scale.seeds)
 
 
-def _jobs(scale: Scale) -> Sequence[Case]:
-    return [case for system in (GLLM, WITH_CK, VLLM, SGLANG) for case in _deep(scale, system)]
-
-
-def _evaluate(scale: Scale, outcomes: Outcomes) -> Finding:
+def _maximum_throughput(scale: Scale, run: Run) -> Finding:
     def throughput(outcome: Outcome) -> float:
         return outcome.steady.tokens_per_second
 
     systems = {system.label: _deep(scale, system) for system in (GLLM, WITH_CK, VLLM, SGLANG)}
+    outcomes = run(case for cases in systems.values() for case in cases)
     rows = [{"system": name, "tokens": spread(cases, outcomes, throughput).mean} for name, cases in systems.items()]
     claim = Claim(
         figure="10",
@@ -56,5 +51,5 @@ def _evaluate(scale: Scale, outcomes: Outcomes) -> Finding:
 PAPER = Paper(
     title="gLLM",
     setting=("6,000 requests", "10,000 requests"),
-    figures=[PaperFigure(number="10", title="maximum throughput", jobs=_jobs, evaluate=_evaluate)],
+    figures=[PaperFigure(number="10", title="maximum throughput", make=_maximum_throughput)],
 )

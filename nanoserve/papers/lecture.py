@@ -1,18 +1,11 @@
 """The lecture's accounting of one device (CS336, lecture 10): what a model's operators and batches amount to."""
 
-from collections.abc import Sequence
-
 from nanoserve.costs import load_machine
 from nanoserve.papers.claims import Claim, Spread
-from nanoserve.papers.framework import Finding, Job, Outcomes, Paper, PaperFigure, Scale
+from nanoserve.papers.framework import Finding, Paper, PaperFigure, Run, Scale
 
 
-def _nothing(scale: Scale) -> Sequence[Job]:
-    """Counting takes no processes."""
-    return ()
-
-
-def _roofline(scale: Scale, outcomes: Outcomes) -> Finding:
+def _roofline(scale: Scale, run: Run) -> Finding:
     device = load_machine("h100").device
     claim = Claim(
         figure="1.1",
@@ -30,5 +23,5 @@ def _roofline(scale: Scale, outcomes: Outcomes) -> Finding:
 PAPER = Paper(
     title="CS336, lecture 10",
     setting=("nothing is simulated: counts", "nothing is simulated: counts"),
-    figures=[PaperFigure(number="roofline", title="roofline of an H100", jobs=_nothing, evaluate=_roofline)],
+    figures=[PaperFigure(number="roofline", title="roofline of an H100", make=_roofline)],
 )
