@@ -1,0 +1,134 @@
+"""One configuration, simulated on one setting: a closed batch, static or with re-sharding."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from nanoserve.costs import StepWork
+from nanoserve.costs.predictor import CostPredictor
+from nanoserve.papers.seesaw_settings import BLOCK_SIZE, Choice, Setting
+from nanoserve.scheduler.plan import StepPlan, Swap
+from nanoserve.scheduler.registry import make_policy
+from nanoserve.simulator import OtherLayout, SimulationResult, Workload, burst, simulate
+from nanoserve.simulator.pipeline import Passage
+
+MOST_SEQUENCES = 4096
+"""On the devices at a time: no limit, for anybody."""
+
+
+class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of a run, by what was on its way through the pipeline (figure 12).
+
+    Attributes:
+        prefill, decode, mixed: steps with prompts, with answers, and with both.
+        transition: re-sharding.
+        other: nothing was.
+    """
+
+    prefill: float
+    mixed: float
+    decode: float
+    transition: float
+    other: float
+
+    @property
+    def total(self) -> float:
+        return self.prefill + self.mixed + self.decode + self.transition + self.other
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a closed batch came to.
+
+    Attributes:
+        result: of the simulation.
+        breakdown: of its time; of its first replica.
+        phases: (begin, end, layout) of the times between transitions, of its first replica.
+    """
+
+    result: SimulationResult
+    breakdown: Breakdown
+    phases: tuple[tuple[float, float, int], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Until the last answer ended."""
+        return self.result.seconds
+
+
+class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A Job: all requests of a setting at once, under one configuration."""
+
+    setting: Setting
+    choice: Choice
+
+    @property
+    def name(self) -> str:
+        return f"{self.choice.label} ({self.choice.token_budget}), {self.setting.name}"
+
+    def run(self) -> Outcome:
+        """Simulate it; with data parallelism, until the slowest replica is done."""
+        setting, choice = self.setting, self.choice
+        layouts = [setting.costs(layout) for layout in (choice.prefill, choice.decode) if layout is not None]
+        blocks = [costs.memory.kv_blocks(BLOCK_SIZE) for costs in layouts]
+        pool = setting.host_bytes_per_device * choice.prefill.devices / choice.replicas
+        changes, clock = choice.decode is not None, PhaseClock()
+        result = simulate(
+            make_policy(choice.policy, choice.token_budget),
+            layouts[0],
+            Workload(burst(), setting.shapes()),
+            num_blocks=blocks[0],
+            block_size=BLOCK_SIZE,
+            max_num_seqs=MOST_SEQUENCES,
+            observers=(clock,),
+            replicas=choice.replicas,
+            host_blocks=layouts[0].memory.host_kv_blocks(pool, BLOCK_SIZE) if changes else 0,
+            other_layouts=[OtherLayout(*pair) for pair in list(zip(layouts, blocks, strict=True))[1:]],
+            predictors=[CostPredictor(costs, layouts) for costs in layouts] if changes else (),
+            tier_observers=(clock,),
+        )
+        return Outcome(result=result, breakdown=clock.breakdown(), phases=clock.phases(result.seconds))
+
+
+class PhaseClock:
+    """A StepObserver and TierObserver that attributes a run's time to prompts, answers, both in one step and the rest.
+
+    The time until a micro-batch leaves the last stage is its own as far as no one before it was on its way.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(Breakdown.__struct_fields__, 0.0)
+        self._end = self._phase_begin = 0.0
+        self._phases: list[tuple[float, float, int]] = []
+        self._layout = 0
+
+    def on_step(self, now: float, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
+        """A step enters the pipeline, and it is known when it will leave."""
+        kind = "decode" if not work.chunks else "mixed" if work.decodes else "prefill"
+        self._pass(kind, Passage(passages[0].start, passages[-1].end))
+
+    def on_transition(self, now: float, plan: StepPlan, passage: Passage) -> None:
+        """The layout changes."""
+        assert plan.transition is not None
+        self._pass("transition", passage)
+        self._phases.append((self._phase_begin, passage.start, self._layout))
+        self._phase_begin, self._layout = passage.end, plan.transition
+
+    def on_swap(self, now: float, swap: Swap, tokens: int, passage: Passage) -> None:
+        """Swaps run beside the steps; where a step waits for one, that is other time."""
+
+    def on_host_attention(self, passage: Passage, seconds: float, rows: int) -> None:
+        """Nothing attends on the host here."""
+
+    def _pass(self, kind: str, passage: Passage) -> None:
+        start = max(self._end, passage.start)
+        self._seconds["other"] += start - self._end
+        self._seconds[kind] += max(start, passage.end) - start
+        self._end = max(start, passage.end)
+
+    def breakdown(self) -> Breakdown:
+        """Up to now."""
+        return Breakdown(**self._seconds)
+
+    def phases(self, end: float) -> tuple[tuple[float, float, int], ...]:
+        """(begin, end, layout) of each phase, the last one until then."""
+        return (*self._phases, (self._phase_begin, end, self._layout))

@@ -1,0 +1,303 @@
+"""Seesaw's figures 12 to 14: where the time goes, and how the gain depends on answers and on the links."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from nanoserve.benchmarks.tables import Column
+from nanoserve.costs import ParallelLayout
+from nanoserve.papers.charts import Chart, Curve, Panel
+from nanoserve.papers.claims import Claim, Spread
+from nanoserve.papers.framework import Finding, Outcomes, PaperFigure, Run, Scale
+from nanoserve.papers.seesaw_estimate import BestBudget
+from nanoserve.papers.seesaw_runs import Breakdown, ClosedBatch, Outcome
+from nanoserve.papers.seesaw_search import over_seeds
+from nanoserve.papers.seesaw_settings import RESHARDING, WHOLE_PROMPTS, Choice, Setting
+from nanoserve.papers.seesaw_throughput import A10
+
+
+def _layout(tensor: int, pipeline: int, data: int = 1) -> ParallelLayout:
+    return ParallelLayout(tensor_parallel=tensor, pipeline_parallel=pipeline, data_parallel=data)
+
+
+def _tuned(setting: Setting, choices: Sequence[Choice], run: Run) -> list[Choice]:
+    """Each with the token budget that suits it best, by the estimate."""
+    jobs = [BestBudget(setting=setting, choice=choice) for choice in choices]
+    outcomes = run(jobs)
+    return [outcomes[job] for job in jobs]
+
+
+# ---- figure 12 --------------------------------------------------------------------------------------------------
+
+_SYSTEMS = (
+    Choice(prefill=_layout(4, 1), policy=WHOLE_PROMPTS),
+    Choice(prefill=_layout(1, 4), policy=WHOLE_PROMPTS),
+    Choice(prefill=_layout(1, 4), decode=_layout(4, 1), policy=RESHARDING),
+    Choice(prefill=_layout(2, 2)),
+)
+"""TP4 and PP4 without chunked prefill, to show how long prompts and answers take each; Seesaw; the best static one."""
+
+
+def _figure_12(scale: Scale, run: Run) -> Finding:
+    setting = Setting(model="codellama-34b", machine=A10, devices=4, lengths="arxiv", requests=scale.pick(125, 500))
+    setting = msgspec.structs.replace(setting, seed=scale.seeds[0])
+    choices = _tuned(setting, _SYSTEMS, run)
+    batches = [over_seeds(setting, choice, scale.seeds) for choice in choices]
+    outcomes = run(batch for each in batches for batch in each)
+    tensor, pipeline, seesaw, chunked = ([outcomes[batch] for batch in each] for each in batches)
+    claims = [
+        _claim_12("total time: TP4 over P4->T4", "more", _ratio(tensor, seesaw, "total"), 1.0),
+        _claim_12("total time: PP4 over P4->T4", "more", _ratio(pipeline, seesaw, "total"), 1.0),
+        _claim_12("total time: TP2PP2 with chunked prefill over P4->T4", "more", _ratio(chunked, seesaw, "total"), 1.0),
+        _claim_12("prefill time: TP4 over PP4", "more", _ratio(tensor, pipeline, "prefill"), 1.3),
+        _claim_12("decode time: PP4 over TP4", "more", _ratio(pipeline, tensor, "decode"), 1.3),
+        _claim_12("prefill time: P4->T4 over PP4", "comparable", _ratio(seesaw, pipeline, "prefill"), 0.7, 1.25),
+        _claim_12("decode time: P4->T4 over TP4", "comparable", _ratio(seesaw, tensor, "decode"), 0.7, 1.25),
+    ]
+    rows = [
+        {
+            "system": choice.label,
+            "policy": choice.policy,
+            "budget": choice.token_budget,
+            **{part: _mean(each, part) for part in (*Breakdown.__struct_fields__, "total")},
+        }
+        for choice, each in zip(choices, (tensor, pipeline, seesaw, chunked), strict=True)
+    ]
+    names = ("tp4", "pp4", "p4->t4", "tp2pp2\n+chunked prefill")
+    panel = Panel(
+        title=f"{setting.requests} of arxiv",
+        x="",
+        y="end-to-end time (s)",
+        kind="stack",
+        curves=tuple(
+            Curve(label=part, xs=names, ys=tuple(float(str(row[part])) for row in rows))
+            for part in Breakdown.__struct_fields__
+        ),
+    )
+    columns = [
+        Column("layout", "system"),
+        Column("policy", "policy", justify="left"),
+        Column("tokens of a step", "budget", "d"),
+        *(Column(f"{part} s", part, ",.0f") for part in (*Breakdown.__struct_fields__, "total")),
+    ]
+    return Finding(claims, Chart(title="Seesaw, figure 12: 34B on 4 A10", panels=(panel,)), rows, columns)
+
+
+def _mean(outcomes: Sequence[Outcome], part: str) -> float:
+    return sum(getattr(one.breakdown, part) for one in outcomes) / len(outcomes)
+
+
+def _ratio(above: Sequence[Outcome], below: Sequence[Outcome], part: str) -> Spread:
+    pairs = zip(above, below, strict=True)
+    return Spread.of(getattr(one.breakdown, part) / getattr(other.breakdown, part) for one, other in pairs)
+
+
+def _claim_12(says: str, paper: str, ours: Spread, at_least: float, at_most: float | None = None) -> Claim:
+    return Claim(
+        figure="12",
+        says=says,
+        paper=paper,
+        ours=ours,
+        form="{:.2f}x",
+        at_least=at_least,
+        at_most=at_most,
+        assumption="time by what is in the pipeline; all-reduces at 75 % of PCIe 4.0 x8",
+    )
+
+
+# ---- figure 13 --------------------------------------------------------------------------------------------------
+
+_INPUT = 3000
+_STATIC = {"pp8": _layout(1, 8), "tp2pp4": _layout(2, 4), "tp4pp2": _layout(4, 2)}
+_PAIR = "pp8->tp4pp2"
+
+
+def _figure_13(scale: Scale, run: Run) -> Finding:
+    outputs = scale.pick((1, 60, 150, 300, 600, 900), (1, 30, 75, 120, 150, 225, 300, 450, 600, 750, 900))
+    names = (*_STATIC, _PAIR)
+    choices = [Choice(prefill=layout) for layout in _STATIC.values()]
+    choices.append(Choice(prefill=_STATIC["pp8"], decode=_STATIC["tp4pp2"], policy=RESHARDING))
+    settings = [
+        Setting(
+            model="llama-2-70b",
+            machine=A10,
+            devices=8,
+            lengths=f"{_INPUT}+{output}",
+            requests=scale.pick(80, 400),
+        )
+        for output in outputs
+    ]
+    seconds = _grid(settings, choices, run)
+    rates = {
+        name: tuple(setting.requests / one[number] for setting, one in zip(settings, seconds, strict=True))
+        for number, name in enumerate(names)
+    }
+    winners = [max(_STATIC, key=lambda name, place=place: rates[name][place]) for place in range(len(outputs))]  # type: ignore[misc]
+    gains = [rates[_PAIR][place] / rates[winner][place] for place, winner in enumerate(winners)]
+    order = [list(_STATIC).index(winner) for winner in winners]
+    claims = [
+        Claim(
+            figure="13",
+            says="never below the static layouts: the smallest gain over all output lengths",
+            paper="1.0x or more",
+            ours=Spread.of([min(gains)]),
+            form="{:.2f}x",
+            at_least=0.98,
+            assumption="fixed lengths, so no spread over seeds; closed batches",
+        ),
+        Claim(
+            figure="13",
+            says="as outputs grow the best static one goes PP8, TP2PP4, TP4PP2: changes in that order",
+            paper="2",
+            ours=Spread.of([len(set(order)) - 1 if order == sorted(order) else -1]),
+            form="{:.0f}",
+            at_least=2,
+            assumption="each layout with the chunk that suits it; best were " + ", ".join(winners),
+        ),
+        Claim(
+            figure="13",
+            says="one output token: PP8 over TP4PP2",
+            paper="more",
+            ours=Spread.of([rates["pp8"][0] / rates["tp4pp2"][0]]),
+            form="{:.2f}x",
+            at_least=1.3,
+            assumption="all-reduces at 75 % of PCIe 4.0 x8",
+        ),
+    ]
+    shares = tuple(output / _INPUT for output in outputs)
+    top = max(max(one) for one in rates.values())
+    panel = Panel(
+        title=f"input {_INPUT:,}",
+        x="D:P, output tokens over input tokens",
+        y="throughput (normalized)",
+        curves=tuple(
+            Curve(label=name, xs=shares, ys=tuple(rate / top for rate in one)) for name, one in rates.items()
+        ),
+    )
+    rows = [
+        {"output": output, "best": winner, "gain": gain, **{name: rates[name][place] for name in names}}
+        for place, (output, winner, gain) in enumerate(zip(outputs, winners, gains, strict=True))
+    ]
+    columns = [
+        Column("output tokens", "output", "d"),
+        *(Column(f"{name} req/s", name, ".3f") for name in names),
+        Column("best static", "best"),
+        Column("gain", "gain", ".2f"),
+    ]
+    return Finding(claims, Chart(title="Seesaw, figure 13: 70B on 8 A10", panels=(panel,)), rows, columns)
+
+
+def _grid(settings: Sequence[Setting], choices: Sequence[Choice], run: Run) -> list[list[float]]:
+    """Seconds of every configuration, each with its best budget, in every setting."""
+    jobs = [[BestBudget(setting=setting, choice=choice) for choice in choices] for setting in settings]
+    tuned = run(job for row in jobs for job in row)
+    batches = [[ClosedBatch(setting=job.setting, choice=tuned[job]) for job in row] for row in jobs]
+    outcomes = run(batch for row in batches for batch in row)
+    return [[outcomes[batch].seconds for batch in row] for row in batches]
+
+
+# ---- figure 14 --------------------------------------------------------------------------------------------------
+
+_ONE, _TWO = "d1", "d2"
+
+
+def _figure_14(scale: Scale, run: Run) -> Finding:
+    factors = scale.pick((0.1, 0.3, 1.0, 5.0, 50.0), (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0))
+    settings = [
+        Setting(
+            model="codellama-34b",
+            machine=A10,
+            devices=8,
+            lengths="arxiv",
+            requests=scale.pick(250, 500),
+            all_reduce_scale=factor,
+            seed=scale.seeds[0],
+        )
+        for factor in factors
+    ]
+    layouts = settings[0].layouts()
+    names = [_paper_name(layout) for layout in layouts]
+    pair = Choice(prefill=_layout(1, 4, 2), decode=_layout(4, 1, 2), policy=RESHARDING)
+    seconds = _grid(settings, [*(Choice(prefill=layout) for layout in layouts), pair], run)
+    static = [dict(zip(names, row, strict=False)) for row in seconds]
+    winners = [min(row, key=lambda name, row=row: row[name]) for row in static]  # type: ignore[misc]
+    gains = [row[winner] / one[-1] for row, winner, one in zip(static, winners, seconds, strict=True)]
+    claims = _claims_14(factors, winners, gains)
+    fastest = min(min(row) for row in seconds)
+    curves = [
+        Curve(label=name, xs=tuple(factors), ys=tuple(fastest / row[name] for row in static)) for name in names
+    ]
+    curves.append(Curve(label="d2p4->d2t4", xs=tuple(factors), ys=tuple(fastest / row[-1] for row in seconds), style="k^-"))
+    panel = Panel(
+        title=f"{settings[0].requests} of arxiv",
+        x="bandwidth scale (x all-reduce through PCIe)",
+        y="throughput (normalized)",
+        curves=tuple(curves),
+        log_x=True,
+    )
+    rows = [
+        {"factor": factor, "best": winner, "gain": gain, "pair": one[-1], **row}
+        for factor, winner, gain, one, row in zip(factors, winners, gains, seconds, static, strict=True)
+    ]
+    columns = [
+        Column("bandwidth x", "factor", "g"),
+        *(Column(f"{name} s", name, ",.0f") for name in names),
+        Column("d2p4->d2t4 s", "pair", ",.0f"),
+        Column("best static", "best"),
+        Column("gain", "gain", ".2f"),
+    ]
+    return Finding(claims, Chart(title="Seesaw, figure 14: 34B on 8 A10", panels=(panel,)), rows, columns)
+
+
+def _paper_name(layout: ParallelLayout) -> str:
+    return f"d{layout.data_parallel}t{layout.tensor_parallel}p{layout.pipeline_parallel}"
+
+
+def _claims_14(factors: Sequence[float], winners: Sequence[str], gains: Sequence[float]) -> list[Claim]:
+    measured = list(factors).index(1.0)
+    falls = max(after - before for before, after in zip(gains[measured:], gains[measured + 1 :], strict=False))
+    return [
+        Claim(
+            figure="14",
+            says="gain of d2p4->d2t4 at the bandwidth of PCIe",
+            paper="above 1 (curves)",
+            ours=Spread.of([gains[measured]]),
+            form="{:.2f}x",
+            at_least=1.05,
+            assumption="the whole time of an all-reduce is scaled, as in the paper; the host's link is not",
+        ),
+        Claim(
+            figure="14",
+            says="from there on the gain falls: largest rise from one bandwidth to the next",
+            paper="none",
+            ours=Spread.of([falls]),
+            form="{:+.2f}",
+            at_most=0.02,
+            assumption="gains were " + ", ".join(f"{gain:.2f} at {factor:g}x" for factor, gain in zip(factors, gains, strict=True)),
+        ),
+        Claim(
+            figure="14",
+            says="at the slow end pipeline parallelism is the best static: stages of the best",
+            paper="4 or 8",
+            ours=Spread.of([float(winners[0].rpartition("p")[2])]),
+            form="{:.0f}",
+            at_least=4,
+            assumption=f"best was {winners[0]}",
+        ),
+        Claim(
+            figure="14",
+            says="at the fast end tensor parallelism is the best static: stages of the best",
+            paper="1",
+            ours=Spread.of([float(winners[-1].rpartition("p")[2])]),
+            form="{:.0f}",
+            at_most=1,
+            assumption=f"best was {winners[-1]}",
+        ),
+    ]
+
+
+FIGURES = (
+    PaperFigure(number="12", title="where the time goes: 34B on 4 A10", make=_figure_12),
+    PaperFigure(number="13", title="output length: 70B on 8 A10", make=_figure_13),
+    PaperFigure(number="14", title="all-reduce bandwidth: 34B on 8 A10", make=_figure_14),
+)
