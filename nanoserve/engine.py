@@ -63,7 +63,7 @@ class Engine:
         updates: list[SequenceUpdate] = []
         try:
             self._submit_plans()
-            if self.scheduler.steps_in_flight:
+            if self.scheduler.awaits_results:
                 for result in self.executor.collect(until):
                     updates += self.scheduler.apply(result, self.executor.now())
         except RuntimeFailure as error:

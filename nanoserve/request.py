@@ -191,6 +191,8 @@ class Place(Enum):
 
     NONE = "none"
     DEVICE = "device"
+    HOST = "host"
+    MOVING = "moving"
 
 
 class FinishReason(Enum):
@@ -237,8 +239,9 @@ class Sequence:
         max_length: tokens, prompt and output together, at which it ends.
         computed: positions ``0..computed-1`` have their KV written by plans already submitted.
         block_table: device blocks in order of position.
+        host_table: host blocks in order of position; on the device, those reserved for a prompt that will move.
         chain: prefix-cache entries of its first full blocks.
-        in_flight: rows of submitted plans that are not answered yet.
+        in_flight: rows and swaps of submitted plans that are not answered yet.
         preempt_when_answered: chosen as a victim while in flight; its blocks come back with its last answer.
         copy_source: a block whose first slots must be copied before this fork writes (copy-on-write), or None.
     """
@@ -257,6 +260,7 @@ class Sequence:
     error: str | None = None
     computed: int = 0
     block_table: list[int] = field(default_factory=list)
+    host_table: list[int] = field(default_factory=list)
     chain: list[int] = field(default_factory=list)
     in_flight: int = 0
     preempt_when_answered: bool = False

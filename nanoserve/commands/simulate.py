@@ -10,6 +10,7 @@ from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, kept
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
 from nanoserve.commands.simulate_options import HardwareOptions, WorkloadOptions
+from nanoserve.commands.simulate_tiers import SimulatedHardware, TierOptions, tier_columns
 from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def simulate(
     ] = 2048,
     work: WorkloadOptions,
     hardware: HardwareOptions,
+    tiers: TierOptions,
     json_file: Annotated[
         Path | None,
         option("--json", panel=RESULTS_PANEL, help="Write all figures to this file.", metavar="FILE", envvar=None),
@@ -57,6 +59,7 @@ def simulate(
       nanoserve simulate --policy sarathi,throttling,adaptive --rate 4
       nanoserve simulate --model qwen2.5-14b --lengths azure-conv --rate 2 --trace-out stages.json
       nanoserve simulate --policy throttling --set iterations=4,threshold=0.1 --lengths 512+128
+      nanoserve simulate --policy seesaw --prefill-parallel P4 --decode-parallel T4 --host-kv-memory 80
     """
     from nanoserve.benchmarks.report import Report
     from nanoserve.simulator import simulate as run
@@ -65,29 +68,35 @@ def simulate(
     policies = _policies(policy, token_budget, parameters)
     if trace_out is not None and len(policies) > 1:
         raise UsageError("--trace-out takes one policy")
-    costs, runtime = hardware.costs(), hardware.runtime()
-    blocks = hardware.num_blocks or costs.memory.kv_blocks(hardware.block_size)
+    simulated, runtime = tiers.simulated(hardware), hardware.runtime()
     settings = {
         **msgspec.to_builtins(hardware),
+        **msgspec.to_builtins(tiers),
         **msgspec.to_builtins(work, enc_hook=str),
-        "kv_blocks": blocks,
+        "kv_blocks": simulated.kv_blocks[0],
+        "kv_blocks_of_layouts": simulated.kv_blocks,
+        "host_blocks": simulated.host_blocks,
         "parameters": parameters,
         "max_num_batched_tokens": token_budget,
         "max_num_seqs": max_num_seqs,
     }
     report = Report("simulate", settings, json_file)
-    with ExitStack() as files, kept(report, lambda: _show(report, work.name)):
+    with ExitStack() as files, kept(report, lambda: _show(report, work.name, simulated)):
         traces = [] if trace_out is None else [files.enter_context(ChromeTrace(trace_out))]
         for name, chosen in policies.items():
             result = run(
                 chosen,
-                costs,
+                simulated.layouts[0],
                 work.workload(),
-                num_blocks=blocks,
+                num_blocks=simulated.kv_blocks[0],
                 block_size=hardware.block_size,
                 max_num_seqs=max_num_seqs,
                 runtime=runtime,
                 observers=traces,
+                host_blocks=simulated.host_blocks,
+                other_layouts=simulated.other_layouts,
+                predictors=simulated.predictors,
+                tier_observers=traces,
             )
             report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
     return EXIT_OK
@@ -99,7 +108,7 @@ def _policies(names: str, token_budget: int, parameters: str | None) -> dict[str
     return {name: make_policy(name, token_budget, parse_parameters(name, parameters)) for name in names.split(",")}
 
 
-def _show(report: "Report", work: str) -> None:
+def _show(report: "Report", work: str, simulated: SimulatedHardware) -> None:
     from nanoserve.benchmarks.tables import Column, print_table
 
     columns = [
@@ -119,7 +128,7 @@ def _show(report: "Report", work: str) -> None:
         Column("preempted", "preemptions", ",d"),
     ]
     settings = report.document["settings"]
-    layout = f"{settings['stages']} stages x {settings['tensor_parallel']}, {settings['metadata']} metadata"
-    print(f"simulated: {settings['model']} on {settings['hardware']}, {layout}, {settings['kv_blocks']:,d} KV blocks")
+    place = f"{settings['model']} on {settings['hardware']}, {simulated.name}, {settings['metadata']} metadata"
+    print(f"simulated: {place}, {simulated.blocks_name}")
     rows = [{**row, "e2el_s": row["e2el_ms"]["mean"] / 1000} for row in report.rows]
-    print_table(work, columns, rows)
+    print_table(work, columns + tier_columns(rows), rows)

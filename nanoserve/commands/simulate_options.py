@@ -9,7 +9,7 @@ from nanoserve.commands.options import option
 from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from nanoserve.costs import StepCosts
+    from nanoserve.costs import ParallelLayout, StepCosts
     from nanoserve.simulator import Runtime, Workload
 
 HARDWARE_PANEL = "Hardware"
@@ -40,16 +40,16 @@ class HardwareOptions:
         ),
     ] = "decoupled"
 
-    def costs(self) -> "StepCosts":
-        """The step times.
+    def costs(self, layout: "ParallelLayout | None" = None) -> "StepCosts":
+        """The step times, of another layout than the options' if it is given.
 
         Raises:
             UsageError: for an unknown model or machine, or a layout that suits neither.
         """
         from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
 
-        layout = ParallelLayout(pipeline_parallel=self.stages, tensor_parallel=self.tensor_parallel)
-        return StepCosts(load_shape(self.model), load_machine(self.hardware), layout)
+        own = ParallelLayout(pipeline_parallel=self.stages, tensor_parallel=self.tensor_parallel)
+        return StepCosts(load_shape(self.model), load_machine(self.hardware), layout or own)
 
     def runtime(self) -> "Runtime":
         """How the stages' processes work together.

@@ -1,4 +1,5 @@
-"""The papers' own formulas, to hold the exact model against: Seesaw's Appendix A, and the CS336 lecture on inference.
+"""The papers' own formulas, to hold the exact model against: Seesaw's Appendix A, APEX's inequality and what follows
+from it, and the CS336 lecture on inference.
 
 They leave out embedding and head, activations, latencies and overheads, and take every efficiency for 1; where the
 printed text is wrong the correction is said. Nothing in nanoserve decides by them.
@@ -117,6 +118,45 @@ class AppendixA:
         left = together - _NUMBER * self.layers * self.layer_weights
         per_sequence = 2 * _NUMBER * self.layers * self.kv_heads * self.head_dim * length
         return layout.data_parallel * left / per_sequence
+
+
+def pipelining_break_even(linear: float, attention: float) -> float:
+    """APEX, inequality (6): asymmetric pipelining pays without prompts while NG / NC is below this.
+
+    2 Tlin / Tgatt + 3 + Tgatt / Tlin, from the device's seconds for a layer's linear part and decode attention. It
+    leaves out how many host sequences there are.
+    """
+    return 2 * linear / attention + 3 + attention / linear
+
+
+def pipelining_speedup_bound(
+    linear: float, attention: float, *, speed_ratio: float, decodes: float, host_sequences: float
+) -> float:
+    """Most that asymmetric pipelining makes of the device's tokens per second, without prompts.
+
+    (1 + min(NC / NG (1 + 2 Tlin / Tgatt), C / B)) (Tlin + Tgatt) / (2 Tlin + Tgatt): APEX, inequality (5), divided by
+    its right side, and no more tokens than the C host sequences have.
+
+    Args:
+        linear, attention: Tlin, Tgatt.
+        speed_ratio: NC / NG, decode attention of the CPU over that of the device.
+        decodes: B, on the device.
+        host_sequences: C.
+    """
+    added = min(speed_ratio * (1 + 2 * linear / attention), host_sequences / decodes)
+    return (1 + added) * (linear + attention) / (2 * linear + attention)
+
+
+def overlap_gain_bound(
+    linear: float, attention: float, *, speed_ratio: float, decodes: float, host_sequences: float, layers: int
+) -> float:
+    """Most that asynchronous overlap adds, as a share of the device's tokens per second, without prompts.
+
+    min(NC / NG (1 + Tlin / Tgatt), C / (B (L + 1))): what the CPU computes in the time of a layer, and one token of
+    each host sequence in L + 1 steps. The paper's own estimate (section 5.2), S = b / a, is no ratio of throughputs.
+    Arguments as in ``pipelining_speedup_bound``.
+    """
+    return min(speed_ratio * (1 + linear / attention), host_sequences / (decodes * (layers + 1)))
 
 
 def mlp_intensity(tokens: float, hidden_size: float, inner_size: float) -> float:

@@ -155,6 +155,10 @@ class ModelCounts:
         table, ends = model.hidden_size * self.vocabulary, model.hidden_size + self.vocabulary
         self.head = Matrix("head", table, table, ends, self.precision.other_bytes)
         self._matrices = {kind: tuple(self._layer_matrices(kind)) for stage in self.stages for kind in stage}
+        self._layer_products = tuple(
+            tuple((matrix, layers) for kind, layers in stage.items() for matrix in self._matrices[kind])
+            for stage in self.stages
+        )
 
     @property
     def last_stage(self) -> int:
@@ -179,11 +183,14 @@ class ModelCounts:
         """The stage's matrix products, the tokens that each computes, and in how many layers."""
         tokens = work.tokens
         if tokens:
-            for kind, layers in self.stages[stage].items():
-                for matrix in self._matrices[kind]:
-                    yield matrix, tokens, layers
+            for matrix, layers in self.layer_products(stage):
+                yield matrix, tokens, layers
             if stage == self.last_stage and work.sampled:
                 yield self.head, work.sampled, 1
+
+    def layer_products(self, stage: int) -> tuple[tuple[Matrix, int], ...]:
+        """The matrices of a stage's layers, each with the number of layers that have it."""
+        return self._layer_products[stage]
 
     def attention(self, work: StepWork, stage: int) -> list[Operator]:
         """Attention of a stage's layers. Prompts and single rows apart: they run in different kernels.

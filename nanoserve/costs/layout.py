@@ -1,8 +1,12 @@
 """How one model is spread over devices: tensor, pipeline and data parallel degrees."""
 
+import re
 from dataclasses import dataclass
 
 from nanoserve.errors import UsageError
+
+_PART = re.compile("([DTP])([0-9]{1,4})")
+_DEGREES = {"D": "data_parallel", "T": "tensor_parallel", "P": "pipeline_parallel"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +25,21 @@ class ParallelLayout:
         for name in ("tensor_parallel", "pipeline_parallel", "data_parallel"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @classmethod
+    def parse(cls, name: str) -> "ParallelLayout":
+        """A layout as the papers write it: P4, T2P2, D2T4; each letter once, in any order.
+
+        Raises:
+            UsageError: for what is no such name.
+        """
+        parts = _PART.findall(name.upper())
+        degrees = {_DEGREES[letter]: int(degree) for letter, degree in parts}
+        if not parts or "".join(f"{letter}{degree}" for letter, degree in parts) != name.upper():
+            raise UsageError(f"{name!r} is no layout such as P4 (pipeline), T4 (tensor) or T2P2")
+        if len(degrees) < len(parts):
+            raise UsageError(f"the layout {name!r} names a degree twice")
+        return cls(**degrees)
 
     @property
     def devices(self) -> int:

@@ -68,6 +68,7 @@ class StepCosts:
         self.machine, self.efficiency = machine, efficiency or Efficiency()
         self.counts = ModelCounts(model, layout, precision)
         self.layout = self.counts.layout
+        self.num_layers = model.num_layers
         self.num_stages = self.layout.pipeline_parallel
         self.memory = DeviceMemory(self.counts, machine, self.efficiency)
         device, factors = machine.device, Efficiency.ideal() if machine.device.measured else self.efficiency
@@ -97,12 +98,36 @@ class StepCosts:
         """Device time of one stage: operators, the gaps between kernels, all-reduces. 0 for an empty step."""
         if not work.tokens:
             return 0.0
-        seconds = self.kernel_seconds(work, stage) + self.all_reduce_seconds(work, stage)
-        for matrix, tokens, layers in self.counts.products(work, stage):
-            seconds += self._product_seconds(matrix, tokens) * layers
-        for operator in self.counts.attention(work, stage):
-            seconds += self.operator_seconds(operator)
-        return seconds + self.operator_seconds(self.counts.embedding(work.tokens)) if stage == 0 else seconds
+        layers = self.layers_seconds(work.tokens, stage) + self.attention_seconds(work, stage)
+        return layers + self.ends_seconds(work, stage)
+
+    def layers_seconds(self, tokens: int, stage: int) -> float:
+        """A stage's layers without their attention: products, gaps between kernels, all-reduces. 0 for no tokens."""
+        if not tokens:
+            return 0.0
+        layers = self.counts.layers(stage)
+        seconds = layers * self.efficiency.kernels_per_layer * self.efficiency.kernel_seconds
+        if self._degree > 1:
+            seconds += layers * _ALL_REDUCES_PER_LAYER * self._all_reduce_seconds(tokens, stage)
+        for matrix, times in self.counts.layer_products(stage):
+            seconds += self._product_seconds(matrix, tokens) * times
+        return seconds
+
+    def attention_seconds(self, work: StepWork, stage: int) -> float:
+        """The attention of a stage's layers on the device."""
+        return sum([self.operator_seconds(operator) for operator in self.counts.attention(work, stage)])
+
+    def ends_seconds(self, work: StepWork, stage: int) -> float:
+        """What a stage computes outside its layers: the embedding before the first, the head behind the last."""
+        seconds = 0.0
+        if stage == 0 and work.tokens:
+            seconds = self.operator_seconds(self.counts.embedding(work.tokens)) + self.efficiency.kernel_seconds
+            if self._degree > 1:
+                seconds += self._all_reduce_seconds(work.tokens, stage)
+        if stage == self.num_stages - 1 and work.sampled:
+            seconds += self._product_seconds(self.counts.head, work.sampled) + self._gather_seconds(work, stage)
+            seconds += _KERNELS_OF_HEAD * self.efficiency.kernel_seconds
+        return seconds
 
     def send_seconds(self, work: StepWork, stage: int) -> float:
         """Hidden states to the next stage: each device sends them whole to its peer there. 0 after the last stage."""
@@ -145,11 +170,9 @@ class StepCosts:
         """All of a stage's all-reduces, and gathering the divided logits on the last one."""
         if self._degree == 1:
             return 0.0
-        channel, num_bytes = self._group[stage], self.counts.activation_bytes(work.tokens)
-        seconds = self.all_reduces(stage) * channel.all_reduce_seconds(num_bytes, self._degree)
+        seconds = self.all_reduces(stage) * self._all_reduce_seconds(work.tokens, stage)
         if stage == self.num_stages - 1 and work.sampled:
-            logits = work.sampled * self.counts.vocabulary * self.counts.precision.other_bytes
-            seconds += channel.send_seconds(logits * (self._degree - 1))  # one device receives all the others' parts
+            seconds += self._gather_seconds(work, stage)
         return seconds
 
     # ------------------------------------------------------------------------- host memory and processor
@@ -165,15 +188,18 @@ class StepCosts:
     def host_attention_seconds(self, context: int) -> float:
         """One layer's decode attention on the CPU, for rows that read so many keys in all (APEX).
 
+        All heads: one CPU serves all devices of a stage.
+
         Raises:
             UsageError: if the machine names no processor.
         """
         processor = self.machine.processor
         if processor is None:
             raise UsageError(f"{self.machine.name} names no processor for attention on the host")
-        counts, share = self.counts, 1.0 if processor.measured else self.efficiency.processor
-        moving = context * counts.layer_kv_bytes / processor.memory_bandwidth
-        computing = context * counts.layer_flops_per_pair / processor.flops
+        model, share = self.counts.model, 1.0 if processor.measured else self.efficiency.processor
+        kv_bytes = 2 * model.num_kv_heads * model.head_dim * self.counts.precision.kv_bytes
+        moving = context * kv_bytes / processor.memory_bandwidth
+        computing = context * 4.0 * model.num_heads * model.head_dim / processor.flops
         return max(moving, computing) / share
 
     def host_exchange_seconds(self, rows: int) -> float:
@@ -192,6 +218,17 @@ class StepCosts:
         weights = matrix.weights_read(tokens) * matrix.bytes_per_weight
         moved = weights + matrix.activations * tokens * self._activation_bytes
         return max(moved / self._bandwidth, 2.0 * matrix.per_token * tokens / self._flops["matrix"])
+
+    def _all_reduce_seconds(self, tokens: int, stage: int) -> float:
+        """One all-reduce of the hidden states of so many tokens."""
+        return self._group[stage].all_reduce_seconds(self.counts.activation_bytes(tokens), self._degree)
+
+    def _gather_seconds(self, work: StepWork, stage: int) -> float:
+        """The divided logits: one device receives all the others' parts."""
+        if self._degree == 1:
+            return 0.0
+        logits = work.sampled * self.counts.vocabulary * self.counts.precision.other_bytes
+        return self._group[stage].send_seconds(logits * (self._degree - 1))
 
     @property
     def _degree(self) -> int:

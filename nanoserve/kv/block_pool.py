@@ -14,13 +14,28 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
-        self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self._cache = PrefixCache(block_size) if prefix_caching else None
+        self._fill(num_blocks)
+
+    def _fill(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
         self._references = [0] * num_blocks
         self._blank: deque[int] = deque(range(num_blocks))
         self._reusable: OrderedDict[int, None] = OrderedDict()
-        self._cache = PrefixCache(block_size) if prefix_caching else None
+
+    def replace_blocks(self, num_blocks: int) -> None:
+        """Blocks of another parallel layout take the place of these, of which nothing is kept.
+
+        Raises:
+            RuntimeError: if one of these has an owner.
+        """
+        if self.free_blocks != self.num_blocks:
+            raise RuntimeError(f"{self.num_blocks - self.free_blocks} blocks still have an owner")
+        if self._cache is not None:
+            self._cache.clear()
+        self._fill(num_blocks)
 
     @property
     def free_blocks(self) -> int:

@@ -32,6 +32,14 @@ class SequenceBlocks:
         held = len(sequence.block_table) * self._block_size
         return sequence.computed + count <= held or count <= self.capacity(sequence)
 
+    def fits_its_own(self, sequence: Sequence, count: int) -> bool:
+        """Whether ``count`` more positions fit into the blocks it has."""
+        return sequence.computed + count <= len(sequence.block_table) * self._block_size
+
+    def fits_with(self, sequence: Sequence, count: int, blocks: int) -> bool:
+        """Whether ``count`` more positions would fit if so many more blocks were free, which is one at least."""
+        return blocks > 0 and count <= self.capacity(sequence) + blocks * self._block_size
+
     def grow(self, sequence: Sequence, count: int) -> tuple[list[int], tuple[int, int] | None]:
         """Append the blocks that ``count`` more positions need; they must be free.
 
@@ -81,14 +89,22 @@ class SequenceBlocks:
             sibling.copy_source = parent.block_table[full]
             self.pool.share([sibling.copy_source])
 
-    def release(self, sequence: Sequence) -> None:
-        """Give everything back; the sequence's KV is nowhere."""
+    def restore(self, sequence: Sequence) -> None:
+        """A new table for what is computed of a sequence that comes from the host; its blocks must be free."""
+        sequence.block_table = self.pool.allocate(self.pool.blocks_for(sequence.computed))
+
+    def release_table(self, sequence: Sequence) -> None:
+        """Give the device blocks back; the sequence's KV may be elsewhere."""
         if sequence.copy_source is not None:
             self.pool.release([sequence.copy_source])
         self.pool.release(sequence.block_table)
         sequence.copy_source = None
         sequence.block_table = []
         sequence.chain = []
+
+    def release(self, sequence: Sequence) -> None:
+        """Give the device blocks back; the sequence's KV is nowhere."""
+        self.release_table(sequence)
         sequence.computed = 0
         sequence.place = Place.NONE
 
@@ -99,6 +115,9 @@ class SequenceBlocks:
             owners.update(sequence.block_table)
             if sequence.copy_source is not None:
                 owners[sequence.copy_source] += 1
-            elif len(sequence.block_table) * self.pool.block_size < sequence.computed:
+            elif (
+                sequence.place is not Place.HOST
+                and len(sequence.block_table) * self.pool.block_size < sequence.computed
+            ):
                 raise RuntimeError(f"sequence {sequence.sequence_id} has fewer blocks than computed tokens")
         self.pool.check_integrity(owners)

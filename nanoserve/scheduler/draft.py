@@ -1,11 +1,13 @@
 """Draft: turns a Decision into a StepPlan, oldest sequences first."""
 
 from collections.abc import Iterable
+from itertools import islice
 
-from nanoserve.request import Sequence, Status
+from nanoserve.request import Place, Sequence, Status
 from nanoserve.scheduler.lifecycle import Lifecycle
-from nanoserve.scheduler.load import Decision
+from nanoserve.scheduler.load import Decision, Strategy
 from nanoserve.scheduler.plan import Begin, Copy, Row, StepPlan
+from nanoserve.scheduler.tiers import Tiers
 
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # looking a member up takes Python 3.11 longer than a call
 
@@ -15,51 +17,143 @@ class Draft:
 
     Args:
         lifecycle: the sequences, their queues and blocks; the draft admits and preempts.
+        tiers: moves sequences between device and host memory.
         decision: how much the plan shall hold.
         now: seconds on the executor's clock.
 
     Attributes:
-        rows: by sequence.
+        decision: as given.
+        rows: of sequences on the device, by sequence.
+        host_rows: of sequences on the host, by sequence.
+        transition: the layout to change to, in a plan that holds nothing else.
     """
 
-    def __init__(self, lifecycle: Lifecycle, decision: Decision, now: float) -> None:
+    def __init__(self, lifecycle: Lifecycle, tiers: Tiers, decision: Decision, now: float) -> None:
+        self.decision = decision
         self.rows: dict[int, Row] = {}
+        self.host_rows: dict[int, Row] = {}
+        self.transition: int | None = None
         self._lifecycle = lifecycle
+        self._tiers = tiers
         self._blocks = lifecycle.blocks
-        self._decision = decision
+        self._host = lifecycle.host_tier
         self._now = now
         self._begin: list[Begin] = []
         self._copies: list[Copy] = []
+        self._kept_free = 0
         self._preempted = False
 
-    def plan(self, step: int) -> StepPlan:
+    @property
+    def does_something(self) -> bool:
+        """Whether it is worth a plan."""
+        return bool(self.rows or self.host_rows) or self._tiers.has_news or self.transition is not None
+
+    def plan(self, step: int, layout: int, strategy: Strategy) -> StepPlan:
         """The finished plan."""
         return StepPlan(
             step=step,
             begin=tuple(self._begin),
-            rows=tuple(self.rows.values()),
+            rows=(*self.rows.values(), *self.host_rows.values()),
             copies=tuple(self._copies),
+            swaps=self._tiers.take_begun(),
             end=self._lifecycle.take_ended(),
+            layout=layout,
+            strategy=strategy,
+            transition=self.transition,
         )
+
+    # ---- decodes ----------------------------------------------------------------------------------------------
+
+    def keep_room_for_prompts(self, partial: list[Sequence]) -> None:
+        """The device only passes prompts on to the host: its decodes must not grow into the room for the next one."""
+        prompt = partial[0] if partial else self._lifecycle.waiting.oldest
+        if prompt is None or self.decision.prefill_tokens <= 0:
+            return
+        if partial or (self._lifecycle.free_slots > 0 and self._tiers.has_room_to_park(prompt)):
+            self._kept_free = self._blocks.pool.blocks_for(len(prompt.tokens)) - len(prompt.block_table)
 
     def add_decodes(self, ready: list[Sequence]) -> None:
         """The next token of as many sequences as decided; those for which no room can be made sit out."""
-        for sequence in ready[: self._decision.decodes]:
-            # An older one may have preempted it meanwhile.
-            if sequence.status is _DECODE and self._make_room(sequence, 1):
+        for sequence in ready[: self.decision.decodes]:
+            if self._kept_free and not self._leaves_room_for_prompts(sequence):
+                continue
+            # An older one may have preempted it meanwhile, or sent it to the host.
+            if sequence.status is _DECODE and not sequence.in_flight and self._make_room(sequence, 1):
                 self._add_row(sequence, 1)
+
+    def _leaves_room_for_prompts(self, sequence: Sequence) -> bool:
+        """Whether it may grow; the oldest always may, so that the device gets emptier some day."""
+        return (
+            self._blocks.fits_its_own(sequence, 1)
+            or sequence is self._lifecycle.running.oldest
+            or self._blocks.pool.free_blocks > self._kept_free
+        )
+
+    def begin_host_tokens(self, ready: list[Sequence]) -> list[Sequence]:
+        """Asynchronous overlap: so many host sequences begin a token. Returns those for which there is room."""
+        ready = ready[: self.decision.host_decodes[0]]
+        return [sequence for sequence in ready if self._add_host_row(sequence, 0)]
+
+    def finish_host_tokens(self, under_way: Iterable[Sequence], ready: list[Sequence]) -> None:
+        """Two sub-batches of host sequences, which have their token when the step ends: first those under way."""
+        first, second = self.decision.host_decodes
+        for sequence in islice(under_way, first + second):
+            sub_batch = int(len(self.host_rows) >= first)
+            row = Row(sequence.sequence_id, sequence.computed, (), sample=True, tier="host", sub_batch=sub_batch)
+            self.host_rows[sequence.sequence_id] = row
+        for sequence in ready[: first + second - len(self.host_rows)]:
+            self._add_host_row(sequence, int(len(self.host_rows) >= first))
+
+    def _add_host_row(self, sequence: Sequence, sub_batch: int) -> bool:
+        """The next token of a ready host sequence; False if no room can be made for it."""
+        if sequence.status is not _DECODE or not self._make_host_room(sequence):
+            return False
+        start, length = sequence.computed, len(sequence.tokens)
+        new_blocks = self._host.reserve(sequence, length)
+        if not sequence.begun:
+            self._begin_sequence(sequence)
+            new_blocks = sequence.host_table
+        self.host_rows[sequence.sequence_id] = Row(
+            sequence.sequence_id,
+            start,
+            tuple(sequence.tokens[start:]),
+            sample=True,
+            new_blocks=tuple(new_blocks),
+            tier="host",
+            sub_batch=sub_batch,
+        )
+        sequence.in_flight = 1
+        sequence.computed = length
+        return True
+
+    def _make_host_room(self, sequence: Sequence) -> bool:
+        """As for the device: newer host sequences give way to older ones, newest first, and are computed again."""
+        while not self._host.can_reserve(sequence, len(sequence.tokens)):
+            victim = self._lifecycle.on_host.newest
+            if self._tiers.blocks_leaving_host or victim is None or victim.sequence_id <= sequence.sequence_id:
+                return False
+            if victim.in_flight:
+                victim.preempt_when_answered = True
+                return False
+            self._lifecycle.preempt(victim)
+            self._preempted = True
+        return True
+
+    # ---- prompts ----------------------------------------------------------------------------------------------
 
     def add_prefills(self, ready: Iterable[Sequence]) -> None:
         """Prompts within the budget: first those partly computed, then waiting ones."""
-        budget = self._decision.prefill_tokens
+        budget = self.decision.prefill_tokens
         for sequence in ready:
             if sequence.status is _PREFILL:  # not preempted meanwhile
                 budget -= self._add_chunk(sequence, budget)
         if self._preempted:
             return  # what was just taken from one sequence is not for a newer one
         lifecycle = self._lifecycle
-        while budget > 0 and self._blocks.pool.free_blocks and len(lifecycle.running) < lifecycle.max_num_seqs:
+        while budget > 0 and self._blocks.pool.free_blocks and lifecycle.free_slots > 0:
             if (oldest := lifecycle.waiting.oldest) is None:
+                return
+            if self.decision.park and not self._tiers.has_room_to_park(oldest):
                 return
             lifecycle.admit(oldest)
             computed = self._add_chunk(oldest, budget)
@@ -71,7 +165,7 @@ class Draft:
     def _add_chunk(self, sequence: Sequence, budget: int) -> int:
         """Plan as much of the prompt as budget and free blocks hold; returns how many tokens."""
         chunk = min(sequence.remaining, self._blocks.capacity(sequence))
-        if self._decision.whole_prompts:
+        if self.decision.whole_prompts:
             first = not self.rows
             if chunk < sequence.remaining or (chunk > budget and not (first and budget > 0)):
                 return 0
@@ -79,24 +173,37 @@ class Draft:
             chunk = min(chunk, budget)
         if chunk <= 0:
             return 0
+        if self.decision.park:
+            self._tiers.reserve(sequence)
+        else:
+            self._tiers.cancel_reservation(sequence)
         self._add_row(sequence, chunk)
         return chunk
+
+    # ---- what must move ---------------------------------------------------------------------------------------
 
     def force_oldest(self) -> None:
         """Nothing is in flight and the decision moved nothing: run the oldest sequence, whatever that takes."""
         sequence = self._lifecycle.oldest
-        assert sequence is not None, "a sequence is neither running nor waiting, with nothing in flight"
+        assert sequence is not None, "a sequence is neither running, on the host nor waiting, with nothing in flight"
+        if sequence.place is Place.HOST:
+            self._tiers.move_in(sequence)  # nothing runs, so the device is empty
+            return
         if sequence.status is Status.WAITING:
             self._lifecycle.admit(sequence)
         block_size = self._blocks.pool.block_size
         if not self._make_room(sequence, min(sequence.remaining, block_size)):
+            if self._tiers.has_news:
+                return  # a victim moves to the host; its blocks are there when it has
             raise RuntimeError(f"sequence {sequence.sequence_id} does not fit an otherwise empty device")
-        budget = max(self._decision.prefill_tokens, block_size)
+        budget = max(self.decision.prefill_tokens, block_size)
         self._add_row(sequence, min(sequence.remaining, self._blocks.capacity(sequence), budget))
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
         """Preempt newer sequences, newest first, until ``count`` more positions fit."""
         while not self._blocks.fits(sequence, count):
+            if self._blocks.fits_with(sequence, count, self._tiers.blocks_leaving_device):
+                return False  # blocks are on their way back; until then this sequence sits out
             victim = next(reversed(self._lifecycle.running))
             if victim.sequence_id <= sequence.sequence_id:
                 return False
@@ -104,9 +211,12 @@ class Draft:
                 # Its blocks come back with its answer; until then this sequence sits out.
                 victim.preempt_when_answered = True
                 return False
-            self._lifecycle.preempt(victim)
             self._preempted = True
+            if not (self.decision.preempt_to_host and victim.status is _DECODE and self._tiers.move_out(victim)):
+                self._lifecycle.preempt(victim)
         return True
+
+    # ---- rows -------------------------------------------------------------------------------------------------
 
     def _add_row(self, sequence: Sequence, count: int) -> None:
         """Put ``count`` positions of a sequence into the plan; the blocks they need are free."""

@@ -1,29 +1,43 @@
 """Lifecycle: who waits, who runs and who is gone, and the blocks that go with it."""
 
+from nanoserve.kv.host_tier import HostTier
 from nanoserve.kv.sequence_blocks import SequenceBlocks
 from nanoserve.request import FinishReason, Place, Request, Sequence, Status
 from nanoserve.scheduler.queues import AgeOrdered, WaitingQueue
 
 _DECODE, _FINISHED = Status.DECODE, Status.FINISHED  # looking a member up takes Python 3.11 longer than a call
+_DEVICE = Place.DEVICE
 
 
 class Lifecycle:
     """All sequences that have not ended, or that have but are still in flight.
 
-    A sequence waits, runs (holding blocks), perhaps gives its blocks up and waits again, and ends.
+    A sequence waits, runs on the device (holding blocks), perhaps gives its blocks up and waits again, or moves to
+    host memory and perhaps back, and ends.
 
     Args:
-        blocks: the block tables.
+        blocks: the block tables of the device.
+        host_tier: those of host memory.
         max_model_len: longest sequence, prompt and output together.
-        max_num_seqs: sequences that run at a time.
+        max_num_seqs: sequences that run on the device at a time, with those on their way to or from it.
+
+    Attributes:
+        waiting: hold no KV.
+        running: have it on the device.
+        on_host: have it in host memory.
+        moving: are on their way between the two; those that have ended meanwhile too.
+        sequences: all of them, and those that have ended but are still in flight.
     """
 
-    def __init__(self, blocks: SequenceBlocks, *, max_model_len: int, max_num_seqs: int) -> None:
+    def __init__(self, blocks: SequenceBlocks, host_tier: HostTier, *, max_model_len: int, max_num_seqs: int) -> None:
         self.blocks = blocks
+        self.host_tier = host_tier
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.waiting = WaitingQueue()
         self.running = AgeOrdered()
+        self.on_host = AgeOrdered()
+        self.moving = AgeOrdered()
         self.sequences: dict[int, Sequence] = {}
         self.preemptions = 0
         self._requests: dict[str, list[Sequence]] = {}
@@ -66,8 +80,16 @@ class Lifecycle:
 
     @property
     def oldest(self) -> Sequence | None:
-        """The oldest running sequence, or the oldest waiting one if none runs."""
-        return next(iter(self.running), None) or self.waiting.oldest
+        """The oldest running sequence, or if none runs the oldest of those that wait or live on the host."""
+        if self.running.oldest is not None:
+            return self.running.oldest
+        others = (queue.oldest for queue in (self.waiting, self.on_host))
+        return min((one for one in others if one is not None), key=lambda one: one.sequence_id, default=None)
+
+    @property
+    def free_slots(self) -> int:
+        """How many more sequences may run."""
+        return self.max_num_seqs - len(self.running) - len(self.moving)
 
     # ---- admission and preemption -----------------------------------------------------------------------------
 
@@ -83,12 +105,12 @@ class Lifecycle:
 
     def _start(self, sequence: Sequence) -> None:
         sequence.move_to(Status.PREFILL)
-        sequence.place = Place.DEVICE
+        sequence.place = _DEVICE
         self.running.add(sequence)
 
     def unadmit(self, sequence: Sequence) -> None:
         """Back to waiting, with nothing held."""
-        self.running.remove(sequence)
+        (self.running if sequence.place is _DEVICE else self.on_host).remove(sequence)
         self._release(sequence)
         sequence.move_to(Status.WAITING)
         self.waiting.add(sequence)
@@ -102,16 +124,40 @@ class Lifecycle:
 
     def release_siblings(self, parent: Sequence) -> None:
         """The parent's prompt is computed, or the parent is gone: its siblings may start."""
-        prompt_is_computed = parent.first_token_time is not None and parent.place is Place.DEVICE
+        prompt_is_computed = parent.first_token_time is not None and parent.place is _DEVICE
         for sibling in self._siblings.pop(parent.sequence_id, []):
             if sibling.finished:
                 continue
-            if prompt_is_computed and len(self.running) < self.max_num_seqs:
+            if prompt_is_computed and self.free_slots > 0:
                 self.blocks.fork(parent, sibling)
                 sibling.cached_tokens = sibling.computed
                 self._start(sibling)
             else:
                 self.waiting.add(sibling)
+
+    # ---- from tier to tier ------------------------------------------------------------------------------------
+
+    def depart(self, sequence: Sequence) -> None:
+        """A sequence with nothing in flight leaves its tier. Where it arrives it begins anew for the executor."""
+        (self.running if sequence.place is _DEVICE else self.on_host).remove(sequence)
+        self.moving.add(sequence)
+        sequence.place = Place.MOVING
+        sequence.in_flight = 1
+        self._end_for_executor(sequence)
+
+    def arrive(self, sequence: Sequence, place: Place) -> None:
+        """It has all its KV there, and what it held where it came from is free; or it has ended on the way."""
+        self.moving.remove(sequence)
+        sequence.in_flight = 0
+        sequence.place = place
+        if place is _DEVICE:
+            self.host_tier.release(sequence)
+        else:
+            self.blocks.release_table(sequence)
+        if sequence.status is _FINISHED:
+            self._retire(sequence)
+        else:
+            (self.running if place is _DEVICE else self.on_host).add(sequence)
 
     # ---- answer and end ---------------------------------------------------------------------------------------
 
@@ -119,7 +165,7 @@ class Lifecycle:
         """Nothing of the sequence is in flight any more."""
         sequence.in_flight = 0
         status = sequence.status
-        if status is not _FINISHED:
+        if status is not _FINISHED and sequence.place is _DEVICE:
             self.blocks.share_full(sequence)
         if sequence.sequence_id in self._siblings and (status is _DECODE or status is _FINISHED):
             self.release_siblings(sequence)
@@ -130,10 +176,10 @@ class Lifecycle:
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """End a sequence; if it is in flight, its blocks come back with its answer."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        for queue in (self.running, self.waiting, self.on_host):
+            if sequence in queue:
+                queue.remove(sequence)
+                break
         sequence.move_to(Status.FINISHED)
         sequence.finish_reason = reason
         sequence.finished_time = now
@@ -150,6 +196,11 @@ class Lifecycle:
 
     def _release(self, sequence: Sequence) -> None:
         self.blocks.release(sequence)
+        if sequence.host_table:
+            self.host_tier.release(sequence)
+        self._end_for_executor(sequence)
+
+    def _end_for_executor(self, sequence: Sequence) -> None:
         if sequence.begun:
             self._ended.append(sequence.sequence_id)
             sequence.begun = False
@@ -167,15 +218,30 @@ class Lifecycle:
         for sequence in self.sequences.values():
             self._check_state(sequence)
         self.blocks.check_integrity(list(self.sequences.values()))
+        self.host_tier.check_integrity(self.sequences.values())
         if self.waiting.tokens != sum(len(sequence.tokens) for sequence in self.waiting):
             raise RuntimeError("the count of waiting tokens is wrong")
 
     def _check_state(self, sequence: Sequence) -> None:
         name = f"sequence {sequence.sequence_id}"
-        if (sequence in self.running) != (sequence.status in (Status.PREFILL, Status.DECODE)):
-            raise RuntimeError(f"{name} is {sequence.status} but its queue says otherwise")
-        if sequence.status is Status.WAITING and (sequence.block_table or sequence.computed or sequence.in_flight):
-            raise RuntimeError(f"{name} waits but holds something")
+        goes_on = not sequence.finished
+        for queue, should_be_there in (
+            (self.running, goes_on and sequence.place is Place.DEVICE),
+            (self.on_host, goes_on and sequence.place is Place.HOST),
+            (self.moving, sequence.place is Place.MOVING),
+        ):
+            if (sequence in queue) != should_be_there:
+                raise RuntimeError(f"{name} is {sequence.status} in {sequence.place} but its queue says otherwise")
+        if sequence.place in (Place.HOST, Place.MOVING) and sequence.status not in (_DECODE, _FINISHED):
+            raise RuntimeError(f"{name} is in {sequence.place} but does not decode")
+        if sequence.place is Place.HOST and (sequence.block_table or sequence.chain):
+            raise RuntimeError(f"{name} lives on the host but holds device blocks")
+        if sequence.place is Place.NONE and (
+            sequence.block_table or sequence.host_table or sequence.computed or sequence.in_flight
+        ):
+            raise RuntimeError(f"{name} is nowhere but holds something")
+        if (sequence.status is Status.WAITING) != (sequence.place is Place.NONE):
+            raise RuntimeError(f"{name} is {sequence.status} in {sequence.place}")
         if sequence.status is Status.DECODE and not sequence.in_flight and sequence.remaining != 1:
             raise RuntimeError(f"{name} decodes but {sequence.remaining} of its tokens are not computed")
         if sequence.preempt_when_answered and not sequence.in_flight:

@@ -38,6 +38,7 @@ class Decision:
             being computed again.
         layout: the parallel layout wanted. If it is another than the current one, nothing new is planned: what is in
             flight ends, what is on the device moves to host memory or gives its blocks up, then the layout changes.
+            Passed over where there is no such layout, and until a token was answered since the last such beginning.
     """
 
     prefill_tokens: int
@@ -118,6 +119,7 @@ class Load:
         pipeline_depth: how many plans can be in flight.
         preemptions: so far.
         layout: the current parallel layout, counted from 0; a transition under way is over when this has changed.
+        layouts: how many there are.
         host_decodes: sequences whose KV is in host memory, in flight or not.
         ready_host: those of them that may enter the next plan, or move to the device.
         host_context_tokens: tokens in the KV cache of all of them.
@@ -148,6 +150,7 @@ class Load:
     preemptions: int = 0
     expected_growth: int = 0
     layout: int = 0
+    layouts: int = 1
     host_decodes: int = 0
     ready_host: int = 0
     host_context_tokens: int = 0
@@ -177,6 +180,23 @@ class Load:
     def first_waiting_blocks(self) -> int:
         """Blocks that the rest of the next prompt fills."""
         return -(-self.first_waiting_tokens // self.block_size)
+
+    @property
+    def decode_share(self) -> int:
+        """RD / P, rounded up: a step's equal share of the decodes (gLLM, equation 4); one at least, if it is ready."""
+        return min(max(1, -(-self.running_decodes // self.pipeline_depth)), self.ready_decodes)
+
+    @property
+    def host_sequence_blocks(self) -> int:
+        """Blocks of a host sequence of mean length; at least one."""
+        return max(1, -(-self.host_context_tokens // (max(1, self.host_decodes) * self.block_size)))
+
+    @property
+    def fitting_host(self) -> int:
+        """Ready host sequences for which the device has room beside the expected growth; one if it is idle."""
+        fitting = max(0, self.free_blocks - self.expected_growth) // self.host_sequence_blocks
+        idle = self.running_decodes == self.steps_in_flight == self.moving == 0
+        return min(max(fitting, int(idle)), self.ready_host)
 
 
 class Policy(Protocol):

@@ -29,6 +29,14 @@ class AgeOrdered:
         position = bisect_left(self._items, _age(sequence), key=_age)
         return position < len(self._items) and self._items[position] is sequence
 
+    @property
+    def oldest(self) -> Sequence | None:
+        return self._items[0] if self._items else None
+
+    @property
+    def newest(self) -> Sequence | None:
+        return self._items[-1] if self._items else None
+
     def add(self, sequence: Sequence) -> None:
         insort(self._items, sequence, key=_age)
 
@@ -45,10 +53,6 @@ class WaitingQueue(AgeOrdered):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = 0
-
-    @property
-    def oldest(self) -> Sequence | None:
-        return self._items[0] if self._items else None
 
     def add(self, sequence: Sequence) -> None:
         super().add(sequence)

@@ -6,8 +6,10 @@ from typing import Any
 
 from nanoserve.errors import UsageError
 from nanoserve.scheduler.baselines import ChunkedPrefill, DecodeFirst, PrefillFirst
+from nanoserve.scheduler.hybrid import ApexAlgorithm1, AsymmetricPipelining, AsynchronousOverlap, HybridByPrediction
 from nanoserve.scheduler.load import Policy, check_parameter
 from nanoserve.scheduler.token_throttling import AdaptiveThrottling, TokenThrottling
+from nanoserve.scheduler.transition_minimizing import TransitionMinimizing
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,36 @@ POLICIES: dict[str, PolicyEntry] = {
         "max_prefill",
         "ours, after gLLM",
         "to try out beside throttling: its reserve follows the lengths of answers",
+    ),
+    "seesaw": PolicyEntry(
+        TransitionMinimizing,
+        "token_budget",
+        "Seesaw, section 4.2",
+        "offline work with two parallel layouts and KV memory on the host",
+    ),
+    "neo": PolicyEntry(
+        AsymmetricPipelining,
+        "token_budget",
+        "NEO, as in APEX, section 2",
+        "KV memory on the host, many prompts: the CPU attends in turn with the device",
+    ),
+    "overlap": PolicyEntry(
+        AsynchronousOverlap,
+        "token_budget",
+        "APEX, section 3.3",
+        "KV memory on the host, long answers: the CPU attends beside the steps",
+    ),
+    "apex": PolicyEntry(
+        ApexAlgorithm1,
+        "token_budget",
+        "APEX, algorithm 1",
+        "as printed, to compare with: neo or overlap by inequality 5",
+    ),
+    "hybrid": PolicyEntry(
+        HybridByPrediction,
+        "token_budget",
+        "ours, after APEX",
+        "KV memory on the host: the device alone, neo or overlap, whichever is predicted best",
     ),
 }
 """Choices of ``--policy``."""

@@ -1,19 +1,27 @@
 """Scheduler: the mechanism shared by all policies.
 
 It keeps the sequences and their blocks (Lifecycle), asks the policy how much to do, turns the answer into a StepPlan
-(Draft), and takes the StepResult back. Whatever the policy says: no block is used twice, every block comes back, no
-sequence is in two plans in flight, and every admitted sequence finishes once arrivals stop.
+(Draft), and takes the StepResult back. Sequences may live in host memory too: Tiers moves them, HostCohorts knows whose
+token is under way there, and Layouts says when the device is to be emptied for another parallel layout. Whatever the
+policy says: no block is used twice, every block comes back, no sequence is in two plans in flight, and every admitted
+sequence finishes once arrivals stop.
 """
+
+from collections.abc import Sequence as SequenceOf
 
 from nanoserve.errors import UsageError
 from nanoserve.kv.block_pool import BlockPool
+from nanoserve.kv.host_tier import HostTier
 from nanoserve.kv.sequence_blocks import SequenceBlocks
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate, Status
 from nanoserve.scheduler.draft import Draft
 from nanoserve.scheduler.growth import Forecaster
+from nanoserve.scheduler.host_cohorts import HostCohorts
+from nanoserve.scheduler.layouts import LayoutCapacity, Layouts
 from nanoserve.scheduler.lifecycle import Lifecycle
-from nanoserve.scheduler.load import Decision, Load, Policy
+from nanoserve.scheduler.load import Decision, Load, Policy, Predictor, Strategy
 from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
+from nanoserve.scheduler.tiers import Tiers
 
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # looking a member up takes Python 3.11 longer than a call
 
@@ -29,6 +37,9 @@ class Scheduler:
         max_num_seqs: sequences that hold blocks at a time.
         prefix_caching: share full blocks of equal prefixes.
         pipeline_depth: plans in flight at most: P, the micro-batches of a pipeline of P stages.
+        host_blocks: KV blocks in host memory; with none, nothing ever moves there.
+        other_layouts: what num_blocks and pipeline_depth are in parallel layouts 1, 2, ...
+        predictors: for the policy, one per layout.
     """
 
     def __init__(
@@ -41,6 +52,9 @@ class Scheduler:
         max_num_seqs: int = 256,
         prefix_caching: bool = True,
         pipeline_depth: int = 1,
+        host_blocks: int = 0,
+        other_layouts: SequenceOf[LayoutCapacity] = (),
+        predictors: SequenceOf[Predictor] = (),
     ) -> None:
         self.policy = policy
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
@@ -48,7 +62,14 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.pipeline_depth = pipeline_depth
         self.forced_steps = 0
-        self._lifecycle = Lifecycle(SequenceBlocks(self.pool), max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+        self.host_pool = (host_tier := HostTier(host_blocks, block_size)).pool
+        self._lifecycle = Lifecycle(
+            SequenceBlocks(self.pool), host_tier, max_model_len=max_model_len, max_num_seqs=max_num_seqs
+        )
+        self._tiers = Tiers(self._lifecycle)
+        self._cohorts = HostCohorts()
+        self._layouts = Layouts([LayoutCapacity(num_blocks, pipeline_depth), *other_layouts])
+        self._predictors = tuple(predictors)
         self.waiting = self._lifecycle.waiting
         self.running = self._lifecycle.running
         self._rows_in_flight: dict[int, Row] = {}
@@ -59,12 +80,22 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is unfinished or still in flight."""
-        return bool(self._lifecycle.sequences)
+        """Whether any sequence is unfinished or anything in flight."""
+        return bool(self._lifecycle.sequences or self._plans_in_flight)
 
     @property
     def steps_in_flight(self) -> int:
         return len(self._plans_in_flight)
+
+    @property
+    def awaits_results(self) -> bool:
+        """Whether anything is in flight of which the executor will tell: plans, or swaps alone."""
+        return bool(self._plans_in_flight or len(self._tiers))
+
+    @property
+    def layout(self) -> int:
+        """The number of the parallel layout that runs."""
+        return self._layouts.current
 
     @property
     def preemptions(self) -> int:
@@ -100,10 +131,11 @@ class Scheduler:
             )
         longest = min(self.max_model_len, length + (request.params.max_tokens or self.max_model_len))
         # The last token is never attended to, so its KV is never written.
-        if (needed := self.pool.blocks_for(longest - 1)) > self.pool.num_blocks:
+        num_blocks = self._layouts.smallest.num_blocks
+        if (needed := self.pool.blocks_for(longest - 1)) > num_blocks:
             raise UsageError(
                 f"the request may grow to {longest} tokens, which take {needed} KV blocks, but there are "
-                f"{self.pool.num_blocks}; lower max_tokens or raise --kv-cache-memory"
+                f"{num_blocks}; lower max_tokens or raise --kv-cache-memory"
             )
 
     def stop(
@@ -126,52 +158,104 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None if nothing can run before an answer or an arrival comes."""
-        if len(self._plans_in_flight) >= self.pipeline_depth:
+        if len(self._plans_in_flight) >= self.pipeline_depth or self._layouts.target is not None:
             return None
-        decision, draft = self._draft(now)
-        if not draft.rows and not self._plans_in_flight and self.has_work:
-            decision, draft = self._break_deadlock(now)
-        if not draft.rows:
-            return None
-        self._previous = decision
-        plan = draft.plan(self._next_step)
+        self._tiers.move_parked()
+        draft = self._draft(now)
+        if not draft.does_something:
+            if self._plans_in_flight:
+                return None
+            if not self._rows_in_flight:  # else host sequences are under way: a plan without rows lets them go on
+                if len(self._tiers) or not self.has_work:
+                    return None
+                draft = self._break_deadlock(now, draft)
+        return self._submit(draft)
+
+    def _submit(self, draft: Draft) -> StepPlan:
+        """The draft's plan, which is in flight from now on."""
+        strategy = self._strategy(draft)
+        plan = draft.plan(self._next_step, self._layouts.current, strategy)
         self._next_step += 1
-        self._plans_in_flight[plan.step] = plan
+        self._previous = draft.decision
+        if plan.rows or plan.transition is not None or strategy == "overlap":  # else it holds nothing but swaps
+            self._plans_in_flight[plan.step] = plan
         self._rows_in_flight |= draft.rows
+        if draft.host_rows:
+            self._rows_in_flight |= draft.host_rows
+            self._cohorts.follow(plan, self._lifecycle.sequences)
+        if plan.transition is not None:
+            self._layouts.begin(plan.transition)
         self._forecaster.add(self._lifecycle.sequences[begin.sequence] for begin in plan.begin)
         return plan
 
-    def _draft(self, now: float) -> tuple[Decision, Draft]:
-        """Ask the policy and carry its answer out, as far as the blocks go."""
-        load, decodes, prefills = self._survey()
-        decision = self.policy.decide(load)
-        draft = Draft(self._lifecycle, decision, now)
-        draft.add_decodes(decodes)
-        draft.add_prefills(prefills)
-        return decision, draft
+    def _strategy(self, draft: Draft) -> Strategy:
+        """The plan's: as decided where it concerns anyone; an idle device lets the host sequences under way go on."""
+        if not draft.does_something:
+            return "overlap"
+        if draft.host_rows:
+            return draft.decision.strategy
+        goes_on = draft.decision.strategy == "overlap" and draft.rows and self._cohorts
+        return "overlap" if goes_on else "device"
 
-    def _break_deadlock(self, now: float) -> tuple[Decision, Draft]:
+    def _draft(self, now: float) -> Draft:
+        """Ask the policy and carry its answer out, as far as the blocks go."""
+        load, decodes, prefills, ready_host = self._survey()
+        decision = self.policy.decide(load)
+        draft = Draft(self._lifecycle, self._tiers, decision, now)
+        if self._layouts.drains_for(decision.layout):
+            self._drain(draft)
+            return draft
+        if decision.swap_out:
+            self._tiers.swap_out(decodes, decision.swap_out)
+        if decision.swap_in:
+            self._tiers.swap_in(ready_host, decision.swap_in)
+            ready_host = [sequence for sequence in ready_host if not sequence.in_flight]
+        if decision.park:
+            draft.keep_room_for_prompts(prefills)
+        draft.add_decodes(decodes)
+        if decision.strategy == "overlap":
+            draft.begin_host_tokens(ready_host)
+        elif decision.strategy == "asymmetric":
+            # A plan in flight may be finishing the tokens under way: none of them can be named again before it ends.
+            overlapping = any(plan.strategy == "overlap" for plan in self._plans_in_flight.values())
+            draft.finish_host_tokens(() if overlapping else self._cohorts.most_advanced(), ready_host)
+        draft.add_prefills(prefills)
+        return draft
+
+    def _drain(self, draft: Draft) -> None:
+        """No rows, until nothing runs; then the device is emptied; then its layout changes.
+
+        The oldest move to the host as far as it has room, the others and partly computed prompts are computed again.
+        """
+        lifecycle = self._lifecycle
+        if any(sequence.in_flight for sequence in self.running):
+            return
+        for sequence in list(self.running):
+            if sequence.status is not _DECODE or not self._tiers.move_out(sequence):
+                lifecycle.preempt(sequence)
+        if not self._rows_in_flight and not self.awaits_results:
+            draft.transition = draft.decision.layout
+
+    def _break_deadlock(self, now: float, draft: Draft) -> Draft:
         """Nothing is in flight and the decision moved nothing, so nothing would ever change.
 
         Where all blocks are held by partly computed prompts, the newest gives its blocks up and the policy is asked
         again, until it moves something or one prompt is left; what helps nothing ends in a forced step.
         """
-        lifecycle = self._lifecycle
         while len(self.running) > 1 and all(sequence.status is _PREFILL for sequence in self.running):
-            lifecycle.preempt(next(reversed(self.running)))
-            decision, draft = self._draft(now)
-            if draft.rows:
-                return decision, draft
-        decision, draft = self._draft(now)
+            self._lifecycle.preempt(next(reversed(self.running)))
+            draft = self._draft(now)
+            if draft.does_something:
+                return draft
         draft.force_oldest()
         self.forced_steps += 1
-        return decision, draft
+        return draft
 
-    def _survey(self) -> tuple[Load, list[Sequence], list[Sequence]]:
-        """What the policy sees now, and the running sequences that may enter the next plan, oldest first.
+    def _survey(self) -> tuple[Load, list[Sequence], list[Sequence], list[Sequence]]:
+        """What the policy sees now, and the sequences that may enter the next plan, oldest first.
 
         Returns:
-            the snapshot, those that decode, and those that are partly prefilled.
+            the snapshot; those on the device that decode, and that are partly prefilled; and those on the host.
         """
         running_decodes = context = partial_tokens = 0
         decodes, prefills = [], []
@@ -186,7 +270,9 @@ class Scheduler:
                 if not sequence.in_flight:
                     prefills.append(sequence)
         growth, longest = self._forecaster.look(self._next_step, self.running)
-        free_slots = self.max_num_seqs - len(self.running)
+        on_host, host_pool = self._lifecycle.on_host, self.host_pool
+        ready_host = [sequence for sequence in on_host if not sequence.in_flight]
+        free_slots = self._lifecycle.free_slots
         next_prefill = prefills[0] if prefills else self.waiting.oldest if free_slots > 0 else None
         load = Load(
             previous=self._previous,
@@ -205,8 +291,18 @@ class Scheduler:
             preemptions=self.preemptions,
             expected_growth=min(self.pool.blocks_for(growth), self.pool.num_blocks - 1),
             longest_remaining=longest,
+            layout=self._layouts.current,
+            layouts=len(self._layouts.capacities),
+            host_decodes=len(on_host),
+            ready_host=len(ready_host),
+            host_context_tokens=sum([sequence.computed for sequence in on_host]),
+            moving=len(self._tiers),
+            host_free_blocks=host_pool.free_blocks,
+            host_blocks=host_pool.num_blocks,
+            cohorts=self._cohorts.snapshot(),
+            predictor=self._predictors[self._layouts.current] if self._predictors else None,
         )
-        return load, decodes, prefills
+        return load, decodes, prefills, ready_host
 
     # ---- a result ---------------------------------------------------------------------------------------------
 
@@ -214,6 +310,8 @@ class Scheduler:
         """Take in what an executor found out; returns what each sequence gained."""
         updates = []
         lifecycle, rows = self._lifecycle, self._rows_in_flight
+        for progress in result.cohorts:
+            self._cohorts.advance(progress.step, progress.layers)
         for answer in result.answers:
             sequence, row = lifecycle.sequences[answer.sequence], rows[answer.sequence]
             if answer.prompt_logprobs:
@@ -222,23 +320,41 @@ class Scheduler:
                 if sequence.finish_reason is None:  # else it was ended while in flight
                     updates.append(self._take_tokens(sequence, answer, now))
                 del rows[answer.sequence]
+                if self._cohorts:
+                    self._cohorts.leave(answer.sequence)
                 lifecycle.answered(sequence)
+        if updates:
+            self._layouts.answered = True
+        for swap in result.swapped:
+            self._tiers.answered(swap)
         if result.step is not None:
-            plan = self._plans_in_flight.pop(result.step)
-            for row in plan.rows:
-                if not row.sample and rows.get(row.sequence) is row:
-                    del rows[row.sequence]
-                    lifecycle.answered(lifecycle.sequences[row.sequence])
+            self._end_plan(self._plans_in_flight.pop(result.step))
         return updates
 
+    def _end_plan(self, plan: StepPlan) -> None:
+        """Its device work is done, and with it the rows for which there is nothing to answer."""
+        lifecycle, rows = self._lifecycle, self._rows_in_flight
+        for row in plan.rows:
+            if not row.sample and rows.get(row.sequence) is row:
+                del rows[row.sequence]
+                lifecycle.answered(lifecycle.sequences[row.sequence])
+        if plan.transition is not None:
+            layout = self._layouts.end()
+            self.pool.replace_blocks(layout.num_blocks)
+            self.pipeline_depth = layout.pipeline_depth
+
     def fail_steps(self, error: str, now: float) -> list[SequenceUpdate]:
-        """The plans in flight will never be answered: their sequences end with an error, the others go on."""
+        """What is in flight will never be answered: its sequences end with an error, the others go on."""
         # Blocks are shared from the moment their plan is submitted; these were perhaps never written.
         self.pool.forget_cache()
-        updates = []
-        for plan in list(self._plans_in_flight.values()):
-            answers = tuple(Answer(row.sequence, error=error) for row in plan.rows)
-            updates += self.apply(StepResult(plan.step, answers), now)
+        self._plans_in_flight.clear()
+        self._layouts.abandon()
+        answers = tuple(Answer(sequence, error=error) for sequence in self._rows_in_flight)
+        updates = self.apply(StepResult(None, answers), now)
+        for sequence in list(self._lifecycle.moving):
+            if not sequence.finished:
+                updates.append(self._take_tokens(sequence, Answer(sequence.sequence_id, error=error), now))
+        self._tiers.abandon()
         return updates
 
     def _take_tokens(self, sequence: Sequence, answer: Answer, now: float) -> SequenceUpdate:
@@ -250,6 +366,7 @@ class Scheduler:
                 sequence.move_to(Status.DECODE)
                 if sequence.first_token_time is None:  # else it is here again after a preemption
                     sequence.first_token_time = now
+                self._tiers.prompt_computed(sequence)
             new_tokens, reason = sequence.extend(answer.tokens, answer.logprobs)
             if answer.complete and len(new_tokens) == len(answer.tokens):
                 reason = FinishReason.STOP
@@ -264,8 +381,10 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise RuntimeError if blocks, queues and states contradict each other. Tests call it after every step."""
         self._lifecycle.check_integrity()
+        self._tiers.check_integrity()
         in_flight = {key for key, sequence in self._lifecycle.sequences.items() if sequence.in_flight}
-        if set(self._rows_in_flight) != in_flight:
+        moving = {sequence.sequence_id for sequence in self._lifecycle.moving}
+        if set(self._rows_in_flight) != in_flight - moving:
             raise RuntimeError("rows in flight and sequences in flight differ")
 
 

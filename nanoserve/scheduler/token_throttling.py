@@ -49,7 +49,7 @@ class TokenThrottling:
     def decide(self, load: Load) -> Decision:
         return Decision(
             prefill_tokens=self._prefill_tokens(load),
-            decodes=load.ready_decodes if self.without_decode_throttling else _equal_share(load),
+            decodes=load.ready_decodes if self.without_decode_throttling else load.decode_share,
         )
 
     def _prefill_tokens(self, load: Load) -> int:
@@ -95,11 +95,6 @@ class AdaptiveThrottling:
             threshold=load.expected_growth / load.total_blocks,
         )
         return throttling.decide(load)
-
-
-def _equal_share(load: Load) -> int:
-    """Equation 4: RD / P, rounded up; at least one, and no more than are ready."""
-    return min(max(1, -(-load.running_decodes // load.pipeline_depth)), load.ready_decodes)
 
 
 def _holds_alone(load: Load) -> bool:

@@ -1,7 +1,7 @@
 """SimulatedExecutor: answers plans on a virtual clock, when a pipeline of stages would have."""
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from nanoserve.costs.work import Chunk, StepWork
@@ -30,12 +30,12 @@ class DummyModel:
         self._last: dict[int, int] = {}
 
     def __call__(self, plan: StepPlan) -> tuple[Answer, ...]:
-        """One token for every row that is sampled."""
+        """One token for every row that is sampled; a row of no tokens was answered when its token began."""
         for sequence in plan.end:
             del self._last[sequence]
         for begin in plan.begin:
             self._last[begin.sequence] = begin.prompt_length + begin.seed - 1
-        return tuple([Answer(row.sequence, (self._next(row),)) for row in plan.rows if row.sample])
+        return tuple([Answer(row.sequence, (self._next(row),)) for row in plan.rows if row.sample and row.tokens])
 
     def _next(self, row: Row) -> int:
         return DUMMY_TOKEN if row.start + len(row.tokens) < self._last[row.sequence] else END_TOKEN
@@ -50,6 +50,11 @@ class SimulatedExecutor:
         max_in_flight: plans in the pipeline at most; None means one for each stage.
         answer: the tokens of a plan; None means a DummyModel.
         observers: are shown every step.
+
+    Attributes:
+        pipeline: in which plans run now.
+        pipelines: of every parallel layout there is.
+        host_tokens: sampled so far for sequences in host memory.
     """
 
     def __init__(
@@ -63,30 +68,47 @@ class SimulatedExecutor:
     ) -> None:
         self.max_in_flight = max_in_flight or times.num_stages
         self.pipeline = Pipeline(times, runtime)
+        self.pipelines: tuple[Pipeline, ...] = (self.pipeline,)
+        self.host_tokens = 0
         self._times = times
         self._answer = answer or DummyModel()
         self._observers = observers
         self._now = 0.0
-        self._pending: deque[tuple[float, StepResult]] = deque()
+        self._pending: list[tuple[float, int, StepResult]] = []  # a heap: when, in which order, what
+        self._results = self._in_flight = 0
 
     def submit(self, plan: StepPlan) -> None:
         """Send a plan into the pipeline now; it is known at once when it will leave."""
-        if len(self._pending) >= self.max_in_flight:
-            raise RuntimeError(f"plan {plan.step}: {self.max_in_flight} plans are in flight already")
+        self._check_room(plan)
         answers = self._answer(plan)
-        work = self._work(plan)
+        work = self._work(plan.rows)
         passages = self.pipeline.run(work, self._now)
-        end = passages[-1].end
-        result = StepResult(plan.step, answers, seconds=end - passages[0].start)
-        self._pending.append((end, result))
+        self._end(passages[-1].end, StepResult(plan.step, answers, seconds=passages[-1].end - passages[0].start))
+        self._show(plan, work, passages)
+
+    def _check_room(self, plan: StepPlan) -> None:
+        if self._in_flight >= self.max_in_flight:
+            raise RuntimeError(f"plan {plan.step}: {self.max_in_flight} plans are in flight already")
+
+    def _end(self, time: float, result: StepResult) -> None:
+        """A plan is in flight until then."""
+        self._in_flight += 1
+        self._know(time, result)
+
+    def _know(self, time: float, result: StepResult) -> None:
+        """The result will be known then."""
+        heapq.heappush(self._pending, (time, self._results, result))
+        self._results += 1
+
+    def _show(self, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
         for observer in self._observers:
             observer.on_step(self._now, plan, work, passages)
 
-    def _work(self, plan: StepPlan) -> StepWork:
+    def _work(self, rows: Iterable[Row]) -> StepWork:
         contexts: list[int] = []
         chunks: list[Chunk] = []
         sampled = 0
-        for row in plan.rows:
+        for row in rows:
             sampled += row.sample
             if len(row.tokens) == 1:
                 contexts.append(row.start + 1)
@@ -95,7 +117,7 @@ class SimulatedExecutor:
         return self._times.work(contexts, chunks, sampled)
 
     def collect(self, until: float | None) -> list[StepResult]:
-        """Let time pass until the next plan leaves the pipeline, at most until that moment.
+        """Let time pass until the next plan leaves the pipeline or the next swap is over, at most until that moment.
 
         Returns:
             all results that are known then.
@@ -111,7 +133,9 @@ class SimulatedExecutor:
         self._now = max(self._now, min(moments))
         results = []
         while self._pending and self._pending[0][0] <= self._now:
-            results.append(self._pending.popleft()[1])
+            result = heapq.heappop(self._pending)[2]
+            self._in_flight -= result.step is not None
+            results.append(result)
         return results
 
     def now(self) -> float:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from types import MappingProxyType
+from typing import NamedTuple
 
 from nanoserve.engine import Engine
 from nanoserve.errors import UsageError
@@ -13,8 +14,22 @@ from nanoserve.simulator.driving import admit, advance
 from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.meters import RequestMeter, StepMeter
 from nanoserve.simulator.result import ReplicaFigures
+from nanoserve.simulator.tier_meter import LayoutTime, TierMeter
 
 MOST_REPLICAS = 4096
+
+
+class StageTime(NamedTuple):
+    """How long a stage computed, and how long its layout was current with something in flight."""
+
+    busy: float
+    working: float
+
+
+def bubble_share(stages: Iterable[StageTime]) -> float:
+    """Of several stages' time with something in flight, the share in which they computed nothing; 0 without any."""
+    busy, working = map(sum, zip(*stages, strict=True))
+    return 1 - busy / working if working else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +41,21 @@ class Replica:
     executor: SimulatedExecutor
     steps: StepMeter
     lives: RequestMeter
+    tiers: TierMeter
 
     @property
-    def working_seconds(self) -> float:
-        """Time in which some plan was in flight."""
-        return self.executor.now() - self.steps.idle_seconds
+    def layout_times(self) -> list[LayoutTime]:
+        """How long each parallel layout was current."""
+        return self.tiers.layout_times(self.executor.now())
+
+    @property
+    def stages(self) -> list[StageTime]:
+        """Of every layout in turn."""
+        return [
+            StageTime(busy, time.working)
+            for pipeline, time in zip(self.executor.pipelines, self.layout_times, strict=True)
+            for busy in pipeline.busy_seconds
+        ]
 
     def on_updates(self, now: float, updates: list[SequenceUpdate]) -> None:
         """Its sequences gained something."""
@@ -43,7 +68,7 @@ class Replica:
 
     def figures(self, seconds: float) -> ReplicaFigures:
         """What it did in the time of the whole fleet."""
-        busy, working = self.executor.pipeline.busy_seconds, self.working_seconds
+        stages = self.stages
         return ReplicaFigures(
             requests=self.lives.requests,
             input_tokens=self.lives.input_tokens,
@@ -52,9 +77,9 @@ class Replica:
             ttft_ms=self.lives.ttft.mean,
             tpot_ms=self.lives.tpot.mean,
             e2el_ms=self.lives.e2el.mean,
-            bubble_share=1 - sum(busy) / (len(busy) * working) if working else None,
-            kv_occupancy=self.steps.occupancy_seconds / seconds,
-            kv_peak=self.steps.peak_occupancy,
+            bubble_share=bubble_share(stages) if any(stage.working for stage in stages) else None,
+            kv_occupancy=self.steps.occupancy.seconds / seconds,
+            kv_peak=self.steps.occupancy.peak,
             preemptions=self.scheduler.preemptions,
         )
 

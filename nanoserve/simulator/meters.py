@@ -221,6 +221,28 @@ def mean_series(curves: Sequence[Series[float]]) -> Series[float]:
     return mean
 
 
+class Occupancy:
+    """The share of KV blocks in use over time.
+
+    Attributes:
+        series: the curve, thinned.
+        seconds: the share, integrated over time.
+        peak: the highest.
+    """
+
+    def __init__(self) -> None:
+        self.series = Series[float]()
+        self.seconds = self.peak = 0.0
+        self._time = self._share = 0.0
+
+    def add(self, time: float, share: float) -> None:
+        """From this moment on it is so much."""
+        self.seconds += self._share * (time - self._time)
+        self._time, self._share = time, share
+        self.peak = max(self.peak, share)
+        self.series.add(time, share)
+
+
 class StepMeter:
     """Steps as they enter the pipeline: their tokens, the share of KV blocks in use, and time with nothing to do.
 
@@ -230,31 +252,27 @@ class StepMeter:
     Attributes:
         tokens: of a step.
         counts: decodes and prompt tokens of a step, over time.
-        occupancy: share of blocks in use, over time.
-        idle_seconds: time in which no plan was in flight, because there was no request.
+        occupancy: share of blocks in use.
+        idle_seconds: time in which nothing was in flight, because there was no request.
         last_end: when the last plan so far leaves the pipeline.
-        occupancy_seconds: share of blocks in use, integrated over time.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self.tokens = Sketch()
         self.counts = Series[tuple[int, int]]()
-        self.occupancy = Series[float]()
-        self.peak_occupancy = self.occupancy_seconds = 0.0
+        self.occupancy = Occupancy()
         self.idle_seconds = self.last_end = 0.0
         self._pool = pool
-        self._before: tuple[float, float] = (0.0, 0.0)
 
     def on_step(self, now: float, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
         """A plan enters the pipeline."""
         tokens = work.tokens
         self.tokens.add(tokens)
         self.counts.add(now, (work.decodes, tokens - work.decodes))
+        self.keep_busy(now, passages[-1].end)
+        self.occupancy.add(now, 1 - self._pool.free_blocks / self._pool.num_blocks)
+
+    def keep_busy(self, now: float, end: float) -> None:
+        """From now until then something is in flight."""
         self.idle_seconds += max(0.0, now - self.last_end)
-        self.last_end = passages[-1].end
-        occupancy = 1 - self._pool.free_blocks / self._pool.num_blocks
-        time, before = self._before
-        self.occupancy_seconds += before * (now - time)
-        self._before = (now, occupancy)
-        self.peak_occupancy = max(self.peak_occupancy, occupancy)
-        self.occupancy.add(now, occupancy)
+        self.last_end = max(self.last_end, end)

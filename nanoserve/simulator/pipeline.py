@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.errors import UsageError
@@ -33,6 +33,38 @@ class StepTimes(Protocol):
 
     def host_seconds(self, work: StepWork) -> float:
         """The CPU's part: preparing the inputs of a stage."""
+
+
+@runtime_checkable
+class TieredTimes(StepTimes, Protocol):
+    """Step times that also know the host's memory and processor; ``nanoserve.costs.StepCosts`` are such.
+
+    Attributes:
+        num_layers: of the model.
+    """
+
+    num_layers: int
+
+    def layers_seconds(self, tokens: int, stage: int) -> float:
+        """The linear part of a stage's layers for so many tokens."""
+
+    def attention_seconds(self, work: StepWork, stage: int) -> float:
+        """The attention of a stage's layers on the device."""
+
+    def ends_seconds(self, work: StepWork, stage: int) -> float:
+        """What a stage computes outside its layers; with the two above, what ``stage_seconds`` says."""
+
+    def swap_seconds(self, tokens: int, stage: int) -> float:
+        """The KV of so many tokens of one stage between device and host, one way."""
+
+    def reload_seconds(self, stage: int) -> float:
+        """A stage's weights from host memory."""
+
+    def host_attention_seconds(self, context: int) -> float:
+        """One layer's decode attention on the CPU over so many keys."""
+
+    def host_exchange_seconds(self, rows: int) -> float:
+        """One layer's queries, keys, values and results of so many rows between device and host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +133,19 @@ class Pipeline:
                 arrived = max(end, self._link_free[stage]) + self._times.send_seconds(work, stage)
                 self._link_free[stage] = arrived
         return passages
+
+    def begin(self, work: StepWork, now: float) -> float:
+        """When a pipeline of one stage could compute a step that is submitted now, its inputs prepared."""
+        return self._start(0, now, now, self._preparation(work, self._times.stage_seconds(work, 0)))
+
+    def occupy(self, passage: Passage) -> None:
+        """Compute in its one stage from when to when another said."""
+        self._stage_free[0] = passage.end
+        self.busy_seconds[0] += passage.end - passage.start
+
+    def not_before(self, time: float) -> None:
+        """No stage begins anything until then."""
+        self._stage_free = [max(free, time) for free in self._stage_free]
 
     def _start(self, stage: int, arrived: float, submitted: float, preparation: float) -> float:
         """When the stage begins to compute what has arrived."""

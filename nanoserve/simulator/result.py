@@ -46,7 +46,8 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
         ttft_ms, e2el_ms: over requests; from arrival to the first and to the last token.
         tpot_ms: over requests with two tokens or more.
         itl_ms: over all gaps between tokens.
-        bubble_shares: for each stage, the share of time in which it computed nothing though some plan was in flight.
+        bubble_shares: for each stage (of one layout after the other), the share of time in which it computed nothing
+            though something was in flight.
         steps: how many.
         tokens_per_step: decodes and prompt tokens of a step.
         tokens_variation: their standard deviation over their mean.
@@ -60,6 +61,16 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
         slo_attainment: share of requests within the limits that were given; None without limits.
         goodput: such requests per second.
         replicas: what each engine did.
+        strategy_steps: how many steps had which strategy.
+        transitions: changes of the parallel layout.
+        transition_seconds: in which weights were reloaded for them.
+        layout_seconds: for each layout, how long it was current; transitions belong to none.
+        swapped_out_tokens, swapped_in_tokens: what the blocks hold that moved to host memory and back.
+        host_occupancy: share of the host's KV blocks in use, averaged over time; 0 without any.
+        host_peak: the highest.
+        host_series: the share over time, as kv_series.
+        host_tokens: sampled for sequences in host memory.
+        processor_share: share of time in which the CPU attended for them.
     """
 
     requests: int
@@ -86,6 +97,17 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     slo_attainment: float | None
     goodput: float | None
     replicas: tuple[ReplicaFigures, ...]
+    strategy_steps: dict[str, int]
+    transitions: int
+    transition_seconds: float
+    layout_seconds: tuple[float, ...]
+    swapped_out_tokens: int
+    swapped_in_tokens: int
+    host_occupancy: float
+    host_peak: float
+    host_series: tuple[tuple[float, float], ...]
+    host_tokens: int
+    processor_share: float
 
     @property
     def bubble_share(self) -> float:
@@ -95,7 +117,7 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def occupancies(self) -> dict[str, tuple[tuple[float, float], ...]]:
         """Share of blocks in use over time, for each tier of the KV cache."""
-        return {"device": self.kv_series}
+        return {"device": self.kv_series} | ({"host": self.host_series} if self.host_series else {})
 
     def spread(self, name: str) -> Distribution | None:
         """A field of ReplicaFigures over the engines."""

@@ -1,18 +1,19 @@
 """simulate: Scheduler, Engine and policy as they are, on a SimulatedExecutor, with meters around them."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from nanoserve.benchmarks.slo import Slo
-from nanoserve.engine import Engine
 from nanoserve.errors import UsageError
 from nanoserve.request import Request
-from nanoserve.scheduler.load import Policy
-from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.executor import VOCAB_SIZE, SimulatedExecutor, StepObserver
-from nanoserve.simulator.fleet import Replica, check_replicas, drive_fleet, make_router
-from nanoserve.simulator.meters import RequestMeter, RequestObserver, Sketch, SloMeter, StepMeter, mean_series
+from nanoserve.scheduler.load import Policy, Predictor
+from nanoserve.simulator.executor import StepObserver
+from nanoserve.simulator.fleet import Replica, bubble_share, check_replicas, drive_fleet, make_router
+from nanoserve.simulator.meters import RequestObserver, Sketch, SloMeter, mean_series
 from nanoserve.simulator.pipeline import DECOUPLED, Runtime, StepTimes
 from nanoserve.simulator.result import SimulationResult
+from nanoserve.simulator.setting import EngineSetting, OtherLayout
+from nanoserve.simulator.tiered_executor import TierObserver
 
 
 def simulate(
@@ -29,6 +30,10 @@ def simulate(
     request_observers: Sequence[RequestObserver] = (),
     replicas: int = 1,
     router: str = "round-robin",
+    host_blocks: int = 0,
+    other_layouts: Sequence[OtherLayout] = (),
+    predictors: Sequence[Predictor] = (),
+    tier_observers: Sequence[TierObserver] = (),
 ) -> SimulationResult:
     """Run requests to their ends in virtual time. Prefixes are not cached, for the tokens mean nothing.
 
@@ -45,61 +50,36 @@ def simulate(
         request_observers: are shown every request when it has ended.
         replicas: whole engines, each with all that is said above.
         router: which of them gets a request: a name in ROUTERS.
+        host_blocks: KV blocks in host memory; for these, and for other layouts, ``times`` are TieredTimes.
+        other_layouts: parallel layouts 1, 2, ... that the policy may change to.
+        predictors: for the policy, one per layout.
+        tier_observers: are shown swaps, transitions and the CPU's attention; of a fleet, those of its first engine.
 
     Raises:
-        UsageError: for a request that the blocks can never hold, or none at all, and for an impossible fleet.
+        UsageError: for a request that the blocks can never hold, or none at all, for an impossible fleet, and for
+            attention on the host under a layout of several stages.
     """
     check_replicas(replicas)
     within = SloMeter(slo or Slo())
+    setting = EngineSetting(
+        policy=policy,
+        times=times,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        runtime=runtime,
+        host_blocks=host_blocks,
+        other_layouts=other_layouts,
+        predictors=predictors,
+    )
     fleet = [
-        _replica(
-            policy,
-            times,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            runtime=runtime,
-            observers=() if number else observers,
-            request_observers=(within, *request_observers),
-        )
+        setting.replica(() if number else observers, () if number else tier_observers, (within, *request_observers))
         for number in range(replicas)
     ]
-    drive_fleet(fleet, make_router(router), _fitting(requests, _longest(num_blocks, block_size)))
+    drive_fleet(fleet, make_router(router), _fitting(requests, setting.longest))
     if not within.requests:
         raise UsageError("there are no requests to simulate")
     return _result(fleet, None if slo is None else within)
-
-
-def _longest(num_blocks: int, block_size: int) -> int:
-    """Tokens of a sequence that takes all blocks; the KV of its last token is never written."""
-    return num_blocks * block_size + 1
-
-
-def _replica(
-    policy: Policy,
-    times: StepTimes,
-    *,
-    num_blocks: int,
-    block_size: int,
-    max_num_seqs: int,
-    runtime: Runtime,
-    observers: Sequence[StepObserver],
-    request_observers: Sequence[RequestObserver],
-) -> Replica:
-    """One engine with meters around it."""
-    scheduler = Scheduler(
-        policy,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=_longest(num_blocks, block_size),
-        max_num_seqs=max_num_seqs,
-        prefix_caching=False,
-        pipeline_depth=times.num_stages,
-    )
-    steps, lives = StepMeter(scheduler.pool), RequestMeter(request_observers)
-    executor = SimulatedExecutor(times, runtime=runtime, observers=(steps, *observers))
-    engine = Engine(scheduler, executor, vocab_size=VOCAB_SIZE)
-    return Replica(engine, scheduler, executor, steps, lives)
 
 
 def _fitting(requests: Iterable[Request], longest: int) -> Iterator[Request]:
@@ -116,9 +96,8 @@ def _fitting(requests: Iterable[Request], longest: int) -> Iterator[Request]:
 
 def _result(fleet: Sequence[Replica], within: SloMeter | None) -> SimulationResult:
     lives, steps = [replica.lives for replica in fleet], [replica.steps for replica in fleet]
+    tiers = [replica.tiers for replica in fleet]
     seconds = max(replica.executor.now() for replica in fleet)
-    working = sum(replica.working_seconds for replica in fleet)
-    busy = zip(*(replica.executor.pipeline.busy_seconds for replica in fleet), strict=True)
     requests = sum(one.requests for one in lives)
     inputs, outputs = sum(one.input_tokens for one in lives), sum(one.output_tokens for one in lives)
     tokens = Sketch.merged(one.tokens for one in steps).distribution()
@@ -135,17 +114,30 @@ def _result(fleet: Sequence[Replica], within: SloMeter | None) -> SimulationResu
         tpot_ms=Sketch.merged(one.tpot for one in lives).distribution(),
         itl_ms=Sketch.merged(one.itl for one in lives).distribution(),
         e2el_ms=Sketch.merged(one.e2el for one in lives).distribution(),
-        bubble_shares=tuple(1 - sum(stage) / working for stage in busy),
+        bubble_shares=tuple(bubble_share(stage) for stage in zip(*(replica.stages for replica in fleet), strict=True)),
         steps=tokens.n,
         tokens_per_step=tokens,
         tokens_variation=tokens.std / tokens.mean,
         preemptions=sum(replica.scheduler.preemptions for replica in fleet),
         forced_steps=sum(replica.scheduler.forced_steps for replica in fleet),
-        kv_occupancy=sum(one.occupancy_seconds for one in steps) / (seconds * len(fleet)),
-        kv_peak=max(one.peak_occupancy for one in steps),
-        kv_series=tuple(mean_series([one.occupancy for one in steps]).points),
+        kv_occupancy=sum(one.occupancy.seconds for one in steps) / (seconds * len(fleet)),
+        kv_peak=max(one.occupancy.peak for one in steps),
+        kv_series=tuple(mean_series([one.occupancy.series for one in steps]).points),
         tokens_series=tuple((time, *counts) for time, counts in steps[0].counts.points),
         slo_attainment=None if within is None else within.attainment,
         goodput=None if within is None else within.attaining / seconds,
         replicas=tuple(replica.figures(seconds) for replica in fleet),
+        strategy_steps=dict(sum((one.strategy_steps for one in tiers), Counter[str]())),
+        transitions=sum(one.transitions for one in tiers),
+        transition_seconds=sum(one.transition_seconds for one in tiers),
+        layout_seconds=tuple(
+            sum(time.seconds for time in times) for times in zip(*(one.layout_times for one in fleet), strict=True)
+        ),
+        swapped_out_tokens=sum(one.swapped_tokens["out"] for one in tiers),
+        swapped_in_tokens=sum(one.swapped_tokens["in"] for one in tiers),
+        host_occupancy=sum(one.occupancy.seconds for one in tiers) / (seconds * len(fleet)),
+        host_peak=max(one.occupancy.peak for one in tiers),
+        host_series=tuple(mean_series([one.occupancy.series for one in tiers]).points),
+        host_tokens=sum(one.executor.host_tokens for one in fleet),
+        processor_share=sum(one.processor_seconds for one in tiers) / (seconds * len(fleet)),
     )

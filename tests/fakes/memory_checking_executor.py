@@ -4,15 +4,19 @@ It keeps ``(token, position)`` in every (tier, block, slot), carries out what pl
 reads each row's block table back against the sequence's true prefix, poisons blocks that nobody owns any more, and
 answers with a hash of the prefix as the next token. A scheduler that loses, shares or reuses a block wrongly cannot
 get the right tokens from it, and mostly trips one of its checks first.
+
+Swaps take their time: what they read must not change meanwhile, and nobody may use what they write. Host sequences
+advance by a layer in each overlapped plan. A transition finds an empty device, and leaves nothing in its memory.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain
 
 from nanoserve.request import SamplingParams
-from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan, StepResult, Swap, Tier
+from nanoserve.scheduler.plan import Answer, Begin, CohortProgress, Copy, Row, StepPlan, StepResult, Swap, Tier
 
 POISON = (-1, -1)
 Slot = tuple[int, int]
@@ -46,28 +50,60 @@ def _penalizes(params: SamplingParams) -> bool:
 
 @dataclass
 class _Record:
-    """What the executor knows of a sequence."""
+    """What the executor knows of a sequence, from its Begin on. Its first row says in which tier it lives."""
 
     begin: Begin
     tokens: list[int]
     block_table: list[int] = field(default_factory=list)
     computed: int = 0
+    tier: Tier | None = None
+
+
+@dataclass
+class _SwapUnderWay:
+    swap: Swap
+    due: int
+    content: list[list[Slot]]
+    """Of the blocks that it reads, when it began."""
+
+
+@dataclass
+class _Cohort:
+    """Host sequences that began a token in the same plan."""
+
+    rows: dict[int, Row]
+    layers: int = 0
 
 
 class MemoryCheckingExecutor:
     """Runs plans on a dictionary instead of a device.
 
     Args:
-        num_blocks: blocks per tier.
+        num_blocks: blocks on the device.
         block_size: slots per block.
+        host_blocks: blocks of the host tier.
         depth: plans that may be in flight; each is answered when ``depth`` of them are, or when nothing else is left.
+        other_layouts: blocks on the device in parallel layouts 1, 2, ...
+        swap_delay: how many times results are collected before a swap is done.
+        num_layers: plans that a host sequence's token takes under overlap, but for the one it begins in.
+        model: gives the next token.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, host_blocks: int = 0, depth: int = 1, model: NextToken = next_token
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        host_blocks: int = 0,
+        depth: int = 1,
+        other_layouts: Sequence[int] = (),
+        swap_delay: int = 0,
+        num_layers: int = 2,
+        model: NextToken = next_token,
     ) -> None:
         self.max_in_flight = depth
         self.block_size = block_size
+        self.num_layers = num_layers
         self.model = model
         self.plans: list[StepPlan] = []
         self.closed = False
@@ -75,6 +111,11 @@ class MemoryCheckingExecutor:
             "device": [[POISON] * block_size for _ in range(num_blocks)],
             "host": [[POISON] * block_size for _ in range(host_blocks)],
         }
+        self._layouts = (num_blocks, *other_layouts)
+        self._layout = 0
+        self._swap_delay = swap_delay
+        self._swaps: list[_SwapUnderWay] = []
+        self._cohorts: dict[int, _Cohort] = {}
         self._records: dict[int, _Record] = {}
         self._results: deque[StepResult] = deque()
         self._time = 0.0
@@ -82,14 +123,29 @@ class MemoryCheckingExecutor:
     # ---- the Executor protocol ----
 
     def submit(self, plan: StepPlan) -> None:
+        if plan.layout != self._layout:
+            raise MemoryViolation(f"plan {plan.step} is for layout {plan.layout}, but {self._layout} runs")
+        self.plans.append(plan)
+        if plan.transition is not None:
+            self._results.append(self._change_layout(plan, plan.transition))
+            return
+        if not plan.rows and plan.strategy != "overlap":
+            if not plan.swaps:
+                raise MemoryViolation(f"plan {plan.step} does nothing")
+            self._run(plan)
+            return
         if len(self._results) >= self.max_in_flight:
             raise MemoryViolation(f"plan {plan.step}: more than {self.max_in_flight} plans in flight")
-        self.plans.append(plan)
         self._results.append(self._run(plan))
 
     def collect(self, until: float | None) -> list[StepResult]:
         self._time += 1.0
-        return [self._results.popleft()] if self._results else []
+        results = [self._results.popleft()] if self._results else []
+        done = [swap for swap in self._swaps if swap.due <= self._time]
+        if done:
+            self._swaps = [swap for swap in self._swaps if swap.due > self._time]
+            results.append(StepResult(None, swapped=tuple(self._finish_swap(swap) for swap in done)))
+        return results
 
     def now(self) -> float:
         return self._time
@@ -101,33 +157,140 @@ class MemoryCheckingExecutor:
 
     def _run(self, plan: StepPlan) -> StepResult:
         for sequence in plan.end:
-            self._end(sequence)
+            self._end(sequence, plan)
         for begin in plan.begin:
             if begin.sequence in self._records:
                 raise MemoryViolation(f"sequence {begin.sequence} begins twice without an end")
             self._records[begin.sequence] = _Record(begin, list(begin.tokens))
+        self._check_tiers(plan)
         for copy in plan.copies:
             self._copy(copy)
         for row in plan.rows:
             self._poison_new_blocks(row)
-        swapped = tuple(self._swap(swap) for swap in plan.swaps)
+        for swap in plan.swaps:
+            self._begin_swap(swap)
         if len({row.sequence for row in plan.rows}) != len(plan.rows):
             raise MemoryViolation(f"plan {plan.step} holds a sequence twice")
         for row in plan.rows:  # all rows write before any reads
-            self._write(row)
-        answers = tuple(self._read_and_answer(row) for row in plan.rows if row.sample)
-        return StepResult(step=plan.step, answers=answers, swapped=swapped)
+            if row.tokens:
+                self._write(row)
+        answers = [self._read_and_answer(row) for row in self._rows_to_answer(plan)]
+        progress = tuple(CohortProgress(step, cohort.layers) for step, cohort in self._cohorts.items())
+        return StepResult(plan.step, tuple(answers), cohorts=progress)
 
-    def _end(self, sequence: int) -> None:
+    def _rows_to_answer(self, plan: StepPlan) -> list[Row]:
+        """Rows of the device, and those of host sequences that have come to the end of their token."""
+        on_host = {row.sequence: row for row in plan.rows if row.tier == "host"}
+        rows = [row for row in plan.rows if row.sample and row.tier == "device"]
+        if plan.strategy == "asymmetric":
+            return rows + [self._leave_cohort(row) for row in on_host.values()]
+        if plan.strategy == "overlap":
+            for cohort in self._cohorts.values():
+                cohort.layers += 1
+                if cohort.layers == self.num_layers:
+                    rows += cohort.rows.values()
+            self._cohorts = {step: one for step, one in self._cohorts.items() if one.layers < self.num_layers}
+            if on_host:
+                self._cohorts[plan.step] = _Cohort(on_host)
+        return rows
+
+    def _leave_cohort(self, row: Row) -> Row:
+        """A row of no tokens names one under way; any other begins and ends in this step."""
+        for step, cohort in list(self._cohorts.items()):
+            if row.sequence in cohort.rows:
+                if row.tokens:
+                    raise MemoryViolation(f"sequence {row.sequence} begins a token with one under way")
+                del cohort.rows[row.sequence]
+                if not cohort.rows:
+                    del self._cohorts[step]
+                return row
+        if not row.tokens:
+            raise MemoryViolation(f"sequence {row.sequence} is not under way")
+        return row
+
+    def _check_tiers(self, plan: StepPlan) -> None:
+        """Rows only where their sequence is, and only those the strategy knows."""
+        moving = {swap.sequence for swap in plan.swaps} | {one.swap.sequence for one in self._swaps}
+        under_way = set(chain.from_iterable(cohort.rows for cohort in self._cohorts.values()))
+        for row in plan.rows:
+            record = self._record(row)
+            record.tier = record.tier or row.tier
+            if row.sequence in moving or row.tier != record.tier:
+                raise MemoryViolation(f"sequence {row.sequence} has a row where it is not")
+            if row.tier == "host" and (plan.strategy == "device" or not row.sample):
+                raise MemoryViolation(f"plan {plan.step} has no place for a row on the host")
+            if plan.strategy == "overlap" and (row.sequence in under_way or not row.tokens):
+                raise MemoryViolation(f"sequence {row.sequence} begins a token with one under way")
+            if row.sub_batch and (row.tier == "device" or plan.strategy != "asymmetric"):
+                raise MemoryViolation(f"sequence {row.sequence} cannot be in sub-batch {row.sub_batch}")
+
+    def _end(self, sequence: int, plan: StepPlan) -> None:
         """Forget a sequence; poison what no correct scheduler can let anyone read again.
 
-        Full blocks may stay cached, and a fork may still want the block in which the prompt ends.
+        Full blocks may stay cached, and a fork may still want the block in which the prompt ends. What a swap reads
+        is poisoned when the swap is done.
         """
         ended = self._records.pop(sequence)
+        if ended.tier is None:
+            return
         keep = max(ended.computed // self.block_size, (ended.begin.prompt_length - 1) // self.block_size + 1)
-        still_used = {block for record in self._records.values() for block in record.block_table}
-        for block in set(ended.block_table[keep:]) - still_used:
-            self._memory["device"][block] = [POISON] * self.block_size
+        forgotten = set(ended.block_table[keep:] if ended.tier == "device" else ended.block_table)
+        for swap in plan.swaps:
+            if swap.sequence == sequence:
+                forgotten -= set(swap.device_blocks if swap.direction == "out" else swap.host_blocks)
+        self._poison(ended.tier, forgotten)
+
+    def _poison(self, tier: Tier, blocks: set[int]) -> None:
+        """Those of them that no sequence uses."""
+        used = {block for record in self._records.values() if record.tier == tier for block in record.block_table}
+        for block in blocks - used:
+            self._memory[tier][block] = [POISON] * self.block_size
+
+    # ---- swaps and transitions ----
+
+    def _begin_swap(self, swap: Swap) -> None:
+        if swap.sequence in self._records:
+            raise MemoryViolation(f"sequence {swap.sequence} moves but was not ended where it was")
+        if len(swap.device_blocks) != len(swap.host_blocks):
+            raise MemoryViolation(f"swap {swap.swap} does not pair its blocks")
+        source, target = _ends(swap)
+        for tier, block in target:
+            if any(record.tier == tier and block in record.block_table for record in self._records.values()):
+                raise MemoryViolation(f"swap {swap.swap} writes over {tier} block {block}, which is in use")
+            if any((tier, block) in chain(*_ends(other.swap)) for other in self._swaps):
+                raise MemoryViolation(f"swap {swap.swap} writes over {tier} block {block}, which another swap moves")
+            self._memory[tier][block] = [POISON] * self.block_size
+        content = [list(self._memory[tier][block]) for tier, block in source]
+        self._swaps.append(_SwapUnderWay(swap, int(self._time) + 1 + self._swap_delay, content))
+
+    def _finish_swap(self, under_way: _SwapUnderWay) -> int:
+        """Byte for byte: what was there when it began is what arrives, in blocks that nobody has touched."""
+        source, target = _ends(under_way.swap)
+        for content, (tier, block) in zip(under_way.content, source, strict=True):
+            if self._memory[tier][block] != content:
+                raise MemoryViolation(f"{tier} block {block} was written while swap {under_way.swap.swap} read it")
+        for content, (tier, block) in zip(under_way.content, target, strict=True):
+            if self._memory[tier][block] != [POISON] * self.block_size:
+                raise MemoryViolation(f"{tier} block {block} was written before swap {under_way.swap.swap} filled it")
+            self._memory[tier][block] = content
+        if under_way.swap.direction == "in":
+            self._poison("host", set(under_way.swap.host_blocks))
+        return under_way.swap.swap
+
+    def _change_layout(self, plan: StepPlan, layout: int) -> StepResult:
+        if self._results or self._swaps or self._cohorts:
+            raise MemoryViolation(f"transition in plan {plan.step} with something in flight")
+        if plan.rows or plan.begin or plan.copies or plan.swaps:
+            raise MemoryViolation(f"transition in plan {plan.step} is not alone")
+        for sequence in plan.end:
+            self._end(sequence, plan)
+        if on_device := [key for key, record in self._records.items() if record.tier == "device"]:
+            raise MemoryViolation(f"transition in plan {plan.step} with sequences {on_device} on the device")
+        self._layout = layout
+        self._memory["device"] = [[POISON] * self.block_size for _ in range(self._layouts[layout])]
+        return StepResult(plan.step)
+
+    # ---- rows ----
 
     def _poison_new_blocks(self, row: Row) -> None:
         """Blocks that start at or behind the row's first position are fresh: what they held before is nobody's."""
@@ -139,15 +302,6 @@ class MemoryCheckingExecutor:
     def _copy(self, copy: Copy) -> None:
         device = self._memory["device"]
         device[copy.target] = list(device[copy.source])
-
-    def _swap(self, swap: Swap) -> int:
-        device, host = self._memory["device"], self._memory["host"]
-        for device_block, host_block in zip(swap.device_blocks, swap.host_blocks, strict=True):
-            if swap.direction == "out":
-                host[host_block] = list(device[device_block])
-            else:
-                device[device_block] = list(host[host_block])
-        return swap.swap
 
     def _record(self, row: Row) -> _Record:
         if row.sequence not in self._records:
@@ -180,7 +334,7 @@ class MemoryCheckingExecutor:
         if before in (POISON, content):
             return
         for other, record in self._records.items():
-            if other != row.sequence and block in record.block_table:
+            if other != row.sequence and record.tier == row.tier and block in record.block_table:
                 position = record.block_table.index(block) * self.block_size + slot
                 if position < len(record.tokens) and (record.tokens[position], position) == before:
                     raise MemoryViolation(f"sequence {row.sequence} writes over block {block} of sequence {other}")
@@ -207,3 +361,10 @@ class MemoryCheckingExecutor:
                     f"sequence {row.sequence}, position {position}: block {block} slot {slot} holds {found}, "
                     f"not {(token, position)}"
                 )
+
+
+def _ends(swap: Swap) -> tuple[list[tuple[Tier, int]], list[tuple[Tier, int]]]:
+    """The blocks that a swap reads, and those that it writes."""
+    device: list[tuple[Tier, int]] = [("device", block) for block in swap.device_blocks]
+    host: list[tuple[Tier, int]] = [("host", block) for block in swap.host_blocks]
+    return (device, host) if swap.direction == "out" else (host, device)

@@ -3,7 +3,7 @@
 import pytest
 
 from nanoserve.request import SamplingParams
-from nanoserve.scheduler.plan import Begin, Copy, Row, StepPlan, Swap
+from nanoserve.scheduler.plan import Begin, CohortProgress, Copy, Row, StepPlan, Swap
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor, MemoryViolation
 
 GREEDY = SamplingParams(temperature=0)
@@ -50,9 +50,10 @@ def test_reading_an_ended_sequences_last_block_is_noticed() -> None:
 
 def test_a_second_begin_without_an_end_is_noticed() -> None:
     executor = _executor()
-    executor.submit(StepPlan(0, begin=(_begin(0, 1),)))
+    row = Row(0, 0, (1,), True, (0,))
+    executor.submit(StepPlan(0, begin=(_begin(0, 1),), rows=(row,)))
     with pytest.raises(MemoryViolation, match="begins twice"):
-        executor.submit(StepPlan(1, begin=(_begin(0, 1),)))
+        executor.submit(StepPlan(1, begin=(_begin(0, 1),), rows=(row,)))
 
 
 def test_swaps_and_copies_move_what_blocks_hold() -> None:
@@ -60,13 +61,63 @@ def test_swaps_and_copies_move_what_blocks_hold() -> None:
     executor.submit(StepPlan(0, begin=(_begin(0, 1, 2),), rows=(Row(0, 0, (1, 2), True, (0,)),)))
     out = Swap(swap=7, sequence=0, direction="out", device_blocks=(0,), host_blocks=(3,))
     back = Swap(swap=8, sequence=0, direction="in", device_blocks=(1,), host_blocks=(3,))
-    executor.submit(StepPlan(1, swaps=(out,)))
+    executor.submit(StepPlan(1, end=(0,), swaps=(out,)))
+    results = executor.collect(None)
     executor.submit(StepPlan(2, swaps=(back,)))
+    results += executor.collect(None)
     forked = (_begin(1, 1, 2, 9),)
     executor.submit(StepPlan(3, begin=forked, copies=(Copy(1, 2),), rows=(Row(1, 2, (9,), True, (2, 3)),)))
-    results = [result for _ in range(4) for result in executor.collect(None)]
-    assert [result.swapped for result in results] == [(), (7,), (8,), ()]
+    results += executor.collect(None)
+    assert [(result.step, result.swapped) for result in results] == [(0, ()), (None, (7,)), (None, (8,)), (3, ())]
     assert results[-1].answers[0].tokens == (103,)
+
+
+def _swapping_out() -> MemoryCheckingExecutor:
+    """Sequence 0 is on its way from device block 0 to host block 3."""
+    executor = _executor()
+    executor.submit(StepPlan(0, begin=(_begin(0, 1, 2),), rows=(Row(0, 0, (1, 2), True, (0,)),)))
+    executor.submit(StepPlan(1, end=(0,), swaps=(Swap(7, 0, "out", (0,), (3,)),)))
+    return executor
+
+
+def test_writing_what_a_swap_reads_is_noticed() -> None:
+    executor = _swapping_out()
+    executor.submit(StepPlan(2, begin=(_begin(1, 5),), rows=(Row(1, 0, (5,), True, (0,)),)))
+    with pytest.raises(MemoryViolation, match="device block 0 was written while swap 7 read it"):
+        executor.collect(None)
+
+
+def test_using_what_a_swap_writes_is_noticed() -> None:
+    executor = _swapping_out()
+    early = Row(0, 2, (102,), True, (3, 1), tier="host")
+    with pytest.raises(MemoryViolation, match="sequence 0 has a row where it is not"):
+        executor.submit(StepPlan(2, begin=(_begin(0, 1, 2, 102),), rows=(early,), strategy="overlap"))
+    other = _swapping_out()
+    with pytest.raises(MemoryViolation, match="host block 3, which another swap moves"):
+        other.submit(StepPlan(2, swaps=(Swap(8, 1, "out", (1,), (3,)),)))
+
+
+def test_a_transition_with_anything_on_the_device_is_noticed() -> None:
+    executor = _executor()
+    executor.submit(StepPlan(0, begin=(_begin(0, 1, 2),), rows=(Row(0, 0, (1, 2), True, (0,)),)))
+    with pytest.raises(MemoryViolation, match="something in flight"):
+        executor.submit(StepPlan(1, transition=1))
+    executor.collect(None)
+    with pytest.raises(MemoryViolation, match=r"sequences \[0\] on the device"):
+        executor.submit(StepPlan(1, transition=1))
+
+
+def test_a_host_sequence_advances_a_layer_with_each_overlapped_plan() -> None:
+    executor = _swapping_out()
+    executor.collect(None)
+    executor.collect(None)
+    row = Row(0, 2, (102,), True, (3, 1), tier="host")
+    executor.submit(StepPlan(2, begin=(_begin(0, 1, 2, 102),), rows=(row,), strategy="overlap"))
+    executor.submit(StepPlan(3, strategy="overlap"))
+    executor.submit(StepPlan(4, strategy="overlap"))
+    results = [result for _ in range(3) for result in executor.collect(None)]
+    assert [result.cohorts for result in results] == [(CohortProgress(2, 0),), (CohortProgress(2, 1),), ()]
+    assert [answer.tokens for answer in results[2].answers] == [(103,)]
 
 
 def test_guesses_are_accepted_as_far_as_they_are_right() -> None:

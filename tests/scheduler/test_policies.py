@@ -207,14 +207,14 @@ def test_a_budget_below_the_default_of_min_prefill_lowers_it() -> None:
 
 def test_policies_import_nothing_but_the_load() -> None:
     folder = Path(nanoserve.scheduler.__file__).parent
-    for name in ("baselines", "token_throttling"):
+    for name in ("baselines", "token_throttling", "transition_minimizing", "hybrid"):
         tree = ast.parse((folder / f"{name}.py").read_text())
         modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert modules <= {"dataclasses", "typing", "nanoserve.scheduler.load"}
+        assert modules <= {"bisect", "dataclasses", "typing", "nanoserve.scheduler.load"}
 
 
 def test_unknown_policies_and_empty_budgets_are_refused() -> None:
-    with pytest.raises(UsageError, match="prefill-first, decode-first, sarathi, throttling, adaptive"):
+    with pytest.raises(UsageError, match="throttling, adaptive, seesaw, neo, overlap, apex, hybrid"):
         make_policy("fifo", 2048)
     with pytest.raises(UsageError, match="at least 1"):
         make_policy("sarathi", 0)

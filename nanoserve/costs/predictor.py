@@ -1,0 +1,80 @@
+"""CostPredictor: what policies are told of the times to come, straight from the cost model."""
+
+from collections.abc import Sequence
+
+from nanoserve.costs.step_costs import StepCosts
+from nanoserve.costs.work import StepWork
+
+
+class CostPredictor:
+    """The scheduler's Predictor for one layout: seconds of one layer of the first stage unless it says otherwise.
+
+    A decode step of a layout of one stage takes ``num_layers * (linear_seconds + attention_seconds) +
+    step_overhead_seconds``. Layers that differ (experts in some, sliding windows in some) count as their mean.
+
+    Args:
+        costs: of the current layout.
+        layouts: of all layouts by number, for transitions; may be empty where there is only one.
+
+    Attributes:
+        num_layers: of the model, whatever the number of stages.
+    """
+
+    def __init__(self, costs: StepCosts, layouts: Sequence[StepCosts] = ()) -> None:
+        self.num_layers = costs.num_layers
+        self._costs = costs
+        self._layouts = tuple(layouts)
+        self._layers = costs.counts.layers(0)
+
+    def linear_seconds(self, tokens: int) -> float:
+        """The linear layers for so many rows of tokens, with all that runs beside them but attention.
+
+        Beside them runs the CPU's work for each sequence. That of a prompt is counted for each of its tokens, which is
+        too much: at the default 10 us, a few percent of what a prompt takes.
+        """
+        per_row = tokens * self._costs.efficiency.row_seconds / self.num_layers
+        return self._costs.layers_seconds(tokens, 0) / self._layers + per_row
+
+    def attention_seconds(self, context_tokens: int) -> float:
+        """Decode attention on the device over so many keys, summed over sequences.
+
+        With sliding windows this is an upper limit: whose keys they are is not known.
+        """
+        if not context_tokens:
+            return 0.0
+        windowed = (context_tokens,) * len(self._costs.counts.windows)
+        work = StepWork(decodes=1, decode_context=context_tokens, windowed_decode_context=windowed)
+        return self._costs.attention_seconds(work, 0) / self._layers
+
+    def prefill_attention_seconds(self, tokens: int) -> float:
+        """Attention of a prompt of so many tokens, from its beginning."""
+        if not tokens:
+            return 0.0
+        return self._costs.attention_seconds(self._costs.work([], [(0, tokens)]), 0) / self._layers
+
+    def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
+        """Decode attention on the CPU over so many keys, with moving queries, keys, values and results.
+
+        Raises:
+            UsageError: if the machine names no processor.
+        """
+        return self._costs.host_attention_seconds(context_tokens) + self._costs.host_exchange_seconds(sequences)
+
+    def step_overhead_seconds(self) -> float:
+        """What a whole step takes beside its layers: the CPU's fixed part, embedding and head."""
+        one = self._costs.work([1])
+        ends = sum(self._costs.ends_seconds(one, stage) for stage in range(self._costs.num_stages))
+        return self._costs.efficiency.step_seconds + ends
+
+    def swap_seconds(self, context_tokens: int) -> float:
+        """The KV of so many tokens, all layers, one way between device and host; the slowest stage counts."""
+        return max(self._costs.swap_seconds(context_tokens, stage) for stage in range(self._costs.num_stages))
+
+    def transition_seconds(self, layout: int) -> float:
+        """The weights of that layout from host memory (Seesaw), with nothing in flight; the slowest stage counts.
+
+        Raises:
+            IndexError: if there is no such layout.
+        """
+        costs = self._layouts[layout]
+        return max(costs.reload_seconds(stage) for stage in range(costs.num_stages))

@@ -1,0 +1,331 @@
+"""CPU-GPU hybrid decoding: NEO's asymmetric pipelining, APEX's asynchronous overlap, and who chooses between them.
+
+The linear layers always run on the device. A *host sequence* has its KV in host memory, and the CPU computes its
+decode attention. Symbols, as in APEX, section 3.2, seconds of one layer: Tlin = T_glinear and Tgatt = T_gatt, the
+device's linear and attention time for its decodes; Tlin_pref, Tgatt_pref, the same with prompts in the step; NG and
+NC, sequences whose decode attention the device and the CPU compute per second; L = ``predictor.num_layers``.
+
+All four are GPU-first (APEX, section 3.4, rule 1): prompts go to device memory while it can hold them beside the
+expected growth of what runs, host sequences come back as soon as it has room, oldest first, and only what then does
+not fit is parked in host memory. Without a host tier or a predictor they are ChunkedPrefill.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from nanoserve.scheduler.load import Decision, Load, Predictor, check_parameter
+
+
+@dataclass(frozen=True, slots=True)
+class AsymmetricPipelining:
+    """NEO (arXiv:2411.01142), as APEX, sections 2.3, 2.4 and figure 2, describes it.
+
+    A step is two sub-batches that alternate: while the device runs the linear layers of one, the CPU computes the
+    attention of the other. Sub-batch 0 holds prompts, device decodes and host sequences, sub-batch 1 host sequences
+    only. Greedily, each takes as many host sequences as the device's work for the other hides::
+
+        CPU attention of sub-batch 1  <=  Tlin_pref + Tgatt_pref
+        CPU attention of the host sequences in sub-batch 0  <=  Tlin of sub-batch 1
+
+    The linear layers run twice, so the step is taken only if more sequences advance per second than on the device
+    alone, a prompt counting as one. Without prompts in the step that is seldom so.
+
+    Attributes:
+        token_budget: device decodes and prompt tokens of one step together.
+    """
+
+    token_budget: int
+
+    reads_forecast: ClassVar[bool] = True
+
+    def decide(self, load: Load) -> Decision:
+        plan = _device_first(load, self.token_budget)
+        step = _Step.of(load, plan)
+        if step is None or step.host == 0 or step.rows == 0:
+            return plan
+        prompts = step.prefill / max(1, load.first_waiting_tokens)
+        advanced = step.decodes + prompts
+        sizes, seconds = step.pipelined()
+        if (advanced + sum(sizes)) / seconds > advanced / step.seconds:
+            return replace(plan, strategy="asymmetric", host_decodes=sizes)
+        return plan
+
+
+@dataclass(frozen=True, slots=True)
+class AsynchronousOverlap:
+    """APEX, section 3.3, always: one batch for the linear layers, host attention beside the steps.
+
+    Host sequences that begin a token together are a cohort. What the CPU computes for layer i is needed when a later
+    step comes to layer i, so a cohort advances one layer a step and has its token after L + 1 steps, while nothing on
+    the device waits. A cohort begins, with all host sequences that are ready, when fewer than ``cohorts`` are under
+    way.
+
+    Attributes:
+        token_budget: device decodes and prompt tokens of one step together.
+        cohorts: how many are under way at most: one in the paper; more is its task pool (section 6).
+    """
+
+    token_budget: int
+    cohorts: int = 1
+
+    reads_forecast: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_parameter("cohorts", self.cohorts, 1)
+
+    def decide(self, load: Load) -> Decision:
+        plan = _device_first(load, self.token_budget)
+        return plan if load.predictor is None else _overlapped(load, plan, self.cohorts)
+
+
+@dataclass(frozen=True, slots=True)
+class ApexAlgorithm1:
+    """APEX, section 3.4: algorithm 1 as printed, with its four rules.
+
+    1. Without host sequences, the device alone; and prompts go there first.
+    2. Without prompts in the step, inequality (5), which is (6): asymmetric pipelining if it holds, else asynchronous
+       overlap.
+    3. With prompts, the same inequality, but the CPU has Tlin_pref + Tlin + Tgatt_pref.
+    4. Host sequences that are part way through their layers go first when an asymmetric step is filled. It takes no
+       more of them than the device's work on one layer hides, or the device would wait for the CPU in each that is
+       left.
+
+    A token on the host is begun only if there are ``minimum_ratio`` times as many host sequences as device decodes
+    (section 4.2). What is printed has weaknesses, kept here: (5) counts what the CPU could compute, whether or not so
+    many host sequences exist, and compares with the device alone, never with overlap; rule 3 divides what is done in
+    the longer window by the time of a step without prompts, so it holds nearly always.
+
+    Attributes:
+        token_budget: device decodes and prompt tokens of one step together.
+        minimum_ratio: measured in the paper, to amortise what a Python thread costs.
+    """
+
+    token_budget: int
+    minimum_ratio: float = 8.0
+
+    reads_forecast: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_parameter("minimum_ratio", self.minimum_ratio, 0)
+
+    def decide(self, load: Load) -> Decision:
+        plan = _device_first(load, self.token_budget)
+        step = _Step.of(load, plan)
+        if step is None or step.host == 0:
+            return plan
+        if not load.cohorts and load.host_decodes < self.minimum_ratio * step.decodes:
+            return plan
+        tlin, tgatt = step.tlin, step.tgatt
+        window = step.tlin_pref + tlin + step.tgatt_pref if step.prefill else 2 * tlin + tgatt
+        if pipelined_rate(step.ng, step.nc, tlin, tgatt, window) > device_rate(step.ng, tlin, tgatt):
+            sizes, _ = step.pipelined()
+            if sum(sizes) > 0:
+                return replace(plan, strategy="asymmetric", host_decodes=sizes)
+        return _overlapped(load, plan, cohorts=1)
+
+
+@dataclass(frozen=True, slots=True)
+class HybridByPrediction:
+    """Ours: device alone, asymmetric or overlapped, whichever is predicted to get most done per second.
+
+    What the host adds to a step is counted by the sequences that are there, not by what the CPU could compute: in an
+    asymmetric step a token for each that is taken, under overlap 1 / (L + 1) of a token for each under way. A token
+    is worth what it saves, the device's time for one of its own in a step without prompts::
+
+        worth of a step = seconds of the device-only step + host tokens * seconds of the decode-only step / decodes
+
+    and the choice is the most worth per second. Without prompts that is tokens per second. With prompts, tokens per
+    second would count a host token as dear as one that the device makes in the long steps with prompts, although
+    there are short ones to make it in; and the prompts have to be computed whatever is chosen.
+
+    Cohorts begin whenever the CPU can serve one layer of each within a step. A prompt that the device has no room for
+    is computed and parked as long as the CPU could serve one more under overlap without prompts: it costs no more now
+    than later, and yields tokens meanwhile. Beyond that it would only take room, and prompts wait.
+
+    Attributes:
+        token_budget: device decodes and prompt tokens of one step together.
+    """
+
+    token_budget: int
+
+    reads_forecast: ClassVar[bool] = True
+
+    def decide(self, load: Load) -> Decision:
+        plan = _device_first(load, self.token_budget)
+        if (step := _Step.of(load, plan)) is None:
+            return plan
+        if plan.park and step.cpu_seconds(load.host_decodes + load.moving + 1) > step.decode_only_seconds:
+            begun = min(plan.prefill_tokens, load.first_waiting_tokens) if load.ready_prefills else 0
+            plan = replace(plan, park=False, prefill_tokens=begun)
+            step = replace(step, prefill=begun)
+        if step.host == 0:
+            return plan
+        overlapped, overlap_seconds, overlap_tokens = self._overlap(load, plan, step)
+        if step.rows == 0:
+            return overlapped
+        sizes, asymmetric_seconds = step.pipelined()
+        asymmetric = replace(plan, strategy="asymmetric", host_decodes=sizes)
+        token_seconds = step.decode_only_seconds / max(1, step.decodes)
+        worth = [
+            (1.0, plan),
+            ((step.seconds + overlap_tokens * token_seconds) / overlap_seconds, overlapped),
+            ((step.seconds + sum(sizes) * token_seconds) / asymmetric_seconds, asymmetric),
+        ]
+        return max(worth, key=lambda pair: pair[0])[1]
+
+    def _overlap(self, load: Load, plan: Decision, step: "_Step") -> tuple[Decision, float, float]:
+        """The overlapped step with as many new host tokens as the CPU has time for; its seconds and host tokens."""
+        busy = sum(
+            step.predictor.host_attention_seconds(cohort.sequences, cohort.context_tokens) for cohort in load.cohorts
+        )
+        ready = load.ready_host - plan.swap_in
+        begin = step.hidden(step.seconds - busy, ready) if step.rows else ready
+        sizes = [cohort.sequences for cohort in load.cohorts] + [begin]
+        # Each cohort is in the linear part of one layer a step.
+        alone = step.linear_seconds(step.rows)
+        seconds = step.seconds + sum(step.linear_seconds(step.rows + size) - alone for size in sizes)
+        tokens = sum(sizes) / (step.predictor.num_layers + 1)
+        if tokens == 0:
+            return plan, seconds, tokens
+        return replace(plan, strategy="overlap", host_decodes=(begin, 0)), seconds, tokens
+
+
+def device_rate(ng: float, tlin: float, tgatt: float) -> float:
+    """Right side of inequality (5): decodes per second and layer on the device alone."""
+    return ng * tgatt / (tlin + tgatt)
+
+
+def pipelined_rate(ng: float, nc: float, tlin: float, tgatt: float, window: float) -> float:
+    """Left side of inequality (5), for the CPU's ``window`` 2 Tlin + Tgatt; of algorithm 1's, for its longer one."""
+    return (ng * tgatt + nc * window) / (2 * tlin + tgatt)
+
+
+def _device_first(load: Load, token_budget: int) -> Decision:
+    """Rule 1: the step on the device alone, and where new prompts and host sequences go.
+
+    A parked prompt needs device blocks too while it is computed. It borrows of those kept for growth, but leaves a
+    block for each decode, or these would have to sit out.
+    """
+    decodes = min(load.ready_decodes, token_budget)
+    plan = Decision(prefill_tokens=token_budget - decodes, decodes=decodes)
+    if load.host_blocks == 0:
+        return plan
+    swap_in = load.fitting_host
+    plan = replace(plan, swap_in=swap_in, preempt_to_host=True)
+    if load.predictor is None:
+        return plan
+    left = load.free_blocks - swap_in * load.host_sequence_blocks
+    room = left - load.expected_growth
+    park = load.first_waiting_blocks > room
+    if park:
+        room = max(0, left - load.running_decodes)
+        if load.first_waiting_blocks > min(room, load.host_free_blocks) and load.ready_prefills == 0:
+            return replace(plan, prefill_tokens=0)
+    most = (room + load.ready_prefills) * load.block_size  # a prompt that has begun may have room in its last block
+    return replace(plan, prefill_tokens=min(plan.prefill_tokens, load.waiting_tokens, most), park=park)
+
+
+def _overlapped(load: Load, plan: Decision, cohorts: int) -> Decision:
+    """The plan with host tokens beside it: cohorts go on; if there are fewer than ``cohorts``, another begins."""
+    begin = load.ready_host - plan.swap_in if len(load.cohorts) < cohorts else 0
+    if begin == 0 and not load.cohorts:
+        return plan
+    return replace(plan, strategy="overlap", host_decodes=(begin, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The device-only step at hand, and the host sequences there are to add. Seconds of one layer where not said.
+
+    Attributes:
+        predictor: tells the times.
+        decodes, prefill: rows of the device.
+        keys: that the decodes read.
+        host: host sequences that are ready or under way.
+        host_keys: that each of them reads, the mean.
+    """
+
+    predictor: Predictor
+    decodes: int
+    prefill: int
+    keys: int
+    host: int
+    host_keys: int
+
+    @classmethod
+    def of(cls, load: Load, plan: Decision) -> "_Step | None":
+        """None where nothing can be predicted or the host has no memory."""
+        if load.predictor is None or load.host_blocks == 0:
+            return None
+        return cls(
+            load.predictor,
+            plan.decodes,
+            min(plan.prefill_tokens, load.waiting_tokens) if load.first_waiting_tokens else 0,
+            load.context_tokens * plan.decodes // max(1, load.running_decodes),
+            load.ready_host - plan.swap_in + sum(cohort.sequences for cohort in load.cohorts),
+            load.host_context_tokens // load.host_decodes if load.host_decodes else load.first_waiting_tokens,
+        )
+
+    @property
+    def rows(self) -> int:
+        return self.decodes + self.prefill
+
+    @property
+    def tlin(self) -> float:
+        """Tlin; of one row where nothing decodes."""
+        return self.predictor.linear_seconds(max(1, self.decodes))
+
+    @property
+    def tgatt(self) -> float:
+        return self.predictor.attention_seconds(self.keys)
+
+    @property
+    def tlin_pref(self) -> float:
+        return self.linear_seconds(self.rows)
+
+    @property
+    def tgatt_pref(self) -> float:
+        return self.tgatt + self.predictor.prefill_attention_seconds(self.prefill)
+
+    @property
+    def ng(self) -> float:
+        """NG: as fast as it computes these decodes."""
+        return self.decodes / self.tgatt if self.decodes else 0.0
+
+    @property
+    def nc(self) -> float:
+        """NC: as fast as it would compute all host sequences that are there."""
+        return self.host / self.cpu_seconds(self.host)
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self._whole(self.tlin_pref + self.tgatt_pref)
+
+    @property
+    def decode_only_seconds(self) -> float:
+        """Of the whole step, had it no prompts."""
+        return self._whole(self.tlin + self.tgatt)
+
+    def _whole(self, layer_seconds: float) -> float:
+        return self.predictor.num_layers * layer_seconds + self.predictor.step_overhead_seconds()
+
+    def linear_seconds(self, rows: int) -> float:
+        """0 for no rows: the weights are not read."""
+        return self.predictor.linear_seconds(rows) if rows else 0.0
+
+    def cpu_seconds(self, sequences: int) -> float:
+        """Decode attention of so many host sequences."""
+        return self.predictor.host_attention_seconds(sequences, sequences * self.host_keys) if sequences else 0.0
+
+    def hidden(self, window: float, most: int) -> int:
+        """How many host sequences, at most ``most``, the CPU serves within the window."""
+        return bisect_right(range(1, most + 1), window, key=self.cpu_seconds)
+
+    def pipelined(self) -> tuple[tuple[int, int], float]:
+        """NEO's greedy choice: host sequences of sub-batches 0 and 1, and the seconds of the whole step."""
+        second = self.hidden(self.tlin_pref + self.tgatt_pref, self.host) if self.rows else 0
+        tlin_second = self.linear_seconds(second)
+        first = self.hidden(tlin_second, self.host - second) if second else 0
+        return (first, second), self._whole(self.linear_seconds(self.rows + first) + self.tgatt_pref + tlin_second)

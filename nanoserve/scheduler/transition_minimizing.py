@@ -1,0 +1,151 @@
+"""Seesaw: prompts and answers each in the parallel layout that suits them, with the KV cache buffered in host memory.
+
+Symbols: cp = layout 0, in which prompts are computed; cd = layout 1, in which answers are decoded; the pool = the KV
+blocks of host memory; PP = ``load.pipeline_depth``; RD = ``load.running_decodes``.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from nanoserve.scheduler.load import Decision, Load, Predictor
+
+_PREFILL, _DECODE = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class TransitionMinimizing:
+    """Seesaw, section 4.2: the layout changes only when the pool is full or empty.
+
+    PREFILL, in cp: chunks of prompts up to the budget; each finished prompt is parked in the pool, so that the phase
+    is not bounded by device memory. When the pool cannot hold the next prompt, or none is left: over to cd.
+
+    DECODE, in cd: sequences come in from the pool as the device has room for them, and every step decodes RD / PP of
+    those on the device (section 5.1). When the pool is empty and a prompt waits: back to cp.
+
+    The paper does not say what becomes of sequences that still decode when the pool runs empty. Here a block is never
+    kept across a change of layout, so there are two ways: finish them, in steps far below what the device could carry,
+    or send them back through the pool, two moves of their KV. The cost model chooses, anew before each step: back to
+    cp as soon as::
+
+        longest_remaining * (T(b) - T(B) b / B)  >  2 (T_swap + T_transition)
+
+    b decodes are left, B would fit the device if the waiting prompts had been computed, T(b) is the time in which each
+    of b gets a token. The bracket is what a step wastes; it grows as the batch shrinks, and the number of steps falls
+    with it, so large batches decode on, half empty ones turn back and a few last tokens are waited for. Both
+    transitions are counted, or a lone prompt would turn the layout under many decodes. Nobody turns back where the
+    pool cannot hold what is on the device and the next prompt: no cycle passes without a new prompt.
+
+    With one layout, or no pool to carry the KV from one to the other, it is PrefillFirst.
+
+    Attributes:
+        token_budget: prompt tokens of one step.
+    """
+
+    token_budget: int
+
+    reads_forecast: ClassVar[bool] = True
+
+    def decide(self, load: Load) -> Decision:
+        if load.layouts == 1 or load.host_blocks == 0:
+            budget = self.token_budget if load.first_waiting_fits else 0
+            decodes = 0 if budget else load.decode_share
+            return Decision(budget, decodes, whole_prompts=True, swap_in=load.fitting_host, layout=load.layout)
+        if load.previous is not None and load.previous.layout != load.layout:
+            return Decision(prefill_tokens=0, decodes=0, layout=load.previous.layout)  # a transition is under way
+        return self._decode(load) if load.layout == _DECODE else self._prefill(load)
+
+    def _prefill(self, load: Load) -> Decision:
+        # A prompt that even an empty pool could not hold stays on the device and is decoded there.
+        park = load.first_waiting_blocks <= load.host_blocks
+        room = self._pool_room(load) if park else load.free_blocks
+        next_fits = 0 < load.first_waiting_blocks <= room
+        nothing_to_do = not next_fits and load.ready_prefills == load.running_decodes == load.steps_in_flight == 0
+        if nothing_to_do and load.host_decodes + load.moving > 0:
+            return Decision(prefill_tokens=0, decodes=0, layout=_DECODE)
+        return Decision(
+            prefill_tokens=self.token_budget if next_fits or load.ready_prefills else 0,
+            decodes=load.decode_share,
+            swap_out=load.ready_decodes,
+            park=park,
+            preempt_to_host=True,
+            layout=_PREFILL,
+        )
+
+    def _decode(self, load: Load) -> Decision:
+        pool_is_empty = load.host_decodes == load.moving == 0
+        if pool_is_empty and load.first_waiting_tokens > 0 and (load.running_decodes == 0 or self._turns_back(load)):
+            return Decision(prefill_tokens=0, decodes=0, layout=_PREFILL)
+        return Decision(
+            prefill_tokens=0,
+            decodes=load.decode_share,
+            swap_in=load.fitting_host,
+            preempt_to_host=True,
+            layout=_DECODE,
+        )
+
+    def _pool_room(self, load: Load) -> int:
+        """Blocks for further prompts."""
+        return load.host_free_blocks
+
+    def _turns_back(self, load: Load) -> bool:
+        """Whether to send what still decodes back through the pool, rather than finish it."""
+        if load.predictor is None or not _device_fits_pool(load):
+            return False
+        one_way = load.predictor.swap_seconds(load.context_tokens) + load.predictor.transition_seconds(_PREFILL)
+        return load.longest_remaining * _wasted_seconds(load, load.predictor) > 2 * one_way
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePrioritizing(TransitionMinimizing):
+    """Seesaw, figure 2 (b), to compare with: re-sharding without tiered buffering, every batch decoded to its end.
+
+    Prompts are computed as far as the device will hold them all, and the next ones when the last answer has ended:
+    few transitions, shrinking batches.
+    """
+
+    def _pool_room(self, load: Load) -> int:
+        return _device_room(load)
+
+    def _turns_back(self, load: Load) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPrioritizing(TransitionMinimizing):
+    """Seesaw, figure 2 (a), to compare with: re-sharding without tiered buffering, for every prompt that fits.
+
+    As soon as the device has room for the next prompt it is computed, and what decodes passes through the pool twice:
+    full batches, a transition for every few answers that end.
+    """
+
+    def _pool_room(self, load: Load) -> int:
+        return _device_room(load)
+
+    def _turns_back(self, load: Load) -> bool:
+        return load.first_waiting_blocks + load.running_decodes <= load.free_blocks and _device_fits_pool(load)
+
+
+def _device_room(load: Load) -> int:
+    """Blocks that the device will have for further prompts when it holds the pool, and a block more of each there."""
+    held = load.host_blocks - load.host_free_blocks + load.host_decodes + load.moving
+    return min(load.host_free_blocks, load.total_blocks - held)
+
+
+def _device_fits_pool(load: Load) -> bool:
+    """Whether the pool holds what is on the device, and the next prompt."""
+    return load.total_blocks - load.free_blocks + load.first_waiting_blocks <= load.host_free_blocks
+
+
+def _wasted_seconds(load: Load, predictor: Predictor) -> float:
+    """T(b) - T(B) b / B: what of a round of the decodes would have gone to others, had they been computed."""
+    tokens = max(1, load.context_tokens)
+    fuller = max(1.0, min(load.total_blocks * load.block_size, tokens + load.waiting_tokens) / tokens)
+    return _round_seconds(load, predictor, 1.0) - _round_seconds(load, predictor, fuller) / fuller
+
+
+def _round_seconds(load: Load, predictor: Predictor, times: float) -> float:
+    """One token for each decode, if there were so many times as many: PP micro-batches through L / PP layers each."""
+    share = times / load.pipeline_depth
+    linear = predictor.linear_seconds(round(load.running_decodes * share))
+    attention = predictor.attention_seconds(round(load.context_tokens * share))
+    return predictor.num_layers * (linear + attention) + predictor.step_overhead_seconds()

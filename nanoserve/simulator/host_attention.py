@@ -1,0 +1,268 @@
+"""Attention on the CPU in virtual time: cohorts that advance a layer a step (APEX), and asymmetric steps (NEO).
+
+Both want a pipeline of one stage; with tensor parallelism one CPU serves all its devices. A layer on the device counts
+as two halves: before attention (queries, keys and values) and behind it (output and feed-forward part). All layers
+take the same time, the mean of the stage's.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from operator import attrgetter
+from typing import Protocol
+
+import msgspec
+
+from nanoserve.costs.work import StepWork
+from nanoserve.scheduler.plan import Answer, CohortProgress
+from nanoserve.simulator.pipeline import Passage, TieredTimes
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    """A host sequence whose token is under way.
+
+    Attributes:
+        context: keys that its attention reads in each layer.
+        answer: its token, known in the end.
+        attended: layers whose attention the CPU was given before this step; the last of them is not passed yet.
+    """
+
+    context: int
+    answer: Answer
+    attended: int = 0
+
+    @property
+    def first_layer(self) -> int:
+        """Whose linear part it comes to next."""
+        return max(0, self.attended - 1)
+
+
+@dataclass(slots=True)
+class _Cohort:
+    """Host sequences that began a token in the same step.
+
+    Attributes:
+        step: that one.
+        rows: by sequence.
+        layers: how many are behind them.
+        ready: when the CPU is done with their attention in the next layer.
+    """
+
+    step: int
+    rows: dict[int, HostRow]
+    layers: int
+    ready: float
+
+
+@dataclass(frozen=True, slots=True)
+class SubBatch:
+    """One of the two sub-batches of an asymmetric step.
+
+    Attributes:
+        device: its rows whose KV is on the device.
+        host: its rows whose KV is in host memory, each from its layer on.
+    """
+
+    device: StepWork
+    host: Sequence[HostRow] = ()
+
+
+class ProcessorObserver(Protocol):
+    """Is shown what the CPU computes."""
+
+    def on_host_attention(self, passage: Passage, seconds: float, rows: int) -> None:
+        """For how many host sequences it attends for how long, between which moments: one layer, or a whole step."""
+
+
+class Processor:
+    """The host's CPUs: they compute the attention of one cohort in one layer at a time, in the order of arrival.
+
+    Args:
+        observers: are shown what they compute.
+
+    Attributes:
+        free: when everything they were given is computed.
+    """
+
+    def __init__(self, observers: Sequence[ProcessorObserver] = ()) -> None:
+        self.free = 0.0
+        self._observers = observers
+
+    def compute(self, seconds: float, rows: int, arrived: float) -> float:
+        """Take work that arrives then; returns when it is done."""
+        start = max(self.free, arrived)
+        self.occupy(Passage(start, start + seconds), seconds, rows)
+        return self.free
+
+    def occupy(self, passage: Passage, seconds: float, rows: int) -> None:
+        """Work for so many seconds between these two moments, and be free behind them."""
+        self.free = passage.end
+        for observer in self._observers:
+            observer.on_host_attention(passage, seconds, rows)
+
+
+class HostAttention:
+    """The CPU and the host sequences whose tokens are under way.
+
+    Args:
+        times: of a layout of one stage.
+        processor: the CPU.
+    """
+
+    def __init__(self, times: TieredTimes, processor: Processor) -> None:
+        self._processor = processor
+        self._times = times
+        self._layers = times.num_layers
+        self._cohorts: list[_Cohort] = []
+
+    @property
+    def under_way(self) -> bool:
+        """Whether any host sequence is."""
+        return bool(self._cohorts)
+
+    @property
+    def progress(self) -> tuple[CohortProgress, ...]:
+        """Of the cohorts under way, the oldest first."""
+        return tuple([CohortProgress(cohort.step, cohort.layers) for cohort in self._cohorts])
+
+    def take(self, sequence: int) -> HostRow:
+        """Take one host sequence out of its cohort, with the layers behind it.
+
+        Raises:
+            RuntimeError: if its token is not under way.
+        """
+        for cohort in self._cohorts:
+            if row := cohort.rows.pop(sequence, None):
+                if not cohort.rows:
+                    self._cohorts.remove(cohort)
+                return HostRow(row.context, row.answer, cohort.layers + 1)
+        raise RuntimeError(f"sequence {sequence} has no token under way")
+
+    # ------------------------------------------------------------------------------------- asynchronous overlap
+
+    def overlap(
+        self, step: int, device: StepWork, beginning: dict[int, HostRow], start: float
+    ) -> tuple[Passage, list[Answer]]:
+        """A step of Asynchronous Overlap (APEX): one batch on the device, cohorts join where the CPU is done in time.
+
+        A cohort whose attention in layer i is done when the step comes to the second half of layer i joins that half
+        and the first half of layer i + 1; behind the last layer its tokens are sampled. Another tries again in the next
+        step: the device never waits, unless it has nothing else to compute. Joining makes the halves longer by as much
+        as the linear layers take longer for the additional rows; what only these rows pass, half a layer for each, is
+        all that a step without device rows computes.
+
+        Args:
+            step: its number names the cohort of those who begin.
+            device: rows whose KV is on the device.
+            beginning: host sequences that begin a token, with the first half of layer 0.
+            start: when the stage could begin.
+
+        Returns:
+            from when to when the device computes, and the tokens that are sampled.
+        """
+        if not device.tokens and not beginning and self._cohorts:
+            start = max(start, min(cohort.ready for cohort in self._cohorts))
+        base = self._times.stage_seconds(device, 0) if device.tokens else 0.0
+        layer, joined, answers = base / self._layers, 0.0, list[Answer]()
+        waiting = sorted(self._cohorts, key=attrgetter("layers"))
+        if beginning:
+            joined += self._half_layer(device, len(beginning))
+            cohort = _Cohort(step, beginning, 0, 0.0)
+            self._cohorts.append(cohort)
+            self._send(cohort, start + layer / 2 + joined)
+        for behind, group in groupby(waiting, attrgetter("layers")):
+            reached = start + (behind + 0.5) * layer + joined
+            ready = [cohort for cohort in group if cohort.ready <= reached]
+            rows = sum(len(cohort.rows) for cohort in ready)
+            joined += self._half_layer(device, rows)
+            if behind + 1 < self._layers:
+                joined += self._half_layer(device, rows)
+            for cohort in ready:
+                cohort.layers += 1
+                if cohort.layers < self._layers:
+                    self._send(cohort, start + (behind + 1.5) * layer + joined)
+                else:
+                    answers += [row.answer for row in cohort.rows.values()]
+                    self._cohorts.remove(cohort)
+        ends = self._additional_ends(device, len(beginning), len(answers))
+        return Passage(start, start + base + joined + ends), answers
+
+    def _send(self, cohort: _Cohort, arrived: float) -> None:
+        """Give the CPU the cohort's next layer."""
+        cohort.ready = self._processor.compute(self._seconds(cohort.rows.values()), len(cohort.rows), arrived)
+
+    def _half_layer(self, device: StepWork, rows: int) -> float:
+        """By how much additional rows prolong half of a layer."""
+        if not rows:
+            return 0.0
+        longer = self._times.layers_seconds(device.tokens + rows, 0) - self._times.layers_seconds(device.tokens, 0)
+        return longer / (2 * self._layers)
+
+    def _additional_ends(self, device: StepWork, beginning: int, sampled: int) -> float:
+        """By how much embedding and head take longer for those who begin and those who end."""
+        if not beginning and not sampled:
+            return 0.0
+        together = msgspec.structs.replace(device, decodes=device.decodes + beginning, sampled=device.sampled + sampled)
+        return self._times.ends_seconds(together, 0) - self._times.ends_seconds(device, 0)
+
+    # -------------------------------------------------------------------------------------- asymmetric pipelining
+
+    def asymmetric(self, first: SubBatch, second: SubBatch, start: float) -> Passage:
+        """A step of Asymmetric Pipelining (NEO): the device computes one sub-batch while the CPU attends for the other.
+
+        In each layer the device computes the first sub-batch's linear part and its attention on the device, the CPU
+        attends for the second; then they change sides. So a layer takes
+        ``max(linear_0 + attention_0, cpu_1) + max(linear_1 + attention_1, cpu_0)``. Before the first layer the CPU ends
+        what it was given earlier. Sequences that are part-way take part in the layers that are not behind them; the
+        first of these the CPU was given earlier.
+
+        Args:
+            first, second: the sub-batches; all their host rows end their token.
+            start: when the stage could begin.
+
+        Returns:
+            from when to when the step is under way; the device waits for the CPU within it.
+        """
+        batches = (first, second)
+        ends = sum(self._times.ends_seconds(_with_host(batch), 0) for batch in batches)
+        attention = [self._device_attention(batch.device) for batch in batches]
+        host = [row for batch in batches for row in batch.host]
+        late = max(0.0, self._processor.free - start) if host else 0.0
+        changes = {0, 1, self._layers, *(row.first_layer for row in host), *(row.attended for row in host)}
+        seconds = busy = 0.0
+        for layer, until in pairwise(sorted(changes)):
+            device = [self._linear(batch, layer) + attention[index] for index, batch in enumerate(batches)]
+            cpu = [self._seconds(row for row in batch.host if row.attended <= layer) for batch in batches]
+            waits = late if layer == 0 else 0.0
+            taking = max(device[0], cpu[1] + waits) + max(device[1], cpu[0])
+            seconds += (until - layer) * taking
+            busy += (until - layer) * sum(cpu)
+        passage = Passage(start, start + seconds + ends)
+        if host:
+            self._processor.occupy(Passage(start + late, passage.end), busy, len(host))
+        return passage
+
+    def _device_attention(self, work: StepWork) -> float:
+        """Of one layer."""
+        return self._times.attention_seconds(work, 0) / self._layers if work.tokens else 0.0
+
+    def _linear(self, batch: SubBatch, layer: int) -> float:
+        """The linear part of one layer, for the rows that have come to it."""
+        rows = sum(row.first_layer <= layer for row in batch.host)
+        return self._times.layers_seconds(batch.device.tokens + rows, 0) / self._layers
+
+    def _seconds(self, rows: Iterable[HostRow]) -> float:
+        """What the CPU takes for one layer's attention of these rows, moving what it needs and gives included."""
+        contexts = [row.context for row in rows]
+        if not contexts:
+            return 0.0
+        return self._times.host_attention_seconds(sum(contexts)) + self._times.host_exchange_seconds(len(contexts))
+
+
+def _with_host(batch: SubBatch) -> StepWork:
+    """The sub-batch's embedding and head: rows that begin are embedded, all that end are sampled."""
+    beginning = sum(row.attended == 0 for row in batch.host)
+    return msgspec.structs.replace(
+        batch.device, decodes=batch.device.decodes + beginning, sampled=batch.device.sampled + len(batch.host)
+    )

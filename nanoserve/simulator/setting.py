@@ -1,0 +1,85 @@
+"""EngineSetting: all that one simulated engine is made of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanoserve.engine import Engine
+from nanoserve.scheduler.layouts import LayoutCapacity
+from nanoserve.scheduler.load import Policy, Predictor
+from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.simulator.executor import VOCAB_SIZE, SimulatedExecutor, StepObserver
+from nanoserve.simulator.fleet import Replica
+from nanoserve.simulator.meters import RequestMeter, RequestObserver, StepMeter
+from nanoserve.simulator.pipeline import Runtime, StepTimes, TieredTimes
+from nanoserve.simulator.tier_meter import TierMeter
+from nanoserve.simulator.tiered_executor import TieredExecutor, TierObserver
+
+
+@dataclass(frozen=True, slots=True)
+class OtherLayout:
+    """A parallel layout beside the first one.
+
+    Attributes:
+        times: of its stages, its links and the host.
+        num_blocks: KV blocks on its devices.
+    """
+
+    times: TieredTimes
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetting:
+    """One engine; ``simulate`` says what each of these is."""
+
+    policy: Policy
+    times: StepTimes
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    runtime: Runtime
+    host_blocks: int
+    other_layouts: Sequence[OtherLayout]
+    predictors: Sequence[Predictor]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence that takes all blocks in every layout; the KV of its last token is never written."""
+        return min([self.num_blocks, *(layout.num_blocks for layout in self.other_layouts)]) * self.block_size + 1
+
+    def replica(
+        self,
+        observers: Sequence[StepObserver],
+        tier_observers: Sequence[TierObserver],
+        request_observers: Sequence[RequestObserver],
+    ) -> Replica:
+        """One engine with meters around it."""
+        scheduler = Scheduler(
+            self.policy,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_model_len=self.longest,
+            max_num_seqs=self.max_num_seqs,
+            prefix_caching=False,
+            pipeline_depth=self.times.num_stages,
+            host_blocks=self.host_blocks,
+            other_layouts=[LayoutCapacity(one.num_blocks, one.times.num_stages) for one in self.other_layouts],
+            predictors=self.predictors,
+        )
+        steps, lives = StepMeter(scheduler.pool), RequestMeter(request_observers)
+        tiers = TierMeter(steps, scheduler.host_pool, 1 + len(self.other_layouts))
+        executor = self._executor((steps, tiers, *observers), (tiers, *tier_observers))
+        return Replica(Engine(scheduler, executor, vocab_size=VOCAB_SIZE), scheduler, executor, steps, lives, tiers)
+
+    def _executor(self, observers: Sequence[StepObserver], tier_observers: Sequence[TierObserver]) -> SimulatedExecutor:
+        if not self.host_blocks and not self.other_layouts:
+            return SimulatedExecutor(self.times, runtime=self.runtime, observers=observers)
+        if not isinstance(self.times, TieredTimes):
+            raise TypeError("host memory and other layouts want step times that know them: see TieredTimes")
+        return TieredExecutor(
+            [self.times, *(layout.times for layout in self.other_layouts)],
+            block_size=self.block_size,
+            runtime=self.runtime,
+            observers=observers,
+            tier_observers=tier_observers,
+        )

@@ -1,0 +1,107 @@
+"""Random lives of an engine: requests that come, fork, share prefixes and are given up, on tiny pools."""
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from nanoserve.engine import Engine
+from nanoserve.request import FinishReason, Request, SamplingParams
+from tests.fakes.reference import expected_tokens
+
+END_TOKEN = 0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, the step at which it comes, and perhaps the step at which somebody gives up on it or on a sample."""
+
+    step: int
+    request: Request
+    abort_step: int | None
+    abort_index: int | None
+
+
+@st.composite
+def _requests(draw: st.DrawFn, name: str, longest: int) -> Request:
+    shared = draw(st.integers(0, longest // 2))
+    own = draw(st.lists(st.integers(1, 3), min_size=1, max_size=max(1, longest // 2)))
+    prompt = ([1] * shared + own)[: longest - 1]
+    max_tokens = draw(st.one_of(st.none(), st.integers(1, longest)))
+    penalized = draw(st.booleans())
+    params = SamplingParams(
+        n=draw(st.sampled_from([1, 1, 1, 2, 3])),
+        temperature=draw(st.sampled_from([0.0, 0.0, 1.0])),
+        presence_penalty=0.5 if penalized else 0.0,
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, min(3, max_tokens or 3, longest - len(prompt)))),
+        ignore_eos=draw(st.booleans()),
+        stop_token_ids=draw(st.sampled_from([(), (7,)])),
+    )
+    salt = draw(st.sampled_from(["", "", "tenant"]))
+    return Request(name, tuple(prompt), params, seed=draw(st.integers(0, 5)), end_tokens=(END_TOKEN,), cache_salt=salt)
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> dict[str, object]:
+    block_size = draw(st.sampled_from([1, 2, 3, 4]))
+    num_blocks = draw(st.integers(3, 14))
+    longest = draw(st.integers(3, num_blocks * block_size + 1))
+    arrivals = []
+    for number in range(draw(st.integers(1, 7))):
+        request = draw(_requests(f"r{number}", longest))
+        step = draw(st.integers(0, 12))
+        abort = draw(st.one_of(st.none(), st.none(), st.integers(0, 15)))
+        index = draw(st.sampled_from([None, 0, 1]))
+        arrivals.append(Arrival(step, request, None if abort is None else step + abort, index))
+    return {
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "max_model_len": longest,
+        "arrivals": arrivals,
+        "prefix_caching": draw(st.booleans()),
+        "depth": draw(st.sampled_from([1, 1, 2, 3, 4])),
+        "max_num_seqs": draw(st.sampled_from([1, 2, 3, 256])),
+        "token_budget": draw(st.sampled_from([1, 3, 8, 64])),
+    }
+
+
+def live(engine: Engine, arrivals: list[Arrival]) -> tuple[dict, dict]:
+    """Run all arrivals and aborts to the end, checking the invariants after every step."""
+    outputs: dict[tuple[str, int], list[int]] = {
+        (arrival.request.request_id, index): [] for arrival in arrivals for index in range(arrival.request.params.n)
+    }
+    reasons: dict[tuple[str, int], FinishReason] = {}
+    last_event = max(max(arrival.step, arrival.abort_step or 0) for arrival in arrivals)
+    step = 0
+    while step <= last_event or engine.has_work:
+        updates = []
+        for arrival in arrivals:
+            if arrival.step == step:
+                engine.add(arrival.request)
+            if arrival.abort_step == step:
+                updates += engine.stop(arrival.request.request_id, index=arrival.abort_index)
+        updates += engine.step()
+        for update in updates:
+            key = (update.request_id, update.index)
+            assert key not in reasons, "an update after the last one"
+            outputs[key] += update.new_tokens
+            if update.finished:
+                reasons[key] = update.sequence.finish_reason
+        engine.scheduler.check_integrity()
+        step += 1
+        assert step < 3000, "some request starves"
+    return outputs, reasons
+
+
+def check_outputs(arrivals: list[Arrival], max_model_len: int, outputs: dict, reasons: dict) -> None:
+    """Every request got the tokens it would have got alone."""
+    for arrival in arrivals:
+        request = arrival.request
+        for index in range(request.params.n):
+            key = (request.request_id, index)
+            expected, reason = expected_tokens(request, index=index, max_model_len=max_model_len)
+            if reasons[key] is FinishReason.ABORT:
+                assert arrival.abort_step is not None and arrival.abort_index in (None, index)
+                assert outputs[key] == expected[: len(outputs[key])]
+            else:
+                assert (outputs[key], reasons[key].value) == (expected, reason)

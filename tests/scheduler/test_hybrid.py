@@ -1,0 +1,290 @@
+"""NEO, APEX and ours: inequalities by hand, who is parked, and which strategy each takes."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from nanoserve.costs.closed_forms import overlap_gain_bound, pipelining_break_even, pipelining_speedup_bound
+from nanoserve.errors import UsageError
+from nanoserve.scheduler.hybrid import (
+    ApexAlgorithm1,
+    AsymmetricPipelining,
+    AsynchronousOverlap,
+    HybridByPrediction,
+    device_rate,
+    pipelined_rate,
+)
+from nanoserve.scheduler.load import Cohort, Decision, Load, Policy
+from tests.fakes.linear_predictor import LinearPredictor
+
+ALL = [AsymmetricPipelining(512), AsynchronousOverlap(512), ApexAlgorithm1(512), HybridByPrediction(512)]
+
+# Ten decodes of 100 keys: Tlin = Tgatt = 1 s, so NG = 10. A host sequence of 100 keys takes 0.5 s of CPU: NC = 2.
+PREDICTOR = LinearPredictor(num_layers=4, linear=1.0, key=0.001, prompt_token=0.01, host_key=0.005)
+DECODES = Load(
+    previous=None,
+    waiting_tokens=0,
+    first_waiting_tokens=0,
+    running_decodes=10,
+    ready_decodes=10,
+    ready_prefills=0,
+    context_tokens=1000,
+    free_blocks=0,
+    total_blocks=70,
+    block_size=16,
+    free_slots=256,
+    host_free_blocks=1000,
+    host_blocks=2000,
+    predictor=PREDICTOR,
+)
+PLAN = Decision(0, 10, preempt_to_host=True)
+"""Of the device alone."""
+
+
+def hosting(load: Load, sequences: int, *cohorts: Cohort, ready: int | None = None) -> Load:
+    """With so many host sequences of 100 keys, of which those in no cohort are ready."""
+    under_way = sum(cohort.sequences for cohort in cohorts)
+    return replace(
+        load,
+        host_decodes=sequences,
+        ready_host=sequences - under_way if ready is None else ready,
+        host_context_tokens=100 * sequences,
+        cohorts=cohorts,
+    )
+
+
+def prefilling(load: Load) -> Load:
+    """With a prompt of 64 tokens and room for its four blocks and one of each decode, all of it kept for growth."""
+    return replace(load, waiting_tokens=64, first_waiting_tokens=64, free_blocks=14, expected_growth=14)
+
+
+# ---------------------------------------------------------------------------------------------- the inequalities
+
+
+@pytest.mark.parametrize(
+    ("ng", "nc", "tlin", "tgatt", "pipelined", "alone"),
+    [
+        (10, 2, 1, 1, 16 / 3, 5),  # (10 + 2 * 3) / 3; the ratio 5 is below 2 + 3 + 1
+        (12, 2, 1, 1, 6, 6),  # at 6 both are the same
+        (14, 2, 1, 1, 20 / 3, 7),
+        (10, 1, 2, 1, 3, 10 / 3),  # (10 + 5) / 5, the ratio 10 is above 4 + 3 + 0.5 = 7.5
+        (10, 2, 2, 1, 4, 10 / 3),
+    ],
+)
+def test_both_sides_of_inequality_5(
+    ng: float, nc: float, tlin: float, tgatt: float, pipelined: float, alone: float
+) -> None:
+    assert pipelined_rate(ng, nc, tlin, tgatt, window=2 * tlin + tgatt) == pytest.approx(pipelined)
+    assert device_rate(ng, tlin, tgatt) == pytest.approx(alone)
+
+
+def test_the_papers_measured_processors_do_not_satisfy_inequality_6() -> None:
+    measured = 3031 / 170  # figure 1b, batch 4: CPU over device
+    assert measured > pipelining_break_even(1.0, 0.5)
+    assert 1 / pipelining_break_even(1.0, 0.5) == pytest.approx(0.13, abs=0.005)  # "at least about 13 %"
+
+
+_positive = st.floats(1e-3, 1e3)
+
+
+@given(ng=_positive, nc=_positive, tlin=_positive, tgatt=_positive)
+def test_inequalities_5_and_6_are_the_same(ng: float, nc: float, tlin: float, tgatt: float) -> None:
+    left, right = pipelined_rate(ng, nc, tlin, tgatt, window=2 * tlin + tgatt), device_rate(ng, tlin, tgatt)
+    assume(abs(left - right) > 1e-9 * right)
+    assert (left > right) == (ng / nc < pipelining_break_even(tlin, tgatt))
+
+
+@given(ratio=st.floats(0.001, 1), tlin=_positive, tgatt=_positive, decodes=st.integers(1, 200))
+def test_with_hosts_without_end_the_speedup_bound_is_inequality_5(
+    ratio: float, tlin: float, tgatt: float, decodes: int
+) -> None:
+    ng = decodes / tgatt
+    both = pipelined_rate(ng, ratio * ng, tlin, tgatt, window=2 * tlin + tgatt) / device_rate(ng, tlin, tgatt)
+    bound = pipelining_speedup_bound(tlin, tgatt, speed_ratio=ratio, decodes=decodes, host_sequences=1e12)
+    assert bound == pytest.approx(both)
+    none = pipelining_speedup_bound(tlin, tgatt, speed_ratio=ratio, decodes=decodes, host_sequences=0)
+    assert none < 1  # the second pass over the linear layers is all there is
+
+
+# ------------------------------------------------------------------------------------------------------ placement
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_the_device_comes_first(policy: Policy) -> None:
+    room = replace(prefilling(DECODES), free_blocks=60)
+    assert policy.decide(room) == Decision(64, 10, preempt_to_host=True)
+    tight = policy.decide(prefilling(DECODES))
+    assert (tight.prefill_tokens, tight.park) == (64, True)
+    assert policy.decide(replace(prefilling(DECODES), free_blocks=13)) == PLAN  # or a decode might have to sit out
+    assert policy.decide(replace(prefilling(DECODES), host_free_blocks=3)) == PLAN
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_host_sequences_come_back_before_new_prompts_take_the_room(policy: Policy) -> None:
+    # seven blocks each; 30 free, 14 for growth: two come back, and the prompt of four does not fit beside them
+    load = replace(hosting(prefilling(DECODES), 5), free_blocks=30)
+    decision = policy.decide(load)
+    assert (decision.swap_in, decision.park, decision.prefill_tokens) == (2, True, 64)
+    assert sum(decision.host_decodes) <= 3
+    two_left = policy.decide(replace(load, ready_host=1, host_decodes=1, host_context_tokens=100))
+    assert (two_left.swap_in, two_left.park) == (1, False)
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_without_a_host_or_a_predictor_it_is_chunked_prefill(policy: Policy) -> None:
+    no_host = replace(prefilling(DECODES), host_blocks=0, host_free_blocks=0)
+    assert policy.decide(no_host) == Decision(502, 10)
+    blind = replace(hosting(prefilling(DECODES), 5), predictor=None, free_blocks=70)
+    assert policy.decide(blind) == Decision(502, 10, swap_in=5, preempt_to_host=True)
+
+
+# ---------------------------------------------------------------------------------------------------------- NEO
+
+
+def test_neo_hides_the_cpu_behind_the_device_or_stays_there() -> None:
+    # Decodes only: sub-batch 1 hides 4 in Tlin + Tgatt = 2 s, sub-batch 0 then 2 in Tlin = 1 s: 16 in 3 s, 10 in 2 s.
+    assert AsymmetricPipelining(512).decide(hosting(DECODES, 100)) == replace(
+        PLAN, strategy="asymmetric", host_decodes=(2, 4)
+    )
+    # Five host sequences: 4 + 1, and 15 in 3 s is no more than 10 in 2 s.
+    assert AsymmetricPipelining(512).decide(hosting(DECODES, 5)) == PLAN
+    slow = replace(hosting(DECODES, 100), predictor=replace(PREDICTOR, host_key=0.05))
+    assert AsymmetricPipelining(512).decide(slow) == PLAN
+
+
+def test_neo_gives_the_cpu_the_time_of_the_prompts_too() -> None:
+    # 64 prompt tokens at 0.01 s: sub-batch 0 takes 2.64 s, which hides 5; 11 + 7 in 3.64 s against 11 in 2.64 s.
+    decision = AsymmetricPipelining(512).decide(hosting(prefilling(DECODES), 100))
+    assert (decision.strategy, decision.host_decodes, decision.prefill_tokens) == ("asymmetric", (2, 5), 64)
+
+
+# ------------------------------------------------------------------------------------------------------- overlap
+
+
+def test_a_cohort_begins_when_none_is_under_way_and_goes_on_otherwise() -> None:
+    begun = replace(PLAN, strategy="overlap", host_decodes=(100, 0))
+    assert AsynchronousOverlap(512).decide(hosting(DECODES, 100)) == begun
+    later = hosting(DECODES, 100, Cohort(layers=1, sequences=70, context_tokens=7000))
+    assert AsynchronousOverlap(512).decide(later) == replace(PLAN, strategy="overlap", host_decodes=(0, 0))
+    assert AsynchronousOverlap(512, cohorts=2).decide(later) == replace(begun, host_decodes=(30, 0))
+    assert AsynchronousOverlap(512).decide(hosting(DECODES, 9, ready=0)) == PLAN
+
+
+# ---------------------------------------------------------------------------------------------------------- APEX
+
+
+def test_apex_rules_1_and_2() -> None:
+    apex = ApexAlgorithm1(512)
+    assert apex.decide(DECODES) == PLAN
+    # NG / NC = 10 / 2 = 5 < 6
+    assert apex.decide(hosting(DECODES, 100)) == replace(PLAN, strategy="asymmetric", host_decodes=(2, 4))
+    slower = replace(hosting(DECODES, 100), predictor=replace(PREDICTOR, host_key=0.007))  # NG / NC = 7 > 6
+    assert apex.decide(slower) == replace(PLAN, strategy="overlap", host_decodes=(100, 0))
+
+
+def test_apex_rule_3_takes_asymmetric_pipelining_more_often_with_prompts() -> None:
+    slower = replace(hosting(DECODES, 100), predictor=replace(PREDICTOR, host_key=0.007))
+    # 64 prompt tokens add 0.64 s: (10 + 1.43 * 3.64) / 3 = 5.07 > 10 / 2, where (10 + 1.43 * 3) / 3 is 4.76
+    assert ApexAlgorithm1(512).decide(prefilling(slower)).strategy == "asymmetric"
+    crawling = replace(slower, predictor=replace(PREDICTOR, host_key=0.05))
+    assert ApexAlgorithm1(512).decide(prefilling(crawling)).strategy == "overlap"
+
+
+def test_apex_rule_4_takes_no_more_of_a_cohort_than_one_layer_hides() -> None:
+    under_way = hosting(DECODES, 100, Cohort(layers=3, sequences=60, context_tokens=6000))
+    decision = ApexAlgorithm1(512).decide(under_way)
+    assert (decision.strategy, decision.host_decodes) == ("asymmetric", (2, 4))
+
+
+def test_apex_engages_the_cpu_only_for_many() -> None:
+    slower = replace(DECODES, predictor=replace(PREDICTOR, host_key=0.007))
+    apex = ApexAlgorithm1(512)
+    assert apex.decide(hosting(slower, 79)) == PLAN
+    assert apex.decide(hosting(slower, 80)).strategy == "overlap"
+    assert ApexAlgorithm1(512, minimum_ratio=1).decide(hosting(slower, 10)).strategy == "overlap"
+    begun = hosting(slower, 40, Cohort(layers=1, sequences=40, context_tokens=4000))
+    assert apex.decide(begun).strategy == "overlap"  # what has begun goes on
+
+
+# ---------------------------------------------------------------------------------------------------------- ours
+
+
+def test_hybrid_counts_the_host_sequences_there_are() -> None:
+    hybrid = HybridByPrediction(512)
+    assert hybrid.decide(DECODES) == PLAN
+    # 10 + 6 in 12 s is 1.33 a second; overlapped, a step of 8 s serves 16 of the 100: 10 + 16 / 5 in 8 s is 1.65.
+    assert hybrid.decide(hosting(DECODES, 100)) == replace(PLAN, strategy="overlap", host_decodes=(16, 0))
+    # With a twentieth of the CPU time: 10 + 80 + 20 in 12 s is 9.2; 10 + 100 / 5 in 8 s is 3.8.
+    fast = replace(hosting(DECODES, 100), predictor=replace(PREDICTOR, host_key=0.00025))
+    assert hybrid.decide(fast) == replace(PLAN, strategy="asymmetric", host_decodes=(20, 80))
+    # Where only two are there, a second pass over the linear layers is not worth it, whatever the CPU could do.
+    assert hybrid.decide(hosting(fast, 2)) == replace(PLAN, strategy="overlap", host_decodes=(2, 0))
+    assert ApexAlgorithm1(512, minimum_ratio=0).decide(hosting(fast, 2)).strategy == "asymmetric"
+
+
+def test_hybrid_begins_cohorts_while_the_cpu_has_time_in_a_step() -> None:
+    # 12 under way take 6 s of the 8 s of a step
+    load = hosting(DECODES, 100, Cohort(layers=2, sequences=12, context_tokens=1200))
+    assert HybridByPrediction(512).decide(load).host_decodes == (4, 0)
+    full = hosting(DECODES, 100, Cohort(layers=2, sequences=16, context_tokens=1600))
+    assert HybridByPrediction(512).decide(full) == replace(PLAN, strategy="overlap", host_decodes=(0, 0))
+
+
+def test_hybrid_leaves_a_hopeless_cpu_alone() -> None:
+    # one layer of one sequence takes 8.1 s of the CPU, a step 8 s
+    hopeless = replace(hosting(DECODES, 100), predictor=replace(PREDICTOR, host_key=0.081))
+    assert HybridByPrediction(512).decide(hopeless) == PLAN
+    parked = HybridByPrediction(512).decide(replace(prefilling(DECODES), predictor=replace(PREDICTOR, host_key=0.2)))
+    assert (parked.park, parked.prefill_tokens) == (False, 0)
+
+
+def test_hybrid_parks_no_more_than_the_cpu_can_serve() -> None:
+    hybrid = HybridByPrediction(512)
+    # a step of decodes takes 8 s, in which the CPU serves 16
+    assert hybrid.decide(hosting(prefilling(DECODES), 15)).park
+    saturated = hybrid.decide(hosting(prefilling(DECODES), 16))
+    assert (saturated.park, saturated.prefill_tokens) == (False, 0)
+    begun = hybrid.decide(replace(hosting(prefilling(DECODES), 16), ready_prefills=1))
+    assert (begun.park, begun.prefill_tokens) == (False, 64)
+
+
+def test_host_sequences_go_on_where_the_device_has_nothing() -> None:
+    idle = replace(DECODES, running_decodes=0, ready_decodes=0, context_tokens=0, moving=1)
+    decision = HybridByPrediction(512).decide(hosting(idle, 9))
+    assert (decision.strategy, decision.host_decodes) == ("overlap", (9, 0))
+
+
+@given(
+    hosts=st.integers(1, 400),
+    host_key=st.floats(1e-5, 0.1),
+    linear=st.floats(0.1, 10),
+    policy=st.sampled_from(ALL),
+)
+def test_what_is_predicted_of_decodes_alone_stays_within_the_closed_form_bounds(
+    hosts: int, host_key: float, linear: float, policy: Policy
+) -> None:
+    predictor = replace(PREDICTOR, host_key=host_key, linear=linear)
+    decision = policy.decide(replace(hosting(DECODES, hosts), predictor=predictor))
+    ratio = 0.001 / host_key  # seconds per key: NC / NG
+    known = {"speed_ratio": ratio, "decodes": 10, "host_sequences": hosts}
+    if decision.strategy == "asymmetric":
+        speedup = (10 + sum(decision.host_decodes)) / (2 * linear + 1) * (linear + 1) / 10
+        assert speedup <= pipelining_speedup_bound(linear, 1.0, **known) * 1.000001
+    elif decision.strategy == "overlap" and isinstance(policy, HybridByPrediction):
+        gain = decision.host_decodes[0] / 5 / 10
+        assert gain <= 4 / 5 * overlap_gain_bound(linear, 1.0, layers=4, **known | {"host_sequences": 1e9}) * 1.000001
+        assert gain <= overlap_gain_bound(linear, 1.0, layers=4, **known | {"speed_ratio": 1e9}) * 1.000001
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: AsynchronousOverlap(512, cohorts=0), "cohorts must be at least 1, not 0"),
+        (lambda: ApexAlgorithm1(512, minimum_ratio=-1.0), "minimum_ratio must be at least 0, not -1.0"),
+    ],
+)
+def test_parameters_out_of_range(make: object, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        make()  # type: ignore[operator]

@@ -1,0 +1,151 @@
+"""Seesaw's phases: when the layout changes, what a step of each holds, and what its figure 2 compares it with."""
+
+from dataclasses import replace
+
+import pytest
+
+from nanoserve.scheduler.load import Decision, Load, Policy
+from nanoserve.scheduler.transition_minimizing import DecodePrioritizing, PrefillPrioritizing, TransitionMinimizing
+from tests.fakes.linear_predictor import LinearPredictor
+
+SEESAW = TransitionMinimizing(512)
+PREFILL, DECODE = 0, 1
+
+EMPTY = Load(
+    previous=None,
+    waiting_tokens=0,
+    first_waiting_tokens=0,
+    running_decodes=0,
+    ready_decodes=0,
+    ready_prefills=0,
+    context_tokens=0,
+    free_blocks=100,
+    total_blocks=100,
+    block_size=16,
+    free_slots=256,
+    layouts=2,
+    host_blocks=400,
+    host_free_blocks=400,
+)
+BACKLOG = replace(EMPTY, waiting_tokens=50_000, first_waiting_tokens=160)  # ten blocks each
+
+
+def pooled(load: Load, sequences: int, *, ready: int | None = None) -> Load:
+    """With so many sequences of ten blocks in the pool."""
+    return replace(
+        load,
+        host_decodes=sequences,
+        ready_host=sequences if ready is None else ready,
+        host_context_tokens=160 * sequences,
+        host_free_blocks=400 - 10 * sequences,
+    )
+
+
+def decoding(load: Load, sequences: int) -> Load:
+    """In the decode layout, with so many sequences of ten blocks on the device."""
+    return replace(
+        load,
+        layout=DECODE,
+        running_decodes=sequences,
+        ready_decodes=sequences,
+        context_tokens=160 * sequences,
+        free_blocks=100 - 10 * sequences,
+    )
+
+
+def test_prompts_are_computed_and_parked_until_the_pool_is_full() -> None:
+    expected = Decision(512, 0, park=True, preempt_to_host=True, layout=PREFILL)
+    assert SEESAW.decide(BACKLOG) == expected
+    assert SEESAW.decide(pooled(BACKLOG, 39)) == expected  # far more than the 10 that the device holds
+    assert SEESAW.decide(pooled(BACKLOG, 40)) == Decision(0, 0, layout=DECODE)
+
+
+def test_prompts_that_have_begun_are_ended_before_the_turn() -> None:
+    full = pooled(BACKLOG, 40)
+    assert SEESAW.decide(replace(full, ready_prefills=1)).prefill_tokens == 512
+    in_flight = SEESAW.decide(replace(full, steps_in_flight=1))  # its answer may be the first half of a prompt
+    assert (in_flight.prefill_tokens, in_flight.layout) == (0, PREFILL)
+
+
+def test_decoding_begins_too_when_nothing_is_left_to_prefill() -> None:
+    assert SEESAW.decide(pooled(EMPTY, 3)).layout == DECODE
+    assert SEESAW.decide(replace(EMPTY, moving=1)).layout == DECODE  # the last one is on its way
+    assert SEESAW.decide(EMPTY).layout == PREFILL  # nothing to decode either
+
+
+def test_decoding_takes_in_what_fits_and_shares_the_decodes_among_the_stages() -> None:
+    load = replace(pooled(decoding(BACKLOG, 6), 30), pipeline_depth=4, expected_growth=15)
+    # four times ten blocks are free, fifteen of them spoken for: two; and a step of six decodes is two of them
+    assert SEESAW.decide(load) == Decision(0, 2, swap_in=2, preempt_to_host=True, layout=DECODE)
+    assert SEESAW.decide(replace(load, ready_decodes=1)).decodes == 1
+    assert SEESAW.decide(replace(load, ready_host=1)).swap_in == 1
+    idle = replace(pooled(decoding(BACKLOG, 0), 30), expected_growth=99)
+    assert SEESAW.decide(idle).swap_in == 1  # nobody there who could grow
+
+
+def test_prefill_comes_back_when_the_pool_and_the_device_are_empty_and_something_waits() -> None:
+    done = decoding(BACKLOG, 0)
+    assert SEESAW.decide(done).layout == PREFILL
+    assert SEESAW.decide(pooled(done, 1)).layout == DECODE
+    assert SEESAW.decide(replace(done, moving=1)).layout == DECODE
+    assert SEESAW.decide(decoding(EMPTY, 0)).layout == DECODE  # nothing waits: no transition for its own sake
+
+
+# b = 5 decodes of 160 tokens, B = 10, four layers of 1 s and 0.001 s per key: T(5) = 4 * 1.8 = 7.2, T(10) = 10.4, so a
+# step wastes 7.2 - 10.4 / 2 = 2.0 s. Sending 800 tokens back takes 2 * (0.1 * 800 + 20) = 200 s.
+@pytest.mark.parametrize(("remaining", "layout"), [(0, DECODE), (99, DECODE), (100, DECODE), (101, PREFILL)])
+def test_a_tail_is_finished_or_sent_back_whichever_costs_less(remaining: int, layout: int) -> None:
+    predictor = LinearPredictor(swap_token=0.1, transition=20.0)
+    load = replace(decoding(BACKLOG, 5), predictor=predictor, longest_remaining=remaining)
+    assert SEESAW.decide(load).layout == layout
+
+
+def test_who_decodes_on_when_turning_back_would_gain_nothing() -> None:
+    load = replace(decoding(BACKLOG, 5), predictor=LinearPredictor(swap_token=0.1), longest_remaining=1000)
+    assert SEESAW.decide(load).layout == PREFILL
+    assert SEESAW.decide(replace(load, predictor=None)).layout == DECODE
+    full = replace(decoding(load, 10), longest_remaining=1000)
+    assert SEESAW.decide(full).layout == DECODE  # B = b
+    lone = replace(load, waiting_tokens=16, first_waiting_tokens=16)  # B = 5.1: 2 % of a step are wasted
+    assert SEESAW.decide(lone).layout == DECODE
+    small_pool = replace(load, host_blocks=59, host_free_blocks=59)  # 50 blocks on the device and 10 for the prompt
+    assert SEESAW.decide(small_pool).layout == DECODE
+
+
+def test_a_transition_under_way_is_carried_through() -> None:
+    turning = replace(pooled(decoding(BACKLOG, 3), 2), previous=Decision(0, 0, layout=PREFILL), moving=2)
+    assert SEESAW.decide(turning) == Decision(0, 0, layout=PREFILL)
+    assert SEESAW.decide(replace(turning, previous=Decision(0, 3, layout=DECODE))).layout == DECODE
+
+
+def test_what_the_pool_could_never_hold_is_decoded_where_it_was_computed() -> None:
+    huge = replace(BACKLOG, first_waiting_tokens=900, host_blocks=50, host_free_blocks=50)
+    assert SEESAW.decide(huge) == Decision(512, 0, park=False, preempt_to_host=True, layout=PREFILL)
+    computed = replace(huge, waiting_tokens=0, first_waiting_tokens=0, running_decodes=1, ready_decodes=1)
+    assert SEESAW.decide(computed) == Decision(0, 1, swap_out=1, park=True, preempt_to_host=True, layout=PREFILL)
+
+
+def test_one_layout_or_no_pool_is_prefill_first() -> None:
+    for alone in ({"layouts": 1}, {"host_blocks": 0, "host_free_blocks": 0}):
+        load = replace(BACKLOG, running_decodes=4, ready_decodes=4, **alone)
+        assert SEESAW.decide(load) == Decision(512, 0, whole_prompts=True)
+        full = replace(load, free_blocks=9)
+        assert SEESAW.decide(full) == Decision(0, 4, whole_prompts=True)
+
+
+@pytest.mark.parametrize("policy", [PrefillPrioritizing(512), DecodePrioritizing(512)])
+def test_without_a_tiered_buffer_no_more_is_prefilled_than_the_device_will_hold(policy: Policy) -> None:
+    assert policy.decide(pooled(BACKLOG, 8)).layout == PREFILL  # 8 * (10 + 1) + 10 blocks of 100
+    assert policy.decide(pooled(BACKLOG, 9)).layout == DECODE
+    assert SEESAW.decide(pooled(BACKLOG, 9)).layout == PREFILL
+
+
+def test_prefill_prioritizing_turns_for_one_prompt_and_decode_prioritizing_for_the_last_token() -> None:
+    some_room, no_room = decoding(BACKLOG, 8), decoding(BACKLOG, 9)
+    prefill_first, decode_first = PrefillPrioritizing(512), DecodePrioritizing(512)
+    assert prefill_first.decide(some_room).layout == PREFILL
+    assert prefill_first.decide(no_room).layout == DECODE  # ten are free, but nine may each need one
+    assert prefill_first.decide(pooled(some_room, 1)).layout == DECODE  # first what is computed already
+    assert decode_first.decide(some_room).layout == DECODE
+    assert decode_first.decide(decoding(BACKLOG, 1)).layout == DECODE
+    assert decode_first.decide(decoding(BACKLOG, 0)).layout == PREFILL

@@ -1,0 +1,125 @@
+"""Policies as pure functions of loads with two tiers and two layouts: nothing is asked for that is not there."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.load import Cohort, Decision, Load, Policy
+from nanoserve.scheduler.transition_minimizing import DecodePrioritizing, PrefillPrioritizing
+from tests.fakes.linear_predictor import LinearPredictor
+
+RESHARDING = {"prefill-prioritizing": PrefillPrioritizing, "decode-prioritizing": DecodePrioritizing}
+"""Of Seesaw's figure 2, which no --policy offers."""
+
+
+TWO_TIERED = ["seesaw", "neo", "overlap", "apex", "hybrid", *RESHARDING]
+"""Those that know of a host tier; the others are tested in test_policies.py."""
+
+
+def _policy(name: str, budget: int) -> Policy:
+    return RESHARDING[name](budget) if name in RESHARDING else make_policy(name, budget)
+
+
+@st.composite
+def _predictors(draw: st.DrawFn) -> LinearPredictor:
+    seconds = st.floats(1e-6, 1e-2)
+    return LinearPredictor(
+        num_layers=draw(st.integers(1, 80)),
+        linear=draw(seconds),
+        row=draw(st.sampled_from([0.0, 1e-6])),
+        key=draw(seconds),
+        prompt_token=draw(seconds),
+        host_key=draw(seconds),
+        exchange=draw(st.sampled_from([0.0, 1e-4])),
+        overhead=draw(st.sampled_from([0.0, 1e-3])),
+        swap_token=draw(seconds),
+        transition=draw(st.floats(0, 3)),
+    )
+
+
+@st.composite
+def _loads(draw: st.DrawFn) -> Load:
+    total, host_blocks = draw(st.integers(1, 1000)), draw(st.sampled_from([0, 1, 50, 2000]))
+    running = draw(st.integers(0, 300))
+    first = draw(st.integers(0, 3000))
+    cohorts = [Cohort(*draw(st.tuples(*[st.integers(1, 99)] * 3))) for _ in range(draw(st.integers(0, 3)))]
+    cohorts = cohorts if host_blocks else []
+    under_way = sum(cohort.sequences for cohort in cohorts)
+    ready_host = draw(st.integers(0, 300)) if host_blocks else 0
+    layouts = draw(st.integers(1, 2))
+    return Load(
+        previous=draw(st.sampled_from([None, Decision(0, 5), Decision(64, 0, layout=layouts - 1)])),
+        waiting_tokens=first + draw(st.sampled_from([0, 10**5])),
+        first_waiting_tokens=first,
+        running_decodes=running,
+        ready_decodes=draw(st.integers(0, running)),
+        ready_prefills=draw(st.integers(0, 2)),
+        context_tokens=running * draw(st.integers(1, 500)),
+        free_blocks=draw(st.integers(0, total)),
+        total_blocks=total,
+        block_size=draw(st.sampled_from([1, 16])),
+        free_slots=draw(st.integers(0, 256)),
+        steps_in_flight=draw(st.integers(0, 3)),
+        pipeline_depth=draw(st.integers(1, 4)),
+        expected_growth=draw(st.integers(0, total - 1)),
+        layout=draw(st.integers(0, layouts - 1)),
+        layouts=layouts,
+        host_decodes=ready_host + under_way,
+        ready_host=ready_host,
+        host_context_tokens=(ready_host + under_way) * draw(st.integers(1, 500)),
+        moving=draw(st.integers(0, 3)) if host_blocks else 0,
+        host_free_blocks=draw(st.integers(0, host_blocks)),
+        host_blocks=host_blocks,
+        cohorts=tuple(cohorts),
+        longest_remaining=draw(st.integers(0, 1000)),
+        predictor=draw(st.one_of(st.none(), _predictors())),
+    )
+
+
+@pytest.mark.parametrize("name", TWO_TIERED)
+@settings(deadline=None, max_examples=100)
+@given(load=_loads(), budget=st.integers(1, 4096))
+def test_no_policy_asks_for_what_is_not_there(name: str, load: Load, budget: int) -> None:
+    policy = _policy(name, budget)
+    decision = policy.decide(load)
+    assert policy.decide(load) == decision, "a policy is a pure function"
+    assert 0 <= decision.prefill_tokens <= budget
+    assert 0 <= decision.decodes <= load.ready_decodes
+    assert 0 <= decision.swap_out <= load.ready_decodes
+    assert 0 <= decision.swap_in <= load.ready_host
+    assert 0 <= decision.layout < load.layouts
+    first, second = decision.host_decodes
+    under_way = sum(cohort.sequences for cohort in load.cohorts)
+    assert min(first, second) >= 0
+    assert first + second + decision.swap_in <= load.ready_host + under_way
+    if decision.strategy == "overlap":
+        assert second == 0 and first + decision.swap_in <= load.ready_host
+    if decision.strategy == "device":
+        assert decision.host_decodes == (0, 0)
+    if not load.host_blocks:
+        assert not decision.park and not decision.preempt_to_host and decision.strategy == "device"
+    if load.predictor is None:
+        assert decision.strategy == "device"
+
+
+@pytest.mark.parametrize("name", TWO_TIERED)
+@settings(deadline=None, max_examples=50)
+@given(load=_loads(), hosted=st.integers(1, 300))
+def test_an_idle_device_is_given_something_to_do(name: str, load: Load, hosted: int) -> None:
+    """Host sequences come back to an idle device, or go on where they are, whatever is predicted."""
+    idle = replace(
+        load,
+        **dict.fromkeys(("running_decodes", "ready_decodes", "ready_prefills", "context_tokens"), 0),
+        **dict.fromkeys(("moving", "steps_in_flight", "expected_growth"), 0),
+        host_decodes=hosted,
+        ready_host=hosted,
+        host_context_tokens=100 * hosted,
+        host_blocks=2000,
+        cohorts=(),
+    )
+    decision = _policy(name, 512).decide(idle)
+    turns = decision.layout != idle.layout
+    assert decision.swap_in or sum(decision.host_decodes) or decision.prefill_tokens or turns
