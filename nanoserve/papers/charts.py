@@ -44,7 +44,7 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
         title: what it shows.
         x, y: what the axes are, with units.
         curves: what is drawn.
-        kind: "line", or "bar": groups beside one another.
+        kind: "line", or "bar": groups beside one another, or "stack": bars on top of one another, the first lowest.
         log_x, log_y: logarithmic axes.
         from_zero: the vertical axis begins at zero.
         marks: values on the vertical axis that a dotted line marks.
@@ -54,7 +54,7 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     x: str
     y: str
     curves: tuple[Curve, ...]
-    kind: Literal["line", "bar"] = "line"
+    kind: Literal["line", "bar", "stack"] = "line"
     log_x: bool = False
     log_y: bool = False
     from_zero: bool = True
@@ -100,6 +100,8 @@ def draw(chart: Chart, path: Path) -> None:
 def _draw_panel(axes: "Axes", panel: Panel) -> None:
     if panel.kind == "bar":
         _draw_bars(axes, panel.curves)
+    elif panel.kind == "stack":
+        _draw_stacks(axes, panel.curves)
     else:
         for curve in panel.curves:
             (line,) = axes.plot(curve.xs, curve.ys, curve.style, label=curve.label or None, markersize=4)
@@ -134,4 +136,14 @@ def _draw_bars(axes: "Axes", curves: Sequence[Curve]) -> None:
             high = [above - y for y, above in zip(curve.ys, curve.highs, strict=True)]
             spread = [low, high]
         axes.bar(places, curve.ys, width, yerr=spread, capsize=2, label=curve.label or None)
+    axes.set_xticks(range(len(groups)), [str(group) for group in groups])
+
+
+def _draw_stacks(axes: "Axes", curves: Sequence[Curve]) -> None:
+    """One bar at 0, 1, 2 ..., made of what the curves have there."""
+    groups = curves[0].xs
+    bottoms = [0.0] * len(groups)
+    for curve in curves:
+        axes.bar(range(len(groups)), curve.ys, _BAR_GROUP, bottom=bottoms, label=curve.label or None)
+        bottoms = [bottom + y for bottom, y in zip(bottoms, curve.ys, strict=True)]
     axes.set_xticks(range(len(groups)), [str(group) for group in groups])

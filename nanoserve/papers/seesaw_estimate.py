@@ -6,7 +6,6 @@ which configurations may be the best ones.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import islice
@@ -17,9 +16,6 @@ from nanoserve.benchmarks.workloads import RequestShape
 from nanoserve.costs import ParallelLayout, StepCosts, StepWork
 from nanoserve.papers.seesaw_settings import BLOCK_SIZE, RESHARDING, Choice, Setting
 from nanoserve.papers.tuning import TOKEN_BUDGETS
-
-_BUDGETS_EACH = 2
-"""Token budgets of a layout, or of a pair of layouts, that go on to be simulated."""
 
 
 class Shortlist(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,12 +85,17 @@ def ranked(setting: Setting, choices: Sequence[Choice]) -> list[Choice]:
 
 
 def _few_budgets(choices: Sequence[Choice]) -> Iterator[Choice]:
-    """Without the further budgets of what has been named with enough of them."""
-    named: Counter[str] = Counter()
+    """Each configuration with its best budget and half of that.
+
+    The estimate knows no preemption, and of two chunks the larger one fills memory sooner with prompts.
+    """
+    named: set[str] = set()
     for choice in choices:
-        named[choice.label] += 1
-        if named[choice.label] <= _BUDGETS_EACH:
+        if choice.label not in named:
+            named.add(choice.label)
             yield choice
+            if choice.token_budget > min(TOKEN_BUDGETS):
+                yield msgspec.structs.replace(choice, token_budget=choice.token_budget // 2)
 
 
 class Estimate:

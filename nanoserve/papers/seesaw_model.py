@@ -5,7 +5,7 @@ two, and for figure 4 the longest requests of its own synthetic data (section 6.
 many out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -13,7 +13,7 @@ from nanoserve.benchmarks.tables import Column
 from nanoserve.costs import DoesNotFit, ParallelLayout, StepCosts, StepWork, load_machine, load_shape
 from nanoserve.papers.charts import Chart, Curve, Panel
 from nanoserve.papers.claims import Claim, Spread
-from nanoserve.papers.framework import Finding, Job, Outcomes, PaperFigure, Scale
+from nanoserve.papers.framework import Finding, PaperFigure, Run, Scale
 from nanoserve.papers.seesaw_settings import BLOCK_SIZE
 
 _BATCH, _LENGTH = 16, 1024
@@ -61,11 +61,6 @@ def batch_parts(costs: StepCosts, work: StepWork) -> Parts:
     return max((stage_parts(costs, work, stage) for stage in stages), key=lambda parts: parts.total).scaled(len(stages))
 
 
-def nothing_to_run(scale: Scale) -> Sequence[Job]:
-    """Counting takes no processes."""
-    return ()
-
-
 # ---- figure 1 ---------------------------------------------------------------------------------------------------
 
 
@@ -82,7 +77,7 @@ def _breakdowns() -> dict[str, tuple[Parts, Parts]]:
     return found
 
 
-def _figure_1(scale: Scale, outcomes: Outcomes) -> Finding:
+def _figure_1(scale: Scale, run: Run) -> Finding:
     found = _breakdowns()
     names = tuple(found)
     pipeline, tensor = found[names[0]], found[names[-1]]
@@ -129,7 +124,9 @@ def _figure_1(scale: Scale, outcomes: Outcomes) -> Finding:
             for part in ("communication", "compute", "weights", "total")
         ),
     ]
-    return Finding(claims, Chart(title="Seesaw, figure 1: LLaMA2-13B, 16 sequences on 8 L4", panels=panels), rows, columns)
+    return Finding(
+        claims, Chart(title="Seesaw, figure 1: LLaMA2-13B, 16 sequences on 8 L4", panels=panels), rows, columns
+    )
 
 
 def _stacked(title: str, names: tuple[str, ...], parts: Sequence[Parts]) -> Panel:
@@ -172,7 +169,7 @@ def decode_rate(costs: StepCosts) -> float:
     return rows * costs.num_stages / batch_parts(costs, costs.work([context] * rows)).total / _OUTPUT
 
 
-def _best_rate(machine: str, devices: int, rate: "object") -> float:
+def _best_rate(machine: str, devices: int, rate: Callable[[StepCosts], float]) -> float:
     """Over all layouts of so many devices that fit."""
     model, best = load_shape("llama-2-70b"), 0.0
     for degree in (1, 2, 4, 8):
@@ -180,51 +177,66 @@ def _best_rate(machine: str, devices: int, rate: "object") -> float:
             continue
         layout = ParallelLayout(tensor_parallel=degree, pipeline_parallel=devices // degree)
         try:
-            best = max(best, rate(StepCosts(model, load_machine(machine), layout)))  # type: ignore[operator]
+            best = max(best, rate(StepCosts(model, load_machine(machine), layout)))
         except DoesNotFit:
             continue
     return best
 
 
-def _figure_4(scale: Scale, outcomes: Outcomes) -> Finding:
-    rows, claims = [], []
-    for machine in ("seesaw-a100-pcie", "seesaw-a100-nvlink"):
-        prefill = _best_rate(machine, 4, prefill_rate)
-        decode, together = (_best_rate(machine, devices, decode_rate) for devices in (4, 8))
-        rows.append({"machine": machine, "prefill_4": prefill, "decode_4": decode, "decode_8": together})
-        assumed = f"{_INPUT:,} tokens in, {_OUTPUT} out: the paper states no lengths; {machine}"
-        claims += [
+class _Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests a second, with the best layout of each part of a machine."""
+
+    machine: str
+    prefill_4: float
+    decode_4: float
+    decode_8: float
+
+    @classmethod
+    def of(cls, machine: str) -> "_Rates":
+        return cls(
+            machine=machine,
+            prefill_4=_best_rate(machine, 4, prefill_rate),
+            decode_4=_best_rate(machine, 4, decode_rate),
+            decode_8=_best_rate(machine, 8, decode_rate),
+        )
+
+    def claims(self) -> list[Claim]:
+        """What the paper says of them."""
+        assumed = f"{self.machine}; {_INPUT:,} tokens in, {_OUTPUT} out: the paper states no lengths"
+        return [
             Claim(
                 figure="4",
-                says="70B on 4 + 4 devices of 40 GiB: prefill over decode, requests/s",
+                says="70B on 4 + 4 devices of 40 GiB: prompts a second over answers a second",
                 paper="more than 6x",
-                ours=Spread.of([prefill / decode]),
+                ours=Spread.of([self.prefill_4 / self.decode_4]),
                 form="{:.1f}x",
-                at_least=3,
-                assumption=assumed + "; proportional to the length of answers",
+                at_least=4,
+                assumption=assumed + "; it grows with the answers",
             ),
             Claim(
                 figure="4",
-                says="decode on 4 devices over decode on 8",
+                says="answers a second of 4 devices over those of 8",
                 paper="15 %",
-                ours=Spread.of([100 * decode / together]),
+                ours=Spread.of([100 * self.decode_4 / self.decode_8]),
                 form="{:.0f} %",
                 at_most=25,
-                assumption="90 % of the memory is usable: beside the weights, 4 devices keep KV for 51,000 tokens",
+                assumption=f"{self.machine}; 90 % of the memory is usable: beside the weights 4 hold 51,000 tokens",
             ),
         ]
+
+
+def _figure_4(scale: Scale, run: Run) -> Finding:
+    found = [_Rates.of(machine) for machine in ("seesaw-a100-pcie", "seesaw-a100-nvlink")]
+    machines = tuple(one.machine for one in found)
     panel = Panel(
         title=f"{_INPUT:,} tokens in, {_OUTPUT} out",
         x="",
         y="throughput (requests/s)",
         kind="bar",
-        curves=tuple(
-            Curve(label=label, xs=tuple(row["machine"] for row in rows), ys=tuple(row[key] for row in rows))
-            for label, key in (
-                ("prefill (4 GPUs)", "prefill_4"),
-                ("decode (4 GPUs)", "decode_4"),
-                ("decode (8 GPUs)", "decode_8"),
-            )
+        curves=(
+            Curve(label="prefill (4 GPUs)", xs=machines, ys=tuple(one.prefill_4 for one in found)),
+            Curve(label="decode (4 GPUs)", xs=machines, ys=tuple(one.decode_4 for one in found)),
+            Curve(label="decode (8 GPUs)", xs=machines, ys=tuple(one.decode_8 for one in found)),
         ),
     )
     columns = [
@@ -233,71 +245,97 @@ def _figure_4(scale: Scale, outcomes: Outcomes) -> Finding:
         Column("decode on 4", "decode_4", ".2f"),
         Column("decode on 8", "decode_8", ".2f"),
     ]
-    return Finding(claims, Chart(title="Seesaw, figure 4: 70B disaggregated, 4 + 4", panels=(panel,)), rows, columns)
+    chart = Chart(title="Seesaw, figure 4: 70B disaggregated, 4 + 4", panels=(panel,))
+    return Finding(
+        [claim for one in found for claim in one.claims()], chart, [*map(msgspec.structs.asdict, found)], columns
+    )
 
 
 # ---- figure 15 --------------------------------------------------------------------------------------------------
 
 
-def _replicated() -> list[dict[str, object]]:
-    """Decoding with the largest batch, by layout; LLaMA2-13B on eight L4."""
-    model, machine, rows = load_shape("llama-2-13b"), load_machine("seesaw-l4"), []
-    for degree in (1, 2, 4, 8):
-        layout = ParallelLayout(tensor_parallel=degree, data_parallel=8 // degree)
-        costs = StepCosts(model, machine, layout)
-        row: dict[str, object] = {"layout": f"TP{degree}DP{8 // degree}", "batch": 0}
+class _Replicas(msgspec.Struct, frozen=True, kw_only=True):
+    """Decoding with the largest batch there is; milliseconds for a token of one request.
+
+    Attributes:
+        batch: of all replicas; 0 where the model does not fit.
+    """
+
+    layout: str
+    batch: int = 0
+    weights: float = 0.0
+    compute: float = 0.0
+    communication: float = 0.0
+
+    @classmethod
+    def of(cls, tensor: int) -> "_Replicas":
+        """LLaMA2-13B on eight L4, so many of them dividing every layer."""
+        layout = ParallelLayout(tensor_parallel=tensor, data_parallel=8 // tensor)
+        costs, name = (
+            StepCosts(load_shape("llama-2-13b"), load_machine("seesaw-l4"), layout),
+            f"TP{tensor}DP{8 // tensor}",
+        )
         try:
             each = costs.memory.kv_blocks(BLOCK_SIZE) * BLOCK_SIZE // _LENGTH
         except DoesNotFit:
-            rows.append(row)
-            continue
+            return cls(layout=name)
         batch = each * layout.data_parallel
         parts = stage_parts(costs, costs.work([_LENGTH] * each), 0).scaled(_MILLISECONDS / batch)
-        rows.append({**row, "batch": batch, **msgspec.structs.asdict(parts), "total": parts.total})
-    return rows
+        return cls(layout=name, batch=batch, **msgspec.structs.asdict(parts))
 
 
-def _figure_15(scale: Scale, outcomes: Outcomes) -> Finding:
-    rows = _replicated()
-    fitting = [row for row in rows if row["batch"]]
-    first, last = fitting[0], fitting[-1]
+def _figure_15(scale: Scale, run: Run) -> Finding:
+    found = [_Replicas.of(degree) for degree in (1, 2, 4, 8)]
+    does_not_fit, replicated, _, divided = found
     claims = [
         Claim(
             figure="15",
-            says="the largest batch: TP8 over TP2DP4 (TP1DP8 does not fit)",
+            says="TP1DP8: the largest batch",
+            paper="out of memory",
+            ours=Spread.of([does_not_fit.batch]),
+            form="{:.0f}",
+            at_most=0,
+            assumption="13B on 8 L4, as in figure 1; the paper names neither model nor device",
+        ),
+        Claim(
+            figure="15",
+            says="the largest batch: TP8 over TP2DP4",
             paper="more (bars)",
-            ours=Spread.of([float(str(last["batch"])) / float(str(first["batch"]))]),
+            ours=Spread.of([divided.batch / replicated.batch]),
             form="{:.2f}x",
             at_least=1.2,
-            assumption="13B on 8 L4, as in figure 1; the paper names neither model nor device",
+            assumption="13B on 8 L4, sequences of 1,024 tokens",
         ),
         Claim(
             figure="15",
             says="loading weights, per request: TP2DP4 over TP8",
             paper="more (bars)",
-            ours=Spread.of([float(str(first["weights"])) / float(str(last["weights"]))]),
+            ours=Spread.of([replicated.weights / divided.weights]),
             form="{:.2f}x",
             at_least=2,
-            assumption="sequences of 1,024 tokens",
+            assumption="4 times the weights for each device, and the smaller batch",
         ),
     ]
-    names = tuple(str(row["layout"]) for row in rows)
-
-    def values(key: str) -> tuple[float, ...]:
-        return tuple(float(str(row.get(key, 0.0))) for row in rows)
-
+    names = tuple(one.layout for one in found)
     panels = (
         Panel(
             title="runtime per request and token (none: out of memory)",
             x="layout",
             y="ms",
             kind="stack",
-            curves=tuple(
-                Curve(label=label, xs=names, ys=values(key))
-                for label, key in (("load weight", "weights"), ("compute", "compute"), ("all-reduce", "communication"))
+            curves=(
+                Curve(label="load weight", xs=names, ys=tuple(one.weights for one in found)),
+                Curve(label="compute", xs=names, ys=tuple(one.compute for one in found)),
+                Curve(label="all-reduce", xs=names, ys=tuple(one.communication for one in found)),
             ),
         ),
-        Panel(title="largest batch", x="layout", y="batch size", kind="bar", curves=(Curve(label="", xs=names, ys=values("batch")),)),
+        Panel(
+            title="largest batch",
+            x="layout",
+            y="batch size",
+            kind="bar",
+            curves=(Curve(label="", xs=names, ys=tuple(float(one.batch) for one in found)),),
+        ),
     )
     columns = [
         Column("layout", "layout"),
@@ -305,13 +343,13 @@ def _figure_15(scale: Scale, outcomes: Outcomes) -> Finding:
         Column("weights ms", "weights", ".2f"),
         Column("compute ms", "compute", ".2f"),
         Column("all-reduce ms", "communication", ".2f"),
-        Column("total ms", "total", ".2f"),
     ]
-    return Finding(claims, Chart(title="Seesaw, figure 15: data parallelism in decode, 13B on 8 L4", panels=panels), rows, columns)
+    chart = Chart(title="Seesaw, figure 15: data parallelism in decode, 13B on 8 L4", panels=panels)
+    return Finding(claims, chart, [*map(msgspec.structs.asdict, found)], columns)
 
 
 FIGURES = (
-    PaperFigure(number="1", title="prefill and decode by layout", jobs=nothing_to_run, evaluate=_figure_1),
-    PaperFigure(number="4", title="prefill and decode on devices of their own", jobs=nothing_to_run, evaluate=_figure_4),
-    PaperFigure(number="15", title="data parallelism in decode", jobs=nothing_to_run, evaluate=_figure_15),
+    PaperFigure(number="1", title="prefill and decode by layout", make=_figure_1),
+    PaperFigure(number="4", title="prefill and decode on devices of their own", make=_figure_4),
+    PaperFigure(number="15", title="data parallelism in decode", make=_figure_15),
 )

@@ -1,17 +1,25 @@
 """One configuration, simulated on one setting: a closed batch, static or with re-sharding."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
 from nanoserve.costs import StepWork
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.papers.seesaw_settings import BLOCK_SIZE, Choice, Setting
+from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import StepPlan, Swap
 from nanoserve.scheduler.registry import make_policy
+from nanoserve.scheduler.transition_minimizing import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.simulator import OtherLayout, SimulationResult, Workload, burst, simulate
 from nanoserve.simulator.pipeline import Passage
 
+FREQUENT, RARE = "prefill-prioritizing", "decode-prioritizing"
+"""Re-sharding without tiered buffering, figure 2 (a) and (b); policies only to compare with."""
+_COMPARED: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
+    {FREQUENT: PrefillPrioritizing, RARE: DecodePrioritizing}
+)
 MOST_SEQUENCES = 4096
 """On the devices at a time: no limit, for anybody."""
 
@@ -43,11 +51,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         result: of the simulation.
         breakdown: of its time; of its first replica.
         phases: (begin, end, layout) of the times between transitions, of its first replica.
+        decodes: answers of a step without prompts, averaged over the time of these steps.
     """
 
     result: SimulationResult
     breakdown: Breakdown
     phases: tuple[tuple[float, float, int], ...]
+    decodes: float
 
     @property
     def seconds(self) -> float:
@@ -70,10 +80,12 @@ class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
         setting, choice = self.setting, self.choice
         layouts = [setting.costs(layout) for layout in (choice.prefill, choice.decode) if layout is not None]
         blocks = [costs.memory.kv_blocks(BLOCK_SIZE) for costs in layouts]
+        if choice.policy in _COMPARED:  # what stays on the devices must fit them in both layouts
+            blocks = [min(blocks)] * len(blocks)
         pool = setting.host_bytes_per_device * choice.prefill.devices / choice.replicas
         changes, clock = choice.decode is not None, PhaseClock()
         result = simulate(
-            make_policy(choice.policy, choice.token_budget),
+            _policy(choice),
             layouts[0],
             Workload(burst(), setting.shapes()),
             num_blocks=blocks[0],
@@ -86,7 +98,18 @@ class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
             predictors=[CostPredictor(costs, layouts) for costs in layouts] if changes else (),
             tier_observers=(clock,),
         )
-        return Outcome(result=result, breakdown=clock.breakdown(), phases=clock.phases(result.seconds))
+        return Outcome(
+            result=result,
+            breakdown=clock.breakdown(),
+            phases=clock.phases(result.seconds),
+            decodes=clock.decodes,
+        )
+
+
+def _policy(choice: Choice) -> Policy:
+    if choice.policy in _COMPARED:
+        return _COMPARED[choice.policy](choice.token_budget)
+    return make_policy(choice.policy, choice.token_budget)
 
 
 class PhaseClock:
@@ -100,11 +123,14 @@ class PhaseClock:
         self._end = self._phase_begin = 0.0
         self._phases: list[tuple[float, float, int]] = []
         self._layout = 0
+        self._decode_seconds = 0.0
 
     def on_step(self, now: float, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
         """A step enters the pipeline, and it is known when it will leave."""
         kind = "decode" if not work.chunks else "mixed" if work.decodes else "prefill"
-        self._pass(kind, Passage(passages[0].start, passages[-1].end))
+        passed = self._pass(kind, Passage(passages[0].start, passages[-1].end))
+        if kind == "decode":
+            self._decode_seconds += work.decodes * passed
 
     def on_transition(self, now: float, plan: StepPlan, passage: Passage) -> None:
         """The layout changes."""
@@ -119,11 +145,19 @@ class PhaseClock:
     def on_host_attention(self, passage: Passage, seconds: float, rows: int) -> None:
         """Nothing attends on the host here."""
 
-    def _pass(self, kind: str, passage: Passage) -> None:
+    def _pass(self, kind: str, passage: Passage) -> float:
+        """Returns how many seconds are this one's."""
         start = max(self._end, passage.start)
+        passed = max(start, passage.end) - start
         self._seconds["other"] += start - self._end
-        self._seconds[kind] += max(start, passage.end) - start
-        self._end = max(start, passage.end)
+        self._seconds[kind] += passed
+        self._end = start + passed
+        return passed
+
+    @property
+    def decodes(self) -> float:
+        """Answers of a step without prompts, averaged over the time of these steps."""
+        return self._decode_seconds / self._seconds["decode"] if self._seconds["decode"] else 0.0
 
     def breakdown(self) -> Breakdown:
         """Up to now."""

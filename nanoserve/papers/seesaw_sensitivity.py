@@ -1,6 +1,6 @@
 """Seesaw's figures 12 to 14: where the time goes, and how the gain depends on answers and on the links."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -8,7 +8,7 @@ from nanoserve.benchmarks.tables import Column
 from nanoserve.costs import ParallelLayout
 from nanoserve.papers.charts import Chart, Curve, Panel
 from nanoserve.papers.claims import Claim, Spread
-from nanoserve.papers.framework import Finding, Outcomes, PaperFigure, Run, Scale
+from nanoserve.papers.framework import Finding, PaperFigure, Run, Scale
 from nanoserve.papers.seesaw_estimate import BestBudget
 from nanoserve.papers.seesaw_runs import Breakdown, ClosedBatch, Outcome
 from nanoserve.papers.seesaw_search import over_seeds
@@ -84,7 +84,7 @@ def _figure_12(scale: Scale, run: Run) -> Finding:
 
 
 def _mean(outcomes: Sequence[Outcome], part: str) -> float:
-    return sum(getattr(one.breakdown, part) for one in outcomes) / len(outcomes)
+    return Spread.of(getattr(one.breakdown, part) for one in outcomes).mean
 
 
 def _ratio(above: Sequence[Outcome], below: Sequence[Outcome], part: str) -> Spread:
@@ -170,9 +170,7 @@ def _figure_13(scale: Scale, run: Run) -> Finding:
         title=f"input {_INPUT:,}",
         x="D:P, output tokens over input tokens",
         y="throughput (normalized)",
-        curves=tuple(
-            Curve(label=name, xs=shares, ys=tuple(rate / top for rate in one)) for name, one in rates.items()
-        ),
+        curves=tuple(Curve(label=name, xs=shares, ys=tuple(rate / top for rate in one)) for name, one in rates.items()),
     )
     rows = [
         {"output": output, "best": winner, "gain": gain, **{name: rates[name][place] for name in names}}
@@ -224,10 +222,10 @@ def _figure_14(scale: Scale, run: Run) -> Finding:
     gains = [row[winner] / one[-1] for row, winner, one in zip(static, winners, seconds, strict=True)]
     claims = _claims_14(factors, winners, gains)
     fastest = min(min(row) for row in seconds)
-    curves = [
-        Curve(label=name, xs=tuple(factors), ys=tuple(fastest / row[name] for row in static)) for name in names
-    ]
-    curves.append(Curve(label="d2p4->d2t4", xs=tuple(factors), ys=tuple(fastest / row[-1] for row in seconds), style="k^-"))
+    curves = [Curve(label=name, xs=tuple(factors), ys=tuple(fastest / row[name] for row in static)) for name in names]
+    curves.append(
+        Curve(label="d2p4->d2t4", xs=tuple(factors), ys=tuple(fastest / row[-1] for row in seconds), style="k^-")
+    )
     panel = Panel(
         title=f"{settings[0].requests} of arxiv",
         x="bandwidth scale (x all-reduce through PCIe)",
@@ -273,7 +271,8 @@ def _claims_14(factors: Sequence[float], winners: Sequence[str], gains: Sequence
             ours=Spread.of([falls]),
             form="{:+.2f}",
             at_most=0.02,
-            assumption="gains were " + ", ".join(f"{gain:.2f} at {factor:g}x" for factor, gain in zip(factors, gains, strict=True)),
+            assumption="gains were "
+            + ", ".join(f"{gain:.2f} at {factor:g}x" for factor, gain in zip(factors, gains, strict=True)),
         ),
         Claim(
             figure="14",

@@ -1,4 +1,4 @@
-"""What Seesaw's evaluation (section 6.1) runs: models, machines, requests, and the ways to spread one over the other."""
+"""What Seesaw's evaluation (section 6.1) runs: models, machines and requests, and the ways to spread them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -77,9 +77,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             for data in range(1, self.devices // tensor + 1):
                 if self.devices % (tensor * data) == 0:
                     stages = self.devices // (tensor * data)
-                    found.append(
-                        ParallelLayout(data_parallel=data, tensor_parallel=tensor, pipeline_parallel=stages)
-                    )
+                    found.append(ParallelLayout(data_parallel=data, tensor_parallel=tensor, pipeline_parallel=stages))
         return [layout for layout in found if self._fits(layout)]
 
     def _fits(self, layout: ParallelLayout) -> bool:

@@ -69,7 +69,9 @@ def _figure_10(scale: Scale, run: Run) -> Finding:
     found = compare(settings(scale, (A10, L4)), scale, run)
     by_machine = {name: [one for one in found if one.setting.machine == name] for name in (A10, L4)}
     claims = [
-        _gain_claim("never below the best static configuration: the smallest gain", "1.06x", _extremes(found, min), 0.98),
+        _gain_claim(
+            "never below the best static configuration: the smallest gain", "1.06x", _extremes(found, min), 0.98
+        ),
         _gain_claim("gain over the best static, twelve settings", "1.36x", _geometric_means(found), 1.2, 1.55),
         _gain_claim("gain on A10, six settings", "1.45x", _geometric_means(by_machine[A10]), 1.2, 1.7),
         _gain_claim("gain on L4, six settings", "1.29x", _geometric_means(by_machine[L4]), 1.1, 1.5),
@@ -154,9 +156,7 @@ def _figure_11(scale: Scale, run: Run) -> Finding:
             ("the best static", static, slow.static_outcomes),
             ("Seesaw", seesaw, slow.resharding_outcomes),
         ):
-            ratios = [
-                100 * below.seconds / one.seconds for below, one in zip(fast.static_outcomes, above, strict=True)
-            ]
+            ratios = [100 * below.seconds / one.seconds for below, one in zip(fast.static_outcomes, above, strict=True)]
             claims.append(
                 Claim(
                     figure="11",
