@@ -25,8 +25,8 @@ _FIGURES = (
 PAPER = Paper(
     title="Seesaw",
     setting=(
-        "125 arxiv and 500 sharegpt requests (the paper: 500 and 2,000)",
-        "500 arxiv and 2,000 sharegpt requests, as the paper",
+        "250 requests of arxiv and 1,000 of sharegpt, half of the paper's; figure 13: 80 requests",
+        "500 requests of arxiv and 2,000 of sharegpt, as the paper; figure 13: 400 requests",
     ),
     figures=sorted(_FIGURES, key=lambda figure: int(figure.number)),
 )

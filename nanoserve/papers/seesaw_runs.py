@@ -25,12 +25,12 @@ MOST_SEQUENCES = 4096
 
 
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a run, by what was on its way through the pipeline (figure 12).
+    """Seconds of a run, by what a stage computed, on average over stages (figure 12).
 
     Attributes:
         prefill, decode, mixed: steps with prompts, with answers, and with both.
         transition: re-sharding.
-        other: nothing was.
+        other: it had nothing to compute.
     """
 
     prefill: float
@@ -100,7 +100,7 @@ class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
         )
         return Outcome(
             result=result,
-            breakdown=clock.breakdown(),
+            breakdown=clock.breakdown(result.seconds),
             phases=clock.phases(result.seconds),
             decodes=clock.decodes,
         )
@@ -113,29 +113,26 @@ def _policy(choice: Choice) -> Policy:
 
 
 class PhaseClock:
-    """A StepObserver and TierObserver that attributes a run's time to prompts, answers, both in one step and the rest.
-
-    The time until a micro-batch leaves the last stage is its own as far as no one before it was on its way.
-    """
+    """A StepObserver and TierObserver: what the stages compute, by kind, and when the layout changes."""
 
     def __init__(self) -> None:
-        self._seconds = dict.fromkeys(Breakdown.__struct_fields__, 0.0)
-        self._end = self._phase_begin = 0.0
+        self._seconds = {"prefill": 0.0, "mixed": 0.0, "decode": 0.0, "transition": 0.0}
         self._phases: list[tuple[float, float, int]] = []
+        self._phase_begin = self._decode_rows = 0.0
         self._layout = 0
-        self._decode_seconds = 0.0
 
     def on_step(self, now: float, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
         """A step enters the pipeline, and it is known when it will leave."""
         kind = "decode" if not work.chunks else "mixed" if work.decodes else "prefill"
-        passed = self._pass(kind, Passage(passages[0].start, passages[-1].end))
+        seconds = sum([passage.end - passage.start for passage in passages]) / len(passages)
+        self._seconds[kind] += seconds
         if kind == "decode":
-            self._decode_seconds += work.decodes * passed
+            self._decode_rows += work.decodes * seconds
 
     def on_transition(self, now: float, plan: StepPlan, passage: Passage) -> None:
         """The layout changes."""
         assert plan.transition is not None
-        self._pass("transition", passage)
+        self._seconds["transition"] += passage.end - passage.start
         self._phases.append((self._phase_begin, passage.start, self._layout))
         self._phase_begin, self._layout = passage.end, plan.transition
 
@@ -145,23 +142,14 @@ class PhaseClock:
     def on_host_attention(self, passage: Passage, seconds: float, rows: int) -> None:
         """Nothing attends on the host here."""
 
-    def _pass(self, kind: str, passage: Passage) -> float:
-        """Returns how many seconds are this one's."""
-        start = max(self._end, passage.start)
-        passed = max(start, passage.end) - start
-        self._seconds["other"] += start - self._end
-        self._seconds[kind] += passed
-        self._end = start + passed
-        return passed
-
     @property
     def decodes(self) -> float:
         """Answers of a step without prompts, averaged over the time of these steps."""
-        return self._decode_seconds / self._seconds["decode"] if self._seconds["decode"] else 0.0
+        return self._decode_rows / self._seconds["decode"] if self._seconds["decode"] else 0.0
 
-    def breakdown(self) -> Breakdown:
-        """Up to now."""
-        return Breakdown(**self._seconds)
+    def breakdown(self, end: float) -> Breakdown:
+        """Of the time until then."""
+        return Breakdown(**self._seconds, other=max(0.0, end - sum(self._seconds.values())))
 
     def phases(self, end: float) -> tuple[tuple[float, float, int], ...]:
         """(begin, end, layout) of each phase, the last one until then."""

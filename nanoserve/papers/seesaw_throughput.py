@@ -13,7 +13,7 @@ from nanoserve.papers.seesaw_settings import Setting
 
 MODELS = (("llama-3-15b", 4), ("codellama-34b", 8), ("llama-2-70b", 8))
 """And the devices of each (section 6.2)."""
-WORKLOADS = (("arxiv", 125, 500), ("sharegpt-gllm", 500, 2000))
+WORKLOADS = (("arxiv", 250, 500), ("sharegpt-gllm", 1000, 2000))
 """Lengths, and requests at the reduced and at the paper's size (section 6.1)."""
 A10, L4 = "seesaw-a10", "seesaw-l4"
 PCIE, NVLINK = "seesaw-a100-pcie", "seesaw-a100-nvlink"
