@@ -60,9 +60,13 @@ class Report:
     def _write(self) -> None:
         if self.path is None:
             return
-        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        text = json.dumps(self.document, indent=1) + "\n"
         try:
-            draft.write_text(json.dumps(self.document, indent=1) + "\n", encoding="utf-8")
+            if self.path.exists() and not self.path.is_file():  # a device, which must not be replaced by a file
+                self.path.write_text(text, encoding="utf-8")
+                return
+            draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            draft.write_text(text, encoding="utf-8")
             draft.replace(self.path)
         except OSError as error:
             raise RuntimeFailure(f"cannot write {self.path}: {error.strerror or error}") from error

@@ -13,6 +13,8 @@ from pathlib import Path
 from nanoserve.errors import UsageError
 
 LARGEST_SIZE = 2**20
+_LATEST = 1e12
+"""Seconds; the year 9999 is at 2.5e11, and beyond some more the fractions of a second get lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +117,23 @@ def read_trace(path: Path, limit: int | None = None) -> list[RequestShape]:
     ]
 
 
-def read_arrivals(path: Path, limit: int | None = None) -> list[float]:
+def read_arrivals(path: Path, limit: int | None = None, *, in_order: bool = False) -> list[float]:
     """The arrival times in a CSV trace, in seconds from some moment on, in the order of its rows.
 
     Known columns: TIMESTAMP (ISO 8601), arrived_at or arrival_time (seconds).
 
     Raises:
-        UsageError: as ``read_trace`` does.
+        UsageError: as ``read_trace`` does; with ``in_order`` also for a row that comes before the one in front of it.
     """
     columns = partial(_time_column, path)
-    return [_moment(row[used[0]], f"{place}, {used[0]}") for place, row, used in _rows(path, limit, columns)]
+    moments: list[float] = []
+    for place, row, used in _rows(path, limit, columns):
+        text = row[used[0]]
+        moment = _moment(text, f"{place}, {used[0]}")
+        if in_order and moments and moment < moments[-1]:
+            raise UsageError(f"{place}, {used[0]}: {text} is before the row in front of it; sort the trace by time")
+        moments.append(moment)
+    return moments
 
 
 Row = tuple[str, dict[str, str | None], Sequence[str]]
@@ -134,9 +143,13 @@ Row = tuple[str, dict[str, str | None], Sequence[str]]
 def _rows(path: Path, limit: int | None, choose: Callable[[Sequence[str]], Sequence[str]]) -> list[Row]:
     """The first rows of a trace; ``choose`` picks columns from its header."""
     try:
+        if path.exists() and not path.is_file():  # a directory; or a pipe or device, reading which might never end
+            raise UsageError(f"the trace {path} is not a regular file")
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
-            columns = choose(reader.fieldnames or ())
+            if not reader.fieldnames:
+                raise UsageError(f"the trace {path} is empty")
+            columns = choose(reader.fieldnames)
             rows = [(f"{path}, row {reader.line_num}", row, columns) for row in islice(reader, limit)]
     except OSError as error:
         raise UsageError(f"cannot read the trace {path}: {error.strerror or error}") from error
@@ -171,7 +184,7 @@ def _moment(text: str | None, place: str) -> float:
             seconds = datetime.fromisoformat(text or "").replace(tzinfo=UTC).timestamp()
         except ValueError:
             seconds = math.nan
-    if not math.isfinite(seconds):
+    if not -_LATEST <= seconds <= _LATEST:  # which a NaN is not, either
         raise UsageError(f"{place}: {text!r:.60} is no time in seconds or as 2023-11-16 18:17:03.97")
     return seconds
 
@@ -179,5 +192,5 @@ def _moment(text: str | None, place: str) -> float:
 def _length(text: str | None, place: str) -> int:
     digits = (text or "").strip().removesuffix(".0")
     if not (digits.isascii() and digits.isdigit()) or not 1 <= int(digits[:12]) <= LARGEST_SIZE:
-        raise UsageError(f"{place}: {text!r} is not a number of tokens from 1 to {LARGEST_SIZE}")
+        raise UsageError(f"{place}: {text or ''!r:.60} is not a number of tokens from 1 to {LARGEST_SIZE}")
     return int(digits)

@@ -2,12 +2,13 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, kept
+from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, ResultOptions, kept
 from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.fleet_options import FleetOptions, show_spread
 from nanoserve.commands.options import option
 from nanoserve.commands.simulate_options import HardwareOptions, WorkloadOptions
 from nanoserve.commands.simulate_tiers import SimulatedHardware, TierOptions, tier_columns
@@ -16,6 +17,9 @@ from nanoserve.errors import UsageError
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
     from nanoserve.scheduler.load import Policy
+
+_MOST = 2**30
+"""Of tokens in a step, and of sequences: more than there can be, and few enough to be counted with."""
 
 
 def simulate(
@@ -29,18 +33,29 @@ def simulate(
         option("--set", panel=WORK_PANEL, help="The policy's parameters.", metavar="NAME=VALUE,...", envvar=None),
     ] = None,
     token_budget: Annotated[
-        int, option("--max-num-batched-tokens", panel=WORK_PANEL, help="Token budget of a step.", min=1, envvar=None)
+        int,
+        option(
+            "--max-num-batched-tokens", panel=WORK_PANEL, help="Token budget of a step.", min=1, max=_MOST, envvar=None
+        ),
     ] = 2048,
     max_num_seqs: Annotated[
-        int, option("--max-num-seqs", panel=WORK_PANEL, help="Most sequences at a time.", min=1, envvar=None)
+        int, option("--max-num-seqs", panel=WORK_PANEL, help="Most sequences at a time.", min=1, max=_MOST, envvar=None)
     ] = 2048,
     work: WorkloadOptions,
     hardware: HardwareOptions,
     tiers: TierOptions,
-    json_file: Annotated[
-        Path | None,
-        option("--json", panel=RESULTS_PANEL, help="Write all figures to this file.", metavar="FILE", envvar=None),
+    fleet: FleetOptions,
+    slo: Annotated[
+        str | None,
+        option(
+            "--slo",
+            panel=WORK_PANEL,
+            help="Milliseconds that a good answer keeps to.",
+            metavar="ttft=X,tpot=X,e2el=X",
+            envvar=None,
+        ),
     ] = None,
+    results: ResultOptions,
     trace_out: Annotated[
         Path | None,
         option(
@@ -59,20 +74,27 @@ def simulate(
       nanoserve simulate --policy sarathi,throttling,adaptive --rate 4
       nanoserve simulate --model qwen2.5-14b --lengths azure-conv --rate 2 --trace-out stages.json
       nanoserve simulate --policy throttling --set iterations=4,threshold=0.1 --lengths 512+128
+      nanoserve simulate --rate 40 --requests 5000 --replicas 16 --router least-tokens --slo ttft=2000,tpot=100
       nanoserve simulate --policy seesaw --prefill-parallel P4 --decode-parallel T4 --host-kv-memory 80
     """
-    from nanoserve.benchmarks.report import Report
+    from nanoserve.benchmarks.slo import parse_slo
     from nanoserve.simulator import simulate as run
     from nanoserve.simulator.chrome_trace import ChromeTrace
+    from nanoserve.simulator.plots import PlottedRun, plot_simulation
+    from nanoserve.simulator.window import StepWindow
 
     policies = _policies(policy, token_budget, parameters)
     if trace_out is not None and len(policies) > 1:
         raise UsageError("--trace-out takes one policy")
+    fleet.check()
+    limits = parse_slo(slo)
     simulated, runtime = tiers.simulated(hardware), hardware.runtime()
     settings = {
         **msgspec.to_builtins(hardware),
         **msgspec.to_builtins(tiers),
         **msgspec.to_builtins(work, enc_hook=str),
+        **msgspec.to_builtins(fleet),
+        "slo_ms": limits and msgspec.to_builtins(limits),
         "kv_blocks": simulated.kv_blocks[0],
         "kv_blocks_of_layouts": simulated.kv_blocks,
         "host_blocks": simulated.host_blocks,
@@ -80,10 +102,13 @@ def simulate(
         "max_num_batched_tokens": token_budget,
         "max_num_seqs": max_num_seqs,
     }
-    report = Report("simulate", settings, json_file)
-    with ExitStack() as files, kept(report, lambda: _show(report, work.name, simulated)):
+    report = results.open_report("simulate", settings)
+    runs: list[PlottedRun] = []
+    place = _place(settings, simulated)
+    with ExitStack() as files, kept(report, lambda: _show(report, work, place)):
         traces = [] if trace_out is None else [files.enter_context(ChromeTrace(trace_out))]
         for name, chosen in policies.items():
+            window = StepWindow()
             result = run(
                 chosen,
                 simulated.layouts[0],
@@ -92,13 +117,19 @@ def simulate(
                 block_size=hardware.block_size,
                 max_num_seqs=max_num_seqs,
                 runtime=runtime,
-                observers=traces,
+                observers=(window, *traces),
+                slo=limits,
+                replicas=fleet.replicas,
+                router=fleet.router,
                 host_blocks=simulated.host_blocks,
                 other_layouts=simulated.other_layouts,
                 predictors=simulated.predictors,
                 tier_observers=traces,
             )
             report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
+            runs.append(PlottedRun(name, result, window))
+        if results.plot is not None:
+            plot_simulation(results.plot, f"{place}\n{_title(report, work)}", runs)
     return EXIT_OK
 
 
@@ -108,7 +139,19 @@ def _policies(names: str, token_budget: int, parameters: str | None) -> dict[str
     return {name: make_policy(name, token_budget, parse_parameters(name, parameters)) for name in names.split(",")}
 
 
-def _show(report: "Report", work: str, simulated: SimulatedHardware) -> None:
+def _place(settings: dict[str, Any], simulated: SimulatedHardware) -> str:
+    """On what it ran, in one line."""
+    several = f", {settings['replicas']} replicas ({settings['router']})" if settings["replicas"] > 1 else ""
+    layout = f"{simulated.name}, {settings['metadata']} metadata, {simulated.blocks_name}{several}"
+    return f"{settings['model']} on {settings['hardware']}, {layout}"
+
+
+def _title(report: "Report", work: WorkloadOptions) -> str:
+    """What ran; a trace may have fewer requests than were asked for."""
+    return f"{report.rows[0]['requests']} requests of {work.name}"
+
+
+def _show(report: "Report", work: WorkloadOptions, place: str) -> None:
     from nanoserve.benchmarks.tables import Column, print_table
 
     columns = [
@@ -128,7 +171,10 @@ def _show(report: "Report", work: str, simulated: SimulatedHardware) -> None:
         Column("preempted", "preemptions", ",d"),
     ]
     settings = report.document["settings"]
-    place = f"{settings['model']} on {settings['hardware']}, {simulated.name}, {settings['metadata']} metadata"
-    print(f"simulated: {place}, {simulated.blocks_name}")
+    if settings["slo_ms"]:
+        columns += [Column("SLO", "slo_attainment", ".1%"), Column("goodput", "goodput", ",.2f")]
+    print(f"simulated: {place}")
     rows = [{**row, "e2el_s": row["e2el_ms"]["mean"] / 1000} for row in report.rows]
-    print_table(work, columns + tier_columns(rows), rows)
+    print_table(_title(report, work), columns + tier_columns(rows), rows)
+    if settings["replicas"] > 1:
+        show_spread(report)

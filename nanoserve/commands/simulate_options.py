@@ -13,11 +13,17 @@ if TYPE_CHECKING:
     from nanoserve.simulator import Runtime, Workload
 
 HARDWARE_PANEL = "Hardware"
+_MOST_REQUESTS = 10_000_000
+_MOST_BLOCKS = 2**24
+"""Each takes some 40 bytes here."""
+_LARGEST_BLOCK = 2**20
 
 
-def hardware_option(name: str, help: str, metavar: str = "N", minimum: int | None = None) -> object:
+def hardware_option(
+    name: str, help: str, metavar: str = "N", minimum: int | None = None, maximum: int | None = None
+) -> object:
     """An option of the hardware panel, without an environment variable."""
-    limits = {} if minimum is None else {"min": minimum}
+    limits = {key: limit for key, limit in (("min", minimum), ("max", maximum)) if limit is not None}
     return option(name, panel=HARDWARE_PANEL, help=help, metavar=metavar, envvar=None, **limits)
 
 
@@ -29,9 +35,14 @@ class HardwareOptions:
     hardware: Annotated[str, hardware_option("--hardware", "A machine or device, or a TOML file.", "NAME")] = "gllm-l20"
     stages: Annotated[int, hardware_option("--stages", "Stages of the pipeline.", minimum=1)] = 4
     tensor_parallel: Annotated[int, hardware_option("--tensor-parallel", "Devices of a stage.", minimum=1)] = 1
-    block_size: Annotated[int, hardware_option("--block-size", "Tokens of a KV block.", minimum=1)] = 16
+    block_size: Annotated[
+        int, hardware_option("--block-size", "Tokens of a KV block.", minimum=1, maximum=_LARGEST_BLOCK)
+    ] = 16
     num_blocks: Annotated[
-        int | None, hardware_option("--num-blocks", "KV blocks; default: what fits beside the weights.", minimum=1)
+        int | None,
+        hardware_option(
+            "--num-blocks", "KV blocks; default: what fits beside the weights.", minimum=1, maximum=_MOST_BLOCKS
+        ),
     ] = None
     metadata: Annotated[
         str,
@@ -51,6 +62,22 @@ class HardwareOptions:
         own = ParallelLayout(pipeline_parallel=self.stages, tensor_parallel=self.tensor_parallel)
         return StepCosts(load_shape(self.model), load_machine(self.hardware), layout or own)
 
+    def kv_blocks(self, costs: "StepCosts") -> int:
+        """Those that were asked for, or as many as fit beside the weights.
+
+        Raises:
+            UsageError: if they do not fit.
+        """
+        fitting = costs.memory.kv_blocks(self.block_size)
+        if self.num_blocks is None:
+            return fitting
+        if self.num_blocks > fitting:
+            raise UsageError(
+                f"--num-blocks {self.num_blocks}: only {fitting} blocks of {self.block_size} tokens fit beside the "
+                f"weights in layout {costs.layout.name}; ask for fewer, or for more devices"
+            )
+        return self.num_blocks
+
     def runtime(self) -> "Runtime":
         """How the stages' processes work together.
 
@@ -69,7 +96,7 @@ class HardwareOptions:
 class WorkloadOptions:
     """When requests come and how long they are."""
 
-    requests: Annotated[int, work_option("--requests", help="How many.", min=1)] = 1000
+    requests: Annotated[int, work_option("--requests", help="How many.", min=1, max=_MOST_REQUESTS)] = 1000
     rate: Annotated[
         float | None,
         work_option("--rate", help="Requests per second; default: all at once, or as the trace has them."),
@@ -88,12 +115,12 @@ class WorkloadOptions:
 
     @property
     def name(self) -> str:
-        """For the title of a table."""
+        """Whose requests, and when, for the title of a table."""
         from nanoserve.simulator.named_lengths import GLLMS_SHAREGPT
 
         lengths = self.trace.name if self.trace else self.lengths or GLLMS_SHAREGPT
         together = "as the trace has them" if self.trace else "all at once"
-        return f"{self.requests} requests of {lengths}, {together if self.rate is None else f'{self.rate:g} a second'}"
+        return f"{lengths}, {together if self.rate is None else f'{self.rate:g} a second'}"
 
     def workload(self) -> "Workload":
         """The requests; each call makes the same ones.
@@ -112,9 +139,10 @@ class WorkloadOptions:
         if self.rate is not None:
             arrivals = gamma_arrivals(self.rate, self.variation, self.seed)
         else:
-            arrivals = burst() if self.trace is None else trace_arrivals(read_arrivals(self.trace, self.requests))
+            traced = None if self.trace is None else read_arrivals(self.trace, self.requests, in_order=True)
+            arrivals = burst() if traced is None else trace_arrivals(traced)
         if self.trace is not None:
             lengths = trace_lengths(read_trace(self.trace, self.requests))
         else:
-            lengths = named_lengths(self.lengths or GLLMS_SHAREGPT, self.seed)
+            lengths = named_lengths(GLLMS_SHAREGPT if self.lengths is None else self.lengths, self.seed)
         return Workload(arrivals, lengths, self.requests)

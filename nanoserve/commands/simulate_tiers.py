@@ -85,7 +85,7 @@ class TierOptions:
                 not there or holds no block.
         """
         layouts = [hardware.costs(layout) for layout in self._layouts(hardware)]
-        blocks = [hardware.num_blocks or costs.memory.kv_blocks(hardware.block_size) for costs in layouts]
+        blocks = [hardware.kv_blocks(costs) for costs in layouts]
         host = self._host_blocks(layouts[0], hardware.block_size)
         return SimulatedHardware(layouts=layouts, kv_blocks=blocks, host_blocks=host)
 

@@ -46,6 +46,8 @@ class DeviceMemory:
         stages = range(len(self._counts.stages))
         sizes = [block_size * self._counts.kv_bytes_per_token(stage) for stage in stages]
         blocks = min(int(self.kv_bytes(stage) // size) for stage, size in zip(stages, sizes, strict=True))
+        if blocks < 1 and self._fits():
+            raise DoesNotFit(f"not one KV block of {block_size} tokens fits beside the weights; choose smaller blocks")
         if blocks < 1:
             raise DoesNotFit(self._refusal())
         return blocks

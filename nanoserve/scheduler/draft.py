@@ -20,6 +20,8 @@ class Draft:
         tiers: moves sequences between device and host memory.
         decision: how much the plan shall hold.
         now: seconds on the executor's clock.
+        running_decodes: on the device, in flight or not.
+        admits: whether waiting prompts may begin; not where a sequence has just given up blocks for older ones.
 
     Attributes:
         decision: as given.
@@ -28,7 +30,9 @@ class Draft:
         transition: the layout to change to, in a plan that holds nothing else.
     """
 
-    def __init__(self, lifecycle: Lifecycle, tiers: Tiers, decision: Decision, now: float) -> None:
+    def __init__(
+        self, lifecycle: Lifecycle, tiers: Tiers, decision: Decision, now: float, *, running_decodes: int, admits: bool
+    ) -> None:
         self.decision = decision
         self.rows: dict[int, Row] = {}
         self.host_rows: dict[int, Row] = {}
@@ -40,8 +44,9 @@ class Draft:
         self._now = now
         self._begin: list[Begin] = []
         self._copies: list[Copy] = []
+        self._running_decodes = running_decodes
         self._kept_free = 0
-        self._preempted = False
+        self._admits = admits and not lifecycle.owes_blocks
 
     @property
     def does_something(self) -> bool:
@@ -74,8 +79,9 @@ class Draft:
 
     def add_decodes(self, ready: list[Sequence]) -> None:
         """The next token of as many sequences as decided; those for which no room can be made sit out."""
+        keeps_free = self._kept_free > 0
         for sequence in ready[: self.decision.decodes]:
-            if self._kept_free and not self._leaves_room_for_prompts(sequence):
+            if keeps_free and not self._leaves_room_for_prompts(sequence):
                 continue
             # An older one may have preempted it meanwhile, or sent it to the host.
             if sequence.status is _DECODE and not sequence.in_flight and self._make_room(sequence, 1):
@@ -136,7 +142,7 @@ class Draft:
                 victim.preempt_when_answered = True
                 return False
             self._lifecycle.preempt(victim)
-            self._preempted = True
+            self._admits = False
         return True
 
     # ---- prompts ----------------------------------------------------------------------------------------------
@@ -147,7 +153,7 @@ class Draft:
         for sequence in ready:
             if sequence.status is _PREFILL:  # not preempted meanwhile
                 budget -= self._add_chunk(sequence, budget)
-        if self._preempted:
+        if not self._admits:
             return  # what was just taken from one sequence is not for a newer one
         lifecycle = self._lifecycle
         while budget > 0 and self._blocks.pool.free_blocks and lifecycle.free_slots > 0:
@@ -156,11 +162,22 @@ class Draft:
             if self.decision.park and not self._tiers.has_room_to_park(oldest):
                 return
             lifecycle.admit(oldest)
-            computed = self._add_chunk(oldest, budget)
+            computed = self._add_chunk(oldest, budget) if self._fits_beside_decodes(oldest) else 0
             if computed == 0:
                 lifecycle.unadmit(oldest)
                 return
             budget -= computed
+
+    def _fits_beside_decodes(self, prompt: Sequence) -> bool:
+        """Whether the free blocks hold all of a new prompt and one more for each running decode to grow into.
+
+        Else the newest would soon be preempted, and what it had computed would be computed again, over and over. For a
+        prompt that only passes through to the host the decodes keep room.
+        """
+        if self.decision.park:
+            return True
+        kept = self._running_decodes * self._blocks.pool.block_size
+        return self._blocks.fits(prompt, prompt.remaining + kept)
 
     def _add_chunk(self, sequence: Sequence, budget: int) -> int:
         """Plan as much of the prompt as budget and free blocks hold; returns how many tokens."""
@@ -203,15 +220,17 @@ class Draft:
         """Preempt newer sequences, newest first, until ``count`` more positions fit."""
         while not self._blocks.fits(sequence, count):
             if self._blocks.fits_with(sequence, count, self._tiers.blocks_leaving_device):
-                return False  # blocks are on their way back; until then this sequence sits out
+                self._lifecycle.owe_blocks(sequence)  # some are on their way back; until then it sits out
+                return False
             victim = next(reversed(self._lifecycle.running))
             if victim.sequence_id <= sequence.sequence_id:
                 return False
             if victim.in_flight:
                 # Its blocks come back with its answer; until then this sequence sits out.
                 victim.preempt_when_answered = True
+                self._lifecycle.owe_blocks(sequence)
                 return False
-            self._preempted = True
+            self._admits = False
             if not (self.decision.preempt_to_host and victim.status is _DECODE and self._tiers.move_out(victim)):
                 self._lifecycle.preempt(victim)
         return True

@@ -43,6 +43,7 @@ class Lifecycle:
         self._requests: dict[str, list[Sequence]] = {}
         self._siblings: dict[int, list[Sequence]] = {}
         self._ended: list[int] = []
+        self._owed: tuple[Sequence, int] | None = None
         self._next_sequence = 0
 
     # ---- intake -----------------------------------------------------------------------------------------------
@@ -121,6 +122,19 @@ class Lifecycle:
         sequence.preemptions += 1
         sequence.preempt_when_answered = False
         self.unadmit(sequence)
+
+    def owe_blocks(self, sequence: Sequence) -> None:
+        """It sits out until others have given way to it."""
+        self._owed = sequence, sequence.computed
+
+    @property
+    def owes_blocks(self) -> bool:
+        """Whether the last that had to sit out still does: what others give up for it is not for waiting prompts."""
+        if self._owed is not None:
+            sequence, computed = self._owed
+            if sequence.in_flight or sequence.computed != computed or sequence not in self.running:
+                self._owed = None
+        return self._owed is not None
 
     def release_siblings(self, parent: Sequence) -> None:
         """The parent's prompt is computed, or the parent is gone: its siblings may start."""

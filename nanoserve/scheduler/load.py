@@ -173,8 +173,12 @@ class Load:
 
     @property
     def first_waiting_fits(self) -> bool:
-        """Whether the next prompt may start and the free blocks hold all of it."""
-        return self.first_waiting_tokens > 0 and self.first_waiting_blocks <= self.free_blocks
+        """Whether the next prompt may start, or go on, and the free blocks hold all of it.
+
+        A new one must leave a block for each running decode to grow into, or the Scheduler does not admit it.
+        """
+        kept = 0 if self.ready_prefills else self.running_decodes
+        return self.first_waiting_tokens > 0 and self.first_waiting_blocks + kept <= self.free_blocks
 
     @property
     def first_waiting_blocks(self) -> int:

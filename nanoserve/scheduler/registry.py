@@ -1,5 +1,6 @@
 """The policies by name: the choices of ``--policy`` and the table of ``nanoserve policies``."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
@@ -115,7 +116,7 @@ def make_policy(name: str, token_budget: int, parameters: Mapping[str, Any] | No
 
 
 def parse_parameters(name: str, text: str | None) -> dict[str, Any]:
-    """Parameters as "iterations=4,threshold=0.1", each of the type of its default.
+    """Parameters as "iterations=4,threshold=0.1", each once and of the type of its default.
 
     Raises:
         UsageError: for anything else.
@@ -124,13 +125,28 @@ def parse_parameters(name: str, text: str | None) -> dict[str, Any]:
     parameters: dict[str, Any] = {}
     for part in text.split(",") if text else ():
         key, _, value = (piece.strip() for piece in part.partition("="))
-        default = defaults.get(key)
+        if key in parameters:
+            raise UsageError(f"{key} is given twice: {text!r:.60}")
         try:
-            parameters[key] = {"true": True, "false": False}[value] if isinstance(default, bool) else _number(value)
+            parameters[key] = _value(value, defaults.get(key))
         except (KeyError, ValueError):
-            raise UsageError(f"{part!r} is no parameter such as iterations=4 or without_wt=true") from None
+            wanted = f"{key} is a whole number, " if type(defaults.get(key)) is int else ""
+            raise UsageError(f"{wanted}{part!r:.60} is no parameter such as iterations=4 or without_wt=true") from None
     return parameters
 
 
-def _number(text: str) -> float:
-    return int(text) if text.lstrip("-").isdigit() else float(text)
+def _value(text: str, default: Any) -> float:
+    """Of the default's type; of a parameter that there is not, a float.
+
+    Raises:
+        KeyError: for what is neither true nor false.
+        ValueError: for what is no finite number, or not a whole one.
+    """
+    if isinstance(default, bool):
+        return {"true": True, "false": False}[text]
+    if isinstance(default, int):
+        return int(text)
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not finite")
+    return number

@@ -197,11 +197,11 @@ class Scheduler:
         goes_on = draft.decision.strategy == "overlap" and draft.rows and self._cohorts
         return "overlap" if goes_on else "device"
 
-    def _draft(self, now: float) -> Draft:
+    def _draft(self, now: float, *, admits: bool = True) -> Draft:
         """Ask the policy and carry its answer out, as far as the blocks go."""
         load, decodes, prefills, ready_host = self._survey()
         decision = self.policy.decide(load)
-        draft = Draft(self._lifecycle, self._tiers, decision, now)
+        draft = Draft(self._lifecycle, self._tiers, decision, now, running_decodes=load.running_decodes, admits=admits)
         if self._layouts.drains_for(decision.layout):
             self._drain(draft)
             return draft
@@ -244,7 +244,7 @@ class Scheduler:
         """
         while len(self.running) > 1 and all(sequence.status is _PREFILL for sequence in self.running):
             self._lifecycle.preempt(next(reversed(self.running)))
-            draft = self._draft(now)
+            draft = self._draft(now, admits=False)
             if draft.does_something:
                 return draft
         draft.force_oldest()
@@ -312,6 +312,7 @@ class Scheduler:
         lifecycle, rows = self._lifecycle, self._rows_in_flight
         for progress in result.cohorts:
             self._cohorts.advance(progress.step, progress.layers)
+        any_on_host = len(self._cohorts) > 0
         for answer in result.answers:
             sequence, row = lifecycle.sequences[answer.sequence], rows[answer.sequence]
             if answer.prompt_logprobs:
@@ -320,7 +321,7 @@ class Scheduler:
                 if sequence.finish_reason is None:  # else it was ended while in flight
                     updates.append(self._take_tokens(sequence, answer, now))
                 del rows[answer.sequence]
-                if self._cohorts:
+                if any_on_host:
                     self._cohorts.leave(answer.sequence)
                 lifecycle.answered(sequence)
         if updates:

@@ -6,6 +6,9 @@ from itertools import pairwise, repeat
 
 from nanoserve.errors import UsageError
 
+_REASONABLE = 1e9
+"""Beyond, or below one over it, sums of gaps are no numbers any more."""
+
 
 def burst() -> Iterator[float]:
     """A closed batch: all at once, at zero."""
@@ -16,7 +19,7 @@ def poisson_arrivals(rate: float, seed: int) -> Iterator[float]:
     """Independent arrivals, so many a second on average.
 
     Raises:
-        UsageError: for a rate that is not above 0.
+        UsageError: for a rate that is not above 0, or absurd.
     """
     return gamma_arrivals(rate, 1.0, seed)
 
@@ -29,11 +32,13 @@ def gamma_arrivals(rate: float, variation: float, seed: int) -> Iterator[float]:
         variation: the gaps' standard deviation over their mean: 1 is Poisson, more comes in bursts, less evenly.
 
     Raises:
-        UsageError: for a rate or a variation that is not above 0.
+        UsageError: for a rate or a variation that is not above 0, or absurd.
     """
     for name, value in (("the request rate", rate), ("the variation of the gaps", variation)):
         if not 0 < value < float("inf"):
             raise UsageError(f"{name} must be a number above 0, not {value}")
+        if not 1 / _REASONABLE <= value <= _REASONABLE:
+            raise UsageError(f"{name} must lie between {1 / _REASONABLE:g} and {_REASONABLE:g}, not at {value:g}")
     shape = 1 / variation**2
     return _gamma(shape, 1 / (rate * shape), random.Random(seed))
 

@@ -12,8 +12,8 @@ OnUpdates = Callable[[float, list[SequenceUpdate]], None]
 def advance(engine: Engine, until: float | None, on_updates: OnUpdates) -> None:
     """Let an engine work until that time on its clock, or until it has nothing to do."""
     while engine.has_work and (until is None or engine.now() < until):
-        updates = engine.step(until)
-        on_updates(engine.now(), updates)
+        if updates := engine.step(until):
+            on_updates(engine.now(), updates)
 
 
 def admit(engine: Engine, request: Request) -> None:

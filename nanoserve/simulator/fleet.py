@@ -16,7 +16,8 @@ from nanoserve.simulator.meters import RequestMeter, StepMeter
 from nanoserve.simulator.result import ReplicaFigures
 from nanoserve.simulator.tier_meter import LayoutTime, TierMeter
 
-MOST_REPLICAS = 4096
+MOST_REPLICAS = 1024
+"""Each takes a megabyte or more, for its KV blocks alone."""
 
 
 class StageTime(NamedTuple):

@@ -251,7 +251,7 @@ class StepMeter:
 
     Attributes:
         tokens: of a step.
-        counts: decodes and prompt tokens of a step, over time.
+        counts: number, decodes and prompt tokens of a step, over time.
         occupancy: share of blocks in use.
         idle_seconds: time in which nothing was in flight, because there was no request.
         last_end: when the last plan so far leaves the pipeline.
@@ -259,7 +259,7 @@ class StepMeter:
 
     def __init__(self, pool: BlockPool) -> None:
         self.tokens = Sketch()
-        self.counts = Series[tuple[int, int]]()
+        self.counts = Series[tuple[int, int, int]]()
         self.occupancy = Occupancy()
         self.idle_seconds = self.last_end = 0.0
         self._pool = pool
@@ -268,7 +268,7 @@ class StepMeter:
         """A plan enters the pipeline."""
         tokens = work.tokens
         self.tokens.add(tokens)
-        self.counts.add(now, (work.decodes, tokens - work.decodes))
+        self.counts.add(now, (plan.step, work.decodes, tokens - work.decodes))
         self.keep_busy(now, passages[-1].end)
         self.occupancy.add(now, 1 - self._pool.free_blocks / self._pool.num_blocks)
 

@@ -56,8 +56,8 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
         kv_occupancy: share of KV blocks in use, averaged over time.
         kv_peak: the highest.
         kv_series: the share over time, as (seconds, share), thinned to a thousand points at most.
-        tokens_series: steps over time, as (seconds, decodes, prompt tokens), thinned likewise; of a fleet's first
-            engine.
+        tokens_series: steps over time, as (seconds, number of the step, decodes, prompt tokens), thinned likewise; of
+            a fleet's first engine.
         slo_attainment: share of requests within the limits that were given; None without limits.
         goodput: such requests per second.
         replicas: what each engine did.
@@ -93,7 +93,7 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     kv_occupancy: float
     kv_peak: float
     kv_series: tuple[tuple[float, float], ...]
-    tokens_series: tuple[tuple[float, int, int], ...]
+    tokens_series: tuple[tuple[float, int, int, int], ...]
     slo_attainment: float | None
     goodput: float | None
     replicas: tuple[ReplicaFigures, ...]

@@ -65,7 +65,7 @@ def test_a_bad_row_is_named(tmp_path: Path, row: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "none of these pairs of columns"),
+        (b"", "is empty"),
         (b"a,b\n1,2\n", "none of these pairs of columns"),
         (b"input_tokens,output_tokens\n", "has no rows"),
         (b"input_tokens,output_tokens\n\xff\xfe,1\n", "not a CSV file in UTF-8"),

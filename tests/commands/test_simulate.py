@@ -34,6 +34,34 @@ def test_a_trace_brings_times_and_lengths(command: Run, tmp_path: Path) -> None:
     assert starts[2] > 7.5e6
 
 
+def test_objectives_and_fleets_are_shown_when_asked_for(command: Run, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    plot = tmp_path / "result.png"
+    fleet = [
+        "--plot",
+        str(plot),
+        "--replicas",
+        "3",
+        "--router",
+        "least-tokens",
+        "--slo",
+        "ttft=60000,tpot=1000",
+        "--json",
+        str(path),
+    ]
+    code, out, _ = command(*SMALL, "--policy", "sarathi", "--lengths", "30+4", *fleet)
+    assert code == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "3 replicas (least-tokens)" in out
+    assert "least / mean / most of the replicas" in out
+    assert all(heading in out for heading in ("SLO", "goodput", "100.0%"))
+    document = json.loads(path.read_text())
+    assert document["settings"]["slo_ms"] == {"ttft": 60000, "tpot": 1000, "e2el": None}
+    (row,) = document["rows"]
+    assert row["slo_attainment"] == 1
+    assert [replica["requests"] for replica in row["replicas"]] == [2, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -71,4 +99,4 @@ def test_a_trace_out_of_order_is_refused(command: Run, tmp_path: Path) -> None:
     trace.write_text("arrived_at,input_tokens,output_tokens\n3,5,5\n2,5,5\n")
     code, _, err = command(*SMALL, "--trace", str(trace))
     assert code == 2
-    assert "request 2 comes before the one in front of it" in err
+    assert "trace.csv, row 3, arrived_at: 2 is before the row in front of it" in err

@@ -156,8 +156,7 @@ class MemoryCheckingExecutor:
     # ---- what a plan does ----
 
     def _run(self, plan: StepPlan) -> StepResult:
-        for sequence in plan.end:
-            self._end(sequence, plan)
+        self.end(plan)
         for begin in plan.begin:
             if begin.sequence in self._records:
                 raise MemoryViolation(f"sequence {begin.sequence} begins twice without an end")
@@ -224,6 +223,17 @@ class MemoryCheckingExecutor:
             if row.sub_batch and (row.tier == "device" or plan.strategy != "asymmetric"):
                 raise MemoryViolation(f"sequence {row.sequence} cannot be in sub-batch {row.sub_batch}")
 
+    def end(self, plan: StepPlan) -> None:
+        """The sequences that this plan ends, and nothing else of it."""
+        for sequence in plan.end:
+            self._end(sequence, plan)
+
+    def forget_what_is_in_flight(self) -> None:
+        """Somebody has told the scheduler that it failed."""
+        self._results.clear()
+        self._swaps.clear()
+        self._cohorts.clear()
+
     def _end(self, sequence: int, plan: StepPlan) -> None:
         """Forget a sequence; poison what no correct scheduler can let anyone read again.
 
@@ -282,8 +292,7 @@ class MemoryCheckingExecutor:
             raise MemoryViolation(f"transition in plan {plan.step} with something in flight")
         if plan.rows or plan.begin or plan.copies or plan.swaps:
             raise MemoryViolation(f"transition in plan {plan.step} is not alone")
-        for sequence in plan.end:
-            self._end(sequence, plan)
+        self.end(plan)
         if on_device := [key for key, record in self._records.items() if record.tier == "device"]:
             raise MemoryViolation(f"transition in plan {plan.step} with sequences {on_device} on the device")
         self._layout = layout

@@ -53,11 +53,11 @@ def test_six_requests_with_chunks_prefix_hits_reuse_and_a_fork() -> None:
         ((1, 2, 3, 1), _greedy(1)),  # E = 5, finds A's first block in the cache after A is gone
         ((6,), _greedy(1)),  # F = 6
     ]
-    assert _run(ChunkedPrefill(4), requests, num_blocks=7) == [
+    assert _run(ChunkedPrefill(4), requests, num_blocks=8) == [
         "step 0: begin 0 begin 1",
         "  0 at 0: 1 2 3 +[0, 1] *",
         "  1 at 2: 9 +[0, 2] *",
-        "step 1: begin 2",  # decodes first, the rest of the budget is C's
+        "step 1: begin 2",  # decodes first, the rest of the budget is C's: 3 blocks, and 2 are left for the decodes
         "  0 at 3: 103 *",
         "  1 at 3: 103 *",
         "  2 at 0: 5 6 +[3]",
@@ -66,15 +66,15 @@ def test_six_requests_with_chunks_prefix_hits_reuse_and_a_fork() -> None:
         "  2 at 2: 7 8 9 +[5, 6] *",
         "step 3: end 0 begin 3 begin 5",  # A's full blocks 0 and 1 stay cached, its block 4 is blank
         "  2 at 5: 105 *",
-        "  3 at 0: 4 4 +[2] *",
-        "  5 at 2: 3 +[0, 4]",
-        "step 4: end 2 begin 4 begin 6 copy 2>1",  # no blank block is left: block 1 is the least recently used
-        "  3 at 2: 102 +[6] *",
-        "  4 at 1: 4 +[1] *",
+        "  3 at 0: 4 4 +[7] *",
+        "  5 at 2: 3 +[0, 2]",
+        "step 4: end 2 begin 4 begin 6 copy 7>6",  # of C's blocks the last, 6, is blank, the others are cached
+        "  3 at 2: 102 +[4] *",
+        "  4 at 1: 4 +[6] *",
         "  5 at 3: 1 *",
-        "  6 at 0: 6 +[5] *",
+        "  6 at 0: 6 +[1] *",  # no blank block is left: block 1 is the least recently used
         "step 5: end 3 end 5 end 6",
-        "  4 at 2: 102 +[6] *",
+        "  4 at 2: 102 +[4] *",
     ]
 
 

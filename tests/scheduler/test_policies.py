@@ -29,7 +29,7 @@ IDLE = Load(
     free_slots=256,
 )
 BUSY = replace(
-    IDLE, waiting_tokens=5000, first_waiting_tokens=300, running_decodes=40, ready_decodes=40, free_blocks=50
+    IDLE, waiting_tokens=5000, first_waiting_tokens=300, running_decodes=40, ready_decodes=40, free_blocks=60
 )
 
 
@@ -40,7 +40,7 @@ def test_sarathi_fills_its_budget_with_decodes_first() -> None:
 
 def test_prefill_first_stalls_decodes_while_a_prompt_fits() -> None:
     assert PrefillFirst(512).decide(BUSY) == Decision(prefill_tokens=512, decodes=0, whole_prompts=True)
-    too_long = replace(BUSY, first_waiting_tokens=801)  # 51 blocks
+    too_long = replace(BUSY, first_waiting_tokens=321)  # 21 blocks, and one for each of 40 decodes to grow into
     assert PrefillFirst(512).decide(too_long) == Decision(prefill_tokens=0, decodes=40)
 
 

@@ -255,3 +255,16 @@ def test_a_failed_step_ends_its_own_sequences_and_caches_nothing() -> None:
     assert (failed.finish_reason, failed.error) == (FinishReason.ERROR, "out of memory")
     assert updates[-1].sequence.cached_tokens == 0
     assert engine.scheduler.pool.free_blocks == 16
+
+
+@pytest.mark.parametrize(("num_blocks", "begun"), [(6, 2), (7, 3)])
+def test_a_new_prompt_is_admitted_when_it_leaves_each_decode_a_block_to_grow_into(num_blocks: int, begun: int) -> None:
+    engine = _engine(num_blocks, prefix_caching=False)
+    for name, length in (("first", 4), ("second", 4)):
+        engine.add(_request(name, length, max_tokens=4, ignore_eos=True))
+    engine.step()
+    engine.add(_request("late", 4, max_tokens=4, ignore_eos=True))  # beside two decodes with two blocks each
+    engine.step()
+    assert len([entry for plan in _plans(engine) for entry in plan.begin]) == begun
+    _finish(engine)
+    assert engine.scheduler.preemptions == 0

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.engine import Engine
@@ -64,6 +64,41 @@ class AlsoUsingTheHost:
         )
 
 
+@dataclass(frozen=True)
+class Times:
+    """A Predictor with one time for everything of a kind; seconds."""
+
+    linear: float
+    attention: float
+    host_attention: float
+    moving: float
+    num_layers: int = 2
+
+    def linear_seconds(self, tokens: int) -> float:
+        return self.linear * (10 + tokens)
+
+    def attention_seconds(self, context_tokens: int) -> float:
+        return self.attention * context_tokens
+
+    def prefill_attention_seconds(self, tokens: int) -> float:
+        return self.attention * tokens
+
+    def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
+        return self.host_attention * (sequences + context_tokens)
+
+    def step_overhead_seconds(self) -> float:
+        return 0.0
+
+    def swap_seconds(self, context_tokens: int) -> float:
+        return self.moving * context_tokens
+
+    def transition_seconds(self, layout: int) -> float:
+        return self.moving * 100
+
+
+SECONDS = st.sampled_from([0.01, 1.0, 30.0])
+
+
 @st.composite
 def _tiers(draw: st.DrawFn) -> dict:
     return {
@@ -71,6 +106,7 @@ def _tiers(draw: st.DrawFn) -> dict:
         "other_layouts": draw(st.lists(st.builds(LayoutCapacity, st.integers(3, 14), st.integers(1, 3)), max_size=2)),
         "swap_delay": draw(st.integers(0, 3)),
         "num_layers": draw(st.integers(1, 3)),
+        "times": draw(st.one_of(st.none(), st.builds(Times, SECONDS, SECONDS, SECONDS, SECONDS))),
     }
 
 
@@ -98,6 +134,7 @@ def _check(policy: Policy, life: dict, tiers: dict) -> None:
         pipeline_depth=life["depth"],
         host_blocks=tiers["host_blocks"],
         other_layouts=tiers["other_layouts"],
+        predictors=[tiers["times"]] * len(layouts) if tiers["times"] else (),
     )
     if not arrivals:
         return
@@ -107,21 +144,21 @@ def _check(policy: Policy, life: dict, tiers: dict) -> None:
     assert scheduler.host_pool.free_blocks == tiers["host_blocks"]
 
 
-@settings(max_examples=500, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=200, deadline=None)
 @given(life=lives(), tiers=_tiers(), decisions=st.lists(_decisions(), min_size=1, max_size=6))
 def test_whatever_is_decided_every_request_gets_its_tokens(life: dict, tiers: dict, decisions: list[Decision]) -> None:
     _check(AtRandom(decisions), life, tiers)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(life=lives(), tiers=_tiers())
 def test_every_policy_with_two_tiers_and_several_layouts(name: str, life: dict, tiers: dict) -> None:
     _check(make_policy(name, life["token_budget"]), life, tiers)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(life=lives(), tiers=_tiers())
 def test_every_policy_with_host_decodes_beside_it(name: str, life: dict, tiers: dict) -> None:
     _check(AlsoUsingTheHost(make_policy(name, life["token_budget"])), life, tiers)

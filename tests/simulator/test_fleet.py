@@ -101,7 +101,7 @@ def test_replicas_without_requests_are_shown_as_idle() -> None:
 
 def test_impossible_fleets() -> None:
     for number in (0, -1, 10**9):
-        with pytest.raises(UsageError, match=f"a fleet has 1 to 4096 replicas, not {number}"):
+        with pytest.raises(UsageError, match=f"a fleet has 1 to 1024 replicas, not {number}"):
             _run([], replicas=number)
     with pytest.raises(UsageError, match="unknown router 'magic'; choose one of round-robin, least-tokens"):
         _run([], router="magic")

@@ -42,6 +42,12 @@ def test_rates_above_zero(rate: float) -> None:
         poisson_arrivals(rate, 0)
 
 
+@pytest.mark.parametrize(("rate", "variation"), [(1e-300, 1.0), (1e300, 1.0), (1.0, 1e-200), (1.0, 1e200)])
+def test_absurd_rates_are_refused_before_sums_of_gaps_go_astray(rate: float, variation: float) -> None:
+    with pytest.raises(UsageError, match=r"must lie between 1e-09 and 1e\+09"):
+        gamma_arrivals(rate, variation, 0)
+
+
 def test_a_trace_begins_at_zero_and_is_in_order() -> None:
     assert list(trace_arrivals([10.0, 10.5, 12.0])) == [0.0, 0.5, 2.0]
     with pytest.raises(UsageError, match="request 3 comes before the one in front of it"):
