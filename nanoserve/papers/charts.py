@@ -16,6 +16,8 @@ _PANEL_WIDTH, _PANEL_HEIGHT = 4.2, 3.4
 _BAR_GROUP = 0.8
 """Share of the room between two ticks that bars fill."""
 _HEAD = 0.6
+_HEADROOM = 0.3
+"""Above the highest bar, over its height: bars stand wherever else a legend could."""
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,8 +102,10 @@ def draw(chart: Chart, path: Path) -> None:
 def _draw_panel(axes: "Axes", panel: Panel) -> None:
     if panel.kind == "bar":
         _draw_bars(axes, panel.curves)
+        axes.margins(y=_HEADROOM)
     elif panel.kind == "stack":
         _draw_stacks(axes, panel.curves)
+        axes.margins(y=_HEADROOM)
     else:
         for curve in panel.curves:
             (line,) = axes.plot(curve.xs, curve.ys, curve.style, label=curve.label or None, markersize=4)

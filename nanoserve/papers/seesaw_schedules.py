@@ -134,13 +134,14 @@ def _claim(
 
 def _schedule(title: str, one: Outcome) -> Panel:
     """Sequences of each step over time, as the figure draws them."""
-    times = tuple(time for time, _, _ in one.result.tokens_series)
-    decodes = tuple(float(decodes) for _, decodes, _ in one.result.tokens_series)
+    series = one.result.tokens_series
     return Panel(
         title=f"{title}: {one.seconds:,.0f} s",
         x="time (s)",
         y="answers of a step",
-        curves=(Curve(label="", xs=times, ys=decodes, style="-"),),
+        curves=(
+            Curve(label="", xs=tuple(point[0] for point in series), ys=tuple(point[1] for point in series), style="-"),
+        ),
     )
 
 
