@@ -140,7 +140,7 @@ def _schedule(title: str, one: Outcome) -> Panel:
         x="time (s)",
         y="answers of a step",
         curves=(
-            Curve(label="", xs=tuple(point[0] for point in series), ys=tuple(point[1] for point in series), style="-"),
+            Curve(label="", xs=tuple(point[0] for point in series), ys=tuple(point[2] for point in series), style="-"),
         ),
     )
 
