@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from nanoserve.benchmarks.slo import Slo
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.papers.observers import Steady, SteadyWindow, StepLog, StepSample
 from nanoserve.scheduler.registry import make_policy
@@ -57,6 +58,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         max_num_seqs: sequences that hold blocks at a time.
         steady: between which shares of the first tokens the steady state is measured.
         logged_steps: how many steps are kept from its beginning on.
+        slo: what a good answer keeps to.
     """
 
     system: System
@@ -70,6 +72,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 4096
     steady: tuple[float, float] = (0.5, 0.95)
     logged_steps: int = 0
+    slo: Slo | None = None
 
     @property
     def name(self) -> str:
@@ -99,6 +102,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             max_num_seqs=self.max_num_seqs,
             runtime=_RUNTIMES[self.system.runtime],
             observers=(window, log),
+            slo=self.slo,
         )
         return Outcome(result=result, steady=window.result(), log=log.samples)
 

@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PANEL_WIDTH, _PANEL_HEIGHT = 4.2, 3.4
+_LONE_WIDTH = 7.0
+"""Of the panel of a chart with one column."""
 _BAR_GROUP = 0.8
 """Share of the room between two ticks that bars fill."""
 _HEAD = 0.6
-_HEADROOM = 0.3
-"""Above the highest bar, over its height: bars stand wherever else a legend could."""
+_ROOM_FOR_LEGEND = 1.3
+_MOST_CHARACTERS = 28
+"""Names below an axis that are longer together lean."""
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +91,8 @@ def draw(chart: Chart, path: Path) -> None:
 
     columns = min(chart.columns, len(chart.panels))
     rows = math.ceil(len(chart.panels) / columns)
-    figure = Figure(figsize=(columns * _PANEL_WIDTH, _HEAD + rows * _PANEL_HEIGHT), layout="constrained")
+    width = _LONE_WIDTH if columns == 1 else columns * _PANEL_WIDTH
+    figure = Figure(figsize=(width, _HEAD + rows * _PANEL_HEIGHT), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(chart.title)
     places = [axes for line in figure.subplots(rows, columns, squeeze=False) for axes in line]
@@ -102,10 +106,8 @@ def draw(chart: Chart, path: Path) -> None:
 def _draw_panel(axes: "Axes", panel: Panel) -> None:
     if panel.kind == "bar":
         _draw_bars(axes, panel.curves)
-        axes.margins(y=_HEADROOM)
     elif panel.kind == "stack":
         _draw_stacks(axes, panel.curves)
-        axes.margins(y=_HEADROOM)
     else:
         for curve in panel.curves:
             (line,) = axes.plot(curve.xs, curve.ys, curve.style, label=curve.label or None, markersize=4)
@@ -124,7 +126,7 @@ def _draw_panel(axes: "Axes", panel: Panel) -> None:
         axes.set_ylim(bottom=0)
     axes.grid(axis="y", alpha=0.3)
     if any(curve.label for curve in panel.curves):
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="small", ncols=len(panel.curves) if panel.kind == "bar" else 1)
 
 
 def _draw_bars(axes: "Axes", curves: Sequence[Curve]) -> None:
@@ -140,14 +142,24 @@ def _draw_bars(axes: "Axes", curves: Sequence[Curve]) -> None:
             high = [above - y for y, above in zip(curve.ys, curve.highs, strict=True)]
             spread = [low, high]
         axes.bar(places, curve.ys, width, yerr=spread, capsize=2, label=curve.label or None)
-    axes.set_xticks(range(len(groups)), [str(group) for group in groups])
+    _name_groups(axes, groups)
+    if any(curve.label for curve in curves):
+        axes.set_ylim(top=_ROOM_FOR_LEGEND * max(max(curve.ys) for curve in curves))
 
 
 def _draw_stacks(axes: "Axes", curves: Sequence[Curve]) -> None:
     """One bar at 0, 1, 2 ..., made of what the curves have there."""
     groups = curves[0].xs
-    bottoms = [0.0] * len(groups)
+    tops = [0.0] * len(groups)
     for curve in curves:
-        axes.bar(range(len(groups)), curve.ys, _BAR_GROUP, bottom=bottoms, label=curve.label or None)
-        bottoms = [bottom + y for bottom, y in zip(bottoms, curve.ys, strict=True)]
-    axes.set_xticks(range(len(groups)), [str(group) for group in groups])
+        axes.bar(range(len(groups)), curve.ys, _BAR_GROUP, bottom=tops, label=curve.label or None)
+        tops = [top + y for top, y in zip(tops, curve.ys, strict=True)]
+    _name_groups(axes, groups)
+    axes.set_ylim(top=_ROOM_FOR_LEGEND * max(tops))
+
+
+def _name_groups(axes: "Axes", groups: Sequence[float | str]) -> None:
+    names = [str(group) for group in groups]
+    axes.set_xticks(range(len(groups)), names)
+    if sum(len(name.partition("\n")[0]) for name in names) > _MOST_CHARACTERS:
+        axes.tick_params(axis="x", labelrotation=20)

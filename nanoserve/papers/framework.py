@@ -45,6 +45,11 @@ class Scale:
     seeds: tuple[int, ...] = (0, 1, 2)
     full: bool = False
 
+    @property
+    def first_seed(self) -> "Scale":
+        """The same with one seed, for what is searched for or swept on the side."""
+        return Scale(self.seeds[:1], self.full)
+
     def pick(self, reduced: Value, full: Value) -> Value:
         """One of the two sizes."""
         return full if self.full else reduced
@@ -91,11 +96,13 @@ class Paper:
         title: its name.
         setting: what is simulated at the reduced and at the full size, in a line each.
         figures: in the order in which they run.
+        spread_over: what the spread of a claim goes over.
     """
 
     title: str
     setting: tuple[str, str]
     figures: Sequence[PaperFigure]
+    spread_over: str = "seeds"
 
     def chosen(self, number: str | None) -> Sequence[PaperFigure]:
         """All figures, or the one of that number.

@@ -214,7 +214,7 @@ _PAIR_STYLES = dict(zip(_PAIRS, ("k^-", "k^--"), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Point:
+class Point:
     """Seconds at one bandwidth, by name of the configuration.
 
     Attributes:
@@ -241,7 +241,7 @@ class _Point:
         return int(self.winner.rpartition("p")[2])
 
 
-def _points(scale: Scale, run: Run) -> list[_Point]:
+def _points(scale: Scale, run: Run) -> list[Point]:
     settings = [
         Setting(
             model="codellama-34b",
@@ -260,7 +260,7 @@ def _points(scale: Scale, run: Run) -> list[_Point]:
         *(Choice(prefill=first, decode=second, policy=RESHARDING) for first, second in _PAIRS.values()),
     ]
     return [
-        _Point(
+        Point(
             factor=setting.all_reduce_scale,
             static=dict(zip(layouts, row, strict=False)),
             pairs=dict(zip(_PAIRS, row[len(layouts) :], strict=True)),
@@ -306,7 +306,7 @@ def _figure_14(scale: Scale, run: Run) -> Finding:
     return Finding(_claims_14(points), Chart(title="Seesaw, figure 14: 34B on 8 A10", panels=(panel,)), rows, columns)
 
 
-def _claims_14(points: Sequence[_Point]) -> list[Claim]:
+def _claims_14(points: Sequence[Point]) -> list[Claim]:
     upward = [point for point in points if point.factor >= 1]
     rises = [after.gain - before.gain for before, after in pairwise(upward)]
     gains = ", ".join(f"{point.gain:.2f} at {point.factor:g}x" for point in points)
