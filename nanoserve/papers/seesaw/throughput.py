@@ -7,9 +7,9 @@ from typing import Any
 from nanoserve.benchmarks.tables import Column
 from nanoserve.papers.charts import Chart, Curve, Panel
 from nanoserve.papers.claims import Claim, Spread
-from nanoserve.papers.framework import Finding, PaperFigure, Run, Scale
-from nanoserve.papers.seesaw_search import Comparison, compare
-from nanoserve.papers.seesaw_settings import Setting
+from nanoserve.papers.framework import Finding, Run, Scale
+from nanoserve.papers.seesaw.search import Comparison, compare
+from nanoserve.papers.seesaw.settings import Setting
 
 MODELS = (("llama-3-15b", 4), ("codellama-34b", 8), ("llama-2-70b", 8))
 """And the devices of each (section 6.2)."""
@@ -34,7 +34,7 @@ COLUMNS = (
 )
 
 
-def settings(scale: Scale, machines: Iterable[str], models: Sequence[tuple[str, int]] = MODELS) -> list[Setting]:
+def _settings(scale: Scale, machines: Iterable[str], models: Sequence[tuple[str, int]] = MODELS) -> list[Setting]:
     """Every model with every workload on every machine."""
     return [
         Setting(
@@ -68,8 +68,9 @@ def _extremes(found: Sequence[Comparison], which: Any) -> Spread:
 # ---- figure 10 --------------------------------------------------------------------------------------------------
 
 
-def _figure_10(scale: Scale, run: Run) -> Finding:
-    found = compare(settings(scale, (A10, L4)), scale, run)
+def on_a10_and_l4(scale: Scale, run: Run) -> Finding:
+    """Figure 10: the twelve settings."""
+    found = compare(_settings(scale, (A10, L4)), scale, run)
     by_machine = {name: [one for one in found if one.setting.machine == name] for name in (A10, L4)}
     claims = [
         _gain_claim(
@@ -148,8 +149,9 @@ _PAPERS_GAINS = {
 """By machine and workload: the paper's number, and what ours is to lie between."""
 
 
-def _figure_11(scale: Scale, run: Run) -> Finding:
-    found = compare(settings(scale, (PCIE, NVLINK), MODELS[2:]), scale, run)
+def on_a100(scale: Scale, run: Run) -> Finding:
+    """Figure 11: the same model with slow and with fast links."""
+    found = compare(_settings(scale, (PCIE, NVLINK), MODELS[2:]), scale, run)
     places = {(one.setting.machine, one.setting.lengths): one for one in found}
     claims = []
     for place, (paper, low, high) in _PAPERS_GAINS.items():
@@ -200,9 +202,3 @@ def _chart_11(places: dict[tuple[str, str], Comparison]) -> Chart:
             curves.append(Curve(label=label, xs=names, ys=heights))
     panel = Panel(title="8 x A100", x="", y="throughput (normalized)", kind="bar", curves=tuple(curves))
     return Chart(title="Seesaw, figure 11: LLaMA2-70B on A100", panels=(panel,))
-
-
-FIGURES = (
-    PaperFigure(number="10", title="end-to-end throughput on A10 and L4", make=_figure_10),
-    PaperFigure(number="11", title="70B on A100, with PCIe and with NVLink", make=_figure_11),
-)

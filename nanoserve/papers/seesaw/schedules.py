@@ -13,11 +13,11 @@ from nanoserve.costs import ParallelLayout
 from nanoserve.costs.hardware import GIBI
 from nanoserve.papers.charts import Chart, Curve, Panel
 from nanoserve.papers.claims import Claim, Spread
-from nanoserve.papers.framework import Finding, PaperFigure, Run, Scale
-from nanoserve.papers.seesaw_runs import FREQUENT, RARE, ClosedBatch, Outcome
-from nanoserve.papers.seesaw_search import over_seeds
-from nanoserve.papers.seesaw_settings import RESHARDING, Choice, Setting
-from nanoserve.papers.seesaw_throughput import A10
+from nanoserve.papers.framework import Finding, Run, Scale
+from nanoserve.papers.seesaw.runs import FREQUENT, RARE, ClosedBatch, Outcome
+from nanoserve.papers.seesaw.search import over_seeds
+from nanoserve.papers.seesaw.settings import RESHARDING, Choice, Setting
+from nanoserve.papers.seesaw.throughput import A10
 
 _POOL_BYTES_PER_DEVICE = 10 * GIBI
 """An eighth of the paper's; still 1.7 times what the devices hold beside the weights."""
@@ -46,7 +46,8 @@ def _batches(scale: Scale, policy: str) -> list[ClosedBatch]:
 # ---- figure 2 ---------------------------------------------------------------------------------------------------
 
 
-def _figure_2(scale: Scale, run: Run) -> Finding:
+def three_schedules(scale: Scale, run: Run) -> Finding:
+    """Figure 2: three ways to schedule transitions."""
     batches = {policy: _batches(scale, policy) for policy in _POLICIES}
     outcomes = run(batch for each in batches.values() for batch in each)
     found = {policy: [outcomes[batch] for batch in each] for policy, each in batches.items()}
@@ -148,7 +149,8 @@ def _schedule(title: str, one: Outcome) -> Panel:
 # ---- figure 6 ---------------------------------------------------------------------------------------------------
 
 
-def _figure_6(scale: Scale, run: Run) -> Finding:
+def tiers(scale: Scale, run: Run) -> Finding:
+    """Figure 6: occupancy of both tiers over time, with the phases."""
     batch = _batches(scale, RESHARDING)[0]
     outcome = run([batch])[batch]
     result = outcome.result
@@ -192,9 +194,3 @@ def _phases(outcome: Outcome) -> Curve:
         ys=tuple(layout for _, layout in points),
         style="k:",
     )
-
-
-FIGURES = (
-    PaperFigure(number="2", title="when to change the layout", make=_figure_2),
-    PaperFigure(number="6", title="both tiers of the KV cache over time", make=_figure_6),
-)

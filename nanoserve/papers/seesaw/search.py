@@ -10,9 +10,9 @@ import msgspec
 
 from nanoserve.papers.claims import Spread
 from nanoserve.papers.framework import Outcomes, Run, Scale
-from nanoserve.papers.seesaw_estimate import Shortlist
-from nanoserve.papers.seesaw_runs import ClosedBatch, Outcome
-from nanoserve.papers.seesaw_settings import Choice, Setting
+from nanoserve.papers.seesaw.estimate import Shortlist
+from nanoserve.papers.seesaw.runs import ClosedBatch, Outcome
+from nanoserve.papers.seesaw.settings import Choice, Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,12 @@ from nanoserve.benchmarks.tables import Column
 from nanoserve.costs import ParallelLayout
 from nanoserve.papers.charts import Chart, Curve, Panel
 from nanoserve.papers.claims import Claim, Spread
-from nanoserve.papers.framework import Finding, PaperFigure, Run, Scale
-from nanoserve.papers.seesaw_estimate import BestBudget
-from nanoserve.papers.seesaw_runs import Breakdown, ClosedBatch, Outcome
-from nanoserve.papers.seesaw_search import over_seeds
-from nanoserve.papers.seesaw_settings import RESHARDING, WHOLE_PROMPTS, Choice, Setting
-from nanoserve.papers.seesaw_throughput import A10
+from nanoserve.papers.framework import Finding, Run, Scale
+from nanoserve.papers.seesaw.estimate import BestBudget
+from nanoserve.papers.seesaw.runs import Breakdown, ClosedBatch, Outcome
+from nanoserve.papers.seesaw.search import over_seeds
+from nanoserve.papers.seesaw.settings import RESHARDING, WHOLE_PROMPTS, Choice, Setting
+from nanoserve.papers.seesaw.throughput import A10
 
 
 def _layout(tensor: int, pipeline: int, data: int = 1) -> ParallelLayout:
@@ -40,7 +40,8 @@ _SYSTEMS = (
 """TP4 and PP4 without chunked prefill, to show how long prompts and answers take each; Seesaw; the best static one."""
 
 
-def _figure_12(scale: Scale, run: Run) -> Finding:
+def breakdown(scale: Scale, run: Run) -> Finding:
+    """Figure 12: what the end-to-end time is made of."""
     setting = Setting(
         model="codellama-34b",
         machine=A10,
@@ -120,7 +121,8 @@ _STATIC = {"pp8": _layout(1, 8), "tp2pp4": _layout(2, 4), "tp4pp2": _layout(4, 2
 _PAIR = "pp8->tp4pp2"
 
 
-def _figure_13(scale: Scale, run: Run) -> Finding:
+def output_length(scale: Scale, run: Run) -> Finding:
+    """Figure 13: throughput against output over input length."""
     outputs = scale.pick((1, 60, 150, 300, 600, 900), (1, 30, 75, 120, 150, 225, 300, 450, 600, 750, 900))
     choices = [Choice(prefill=layout) for layout in _STATIC.values()]
     choices.append(Choice(prefill=_STATIC["pp8"], decode=_STATIC["tp4pp2"], policy=RESHARDING))
@@ -273,7 +275,8 @@ def _paper_name(layout: ParallelLayout) -> str:
     return f"d{layout.data_parallel}t{layout.tensor_parallel}p{layout.pipeline_parallel}"
 
 
-def _figure_14(scale: Scale, run: Run) -> Finding:
+def bandwidth(scale: Scale, run: Run) -> Finding:
+    """Figure 14: throughput against the bandwidth of all-reduces."""
     points = _points(scale, run)
     names = (*points[0].static, *points[0].pairs)
     seconds = {name: [{**point.static, **point.pairs}[name] for point in points] for name in names}
@@ -358,10 +361,3 @@ def _claims_14(points: Sequence[Point]) -> list[Claim]:
             assumption=f"best was {fast.winner}",
         ),
     ]
-
-
-FIGURES = (
-    PaperFigure(number="12", title="where the time goes: 34B on 4 A10", make=_figure_12),
-    PaperFigure(number="13", title="output length: 70B on 8 A10", make=_figure_13),
-    PaperFigure(number="14", title="all-reduce bandwidth: 34B on 8 A10", make=_figure_14),
-)

@@ -7,7 +7,7 @@ import msgspec
 
 from nanoserve.costs import StepWork
 from nanoserve.costs.predictor import CostPredictor
-from nanoserve.papers.seesaw_settings import BLOCK_SIZE, Choice, Setting
+from nanoserve.papers.seesaw.settings import BLOCK_SIZE, Choice, Setting
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import StepPlan, Swap
 from nanoserve.scheduler.registry import make_policy

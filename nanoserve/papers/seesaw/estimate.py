@@ -14,7 +14,7 @@ import msgspec
 
 from nanoserve.benchmarks.workloads import RequestShape
 from nanoserve.costs import ParallelLayout, StepCosts, StepWork
-from nanoserve.papers.seesaw_settings import BLOCK_SIZE, RESHARDING, Choice, Setting
+from nanoserve.papers.seesaw.settings import BLOCK_SIZE, RESHARDING, Choice, Setting
 from nanoserve.papers.tuning import TOKEN_BUDGETS
 
 

@@ -13,8 +13,8 @@ from nanoserve.benchmarks.tables import Column
 from nanoserve.costs import DoesNotFit, ParallelLayout, StepCosts, StepWork, load_machine, load_shape
 from nanoserve.papers.charts import Chart, Curve, Panel
 from nanoserve.papers.claims import Claim, Spread
-from nanoserve.papers.framework import Finding, PaperFigure, Run, Scale
-from nanoserve.papers.seesaw_settings import BLOCK_SIZE
+from nanoserve.papers.framework import Finding, Run, Scale
+from nanoserve.papers.seesaw.settings import BLOCK_SIZE
 
 _BATCH, _LENGTH = 16, 1024
 _INPUT, _OUTPUT = 3000, 900
@@ -77,7 +77,8 @@ def _breakdowns() -> dict[str, tuple[Parts, Parts]]:
     return found
 
 
-def _figure_1(scale: Scale, run: Run) -> Finding:
+def layouts(scale: Scale, run: Run) -> Finding:
+    """Figure 1: what prefill and decode spend their time on, by layout."""
     found = _breakdowns()
     names = tuple(found)
     pipeline, tensor = found[names[0]], found[names[-1]]
@@ -225,7 +226,8 @@ class _Rates(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-def _figure_4(scale: Scale, run: Run) -> Finding:
+def disaggregation(scale: Scale, run: Run) -> Finding:
+    """Figure 4: 70B on devices of their own for prompts and answers."""
     found = [_Rates.of(machine) for machine in ("seesaw-a100-pcie", "seesaw-a100-nvlink")]
     machines = tuple(one.machine for one in found)
     panel = Panel(
@@ -284,7 +286,8 @@ class _Replicas(msgspec.Struct, frozen=True, kw_only=True):
         return cls(layout=name, batch=batch, **msgspec.structs.asdict(parts))
 
 
-def _figure_15(scale: Scale, run: Run) -> Finding:
+def data_parallelism(scale: Scale, run: Run) -> Finding:
+    """Figure 15: what replicas cost in decoding."""
     found = [_Replicas.of(degree) for degree in (1, 2, 4, 8)]
     does_not_fit, replicated, _, divided = found
     claims = [
@@ -346,10 +349,3 @@ def _figure_15(scale: Scale, run: Run) -> Finding:
     ]
     chart = Chart(title="Seesaw, figure 15: data parallelism in decode, 13B on 8 L4", panels=panels)
     return Finding(claims, chart, [*map(msgspec.structs.asdict, found)], columns)
-
-
-FIGURES = (
-    PaperFigure(number="1", title="prefill and decode by layout", make=_figure_1),
-    PaperFigure(number="4", title="prefill and decode on devices of their own", make=_figure_4),
-    PaperFigure(number="15", title="data parallelism in decode", make=_figure_15),
-)
