@@ -81,27 +81,6 @@ def layouts(scale: Scale, run: Run) -> Finding:
     """Figure 1: what prefill and decode spend their time on, by layout."""
     found = _breakdowns()
     names = tuple(found)
-    pipeline, tensor = found[names[0]], found[names[-1]]
-    claims = [
-        Claim(
-            figure="1a",
-            says="prefill of 13B on 8 L4: TP8 takes longer than PP8",
-            paper="more (bars)",
-            ours=Spread.of([tensor[0].total / pipeline[0].total]),
-            form="{:.2f}x",
-            at_least=1.5,
-            assumption="prompts of 1,024 tokens; PCIe 4.0 x8 at 75 %",
-        ),
-        Claim(
-            figure="1b",
-            says="decode of 13B on 8 L4: PP8 takes longer than TP8",
-            paper="more (bars)",
-            ours=Spread.of([pipeline[1].total / tensor[1].total]),
-            form="{:.2f}x",
-            at_least=1.5,
-            assumption="16 sequences in all, so 2 a micro-batch of PP8: each reads all weights of its stage",
-        ),
-    ]
     rows = [
         {
             "layout": name,
@@ -125,9 +104,31 @@ def layouts(scale: Scale, run: Run) -> Finding:
             for part in ("communication", "compute", "weights", "total")
         ),
     ]
-    return Finding(
-        claims, Chart(title="Seesaw, figure 1: LLaMA2-13B, 16 sequences on 8 L4", panels=panels), rows, columns
-    )
+    chart = Chart(title="Seesaw, figure 1: LLaMA2-13B, 16 sequences on 8 L4", panels=panels)
+    return Finding(_claims_1(found["TP1PP8"], found["TP8PP1"]), chart, rows, columns)
+
+
+def _claims_1(pipeline: tuple[Parts, Parts], tensor: tuple[Parts, Parts]) -> list[Claim]:
+    return [
+        Claim(
+            figure="1a",
+            says="prefill of 13B on 8 L4: TP8 takes longer than PP8",
+            paper="more (bars)",
+            ours=Spread.of([tensor[0].total / pipeline[0].total]),
+            form="{:.2f}x",
+            at_least=1.5,
+            assumption="prompts of 1,024 tokens; PCIe 4.0 x8 at 75 %",
+        ),
+        Claim(
+            figure="1b",
+            says="decode of 13B on 8 L4: PP8 takes longer than TP8",
+            paper="more (bars)",
+            ours=Spread.of([pipeline[1].total / tensor[1].total]),
+            form="{:.2f}x",
+            at_least=1.5,
+            assumption="16 sequences in all, so 2 a micro-batch of PP8: each reads all weights of its stage",
+        ),
+    ]
 
 
 def _stacked(title: str, names: tuple[str, ...], parts: Sequence[Parts]) -> Panel:
@@ -289,8 +290,19 @@ class _Replicas(msgspec.Struct, frozen=True, kw_only=True):
 def data_parallelism(scale: Scale, run: Run) -> Finding:
     """Figure 15: what replicas cost in decoding."""
     found = [_Replicas.of(degree) for degree in (1, 2, 4, 8)]
-    does_not_fit, replicated, _, divided = found
-    claims = [
+    columns = [
+        Column("layout", "layout"),
+        Column("largest batch", "batch", ",d"),
+        Column("weights ms", "weights", ".2f"),
+        Column("compute ms", "compute", ".2f"),
+        Column("all-reduce ms", "communication", ".2f"),
+    ]
+    chart = Chart(title="Seesaw, figure 15: data parallelism in decode, 13B on 8 L4", panels=_panels_15(found))
+    return Finding(_claims_15(*found), chart, [*map(msgspec.structs.asdict, found)], columns)
+
+
+def _claims_15(does_not_fit: _Replicas, replicated: _Replicas, between: _Replicas, divided: _Replicas) -> list[Claim]:
+    return [
         Claim(
             figure="15",
             says="TP1DP8: the largest batch",
@@ -319,8 +331,11 @@ def data_parallelism(scale: Scale, run: Run) -> Finding:
             assumption="4 times the weights for each device, and the smaller batch",
         ),
     ]
+
+
+def _panels_15(found: Sequence[_Replicas]) -> tuple[Panel, ...]:
     names = tuple(one.layout for one in found)
-    panels = (
+    return (
         Panel(
             title="runtime per request and token (none: out of memory)",
             x="layout",
@@ -340,12 +355,3 @@ def data_parallelism(scale: Scale, run: Run) -> Finding:
             curves=(Curve(label="", xs=names, ys=tuple(float(one.batch) for one in found)),),
         ),
     )
-    columns = [
-        Column("layout", "layout"),
-        Column("largest batch", "batch", ",d"),
-        Column("weights ms", "weights", ".2f"),
-        Column("compute ms", "compute", ".2f"),
-        Column("all-reduce ms", "communication", ".2f"),
-    ]
-    chart = Chart(title="Seesaw, figure 15: data parallelism in decode, 13B on 8 L4", panels=panels)
-    return Finding(claims, chart, [*map(msgspec.structs.asdict, found)], columns)

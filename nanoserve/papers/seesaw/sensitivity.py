@@ -53,8 +53,44 @@ def breakdown(scale: Scale, run: Run) -> Finding:
     choices = [*_SYSTEMS[:2], *_tuned(setting, _SYSTEMS[2:], run)]
     batches = [over_seeds(setting, choice, scale.seeds) for choice in choices]
     outcomes = run(batch for each in batches for batch in each)
-    tensor, pipeline, seesaw, chunked = ([outcomes[batch] for batch in each] for each in batches)
-    claims = [
+    found = [[outcomes[batch] for batch in each] for each in batches]
+    rows = [
+        {
+            "system": choice.label,
+            "policy": choice.policy,
+            "budget": choice.token_budget,
+            **{part: _mean(each, part) for part in (*Breakdown.__struct_fields__, "total")},
+        }
+        for choice, each in zip(choices, found, strict=True)
+    ]
+    columns = [
+        Column("layout", "system"),
+        Column("policy", "policy", justify="left"),
+        Column("tokens of a step", "budget", "d"),
+        *(Column(f"{part} s", part, ",.0f") for part in (*Breakdown.__struct_fields__, "total")),
+    ]
+    return Finding(_claims_12(*found), _chart_12(setting, found), rows, columns)
+
+
+def _chart_12(setting: Setting, found: Sequence[Sequence[Outcome]]) -> Chart:
+    names = ("tp4", "pp4", "p4->t4", "tp2pp2\n+chunked prefill")
+    panel = Panel(
+        title=f"{setting.requests} of arxiv",
+        x="",
+        y="end-to-end time (s)",
+        kind="stack",
+        curves=tuple(
+            Curve(label=part, xs=names, ys=tuple(_mean(each, part) for each in found))
+            for part in Breakdown.__struct_fields__
+        ),
+    )
+    return Chart(title="Seesaw, figure 12: 34B on 4 A10", panels=(panel,))
+
+
+def _claims_12(
+    tensor: Sequence[Outcome], pipeline: Sequence[Outcome], seesaw: Sequence[Outcome], chunked: Sequence[Outcome]
+) -> list[Claim]:
+    return [
         _claim_12("total time: TP4 over P4->T4", "more", _ratio(tensor, seesaw, "total"), 1.0),
         _claim_12("total time: PP4 over P4->T4", "more", _ratio(pipeline, seesaw, "total"), 1.0),
         _claim_12("total time: TP2PP2 with chunked prefill over P4->T4", "more", _ratio(chunked, seesaw, "total"), 1.0),
@@ -63,33 +99,6 @@ def breakdown(scale: Scale, run: Run) -> Finding:
         _claim_12("prefill time: P4->T4 over PP4", "comparable", _ratio(seesaw, pipeline, "prefill"), 0.7, 1.25),
         _claim_12("decode time: P4->T4 over TP4", "comparable", _ratio(seesaw, tensor, "decode"), 0.7, 1.25),
     ]
-    rows = [
-        {
-            "system": choice.label,
-            "policy": choice.policy,
-            "budget": choice.token_budget,
-            **{part: _mean(each, part) for part in (*Breakdown.__struct_fields__, "total")},
-        }
-        for choice, each in zip(choices, (tensor, pipeline, seesaw, chunked), strict=True)
-    ]
-    names = ("tp4", "pp4", "p4->t4", "tp2pp2\n+chunked prefill")
-    panel = Panel(
-        title=f"{setting.requests} of arxiv",
-        x="",
-        y="end-to-end time (s)",
-        kind="stack",
-        curves=tuple(
-            Curve(label=part, xs=names, ys=tuple(float(str(row[part])) for row in rows))
-            for part in Breakdown.__struct_fields__
-        ),
-    )
-    columns = [
-        Column("layout", "system"),
-        Column("policy", "policy", justify="left"),
-        Column("tokens of a step", "budget", "d"),
-        *(Column(f"{part} s", part, ",.0f") for part in (*Breakdown.__struct_fields__, "total")),
-    ]
-    return Finding(claims, Chart(title="Seesaw, figure 12: 34B on 4 A10", panels=(panel,)), rows, columns)
 
 
 def _mean(outcomes: Sequence[Outcome], part: str) -> float:
@@ -315,49 +324,64 @@ def _claims_14(points: Sequence[Point]) -> list[Claim]:
     gains = ", ".join(f"{point.gain:.2f} at {point.factor:g}x" for point in points)
     slow, fast = points[0], points[-1]
     return [
-        Claim(
-            figure="14",
-            says="gain of the best pair at the bandwidth of PCIe",
-            paper="above 1 (curves)",
-            ours=Spread.of([upward[0].gain]),
-            form="{:.2f}x",
+        _claim_14(
+            "gain of the best pair at the bandwidth of PCIe",
+            "above 1 (curves)",
+            upward[0].gain,
             at_least=1.05,
             assumption="the whole time of an all-reduce is scaled, as in the paper; the host's link is not",
         ),
-        Claim(
-            figure="14",
-            says="from there on the gain falls: largest rise from one bandwidth to the next",
-            paper="none",
-            ours=Spread.of([max(rises)]),
-            form="{:+.2f}",
+        _claim_14(
+            "from there on the gain falls: largest rise from one bandwidth to the next",
+            "none",
+            max(rises),
+            "{:+.2f}",
             at_most=0.02,
             assumption=f"gains were {gains}",
         ),
-        Claim(
-            figure="14",
-            says="superior from 0.1x to 50x: the smallest gain",
-            paper="1.0x or more",
-            ours=Spread.of([min(point.gain for point in points)]),
-            form="{:.2f}x",
+        _claim_14(
+            "superior from 0.1x to 50x: the smallest gain",
+            "1.0x or more",
+            min(point.gain for point in points),
             at_least=0.98,
             assumption="at the fast end T8 alone computes prompts beside answers in one step, and Seesaw never does",
         ),
-        Claim(
-            figure="14",
-            says="at the slow end a pipeline is the best static one: its stages",
-            paper="4 or 8",
-            ours=Spread.of([slow.stages]),
-            form="{:.0f}",
+        _claim_14(
+            "at the slow end a pipeline is the best static one: its stages",
+            "4 or 8",
+            slow.stages,
+            "{:.0f}",
             at_least=4,
             assumption=f"best was {slow.winner}",
         ),
-        Claim(
-            figure="14",
-            says="at the fast end tensor parallelism is the best static one: its stages",
-            paper="1",
-            ours=Spread.of([fast.stages]),
-            form="{:.0f}",
+        _claim_14(
+            "at the fast end tensor parallelism is the best static one: its stages",
+            "1",
+            fast.stages,
+            "{:.0f}",
             at_most=1,
             assumption=f"best was {fast.winner}",
         ),
     ]
+
+
+def _claim_14(
+    says: str,
+    paper: str,
+    ours: float,
+    form: str = "{:.2f}x",
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    assumption: str,
+) -> Claim:
+    return Claim(
+        figure="14",
+        says=says,
+        paper=paper,
+        ours=Spread.of([ours]),
+        form=form,
+        at_least=at_least,
+        at_most=at_most,
+        assumption=assumption,
+    )
