@@ -110,7 +110,7 @@ def _show(report: "Report", paper: "Paper", findings: "Mapping[str, Finding]") -
     settings = report.document["settings"]
     print_head(report)
     runs = f"{settings['seeds']} " if paper.spread_over == "seeds" else ""
-    print(f"simulated, {settings['size']}; mean [lowest..highest] over {runs}{paper.spread_over}")
+    print(f"{settings['size']}; mean [lowest..highest] over {runs}{paper.spread_over}")
     for figure in paper.figures:
         found = findings.get(figure.number)
         if found is not None and found.columns:

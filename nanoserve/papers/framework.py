@@ -94,7 +94,7 @@ class Paper:
 
     Attributes:
         title: its name.
-        setting: what is simulated at the reduced and at the full size, in a line each.
+        setting: what is done at the reduced and at the full size, in a line each.
         figures: in the order in which they run.
         spread_over: what the spread of a claim goes over.
     """

@@ -15,8 +15,8 @@ from nanoserve.papers.gllm.serving import cross_node, intra_node
 PAPER = Paper(
     title="gLLM: global balanced pipeline parallelism with Token Throttling",
     setting=(
-        "reduced: 5,000 requests in a backlog, 60 s of requests at each rate, one setting of figures 10, 13, 14",
-        "full: 10,000 requests in a backlog, 90 s of requests at each rate, all settings",
+        "simulated, reduced: 5,000 requests in a backlog, 60 s at each rate, one setting of figures 10, 13 and 14",
+        "simulated, full: 10,000 requests in a backlog, 90 s at each rate, all settings",
     ),
     figures=(
         PaperFigure(number="1", title="tokens of each micro-batch", make=token_counts),
