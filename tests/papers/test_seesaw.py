@@ -149,3 +149,16 @@ def test_the_gain_at_a_bandwidth_is_over_the_best_static_one() -> None:
 
 def test_the_figures_are_those_of_the_paper() -> None:
     assert [figure.number for figure in PAPER.figures] == ["1", "2", "4", "6", "10", "11", "12", "13", "14", "15"]
+
+
+def test_who_gives_way_moves_to_the_host_also_from_a_pipeline() -> None:
+    """Figure 13: computing a preempted prompt again would take two more transitions for one answer."""
+    long_answers = Setting(model="llama-2-70b", machine="seesaw-a10", devices=8, lengths="3000+600", requests=60)
+    pair = Choice(
+        prefill=ParallelLayout(pipeline_parallel=8),
+        decode=ParallelLayout(tensor_parallel=4, pipeline_parallel=2),
+        policy=RESHARDING,
+    )
+    found = outcome(pair, long_answers).result
+    assert (found.preemptions, found.transitions) == (0, 1)
+    assert found.swapped_in_tokens > 60 * 3000  # some came in twice
