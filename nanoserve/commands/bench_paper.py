@@ -24,7 +24,9 @@ _WIDTH = 100
 
 
 def paper(
-    name: Annotated[str, typer.Argument(metavar="PAPER", help="gllm, or lecture: the accounting of one device.")],
+    name: Annotated[
+        str, typer.Argument(metavar="PAPER", help="gllm, lecture (the accounting of one device), or adaptive (ours).")
+    ],
     *,
     figure: Annotated[
         str | None, work_option("--figure", help="Only this one; default: all.", metavar="NUMBER")
@@ -79,7 +81,7 @@ def paper(
         Runner(workers, progress) as runner,
     ):
         for one in figures:
-            found = findings[one.number] = one.evaluate(scale, runner.run(one.jobs(scale)))
+            found = findings[one.number] = one.make(scale, runner.run)
             _keep(report, one, found)
             if plot is not None and found.chart is not None:
                 _draw(found.chart, plot, f"{name}-{one.number}")
@@ -107,8 +109,8 @@ def _show(report: "Report", paper: "Paper", findings: "Mapping[str, Finding]") -
 
     settings = report.document["settings"]
     print_head(report)
-    runs = "1 seed" if settings["seeds"] == 1 else f"{settings['seeds']} seeds: mean [lowest..highest]"
-    print(f"simulated, {settings['size']}; {runs}")
+    runs = f"{settings['seeds']} " if paper.spread_over == "seeds" else ""
+    print(f"{settings['size']}; mean [lowest..highest] over {runs}{paper.spread_over}")
     for figure in paper.figures:
         found = findings.get(figure.number)
         if found is not None and found.columns:

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from nanoserve.benchmarks.slo import Slo
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.papers.observers import Steady, SteadyWindow, StepLog, StepSample
 from nanoserve.scheduler.registry import make_policy
@@ -55,8 +56,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         rate: of Poisson arrivals, per second; None means all at once.
         seed: of arrivals and lengths.
         max_num_seqs: sequences that hold blocks at a time.
+        pool: share of the KV blocks beside the weights that is used.
         steady: between which shares of the first tokens the steady state is measured.
         logged_steps: how many steps are kept from its beginning on.
+        slo: what a good answer keeps to.
     """
 
     system: System
@@ -68,8 +71,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     rate: float | None = None
     seed: int = 0
     max_num_seqs: int = 4096
+    pool: float = 1.0
     steady: tuple[float, float] = (0.5, 0.95)
     logged_steps: int = 0
+    slo: Slo | None = None
 
     @property
     def name(self) -> str:
@@ -94,11 +99,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             make_policy(self.system.policy, self.system.token_budget, dict(self.system.parameters)),
             costs,
             Workload(arrivals, named_lengths(self.lengths, self.seed), self.requests),
-            num_blocks=costs.memory.kv_blocks(BLOCK_SIZE),
+            num_blocks=int(costs.memory.kv_blocks(BLOCK_SIZE) * self.pool),
             block_size=BLOCK_SIZE,
             max_num_seqs=self.max_num_seqs,
             runtime=_RUNTIMES[self.system.runtime],
             observers=(window, log),
+            slo=self.slo,
         )
         return Outcome(result=result, steady=window.result(), log=log.samples)
 

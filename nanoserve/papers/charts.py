@@ -13,9 +13,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PANEL_WIDTH, _PANEL_HEIGHT = 4.2, 3.4
+_LONE_WIDTH = 7.0
+"""Of the panel of a chart with one column."""
 _BAR_GROUP = 0.8
 """Share of the room between two ticks that bars fill."""
 _HEAD = 0.6
+_ROOM_FOR_LEGEND = 1.3
+_MOST_CHARACTERS = 28
+"""Names below an axis that are longer together lean."""
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +91,8 @@ def draw(chart: Chart, path: Path) -> None:
 
     columns = min(chart.columns, len(chart.panels))
     rows = math.ceil(len(chart.panels) / columns)
-    figure = Figure(figsize=(columns * _PANEL_WIDTH, _HEAD + rows * _PANEL_HEIGHT), layout="constrained")
+    width = _LONE_WIDTH if columns == 1 else columns * _PANEL_WIDTH
+    figure = Figure(figsize=(width, _HEAD + rows * _PANEL_HEIGHT), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(chart.title)
     places = [axes for line in figure.subplots(rows, columns, squeeze=False) for axes in line]
@@ -118,7 +124,7 @@ def _draw_panel(axes: "Axes", panel: Panel) -> None:
         axes.set_ylim(bottom=0)
     axes.grid(axis="y", alpha=0.3)
     if any(curve.label for curve in panel.curves):
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="small", ncols=len(panel.curves) if panel.kind == "bar" else 1)
 
 
 def _draw_bars(axes: "Axes", curves: Sequence[Curve]) -> None:
@@ -134,4 +140,9 @@ def _draw_bars(axes: "Axes", curves: Sequence[Curve]) -> None:
             high = [above - y for y, above in zip(curve.ys, curve.highs, strict=True)]
             spread = [low, high]
         axes.bar(places, curve.ys, width, yerr=spread, capsize=2, label=curve.label or None)
-    axes.set_xticks(range(len(groups)), [str(group) for group in groups])
+    names = [str(group) for group in groups]
+    axes.set_xticks(range(len(groups)), names)
+    if sum(map(len, names)) > _MOST_CHARACTERS:
+        axes.tick_params(axis="x", labelrotation=20)
+    if any(curve.label for curve in curves):
+        axes.set_ylim(top=_ROOM_FOR_LEGEND * max(max(curve.ys) for curve in curves))

@@ -1,6 +1,6 @@
-"""What a paper's figure is: jobs to run, and what is to be said and drawn when they are done."""
+"""What a paper's figure is: a function that runs jobs and says what they amount to, in words, numbers and a picture."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -29,6 +29,9 @@ class Job(Hashable, Protocol):
 Outcomes = Mapping[Any, Any]
 """By job."""
 
+Run = Callable[[Iterable[Job]], Outcomes]
+"""Runs jobs side by side, each once, and answers with the outcomes of these and of all before."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scale:
@@ -41,6 +44,11 @@ class Scale:
 
     seeds: tuple[int, ...] = (0, 1, 2)
     full: bool = False
+
+    @property
+    def first_seed(self) -> "Scale":
+        """The same with one seed, for what is searched for or swept on the side."""
+        return Scale(self.seeds[:1], self.full)
 
     def pick(self, reduced: Value, full: Value) -> Value:
         """One of the two sizes."""
@@ -71,14 +79,13 @@ class PaperFigure:
     Attributes:
         number: in the paper, as ``--figure`` takes it.
         title: what it shows.
-        jobs: what must run for it; two figures may name equal jobs, which run once.
-        evaluate: what their outcomes say.
+        make: runs what it needs and says what came out. Best given all its jobs at once, for they run side by side;
+            what depends on outcomes (a setting that is searched for) takes a second round.
     """
 
     number: str
     title: str
-    jobs: Callable[[Scale], Sequence[Job]]
-    evaluate: Callable[[Scale, Outcomes], Finding]
+    make: Callable[[Scale, Run], Finding]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +94,15 @@ class Paper:
 
     Attributes:
         title: its name.
-        setting: what is simulated at the reduced and at the full size, in a line each.
+        setting: what is done at the reduced and at the full size, in a line each.
         figures: in the order in which they run.
+        spread_over: what the spread of a claim goes over.
     """
 
     title: str
     setting: tuple[str, str]
     figures: Sequence[PaperFigure]
+    spread_over: str = "seeds"
 
     def chosen(self, number: str | None) -> Sequence[PaperFigure]:
         """All figures, or the one of that number.

@@ -50,6 +50,7 @@ class SteadyWindow:
         self._tokens = self._steps = self._prefill = self._decodes = 0
         self._sum = self._squares = 0.0
         self._busy: list[float] = []
+        self._newest: tuple[int, Sequence[Passage]] = (0, ())
 
     @property
     def is_open(self) -> bool:
@@ -58,17 +59,14 @@ class SteadyWindow:
 
     def on_step(self, now: float, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
         """A step enters the pipeline."""
-        if self.is_open:
-            if not self._steps:
-                self._begin, self._busy = now, [0.0] * len(passages)
-            self._count(work, passages)
-            self._end = now
+        counts = self.is_open
         for begin in plan.begin:
             if begin.sequence not in self._answered:
                 self._prompts[begin.sequence] = begin.prompt_length
         gained = self._gained(plan)
-        if self._steps and self.is_open:
-            self._tokens += gained
+        if counts:
+            self._count(now, work)
+            self._newest = (gained, passages)
 
     def _gained(self, plan: StepPlan) -> int:
         """Output tokens of the step, and the prompts that are computed with it."""
@@ -79,15 +77,22 @@ class SteadyWindow:
                 self._answered.add(row.sequence)
         return gained
 
-    def _count(self, work: StepWork, passages: Sequence[Passage]) -> None:
+    def _count(self, now: float, work: StepWork) -> None:
+        """What the step before came to, for only now it is known to lie within the window; and this one's tokens."""
+        gained, passages = self._newest
+        if not self._steps:
+            self._begin = now
+        self._end = now
+        self._tokens += gained
+        self._busy = self._busy or [0.0] * len(passages)
+        for stage, passage in enumerate(passages):
+            self._busy[stage] += passage.end - passage.start
         tokens = work.tokens
         self._steps += 1
         self._sum += tokens
         self._squares += tokens * tokens
         self._decodes += work.decodes
         self._prefill += tokens - work.decodes
-        for stage, passage in enumerate(passages):
-            self._busy[stage] += passage.end - passage.start
 
     def result(self) -> Steady:
         """Of the steps that began in the window.

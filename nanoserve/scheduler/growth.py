@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 from nanoserve.request import Place, Sequence, Status
 from nanoserve.scheduler.queues import AgeOrdered
@@ -19,54 +20,74 @@ nothing is expected of those that are gone."""
 
 _REMEMBERED = 1000
 _GOLDEN_RATIO = 0.6180339887498949
+_DEVIATIONS = 1.5
+"""Kept beyond what is expected: if sums of lengths are normal, they exceed it once in fifteen times."""
 
 
 class OutputLengths:
-    """The lengths of the last thousand answers that ended by themselves."""
+    """How long answers are: the last thousand that ended by themselves, and those that have not ended yet.
+
+    The first answers to end are the short ones, so those that run count too: each says that answers can be longer
+    than what it has produced. The estimate that takes both in is Kaplan's and Meier's (1958) of a survival curve.
+    """
 
     def __init__(self) -> None:
         self._in_order_of_time: deque[int] = deque()
         self._sorted: list[int] = []
-        self._sum = self._sum_of_squares = 0
+        self._lengths: list[int] = []  # those of _sorted when the curve was drawn
+        self._ended: list[float] = []  # share of answers that are no longer than each of these
+        self._longest = 0  # produced by a sequence that still ran
 
     def record(self, length: int) -> None:
         """An answer has ended after so many tokens."""
         if len(self._sorted) == _REMEMBERED:
             oldest = self._in_order_of_time.popleft()
             del self._sorted[bisect_right(self._sorted, oldest) - 1]
-            self._sum -= oldest
-            self._sum_of_squares -= oldest * oldest
         self._in_order_of_time.append(length)
         insort(self._sorted, length)
-        self._sum += length
-        self._sum_of_squares += length * length
+
+    def renew(self, produced: Iterable[int]) -> None:
+        """Draw the curve anew, with what the running sequences have produced so far."""
+        going_on = sorted(produced)
+        self._longest = going_on[-1] if going_on else 0
+        self._lengths, self._ended = self._sorted.copy(), []
+        left, passed = 1.0, 0
+        for number, length in enumerate(self._lengths):
+            while passed < len(going_on) and going_on[passed] < length:
+                passed += 1
+            left *= 1 - 1 / (len(self._lengths) - number + len(going_on) - passed)
+            self._ended.append(1 - left)
 
     def remaining(self, sequence: Sequence) -> int:
         """Tokens this sequence may still produce, one guess out of the spread of those that are possible.
 
-        The guess is one of the known lengths that exceed what it has produced. Which one depends on the sequence's
-        id alone: multiples of the golden ratio spread evenly, so that many sequences together show the spread that
-        the known lengths have. A sequence longer than any known answer is taken to be half way; with none known, an
-        answer is taken to be as long as its prompt.
+        The guess is a place on the part of the curve that lies beyond what it has produced. Which one depends on the
+        sequence's id alone: multiples of the golden ratio spread evenly, so that many sequences together show the
+        spread that lengths have. Where the curve knows no more, the one that has come furthest is taken to be half
+        way; with no answer known, one is taken to be as long as its prompt.
         """
         produced = sequence.output_length
         bound = sequence.max_length - len(sequence.tokens)
-        passed = bisect_right(self._sorted, produced)
-        longer = len(self._sorted) - passed
-        if longer == 0:
-            return min(produced if self._sorted else max(produced, sequence.prompt_length), bound)
-        place = int(sequence.sequence_id * _GOLDEN_RATIO % 1.0 * longer)
-        return min(self._sorted[passed + place] - produced, bound)
+        if not self._lengths:
+            return min(max(produced, sequence.prompt_length), bound)
+        passed = bisect_right(self._lengths, produced)
+        before = self._ended[passed - 1] if passed else 0.0
+        share = sequence.sequence_id * _GOLDEN_RATIO % 1.0
+        place = bisect_right(self._ended, before + share * (1 - before), lo=passed)
+        length = self._lengths[place] if place < len(self._lengths) else 2 * max(self._longest, produced)
+        return min(length - produced, bound)
 
-    def _deviation(self) -> float:
-        """The standard deviation of the known lengths."""
-        count = len(self._sorted)
-        return math.sqrt(self._sum_of_squares * count - self._sum**2) / count if count else 0.0
+    def deviation(self) -> float:
+        """The standard deviation of lengths by the curve."""
+        shares = [after - before for before, after in zip([0.0, *self._ended], [*self._ended, 1.0], strict=True)]
+        lengths = [*self._lengths, 2 * self._longest]
+        mean = sum(share * length for share, length in zip(shares, lengths, strict=True))
+        return math.sqrt(sum(share * (length - mean) ** 2 for share, length in zip(shares, lengths, strict=True)))
 
-    def expected_growth(self, running: Iterable[Sequence]) -> int:
+    def expected_growth(self, running: SequenceOf[Sequence]) -> int:
         """Tokens by which the running sequences together will at most exceed what they hold now.
 
-        To what is expected comes the standard deviation of the sum of so many lengths, or it would be exceeded every
+        To what is expected come some standard deviations of the sum of so many lengths, or it would be exceeded every
         second time. The rest of a prompt that is partly computed counts as held.
         """
         futures = sorted(((self.remaining(sequence), len(sequence.tokens)) for sequence in running), reverse=True)
@@ -75,7 +96,7 @@ class OutputLengths:
         for number, (remaining, length) in enumerate(futures, start=1):
             held += length
             peak = max(peak, held + number * remaining)
-        return peak - held + round(self._deviation() * math.sqrt(len(futures)))
+        return peak - held + round(_DEVIATIONS * self.deviation() * math.sqrt(len(futures)))
 
 
 class Forecaster:
@@ -107,8 +128,12 @@ class Forecaster:
         Returns:
             ``Load.expected_growth`` in tokens, and ``Load.longest_remaining``.
         """
-        if self._wanted and (step % _RENEWED_EVERY == 0 or not running):
-            decodes = (sequence for sequence in running if sequence.status is Status.DECODE)
-            self._growth = self._lengths.expected_growth(running)
+        if self._wanted and step % _RENEWED_EVERY == 0:
+            on_device = list(running)
+            decodes = (sequence for sequence in on_device if sequence.status is Status.DECODE)
+            self._lengths.renew(sequence.output_length for sequence in on_device)
+            self._growth = self._lengths.expected_growth(on_device)
             self._longest = max(map(self._lengths.remaining, decodes), default=0)
+        elif not running:
+            self._growth = self._longest = 0
         return self._growth, self._longest

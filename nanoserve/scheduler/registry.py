@@ -63,7 +63,7 @@ POLICIES: dict[str, PolicyEntry] = {
         AdaptiveThrottling,
         "max_prefill",
         "ours, after gLLM",
-        "to try out beside throttling: its reserve follows the lengths of answers",
+        "as throttling, where KV memory is short or first tokens shall come soon",
     ),
     "seesaw": PolicyEntry(
         TransitionMinimizing,

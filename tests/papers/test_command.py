@@ -24,14 +24,17 @@ def paper(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def test_the_lecture_is_written_as_table_and_json(paper: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     path = tmp_path / "report.json"
-    code, out, _ = paper("lecture", "--figure", "roofline", "--json", path)
+    code, out, _ = paper("lecture", "--figure", "roofline", "--json", path, "--plot", tmp_path / "pictures")
     assert code == 0
     assert "FLOP per byte" in out
+    assert (tmp_path / "pictures" / "lecture-roofline.png").read_bytes().startswith(b"\x89PNG")
     document = json.loads(path.read_text())
     assert document["complete"]
     assert document["settings"]["paper"] == "lecture"
-    assert [row["holds"] for row in document["rows"]] == ["yes"]
+    assert [row["holds"] for row in document["rows"] if row["paper"] == "295"] == ["yes"]
+    assert document["figure roofline"]["rows"]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,9 @@ def test_a_prompt_that_is_computed_again_counts_once() -> None:
         plan = StepPlan(step=second, begin=(begin,), rows=(row,))
         window.on_step(float(second), plan, work, [Passage(second, second + 0.5)])
     steady = window.result()
-    assert steady.tokens_per_second * steady.seconds == 10 + 1 + 1 + 1
+    assert steady.seconds == 2  # from the first step to the last, which is not counted
+    assert steady.tokens_per_second * steady.seconds == 10 + 1 + 1
+    assert steady.bubble_share == 0.5
     assert steady.step_tokens == steady.prefill_tokens == 10
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import pytest
 
 from nanoserve.papers.cases import Case, System
+from nanoserve.papers.claims import Spread
 from nanoserve.papers.running import Runner
-from nanoserve.papers.tuning import best, over_seeds, ratio, spread, with_budgets
+from nanoserve.papers.tuning import over_seeds, ratio, spread, tuned, with_budget
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,16 @@ def test_what_happens_in_between_ends_the_processes() -> None:
         runner.run([Square(number) for number in range(50)])
 
 
-def test_every_system_is_tuned_over_the_same_list() -> None:
-    cases = with_budgets(_case(), [32, 64])
-    assert [case.system.token_budget for case in cases] == [32, 64]
-    assert best(cases, lambda case: -case.system.token_budget) == (cases[0], -32)
+def test_every_case_is_tuned_over_the_same_list() -> None:
+    cases = over_seeds(_case(), [0, 1])
     with Runner(1) as runner:
-        outcomes = runner.run(cases)
-    small, large = ([outcomes[case].steady.step_tokens] for case in cases)
-    assert spread(cases[:1], outcomes, lambda one: one.steady.step_tokens).mean == small[0] < large[0]
-    assert ratio(cases, cases, outcomes, lambda one: one.steady.step_tokens).high == 1
+        found = tuned(cases, runner.run, lambda one: -one.steady.step_tokens, budgets=[64, 32])
+        outcomes = runner.run(found)
+        large = runner.run(with_budget(case, 64) for case in cases)
+    assert [(case.seed, case.system.token_budget) for case in found] == [(0, 32), (1, 32)]
+    steps = spread(found, outcomes, lambda one: one.steady.step_tokens)
+    assert steps.high < spread([with_budget(case, 64) for case in cases], large, lambda one: one.steady.step_tokens).low
+    assert ratio(found, found, outcomes, lambda one: one.steady.step_tokens) == Spread(1, 1, 1)
 
 
 def _case() -> Case:

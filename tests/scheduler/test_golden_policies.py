@@ -145,16 +145,18 @@ def test_throttling_spreads_prompts_over_two_steps_and_decodes_over_two_stages()
     ]
 
 
-def test_adaptive_keeps_the_expected_growth_free_where_throttling_keeps_a_fraction() -> None:
-    # T = 2, MaxP = 8, MinP = 2, KVthresh = growth / 7, so that UT is 8 * (free - growth) / (7 - growth)
-    assert plans_of("adaptive", depth=2, iterations=2, min_prefill=2) == [
-        "step 0: begin 0",  # nothing runs, growth 0: min(6 / 2, 8 * 7 / 7)
-        "  0 at 0: 1 1 1 +[0, 1]",
+def test_adaptive_fills_steps_up_and_keeps_the_expected_growth_free() -> None:
+    # T = 2, MaxP = 8, MinP = 2, KVthresh = 0.2, fill = 4; R = growth, but at most 0.6 * 7 = 4.2 blocks. Here growth is
+    # more than KVthresh, so that UT = 8 * (free - R) / (7 - R).
+    parameters = {"iterations": 2, "min_prefill": 2, "threshold": 0.2, "fill": 4, "most_reserved": 0.6}
+    assert plans_of("adaptive", depth=2, **parameters) == [
+        "step 0: begin 0",  # nothing runs, R = 0: equation 3 as in throttling gives 3, filling up 4 - RD 0
+        "  0 at 0: 1 1 1 1 +[0, 1]",
         "step 1:",  # growth: 6 tokens in 3 blocks. 0 alone holds blocks: it may end its prompt
-        "  0 at 3: 1 1 1 +[2] *",
-        "step 2: begin 1",  # 4 free, growth 3: min(WP 8 / 2, 8 * 1 / 4 = 2), where throttling gave 3
+        "  0 at 4: 1 1 +[2] *",
+        "step 2: begin 1",  # 4 free, R = 3: min(WP 8 / 2, 8 * 1 / 4) = 2, where throttling gives 3
         "  1 at 0: 2 2 +[3]",
-        "step 3:",  # growth: 6 + 3 tokens in 5 blocks, and 3 are free: 1 waits with half of its prompt
+        "step 3:",  # growth: 6 + 3 tokens in 5 blocks, R = 4.2, and 3 are free: 1 waits with half of its prompt
         "  0 at 6: 106 +[4] *",
         "step 4:",
         "  0 at 7: 107 *",
@@ -166,22 +168,22 @@ def test_adaptive_keeps_the_expected_growth_free_where_throttling_keeps_a_fracti
         "  0 at 10: 110 +[6] *",
         "step 8: end 0",  # 1 alone holds blocks
         "  1 at 2: 2 2 +[6] *",
-        "step 9: begin 2",  # 5 free, growth still 5, as if 0 ran: max(0, MinP 2)
+        "step 9: begin 2",  # 5 free, R = 4.2: min(WP 6 / 2, 8 * 0.8 / 2.8 = 2.3)
         "  2 at 0: 3 3 +[5]",
-        "step 10:",  # 12 tokens in 6 blocks, and 4 are free
+        "step 10:",  # 4 are free
         "  1 at 4: 104 +[4] *",
         "step 11:",
         "  1 at 5: 105 *",
         "step 12: end 1",  # 2 alone holds blocks
         "  2 at 2: 3 3 +[4] *",
-        "step 13:",  # 5 free, growth 6: 3 waits
-        "  2 at 4: 104 +[2] *",
-        "step 14:",
-        "  2 at 5: 105 *",
-        "step 15: end 2 begin 3",  # nothing runs: growth 0
+        "step 13: begin 3",  # 5 free: min(WP 2 / 2, 2.3) = 1, raised to MinP 2
         "  3 at 0: 4 4 +[2] *",
+        "step 14:",  # RD 1
+        "  2 at 4: 104 +[1] *",
+        "step 15:",  # RD 2 / 2 stages
+        "  3 at 2: 102 +[0] *",
         "step 16:",
-        "  3 at 2: 102 +[1] *",
+        "  2 at 5: 105 *",
     ]
 
 

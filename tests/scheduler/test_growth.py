@@ -1,6 +1,9 @@
 """What running sequences are expected to grow by, worked out by hand, and that the policy is told."""
 
+import statistics
 from typing import ClassVar
+
+import pytest
 
 from nanoserve.engine import Engine
 from nanoserve.request import Place, Request, SamplingParams, Sequence
@@ -16,10 +19,12 @@ def _sequence(number: int, *, prompt: int, produced: int, longest: int = 1000) -
     return Sequence(number, request, 0, tokens=[1] * (prompt + produced), max_length=longest)
 
 
-def _known(*lengths: int) -> OutputLengths:
+def _known(*lengths: int, running: tuple[int, ...] = ()) -> OutputLengths:
+    """After answers of these lengths, while others have produced so much."""
     known = OutputLengths()
     for length in lengths:
         known.record(length)
+    known.renew(running)
     return known
 
 
@@ -54,9 +59,22 @@ def test_with_no_answer_known_one_is_taken_to_be_as_long_as_its_prompt() -> None
     assert _known().remaining(_sequence(0, prompt=5, produced=7)) == 7
 
 
-def test_lengths_that_differ_ask_for_their_deviation_on_top() -> None:
+def test_those_that_still_run_say_that_the_first_to_end_were_the_short_ones() -> None:
+    known = _known(10, 10, 30, running=(20, 20, 50))
+    # Of six, two end with 10: a third. Of the two that are seen to come to 30, one does: half of what is left. The
+    # other third is beyond: 50 is half way.
+    fresh = [known.remaining(_sequence(number, prompt=5, produced=0)) for number in range(900)]
+    assert {length: round(fresh.count(length) / 900, 2) for length in (10, 30, 100)} == dict.fromkeys(
+        (10, 30, 100), 0.33
+    )
+    late = {known.remaining(_sequence(number, prompt=5, produced=20)) for number in range(10)}
+    assert late == {30 - 20, 100 - 20}
+    assert known.deviation() == pytest.approx(statistics.pstdev([10, 30, 100]))
+
+
+def test_lengths_that_differ_ask_for_one_and_a_half_deviations_on_top() -> None:
     running = [_sequence(number, prompt=5, produced=30) for number in range(4)]  # all go on to 40, the only longer one
-    assert _known(20, 40).expected_growth(running) == 4 * 10 + round(10 * 4**0.5)
+    assert _known(20, 40).expected_growth(running) == 4 * 10 + round(1.5 * 10 * 4**0.5)
 
 
 def test_old_answers_are_forgotten() -> None:
@@ -98,8 +116,9 @@ def test_the_scheduler_learns_from_answers_that_ended_by_themselves_and_tells_th
     _aborted_then_two_answers(policy)
     # Steps 1 to 21 are the first answer: after 15 tokens it is half way, but only 6 are left to its limit.
     assert policy.growth[16:22] == [2] * 6
-    # From step 22 on the second: after 10 tokens 11 of 21 are to come, after 26 it is half way.
-    assert [policy.growth[step] for step in (32, 47, 48)] == [3, 3, 7]
+    # From step 22 on the second: after 10 tokens 11 of 21 are to come, after 26 it is half way, give
+    # or take 1.5 * 15.5: it is one of two that came to 21, where the other ended.
+    assert [policy.growth[step] for step in (32, 47, 48)] == [3, 3, 13]
     assert [policy.longest[step] for step in (16, 32, 48)] == [6, 11, 26]
 
 

@@ -119,21 +119,35 @@ def test_a_prompt_that_alone_holds_blocks_is_let_past_the_reserve() -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "growth", "tokens"),
-    [
-        (1000, 0, 2048),
-        (500, 0, 1024),  # nothing is expected to grow: all free blocks count
-        (625, 250, 1024),  # 2048 * (0.625 - 0.25) / (1 - 0.25)
-        (201, 200, 32),  # 2.56, raised to MinP
-        (200, 200, 32),  # exactly at the reserve is not below it
-        (199, 200, 0),  # all that is free is spoken for
-        (10, 0, 20),  # where a fixed threshold of 5 % suspends; 20.48, and MinP is 10 here
+    ("waiting", "free", "growth", "decodes", "tokens"),
+    [  # T = 8, MaxP = 2048, MinP = 32, KVthresh = 0.05, fill = 128, at most a tenth reserved; 1000 blocks of 16
+        (99999, 1000, 0, 8, 2048),
+        (99999, 525, 20, 8, 1024),  # equation 3 as in gLLM: 2048 * (0.525 - 0.05) / 0.95
+        (99999, 80, 20, 8, 120),  # by equation 3: 64; but 128 - 8 delay nobody, and (80 - 20) * 16 / 8 are 120 as well
+        (99999, 80, 20, 90, 64),  # decodes fill the step: equation 3 again
+        (99999, 40, 20, 8, 40),  # below KVthresh, where gLLM suspends: (40 - 20) * 16 / 8
+        (99999, 24, 20, 8, 32),  # 8, raised to MinP
+        (99999, 20, 20, 8, 32),  # exactly at the reserve is not below it
+        (99999, 19, 20, 8, 0),  # all that is free is spoken for
+        (99999, 150, 300, 8, 113),  # a tenth is reserved, not 300: 2048 * (0.15 - 0.1) / 0.9
+        (99999, 99, 300, 8, 0),
+        (300, 1000, 0, 8, 120),  # WT: 300 / 8, less than what delays nobody
+        (300, 1000, 0, 100, 38),
+        (50, 1000, 0, 8, 50),  # no more than what waits
     ],
 )
-def test_adaptive_throttling_keeps_free_what_running_sequences_will_need(free: int, growth: int, tokens: int) -> None:
-    load = replace(FREE, waiting_tokens=99999, free_blocks=free, running_decodes=9, expected_growth=growth)
-    policy = AdaptiveThrottling(min_prefill=10) if free == 10 else AdaptiveThrottling()
-    assert policy.decide(load).prefill_tokens == tokens
+def test_adaptive_throttling_fills_steps_up_and_stops_at_the_reserve(
+    waiting: int, free: int, growth: int, decodes: int, tokens: int
+) -> None:
+    load = replace(
+        FREE,
+        waiting_tokens=waiting,
+        free_blocks=free,
+        expected_growth=growth,
+        running_decodes=decodes,
+        ready_decodes=decodes,
+    )
+    assert AdaptiveThrottling().decide(load) == Decision(prefill_tokens=tokens, decodes=decodes)
 
 
 @st.composite
@@ -198,6 +212,12 @@ def test_whoever_reads_the_forecast_says_so(name: str, load: Load) -> None:
 def test_parameters_out_of_range_are_refused_by_name(parameters: dict[str, float], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         make_policy("throttling", 2048, parameters)
+
+
+@pytest.mark.parametrize("parameters", [{"fill": -1}, {"most_reserved": 1}, {"threshold": -0.1}, {"iterations": 0}])
+def test_parameters_of_adaptive_out_of_range_are_refused_by_name(parameters: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(parameters))} must be at least"):
+        make_policy("adaptive", 2048, parameters)
 
 
 def test_a_budget_below_the_default_of_min_prefill_lowers_it() -> None:

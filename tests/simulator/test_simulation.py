@@ -66,7 +66,7 @@ def test_every_policy_finishes_every_request_when_blocks_are_short(policy: str) 
     assert 0 < result.kv_occupancy < result.kv_peak
 
 
-def test_a_reserve_that_follows_growth_preempts_less_than_a_fixed_threshold() -> None:
+def test_adaptive_throttling_preempts_less_where_all_answers_are_long_and_is_no_slower() -> None:
     times = LinearTimes(num_stages=2, step=0.01, prompt_token=0.0001)
     results = {
         policy: _run(
@@ -74,7 +74,24 @@ def test_a_reserve_that_follows_growth_preempts_less_than_a_fixed_threshold() ->
         )
         for policy in ("throttling", "adaptive")
     }
-    assert results["adaptive"].preemptions < results["throttling"].preemptions / 2
+    throttling, adaptive = results["throttling"], results["adaptive"]
+    assert adaptive.preemptions < throttling.preemptions * 0.8
+    assert adaptive.tokens_per_second > throttling.tokens_per_second * 0.98
+    assert adaptive.tpot_ms is not None and throttling.tpot_ms is not None
+    assert adaptive.tpot_ms.mean < throttling.tpot_ms.mean
+
+
+def test_adaptive_throttling_uses_blocks_that_a_fixed_threshold_leaves_idle() -> None:
+    times = LinearTimes(num_stages=2, step=0.01)  # no step takes longer for what it holds
+    results = {
+        policy: _run(
+            policy, times, Workload(poisson_arrivals(20.0, seed=0), fixed_lengths(400, 40), 200), num_blocks=600
+        )
+        for policy in ("throttling", "adaptive")
+    }
+    throttling, adaptive = results["throttling"], results["adaptive"]
+    assert adaptive.tokens_per_second > throttling.tokens_per_second * 1.02
+    assert adaptive.preemptions <= throttling.preemptions
 
 
 def test_equal_seeds_give_equal_results() -> None:

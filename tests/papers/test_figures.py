@@ -1,0 +1,116 @@
+"""Every figure of every paper, with one small simulation in the place of all of its jobs."""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from nanoserve.benchmarks.slo import Slo
+from nanoserve.benchmarks.workloads import RequestShape
+from nanoserve.papers.cases import Case, Outcome, System
+from nanoserve.papers.catalog import load_paper
+from nanoserve.papers.framework import Job, Scale
+from nanoserve.papers.gllm.serving import lone_request_limits
+from nanoserve.papers.lecture import BLOCK, memory_use
+
+FIGURES = [(name, figure.number) for name in ("gllm", "lecture") for figure in load_paper(name).figures]
+
+
+@cache
+def _outcome() -> Outcome:
+    case = Case(
+        system=System(label="any", policy="throttling"),
+        model="qwen3-0.6b",
+        machine="l4",
+        devices=4,
+        lengths="30+20",
+        requests=60,
+        rate=100.0,
+        steady=(0.0, 1.0),
+        logged_steps=1000,
+        slo=Slo(ttft=1000.0),
+    )
+    return case.run()
+
+
+class _Run:
+    """Notes the jobs and runs none of them: each takes longer the more requests come a second."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[Any, Outcome] = {}
+
+    def __call__(self, jobs: Iterable[Job]) -> Mapping[Any, Any]:
+        for job in jobs:
+            assert isinstance(job, Case)
+            self.outcomes[job] = _slower(_outcome(), 1 + (job.rate or 0.0))
+        return self.outcomes
+
+
+def _slower(outcome: Outcome, factor: float) -> Outcome:
+    result = outcome.result
+    assert result.ttft_ms is not None and result.e2el_ms is not None
+    times = {
+        name: replace(times, mean=times.mean * factor)
+        for name, times in (("ttft_ms", result.ttft_ms), ("e2el_ms", result.e2el_ms))
+    }
+    return replace(outcome, result=replace(result, **times))
+
+
+@pytest.mark.parametrize(("name", "number"), FIGURES)
+@pytest.mark.parametrize("size", ["reduced", "full"])
+def test_every_figure_ends_in_claims_and_a_picture(name: str, number: str, size: str) -> None:
+    (figure,) = load_paper(name).chosen(number)
+    run, scale = _Run(), Scale(seeds=(0, 1), full=size == "full")
+    found = figure.make(scale, run)
+    assert found.claims
+    assert all(claim.assumption and claim.paper and claim.says for claim in found.claims)
+    assert found.chart is not None
+    assert all(panel.curves for panel in found.chart.panels)
+    assert all(len(curve.xs) == len(curve.ys) for panel in found.chart.panels for curve in panel.curves)
+    for row in found.rows:
+        assert all(column.path in row for column in found.columns)
+    assert {case.seed for case in run.outcomes} <= {0, 1}
+    for case in run.outcomes:
+        case.costs().memory.kv_blocks(16)  # the model fits
+
+
+def test_a_full_run_holds_more_than_a_reduced_one() -> None:
+    amounts = []
+    for full in (False, True):
+        run = _Run()
+        for figure in load_paper("gllm").figures:
+            figure.make(Scale(seeds=(0, 1, 2), full=full), run)
+        amounts.append(sum(case.requests for case in run.outcomes))
+    assert 2 * amounts[0] < amounts[1]
+
+
+def test_limits_follow_from_what_a_lone_request_takes() -> None:
+    case = Case(
+        system=System(label="any", policy="sarathi"),
+        model="llama-3.1-100b",
+        machine="gllm-a800",
+        devices=4,
+        lengths="azure-conv",
+        requests=1,
+    )
+    limits = lone_request_limits(case)
+    assert limits.ttft is not None and limits.tpot is not None
+    # 100 billion 16-bit weights at 80 % of 1,935 GB/s, one stage after the other, five times
+    assert limits.tpot == pytest.approx(5 * 1e3 * 200e9 / (0.8 * 1935e9), rel=0.1)
+    # 1,155 prompt tokens of 2 operations a weight at 70 % of 312 TFLOPS
+    assert limits.ttft == pytest.approx(5 * 1e3 * 1155 * 200e9 / (0.7 * 312e12), rel=0.1)
+
+
+def test_what_reservations_hold_by_hand() -> None:
+    """Two steps of one request: 17 and 18 tokens in two blocks of 16; the longest request has 48 slots."""
+    alone = memory_use([RequestShape(16, 2)])
+    assert alone["held"] == 17.5
+    assert alone["contiguous"] == pytest.approx(17.5 / 18)
+    assert alone["paged"] == pytest.approx(17.5 / (2 * BLOCK))
+    both = memory_use([RequestShape(16, 2), RequestShape(47, 1)])
+    assert both["longest"] == 48
+    assert both["contiguous"] == pytest.approx((17 + 18 + 48) / (3 * 48))
+    assert both["prompt_known"] == pytest.approx((17 + 18 + 48) / (2 * 18 + 49))
+    assert both["gain"] == pytest.approx(3 * 48 / (32 + 32 + 48))
