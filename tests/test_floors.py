@@ -51,7 +51,7 @@ FLOORS: dict[str, set[str]] = {
     "client": {"errors"},
     "benchmarks": {
         *("client", "errors", "files", "config", "request", "costs", "scheduler", "engine", "interrupts", "models"),
-        *("llm", "triton_ops"),
+        *("llm", "runtime", "simulator", "triton_ops"),
     },
     "assembly": {
         *("errors", "files", "config", "request", "scheduler", "engine", "grammar", "models", "runtime"),

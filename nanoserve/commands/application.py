@@ -10,7 +10,9 @@ from nanoserve.commands.bench import bench_commands
 from nanoserve.commands.chat import chat
 from nanoserve.commands.generate import generate
 from nanoserve.commands.options import with_options
+from nanoserve.commands.plan import plan
 from nanoserve.commands.policies import policies
+from nanoserve.commands.profile import profile
 from nanoserve.commands.serve import serve
 from nanoserve.commands.simulate import simulate
 
@@ -25,7 +27,9 @@ HELP = """A compact LLM inference engine.
   nanoserve serve --port 8000                     an OpenAI-compatible server
   nanoserve bench compare -m dummy:qwen3-0.6b     beside other engines
   nanoserve analyze -m qwen3-8b --hardware h100   where the time goes
+  nanoserve profile --json here.json              where it goes on this machine
   nanoserve simulate --policy sarathi,throttling  policies on hardware that is not here
+  nanoserve plan --model qwen3-32b --hardware l4 --gpus 8   which parallel layout to use
 
 A flag can also be set by the environment variable that its help names.
 """
@@ -45,8 +49,10 @@ def application() -> typer.Typer:
     typed.command()(with_options(generate))
     typed.command()(with_options(serve))
     typed.command()(with_options(analyze))
+    typed.command()(with_options(profile))
     typed.command()(with_options(policies))
     typed.command()(with_options(simulate))
+    typed.command()(with_options(plan))
     typed.add_typer(bench_commands())
     return typed
 

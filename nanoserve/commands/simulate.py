@@ -10,6 +10,7 @@ from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, ResultOp
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.fleet_options import FleetOptions, show_spread
 from nanoserve.commands.options import option
+from nanoserve.commands.simulate_measured import MeasuredHardware
 from nanoserve.commands.simulate_options import HardwareOptions, WorkloadOptions
 from nanoserve.commands.simulate_tiers import SimulatedHardware, TierOptions, tier_columns
 from nanoserve.errors import UsageError
@@ -90,7 +91,8 @@ def simulate(
     limits = parse_slo(slo)
     simulated, runtime = tiers.simulated(hardware), hardware.runtime()
     settings = {
-        **msgspec.to_builtins(hardware),
+        **msgspec.to_builtins(hardware, enc_hook=str),
+        **(simulated.facts if isinstance(simulated, MeasuredHardware) else {}),
         **msgspec.to_builtins(tiers),
         **msgspec.to_builtins(work, enc_hook=str),
         **msgspec.to_builtins(fleet),
@@ -139,7 +141,7 @@ def _policies(names: str, token_budget: int, parameters: str | None) -> dict[str
     return {name: make_policy(name, token_budget, parse_parameters(name, parameters)) for name in names.split(",")}
 
 
-def _place(settings: dict[str, Any], simulated: SimulatedHardware) -> str:
+def _place(settings: dict[str, Any], simulated: SimulatedHardware | MeasuredHardware) -> str:
     """On what it ran, in one line."""
     several = f", {settings['replicas']} replicas ({settings['router']})" if settings["replicas"] > 1 else ""
     layout = f"{simulated.name}, {settings['metadata']} metadata, {simulated.blocks_name}{several}"

@@ -50,6 +50,10 @@ class HardwareOptions:
             "--metadata", "decoupled: sent ahead, as gLLM; coupled: with the activations, as vLLM.", "NAME"
         ),
     ] = "decoupled"
+    profile: Annotated[
+        Path | None,
+        hardware_option("--profile", "Model and machine as nanoserve profile measured them; one stage.", "FILE"),
+    ] = None
 
     def costs(self, layout: "ParallelLayout | None" = None) -> "StepCosts":
         """The step times, of another layout than the options' if it is given.

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
+from nanoserve.commands.simulate_measured import MeasuredHardware
 from nanoserve.commands.simulate_options import HardwareOptions, hardware_option
 from nanoserve.errors import UsageError
 
@@ -77,13 +78,17 @@ class TierOptions:
         float | None, hardware_option("--host-kv-memory", "Host memory for KV blocks; default: none.", "GIB")
     ] = None
 
-    def simulated(self, hardware: HardwareOptions) -> SimulatedHardware:
+    def simulated(self, hardware: HardwareOptions) -> SimulatedHardware | MeasuredHardware:
         """All that the options mean together.
 
         Raises:
-            UsageError: for layouts that do not suit each other, the model or the machine, and for host memory that is
-                not there or holds no block.
+            UsageError: for layouts that do not suit each other, the model or the machine, for host memory that is
+                not there or holds no block, and for a profile with any of these.
         """
+        if hardware.profile is not None:
+            if self != TierOptions():
+                raise UsageError("--profile has one layout and no host memory: leave them out, or leave the profile")
+            return MeasuredHardware.of(hardware, hardware.profile)
         layouts = [hardware.costs(layout) for layout in self._layouts(hardware)]
         blocks = [hardware.kv_blocks(costs) for costs in layouts]
         host = self._host_blocks(layouts[0], hardware.block_size)

@@ -15,7 +15,8 @@ What a simulator, a planner or a policy asks:
     costs.memory.kv_blocks(block_size)    # device blocks that fit; raises DoesNotFit, saying what would fit
 
 ``StepWork`` aggregates a micro-batch; equal work costs the same whichever sequences it is. Times are seconds, sizes
-bytes, everything per device of a stage unless it says otherwise. Formulas and factors: docs/costs.md.
+bytes, everything per device of a stage unless it says otherwise. Formulas and factors: docs/costs.md. What was measured
+on the machine at hand (profile.py) answers the same questions (measured_times.py).
 """
 
 from nanoserve.costs.counts import Precision

@@ -1,6 +1,7 @@
 """The lecture's accounting of a model on a machine: per operator, and latency and throughput against batch size."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -103,9 +104,7 @@ class Analysis:
 
     def batch_row(self, batch: int) -> BatchRow:
         """Latency and throughput of decoding, with as many micro-batches in flight as there are stages."""
-        tpot = self._round_seconds(self.decode_work(batch), batch)
-        prompts = self.costs.num_stages  # enough of them to fill the pipeline
-        prefill = self._round_seconds(self.prefill_work(), prompts) / prompts
+        tpot, prefill = self._round_seconds(self.decode_work(batch), batch), self.prefill_seconds
         return BatchRow(
             batch=batch,
             tpot=tpot,
@@ -113,6 +112,12 @@ class Analysis:
             tokens_per_second_with_prefill=self.output_tokens * batch / (batch * prefill + self.output_tokens * tpot),
             kv_share=batch * self.blocks_per_sequence / self.blocks,
         )
+
+    @cached_property
+    def prefill_seconds(self) -> float:
+        """From prompt to prompt, with enough of them to fill the pipeline."""
+        prompts = self.costs.num_stages
+        return self._round_seconds(self.prefill_work(), prompts) / prompts
 
     def operator_rows(self, phase: str, work: StepWork) -> list[OperatorRow]:
         """Every part of a step on its way through all stages, in the order in which a layer runs them."""

@@ -59,6 +59,15 @@ class LocalExecutor:
             self._built.append(cpu_operators())
         self._plans: deque[StepPlan] = deque()
 
+    @property
+    def runner(self) -> ModelRunner:
+        """What runs the plans, for those who want to time its parts.
+
+        Raises:
+            RuntimeError: if the executor is closed.
+        """
+        return self._open_runner()
+
     def submit(self, plan: StepPlan) -> None:
         """Take a plan; it runs in the next `collect`.
 

@@ -1,0 +1,103 @@
+"""``nanoserve profile``: what the parts of a step take on this machine, and how well that predicts a real run."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from nanoserve.commands.bench_options import RESULTS_PANEL
+from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.options import EngineOptions, option
+from nanoserve.commands.terminal import load_progress, remark
+
+if TYPE_CHECKING:
+    from nanoserve.costs.profile import Profile
+
+
+def profile(
+    *,
+    engine: EngineOptions,
+    json_file: Annotated[
+        Path | None,
+        option(
+            "--json",
+            panel=RESULTS_PANEL,
+            help="Write the profile, for simulate --profile.",
+            metavar="FILE",
+            envvar=None,
+        ),
+    ] = None,
+) -> int:
+    """Time a model's layers, attention, head and the work around them on this machine, over their sizes.
+
+    From that come the few factors of the cost model (docs/costs.md), and a file with which nanoserve simulate runs any
+    policy over this machine. At the end two small workloads run for real beside their predictions. Takes about a
+    minute for the bundled model; leave the machine alone meanwhile.
+
+    [bold]Examples[/bold]
+
+      nanoserve profile --json storyteller.json
+      nanoserve profile -m dummy:qwen3-0.6b --threads 1 --json qwen.json
+      nanoserve simulate --profile qwen.json --policy sarathi,throttling --rate 2 --lengths 128+32
+    """
+    from nanoserve.costs.profile import check_writable, write_profile
+
+    if json_file is not None:
+        check_writable(json_file)
+    with load_progress() as progress:
+        llm = engine.open_llm(progress)
+    with llm:
+        from nanoserve.benchmarks.profiling.measuring import measure_profile  # torch: opening sets the threads first
+        from nanoserve.benchmarks.profiling.prediction import predict_and_run
+
+        measured = measure_profile(llm, remark)
+        measured = measured.with_predictions(predict_and_run(llm.engine, llm.engine_config, measured, remark))
+    if json_file is not None:
+        write_profile(measured, json_file)
+    _show(measured)
+    return EXIT_OK
+
+
+def _show(profile: "Profile") -> None:
+    from nanoserve.benchmarks.profiling.rows import prediction_rows, time_rows
+    from nanoserve.benchmarks.rounds import BUSY_CORES
+    from nanoserve.benchmarks.tables import Column, print_table
+
+    settings, device = profile.settings, profile.device
+    print(
+        f"{profile.name}: {settings['dtype']}, {str(settings['operators']).partition(' (')[0]} operators,"
+        f" {settings['layers']} layers, {settings['threads']} threads; at best"
+        f" {device.read_bytes_per_second / 1e9:,.1f} GB/s, {device.operations_per_second / 1e9:,.0f} GFLOP/s"
+    )
+    if profile.foreign_cores is not None and profile.foreign_cores > BUSY_CORES:
+        print(
+            f"other programs kept {profile.foreign_cores:.1f} cores busy: medians may be of quiet moments, runs are not"
+        )
+    columns = [
+        Column("part", "part"),
+        Column("size", "size"),
+        Column("us", "us", ",.1f"),
+        Column("quartiles", "low", ",.1f"),
+        Column("", "high", ",.1f"),
+        Column("of floor", "of_floor", ".0%"),
+    ]
+    print_table(f"medians of {settings['rounds']} rounds", columns, time_rows(profile))
+    factors = profile.efficiency
+    print(
+        f"factors: matrix {factors.matrix:.2f}, attention {factors.attention:.2f}, memory {factors.memory:.2f},"
+        f" processor {factors.processor:.2f}, kernel_seconds {factors.kernel_seconds * 1e6:.1f} us,"
+        f" step_seconds {factors.step_seconds * 1e3:.2f} ms, row_seconds {factors.row_seconds * 1e6:.1f} us"
+    )
+    columns = [
+        Column("workload", "workload"),
+        Column("", "route", justify="left"),
+        Column("seconds", "seconds", ",.2f"),
+        Column("+-", "seconds_range", ".0%"),
+        Column("error", "seconds_error", "+.0%"),
+        Column("TTFT ms", "ttft_ms", ",.0f"),
+        Column("+-", "ttft_ms_range", ".0%"),
+        Column("error", "ttft_ms_error", "+.0%"),
+        Column("TPOT ms", "tpot_ms", ",.2f"),
+        Column("+-", "tpot_ms_range", ".0%"),
+        Column("error", "tpot_ms_error", "+.0%"),
+    ]
+    title = f"{len(profile.predictions[0].real)} real runs each, and the simulator over measured times and over factors"
+    print_table(title, columns, prediction_rows(profile.predictions))

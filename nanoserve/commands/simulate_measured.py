@@ -1,0 +1,71 @@
+"""What ``nanoserve simulate --profile`` runs on: a model on this machine, as ``nanoserve profile`` measured it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoserve.commands.simulate_options import HardwareOptions
+from nanoserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from nanoserve.costs.measured_times import MeasuredTimes
+    from nanoserve.simulator import OtherLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredHardware:
+    """One layout of one stage, as SimulatedHardware of the cost model's layouts.
+
+    Attributes:
+        layouts: the measured times.
+        kv_blocks: as many as the measured engine had, unless others are asked for.
+    """
+
+    layouts: "tuple[MeasuredTimes]"
+    kv_blocks: tuple[int]
+    host_blocks: int = 0
+
+    @classmethod
+    def of(cls, hardware: HardwareOptions, path: Path) -> "MeasuredHardware":
+        """By the profile in this file.
+
+        Raises:
+            UsageError: if it is none, and for options that the profile has an answer to.
+        """
+        from nanoserve.costs.measured_times import MeasuredTimes
+        from nanoserve.costs.profile import read_profile
+
+        answered, defaults = ("model", "hardware", "stages", "tensor_parallel", "metadata"), HardwareOptions()
+        if any(getattr(hardware, name) != getattr(defaults, name) for name in answered):
+            raise UsageError("--profile brings model and machine, and has one stage: leave the options for these out")
+        times = MeasuredTimes(read_profile(path))
+        blocks = hardware.num_blocks or times.memory.kv_blocks(hardware.block_size)
+        return cls(layouts=(times,), kv_blocks=(blocks,))
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What a report says of it, in the words of the options."""
+        profile = self.layouts[0].profile
+        return {
+            "model": profile.settings["model"],
+            "hardware": profile.device.name,
+            "stages": 1,
+            "tensor_parallel": 1,
+        }
+
+    @property
+    def name(self) -> str:
+        return "as measured"
+
+    @property
+    def blocks_name(self) -> str:
+        return f"{self.kv_blocks[0]:,d} KV blocks"
+
+    @property
+    def other_layouts(self) -> "Sequence[OtherLayout]":
+        return ()
+
+    @property
+    def predictors(self) -> "Sequence[MeasuredTimes]":
+        return self.layouts

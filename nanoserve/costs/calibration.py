@@ -1,0 +1,120 @@
+"""From measured times to the few factors of the cost model (efficiency.py) that a machine reaches with a model."""
+
+from dataclasses import replace
+
+from nanoserve.costs.counts import ModelCounts, Precision
+from nanoserve.costs.efficiency import Efficiency
+from nanoserve.costs.profile import Profile
+from nanoserve.costs.work import StepWork
+
+_SMALLEST_SHARE = 0.01
+
+
+def calibrate(profile: Profile) -> Efficiency:
+    """The factors with which the cost model comes closest.
+
+    ``matrix`` and ``attention`` are the shares of the peak that the largest measured sizes reach. ``memory`` and
+    ``kernel_seconds`` are fitted together: of all shares in whole percents, with the best time per kernel for each, the
+    pair with the least squared relative error over a layer of decoding, for every batch and context that was measured.
+    ``step_seconds`` and ``row_seconds`` are the line through the smallest and the largest number of rows. A share is
+    never above 1: what a small model reads from the processor's caches counts as read at full bandwidth.
+    """
+    fitted = _Fit(profile)
+    memory, kernel_seconds = fitted.decode_factors()
+    found = Efficiency(
+        matrix=fitted.matrix,
+        attention=fitted.attention,
+        memory=memory,
+        processor=_share(fitted.host_attention_floor(), profile.host_attention.seconds[-1][-1]),
+        kernel_seconds=kernel_seconds,
+    )
+    step_seconds, row_seconds = _host_line(profile, found)
+    return replace(found, step_seconds=step_seconds, row_seconds=row_seconds)
+
+
+def _share(floor: float, seconds: float) -> float:
+    return min(1.0, max(_SMALLEST_SHARE, floor / seconds))
+
+
+class _Fit:
+    """Counts of one layer, the mean over all, beside its measured times."""
+
+    def __init__(self, profile: Profile) -> None:
+        bits = profile.bits
+        self._profile = profile
+        self._counts = ModelCounts(profile.model, precision=Precision(weight_bits=bits, kv_bits=bits, other_bits=bits))
+        self.matrix = self._matrix_share()
+        self.attention = self._attention_share()
+
+    def _linear(self, tokens: int) -> list[tuple[float, float]]:
+        """(bytes, operations) of each product of a layer, in parts of a layer where not all are equal."""
+        counts, layers = self._counts, self._profile.model.num_layers
+        products = counts.products(StepWork(decodes=tokens), 0)
+        operators = [matrix.operator(number, some, counts.precision.other_bytes) for matrix, number, some in products]
+        return [(operator.bytes / layers, operator.flops / layers) for operator in operators]
+
+    def _matrix_share(self) -> float:
+        """Of operations between the last two sizes a factor of two apart, so that what is not computing cancels."""
+        curve, peak = self._profile.linear, self._profile.device.operations_per_second
+        large = curve.sizes[-1]
+        small = max([size for size in curve.sizes if size <= large / 2], default=curve.sizes[0])
+        more = sum(flops for _, flops in self._linear(large)) - sum(flops for _, flops in self._linear(small))
+        return _share(more / peak, max(curve.at(large) - curve.at(small), 1e-12))
+
+    def _attention_share(self) -> float:
+        curve, peak = self._profile.prefill_attention, self._profile.device.operations_per_second
+        pairs = curve.sizes[-1] * (curve.sizes[-1] + 1) / 2
+        return _share(self._counts.layer_flops_per_pair * pairs / peak, curve.seconds[-1])
+
+    def host_attention_floor(self) -> float:
+        """Of the largest batch and context."""
+        grid, host, counts = self._profile.host_attention, self._profile.host, self._counts
+        keys = grid.batches[-1] * grid.contexts[-1]
+        moving = keys * counts.layer_kv_bytes / host.read_bytes_per_second
+        return max(moving, keys * counts.layer_flops_per_pair / host.operations_per_second)
+
+    def decode_factors(self) -> tuple[float, float]:
+        """(memory, kernel_seconds)."""
+        kernels = Efficiency().kernels_per_layer
+        fits = []
+        for percent in range(1, 101):
+            memory = percent / 100
+            pairs = [(seconds, self._decode_model(batch, context, memory)) for batch, context, seconds in self._cells()]
+            weights = [1 / seconds**2 for seconds, _ in pairs]
+            left = sum(weight * (seconds - model) for weight, (seconds, model) in zip(weights, pairs, strict=True))
+            gap = max(0.0, left / sum(weights))
+            error = sum(((model + gap) / seconds - 1) ** 2 for seconds, model in pairs)
+            fits.append((error, memory, gap / kernels))
+        _, memory, kernel_seconds = min(fits)
+        return memory, kernel_seconds
+
+    def _cells(self) -> list[tuple[int, int, float]]:
+        """(batch, context, seconds of a layer)."""
+        grid, linear = self._profile.decode_attention, self._profile.linear
+        return [
+            (batch, context, linear.at(batch) + seconds)
+            for batch, row in zip(grid.batches, grid.seconds, strict=True)
+            for context, seconds in zip(grid.contexts, row, strict=True)
+        ]
+
+    def _decode_model(self, batch: int, context: int, memory: float) -> float:
+        """A layer of decoding in the cost model, without the gaps between kernels."""
+        device = self._profile.device
+        bandwidth, flops = device.read_bytes_per_second * memory, device.operations_per_second * self.matrix
+        keys = batch * context
+        moved = keys * self._counts.layer_kv_bytes
+        attention = max(moved / bandwidth, keys * self._counts.layer_flops_per_pair / flops)
+        return attention + sum(max(size / bandwidth, count / flops) for size, count in self._linear(batch))
+
+
+def _host_line(profile: Profile, found: Efficiency) -> tuple[float, float]:
+    """(step_seconds, row_seconds): what a step takes beside its layers and beside the logits that the model counts."""
+    costs = profile.with_factors(found).step_costs()
+
+    def beside(rows: int) -> float:
+        head = costs.operator_seconds(costs.counts.head.operator(rows, 1, costs.counts.precision.other_bytes))
+        return max(0.0, profile.inputs.at(rows) + profile.engine.at(rows) + profile.head.at(rows) - head)
+
+    few, many = profile.inputs.sizes[0], profile.inputs.sizes[-1]
+    row_seconds = max(0.0, (beside(many) - beside(few)) / (many - few))
+    return max(0.0, beside(few) - few * row_seconds), row_seconds

@@ -1,0 +1,211 @@
+"""Profile: what ``nanoserve profile`` measured of one model on one machine (APEX's offline profiler). No torch.
+
+``MeasuredTimes`` (measured_times.py) answers from it, ``step_costs`` is the cost model with the factors it reaches.
+Times are seconds.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from nanoserve.config import ModelConfig
+from nanoserve.costs.counts import Precision
+from nanoserve.costs.curves import Curve, Grid
+from nanoserve.costs.efficiency import Efficiency
+from nanoserve.costs.hardware import Device, Link, Machine, Processor
+from nanoserve.costs.step_costs import StepCosts
+from nanoserve.errors import NanoserveError, UsageError
+
+SCHEMA: Final = "nanoserve-profile/1"
+
+
+class Reached(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a device does at best: bytes read per second and operations per second of a large matrix product.
+
+    Raises:
+        ValueError: for what is not above 0.
+    """
+
+    name: str
+    memory_bytes: float
+    read_bytes_per_second: float
+    operations_per_second: float
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "read_bytes_per_second", "operations_per_second"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)}")
+
+
+class KvMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engine's KV cache, as large as it was when measured."""
+
+    kv_tokens: int
+
+    def kv_blocks(self, block_size: int) -> int:
+        """Blocks of so many tokens.
+
+        Raises:
+            UsageError: if there is not room for one.
+        """
+        if self.kv_tokens < block_size:
+            raise UsageError(f"the profile's KV cache holds {self.kv_tokens} tokens, less than a block of {block_size}")
+        return self.kv_tokens // block_size
+
+
+class RunFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run in three numbers: until the last token, and the means over its requests."""
+
+    seconds: float
+    ttft_ms: float
+    tpot_ms: float
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A workload that ran for real, and what was predicted.
+
+    Attributes:
+        workload: in words.
+        real: each run.
+        by_profile: the simulator over the measured times.
+        by_factors: the simulator over exact counts and the calibrated factors.
+    """
+
+    workload: str
+    real: tuple[RunFigures, ...]
+    by_profile: RunFigures
+    by_factors: RunFigures
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times of a model on a machine.
+
+    Attributes:
+        schema: of the file.
+        about: machine, versions, command, commit and when.
+        settings: model, number format, operators, threads, whether layers are compiled.
+        foreign_cores: how many other programs kept busy meanwhile; None where the system does not tell.
+        model: its shape.
+        bits: of weights, keys and values.
+        device, host: what computes, and the CPU beside it, which is the device itself where there is no other.
+        memory: of the KV cache.
+        linear: a layer without attention, over tokens.
+        decode_attention, host_attention: attention of single tokens in one layer, on the device and on the CPU.
+        prefill_attention: of one whole prompt in one layer, over its tokens.
+        copy: between device memory and the CPU's, over bytes; one place to another where both are the same.
+        inputs: what an executor does in a step before its layers, over rows: tensors and the embedding.
+        head: last norm, logits and greedy sampling, over sampled rows.
+        engine: scheduling, and taking answers in, over rows.
+        efficiency: the factors that the machine reaches; ``step_costs`` predicts with them.
+        predictions: workloads that ran for real, beside what was predicted.
+    """
+
+    schema: Literal["nanoserve-profile/1"]
+    about: dict[str, Any]
+    settings: dict[str, str | int]
+    foreign_cores: float | None
+    model: ModelConfig
+    bits: int
+    device: Reached
+    host: Reached
+    memory: KvMemory
+    linear: Curve
+    decode_attention: Grid
+    host_attention: Grid
+    prefill_attention: Curve
+    copy: Curve
+    inputs: Curve
+    head: Curve
+    engine: Curve
+    efficiency: Efficiency = Efficiency()
+    predictions: tuple[Prediction, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Model and device."""
+        return f"{self.settings['model']} on {self.device.name}"
+
+    def with_factors(self, efficiency: Efficiency) -> "Profile":
+        """The same with these factors."""
+        return msgspec.structs.replace(self, efficiency=efficiency)
+
+    def with_predictions(self, predictions: Sequence[Prediction]) -> "Profile":
+        """The same with these predictions."""
+        return msgspec.structs.replace(self, predictions=tuple(predictions))
+
+    def machine(self) -> Machine:
+        """This machine as the cost model takes it: what was reached at best, of which ``efficiency`` has the shares."""
+        sizes, seconds = self.copy.sizes, self.copy.seconds
+        link = Link(
+            name="copy",
+            bandwidth=(sizes[-1] - sizes[0]) / max(seconds[-1] - seconds[0], 1e-12),
+            latency=seconds[0],
+            measured=True,
+        )
+        device, host = self.device, self.host
+        return Machine(
+            name=device.name,
+            device=Device(
+                name=device.name,
+                memory_bytes=device.memory_bytes,
+                memory_bandwidth=device.read_bytes_per_second,
+                flops=device.operations_per_second,
+                measured=False,
+            ),
+            devices_per_node=1,
+            link=link,
+            network=None,
+            host_link=link,
+            processor=Processor(
+                name=host.name,
+                memory_bandwidth=host.read_bytes_per_second,
+                flops=host.operations_per_second,
+                measured=False,
+            ),
+            host_memory_bytes=host.memory_bytes,
+            source="nanoserve profile",
+        )
+
+    def step_costs(self) -> StepCosts:
+        """The cost model of this machine with the factors it reaches."""
+        precision = Precision(weight_bits=self.bits, kv_bits=self.bits, other_bits=self.bits)
+        return StepCosts(self.model, self.machine(), precision=precision, efficiency=self.efficiency)
+
+
+def read_profile(path: Path) -> Profile:
+    """A profile that ``nanoserve profile --json`` wrote.
+
+    Raises:
+        UsageError: if the file is none, naming the key that is wrong.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Profile)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except (msgspec.MsgspecError, NanoserveError) as error:
+        raise UsageError(f"{path} is not a profile ({SCHEMA}): {error}") from error
+
+
+def check_writable(path: Path) -> None:
+    """That a profile can be written there, before anything is measured.
+
+    Raises:
+        UsageError: if not.
+    """
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UsageError(f"cannot write {path}: no such directory, or no permission")
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """One JSON object.
+
+    Raises:
+        UsageError: if the file cannot be written.
+    """
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(profile, order="deterministic"), indent=1) + b"\n")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,334 @@
+"""Which parallel layout, or pair of layouts, serves a workload best on so many devices: counted first, then simulated.
+
+``find_candidates`` makes all layouts D x T x P of the devices, and the pairs of layouts of which one computes prompts
+and the other one answers (Seesaw), as far as they suit the model, the machine and its memory. Each has an estimate from
+the round times of the cost model, good enough to say which of them are worth simulating.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import permutations
+
+from nanoserve.benchmarks.workloads import RequestShape
+from nanoserve.config import ModelConfig
+from nanoserve.costs import DoesNotFit, Machine, ParallelLayout, StepCosts
+from nanoserve.costs.analysis import BLOCK_SIZE, Analysis
+from nanoserve.costs.hardware import GIBI
+from nanoserve.costs.predictor import CostPredictor
+from nanoserve.errors import UsageError
+from nanoserve.scheduler.load import Policy
+from nanoserve.simulator.arrivals import burst, poisson_arrivals
+from nanoserve.simulator.result import SimulationResult
+from nanoserve.simulator.setting import OtherLayout
+from nanoserve.simulator.simulation import simulate
+from nanoserve.simulator.workload import Workload
+
+MOST_DEVICES = 4096
+_LITTLE_ITERATIONS = 20
+_QUANTILES = 64
+"""Of the answers' lengths, to estimate how a batch shrinks."""
+
+
+@dataclass(frozen=True)
+class PlannedWork:
+    """Requests to plan for.
+
+    Attributes:
+        shapes: how long each is.
+        rate: requests per second, by Poisson; None stands for a closed batch, all at once.
+        seed: of the arrivals.
+
+    Raises:
+        UsageError: for a rate that is not above 0.
+    """
+
+    shapes: tuple[RequestShape, ...]
+    rate: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.workload()  # refuses the rate
+
+    def share(self, replicas: int) -> "PlannedWork":
+        """What one of so many replicas gets that take turns: the one with the longest answer, which is ready last."""
+        shares = [self.shapes[turn::replicas] for turn in range(min(replicas, len(self.shapes)))]
+        longest = max(shares, key=lambda shapes: max(shape.output_tokens for shape in shapes))
+        return PlannedWork(longest, None if self.rate is None else self.rate / replicas, self.seed)
+
+    def workload(self) -> Workload:
+        """The requests; each call makes the same ones."""
+        arrivals = burst() if self.rate is None else poisson_arrivals(self.rate, self.seed)
+        return Workload(arrivals, self.shapes)
+
+    @cached_property
+    def mean_input(self) -> float:
+        """Tokens of a prompt."""
+        return self.input_tokens / len(self.shapes)
+
+    @cached_property
+    def mean_output(self) -> float:
+        """Tokens of an answer."""
+        return sum(shape.output_tokens for shape in self.shapes) / len(self.shapes)
+
+    @cached_property
+    def input_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(shape.input_tokens for shape in self.shapes)
+
+    def output_quantiles(self, number: int) -> list[int]:
+        """So many lengths of answers at most, evenly over the requests, ascending; the longest is the last."""
+        ordered = sorted(shape.output_tokens for shape in self.shapes)
+        count = min(number, len(ordered))
+        return [ordered[(place + 1) * len(ordered) // count - 1] for place in range(count)]
+
+    @cached_property
+    def tokens(self) -> int:
+        """Of all prompts and answers."""
+        return sum(shape.total_tokens for shape in self.shapes)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return max(shape.total_tokens for shape in self.shapes)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to use the devices: whole replicas, each in one layout, or in one for prompts and another for answers.
+
+    Attributes:
+        layouts: the step times of a replica in its layout, or in both.
+        kv_blocks: of a replica in each.
+        host_blocks: KV blocks of a replica in host memory; 0 with one layout.
+        replicas: the data parallel degree.
+        work: what all of them have to do.
+    """
+
+    layouts: tuple[StepCosts, ...]
+    kv_blocks: tuple[int, ...]
+    host_blocks: int
+    replicas: int
+    work: PlannedWork
+
+    @property
+    def name(self) -> str:
+        """As the papers write it: D2T2P4, P4->T4."""
+        return "->".join(_with_replicas(costs.layout, self.replicas).name for costs in self.layouts)
+
+    @property
+    def is_pair(self) -> bool:
+        return len(self.layouts) > 1
+
+    @cached_property
+    def tokens_per_second(self) -> float:
+        """Estimated throughput of a closed batch, input and output tokens, of all replicas.
+
+        All prompts at the pace of a full pipeline; then answers in full rounds, until no more requests wait, and in
+        rounds of those that are left as one after the other ends: few long answers take long. With two layouts also
+        the transitions, and KV out and in where that takes longer than computing meanwhile.
+        """
+        share = self.work.share(self.replicas)
+        prompts, answers = len(share.shapes) * self._prompt_seconds, self._answers_seconds(share)
+        changing = 0.0
+        if self.is_pair:
+            first, second = (CostPredictor(costs, self.layouts) for costs in self.layouts)
+            prompts = max(prompts, first.swap_seconds(share.input_tokens))
+            answers = max(answers, second.swap_seconds(share.input_tokens))
+            cycles = -(-share.input_tokens // (self.host_blocks * BLOCK_SIZE))
+            changing = cycles * first.transition_seconds(1) + (cycles - 1) * second.transition_seconds(0)
+        return self.work.tokens / (prompts + answers + changing)
+
+    @cached_property
+    def latency(self) -> float:
+        """Estimated seconds from arrival to last token at the work's rate, infinite for a rate beyond capacity.
+
+        The batch is what Little's law says: requests per second times the seconds that each stays.
+        """
+        rate = (self.work.rate or 0.0) / self.replicas
+        decoding, found, batch = self._analyses[-1], 0.0, 1
+        full = max(1, decoding.largest_batch)
+        busy = self._prompt_seconds + self.work.mean_output * decoding.batch_row(full).tpot / full
+        if rate * busy >= 1:
+            return math.inf
+        alone = self.layouts[0].step_seconds(self._analyses[0].prefill_work())
+        for _ in range(_LITTLE_ITERATIONS):
+            found = alone + self.work.mean_output * decoding.batch_row(batch).tpot
+            batch = max(1, min(decoding.largest_batch, round(rate * found)))
+        return found
+
+    def estimate(self) -> tuple[float, float]:
+        """By which candidates are put in order, the lowest first: latency, and among equals throughput."""
+        return (0.0 if self.work.rate is None else self.latency, -self.tokens_per_second)
+
+    @property
+    def estimate_text(self) -> str:
+        """The estimate in words."""
+        throughput = f"estimated {self.tokens_per_second:,.0f} tokens/s"
+        if self.work.rate is None:
+            return throughput
+        if math.isinf(self.latency):
+            return f"{throughput}, less than {self.work.rate:g} requests a second"
+        return f"estimated {self.latency:,.1f} s from arrival to last token"
+
+    def simulate(self, policy: Policy, max_num_seqs: int) -> SimulationResult:
+        """One replica with its share of the work, and KV blocks that hold its longest request."""
+        pairs = list(zip(self.layouts, self.kv_blocks, strict=True))
+        return simulate(
+            policy,
+            self.layouts[0],
+            self.work.share(self.replicas).workload(),
+            num_blocks=self.kv_blocks[0],
+            block_size=BLOCK_SIZE,
+            max_num_seqs=max_num_seqs,
+            host_blocks=self.host_blocks,
+            other_layouts=[OtherLayout(costs, blocks) for costs, blocks in pairs[1:]],
+            predictors=[CostPredictor(costs, self.layouts) for costs in self.layouts],
+        )
+
+    @cached_property
+    def _analyses(self) -> list[Analysis]:
+        lengths = round(self.work.mean_input), round(self.work.mean_output)
+        return [Analysis(costs, max(1, lengths[0]), max(1, lengths[1])) for costs in self.layouts]
+
+    @property
+    def _prompt_seconds(self) -> float:
+        """From prompt to prompt."""
+        return self._analyses[0].prefill_seconds
+
+    def _answers_seconds(self, work: PlannedWork) -> float:
+        """All answers of one replica."""
+        decoding, requests = self._analyses[-1], len(work.shapes)
+        full = max(1, min(decoding.largest_batch, requests))
+        seconds = (requests - full) * work.mean_output * decoding.batch_row(full).tpot / full
+        ends, before = work.output_quantiles(_QUANTILES), 0.0
+        for place, end in enumerate(ends):
+            left = max(1, round(full * (1 - place / len(ends))))
+            seconds += (end - before) * decoding.batch_row(left).tpot
+            before = end
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A layout or pair that is no candidate, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """All layouts and pairs of so many devices."""
+
+    fitting: tuple[Candidate, ...]
+    left_out: tuple[LeftOut, ...]
+
+    def best(self, top: int) -> "Candidates":
+        """The so many layouts and so many pairs with the best estimates, the best first; the others are left out."""
+        ranked = sorted(self.fitting, key=Candidate.estimate)
+        chosen = [
+            *[one for one in ranked if not one.is_pair][:top],
+            *[one for one in ranked if one.is_pair][:top],
+        ]
+        others = [LeftOut(one.name, f"not simulated: {one.estimate_text}") for one in ranked if one not in chosen]
+        return Candidates(tuple(sorted(chosen, key=Candidate.estimate)), (*others, *self.left_out))
+
+
+def find_candidates(model: ModelConfig, machine: Machine, devices: int, work: PlannedWork) -> Candidates:
+    """Every way to use all of the devices.
+
+    Pairs are for closed batches: who changes layouts lets those wait who come meanwhile.
+
+    Raises:
+        UsageError: if there is none, saying what the layout lacks that comes closest, and what would fit; and for
+            more devices than MOST_DEVICES.
+    """
+    if devices > MOST_DEVICES:
+        raise UsageError(f"plans are for {MOST_DEVICES} devices at most, not {devices}")
+    fitting: list[Candidate] = []
+    left_out: list[LeftOut] = []
+    refused: list[tuple[float, UsageError]] = []
+    for layout in all_layouts(devices):
+        try:
+            fitting.append(_candidate(model, machine, layout, work))
+        except UsageError as error:
+            left_out.append(LeftOut(layout.name, str(error)))
+            refused.append((_device_weight_bytes(model, machine, layout), error))
+    if not fitting:
+        raise min(refused, key=lambda one: one[0])[1]
+    pairs = [(one, two) for one, two in permutations(fitting, 2) if one.replicas == two.replicas]
+    if work.rate is not None or not machine.host_memory_bytes:
+        why = "are for closed batches: without a rate" if work.rate is not None else "need host memory: none is known"
+        return Candidates(tuple(fitting), (*left_out, LeftOut("pairs of layouts", why)))
+    for one, two in pairs:
+        try:
+            fitting.append(_pair(one, two))
+        except UsageError as error:
+            left_out.append(LeftOut(f"{one.name}->{two.name}", str(error)))
+    return Candidates(tuple(fitting), tuple(left_out))
+
+
+def all_layouts(devices: int) -> Iterator[ParallelLayout]:
+    """All D x T x P that take exactly so many devices, few replicas first."""
+    divisors = [number for number in range(1, devices + 1) if devices % number == 0]
+    for replicas in divisors:
+        for tensor in divisors:
+            if devices % (replicas * tensor) == 0:
+                yield ParallelLayout(
+                    data_parallel=replicas,
+                    tensor_parallel=tensor,
+                    pipeline_parallel=devices // (replicas * tensor),
+                )
+
+
+def _candidate(model: ModelConfig, machine: Machine, layout: ParallelLayout, work: PlannedWork) -> Candidate:
+    """One layout; raises UsageError if it does not suit."""
+    costs = StepCosts(model, machine, _with_replicas(layout, 1))
+    blocks = costs.memory.kv_blocks(BLOCK_SIZE)
+    if work.longest > blocks * BLOCK_SIZE:
+        raise DoesNotFit(
+            f"its KV cache holds {blocks * BLOCK_SIZE:,} tokens,"
+            f" {work.longest - blocks * BLOCK_SIZE:,} fewer than the longest request"
+        )
+    return Candidate((costs,), (blocks,), 0, layout.data_parallel, work)
+
+
+def _device_weight_bytes(model: ModelConfig, machine: Machine, layout: ParallelLayout) -> float:
+    """Of the fullest device, infinite for a layout that does not suit the model or the machine."""
+    try:
+        costs = StepCosts(model, machine, _with_replicas(layout, 1))
+    except UsageError:
+        return math.inf
+    return max(costs.memory.weight_bytes(stage) for stage in range(costs.num_stages))
+
+
+def _pair(prompts: Candidate, answers: Candidate) -> Candidate:
+    """Both on the same devices; raises UsageError if host memory does not hold the weights and the longest prompt."""
+    costs = prompts.layouts[0]
+    machine, devices = costs.machine, costs.layout.devices
+    weights = sum(costs.memory.weight_bytes(stage) for stage in range(costs.num_stages)) * costs.layout.tensor_parallel
+    share = machine.host_memory_bytes * devices / machine.devices_per_node
+    room = share * costs.efficiency.usable_memory - weights
+    blocks = costs.memory.host_kv_blocks(max(0.0, room), BLOCK_SIZE)
+    if prompts.work.longest > blocks * BLOCK_SIZE:
+        raise DoesNotFit(
+            f"{share / GIBI:.0f} GiB of host memory hold the weights ({weights / GIBI:.0f} GiB)"
+            f" and {blocks * BLOCK_SIZE:,} tokens of KV cache, less than the longest request"
+        )
+    return Candidate(
+        (*prompts.layouts, *answers.layouts),
+        (*prompts.kv_blocks, *answers.kv_blocks),
+        blocks,
+        prompts.replicas,
+        prompts.work,
+    )
+
+
+def _with_replicas(layout: ParallelLayout, replicas: int) -> ParallelLayout:
+    return ParallelLayout(
+        data_parallel=replicas,
+        tensor_parallel=layout.tensor_parallel,
+        pipeline_parallel=layout.pipeline_parallel,
+    )

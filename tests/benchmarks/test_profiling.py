@@ -1,0 +1,150 @@
+"""``nanoserve profile`` from end to end, on a model so small that it takes no time; no time is looked at."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nanoserve.benchmarks.profiling.rounds import FEWEST_ROUNDS, curve_of, difference_of, grid_of, take_rounds
+from nanoserve.benchmarks.roofline import BandwidthProbe
+from nanoserve.commands.main import main
+from nanoserve.costs.profile import read_profile
+from triton_ops.cpu import cpu_operators
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Runs ``nanoserve ARGUMENTS`` here, with few sizes; returns exit code, stdout and stderr."""
+    cpu_operators()  # those of this process: looked for where the user keeps them, not in the folder of a test
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZE", 64)
+    measuring = "nanoserve.benchmarks.profiling.measuring"
+    monkeypatch.setattr(f"{measuring}.BandwidthProbe", lambda: BandwidthProbe(2**20))
+    monkeypatch.setattr(f"{measuring}.SECONDS", 0.0)
+    sizes = {"BATCHES": (1, 4), "CONTEXTS": (16, 32), "COPIES": (2**10, 2**12), "TOKENS": (1, 4, 40, 64)}
+    for name, values in sizes.items():
+        monkeypatch.setattr(f"{measuring}.{name}", values)
+    monkeypatch.setattr("nanoserve.benchmarks.profiling.attention._CACHE_BYTES", 2**20)
+    monkeypatch.setattr("nanoserve.benchmarks.profiling.prediction.MOST_REQUESTS", 4)
+
+    def command(*arguments: object) -> tuple[int, str, str]:
+        code = main(list(map(str, arguments)))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return command
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """A dummy model of two layers, whose context is too short for the longest kind of request."""
+    config = {"model_type": "llama", "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 48}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config |= {"max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "torch_dtype": "float32"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    return f"dummy:{path}"
+
+
+def test_a_profile_is_measured_written_shown_and_simulated(run: Run, tiny: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    limits = ("--max-num-batched-tokens", 64, "--max-num-seqs", 8, "--kv-cache-memory", "2MiB", "--eager")
+    code, out, err = run("profile", "-m", tiny, *limits, "--json", path)
+    assert code == 0
+    assert "measuring, round 3" in err
+    for part in ("layer without attention", "decode attention", "4 x 32 keys", "head and sampling", "factors: matrix"):
+        assert part in out
+    profile = read_profile(path)
+    assert profile.model.num_layers == 2
+    assert profile.linear.sizes == (1, 4, 40, 64)
+    assert profile.decode_attention.contexts == (16, 32)
+    assert profile.prefill_attention.sizes == (16, 32, 64)
+    assert profile.engine.sizes == (1, 4)
+    assert profile.host == profile.device
+    assert profile.settings["rounds"] == FEWEST_ROUNDS
+    assert profile.memory.kv_tokens == 2**21 // (2 * 2 * 2 * 8 * 4)
+    closed, open_loop = profile.predictions
+    assert closed.workload.startswith("4 requests of 85+64, at once")
+    assert "a second" in open_loop.workload
+    assert len(closed.real) == 3
+    assert all(run.seconds > 0 for run in (*closed.real, closed.by_profile, closed.by_factors))
+
+    report = tmp_path / "simulated.json"
+    code, out, _ = run("simulate", "--profile", path, "--requests", 3, "--lengths", "20+5", "--json", report)
+    assert code == 0
+    assert f"simulated: {tiny} on {profile.device.name}, as measured" in out
+    document = json.loads(report.read_text())
+    assert document["settings"]["kv_blocks"] == profile.memory.kv_tokens // 16
+    assert document["rows"][0]["output_tokens"] == 15
+
+
+def test_nothing_is_measured_if_the_file_cannot_be_written(run: Run, tmp_path: Path) -> None:
+    code, out, err = run("profile", "--json", tmp_path / "none" / "profile.json")
+    assert (code, out) == (2, "")
+    assert "cannot write" in err
+    assert "measuring" not in err
+
+
+@pytest.mark.parametrize("limit", ["--max-num-batched-tokens", "--max-num-seqs", "--max-model-len"])
+def test_an_engine_too_small_to_draw_lines_is_refused(run: Run, tiny: str, limit: str) -> None:
+    code, _, err = run("profile", "-m", tiny, "--eager", limit, 2)
+    assert code == 2
+    assert f"{limit} is too small to profile" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "is not a profile (nanoserve-profile/1)"),
+        (("--stages", 2), "--profile brings model and machine, and has one stage"),
+        (("--model", "qwen3-8b"), "--profile brings model and machine, and has one stage"),
+        (("--host-kv-memory", 1), "--profile has one layout and no host memory"),
+    ],
+)
+def test_simulate_refuses_in_one_line(run: Run, tmp_path: Path, arguments: tuple[object, ...], says: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text("{}")
+    code, _, err = run("simulate", "--profile", path, *arguments)
+    assert code == 2
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+def test_rounds_take_every_point_in_turn_and_forget_the_first() -> None:
+    taken: list[int] = []
+
+    def probe(number: int) -> Callable[[], float]:
+        def sample() -> float:
+            taken.append(number)
+            return float(len(taken))
+
+        return sample
+
+    samples = take_rounds({"a": {(1,): probe(1), (2,): probe(2)}}, lambda text: None, seconds=0.0)
+    assert taken == [1, 2] * (FEWEST_ROUNDS + 1)
+    assert samples == {"a": {(1,): [3.0, 5.0, 7.0], (2,): [4.0, 6.0, 8.0]}}
+
+
+def test_sizes_beyond_one_that_takes_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoserve.benchmarks.profiling.rounds.LONGEST_SAMPLE", -1.0)
+    probes = {
+        "curve": {(size,): lambda: 1.0 for size in (1, 2, 3)},
+        "grid": {(1, size): lambda: 1.0 for size in (1, 2)},
+    }
+    samples = take_rounds(probes, lambda text: None, seconds=0.0)
+    assert list(samples["curve"]) == [(1,), (2,)]  # two are always needed
+    assert list(samples["grid"]) == [(1, 1), (1, 2)]
+
+
+def test_curves_and_grids_are_medians_with_quartiles() -> None:
+    found = curve_of({(1,): [3.0, 1.0, 2.0], (2,): [5.0, 5.0, 5.0]})
+    assert (found.sizes, found.low, found.seconds, found.high) == ((1, 2), (1.5, 5.0), (2.0, 5.0), (2.5, 5.0))
+    less = difference_of({(1,): [3.0, 1.0, 2.0], (2,): [5.0, 5.0, 5.0]}, {(1,): [0.5, 9.0], (2,): [6.0, 7.0]})
+    assert less.seconds[0] == 1.5
+    assert 0 < less.seconds[1] < 1e-6
+    cells = grid_of({(1, 16): [1.0, 1.0], (1, 32): [2.0, 4.0], (2, 16): [5.0, 5.0], (2, 32): [6.0, 6.0]})
+    assert cells.seconds == ((1.0, 3.0), (5.0, 6.0))
+    assert cells.low == ((1.0, 2.5), (5.0, 6.0))

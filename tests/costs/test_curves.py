@@ -1,0 +1,88 @@
+"""Measured times between and beyond the sizes that were measured."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanoserve.costs.curves import Curve, Grid
+from tests.costs.profiles import curve, grid
+
+
+def test_a_curve_against_a_table_worked_by_hand() -> None:
+    measured = curve((2, 4, 10), (1, 3, 6))
+    expected = {0: 0, 1: 1, 2: 1, 3: 2, 4: 3, 7: 4.5, 10: 6, 12: 7}
+    assert {size: measured.at(size) for size in expected} == expected
+
+
+def test_a_falling_end_is_not_drawn_on_below_what_was_measured() -> None:
+    assert curve((1, 2), (5, 4)).at(100) == 4
+
+
+def test_a_grid_against_a_table_worked_by_hand() -> None:
+    cells = {(1, 10): 1.0, (1, 30): 3.0, (3, 10): 5.0, (3, 30): 11.0}
+    measured = grid((1, 3), (10, 30), lambda batch, context: cells[batch, context])
+    assert measured.at(2, 20) == (2 + 8) / 2
+    assert measured.at(1, 20) == 2
+    assert measured.at(3, 40) == 14  # 3 more for 10 more
+    assert measured.at(5, 10) == 9  # 2 more for each more
+    assert measured.at(0, 10) == 0
+    assert measured.at(1, 5) == 1
+
+
+def test_a_grid_by_keys_averages_cells_with_as_many() -> None:
+    measured = grid((1, 2), (10, 20), lambda batch, context: float(batch + context))
+    assert measured.by_keys(10) == 11
+    assert measured.by_keys(20) == (21 + 12) / 2
+    assert measured.by_keys(30) == (16.5 + 22) / 2
+    assert measured.by_keys(0) == 0
+
+
+sizes = st.lists(st.integers(1, 10**6), min_size=2, max_size=8, unique=True).map(sorted)
+times = st.floats(1e-9, 1e3)
+
+
+@given(sizes, st.data())
+def test_a_curve_is_exact_where_it_was_measured_and_monotone_if_that_is(found: list[int], data: st.DataObject) -> None:
+    seconds = sorted(data.draw(st.lists(times, min_size=len(found), max_size=len(found))))
+    measured = curve(found, seconds)
+    assert [measured.at(size) for size in found] == pytest.approx(seconds)
+    asked = sorted(data.draw(st.lists(st.integers(0, 2 * 10**6), min_size=2, max_size=20)))
+    answers = [measured.at(size) for size in asked]
+    assert all(before <= after * (1 + 1e-9) for before, after in itertools.pairwise(answers))
+
+
+@given(sizes, sizes, st.data())
+def test_a_grid_is_exact_where_it_was_measured_and_never_negative(
+    batches: list[int], contexts: list[int], data: st.DataObject
+) -> None:
+    cells = {cell: data.draw(times) for cell in itertools.product(batches, contexts)}
+    measured = grid(batches, contexts, lambda batch, context: cells[batch, context])
+    assert {cell: measured.at(*cell) for cell in cells} == pytest.approx(cells)
+    asked = st.integers(0, 2 * 10**6)
+    assert measured.at(data.draw(asked), data.draw(asked)) >= 0
+    assert measured.by_keys(data.draw(asked)) >= 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "says"),
+    [
+        ((1,), (1.0,), "sizes must be two or more"),
+        ((2, 1), (1.0, 1.0), "ascending, not [2, 1]"),
+        ((0, 1), (1.0, 1.0), "from 1"),
+        ((1, 2), (1.0,), "seconds must be 2 numbers, one for each size, not 1"),
+        ((1, 2), (1.0, -1.0), "seconds must be numbers above 0, not -1.0"),
+        ((1, 2), (1.0, float("nan")), "seconds must be numbers above 0, not nan"),
+    ],
+)
+def test_what_is_no_curve_is_refused(sizes: tuple[int, ...], seconds: tuple[float, ...], says: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        Curve(sizes=sizes, seconds=seconds, low=(1.0, 1.0), high=(1.0, 1.0))
+    assert says in str(refused.value)
+
+
+def test_a_grid_needs_a_row_for_each_batch() -> None:
+    row = ((1.0, 1.0),)
+    with pytest.raises(ValueError, match="a row for each of 2 batches, not 1"):
+        Grid(batches=(1, 2), contexts=(1, 2), seconds=row, low=row, high=row)
