@@ -10,7 +10,7 @@ import typer
 
 from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, kept, print_head, work_option
 from nanoserve.commands.failures import EXIT_OK
-from nanoserve.commands.options import option
+from nanoserve.commands.options import option, switch
 from nanoserve.commands.terminal import is_terminal
 from nanoserve.errors import RuntimeFailure
 
@@ -36,7 +36,7 @@ def paper(
     ] = None,
     seeds: Annotated[int, work_option("--seeds", help="Runs of every simulation.", min=1, max=100)] = 3,
     full: Annotated[
-        bool, option("--full", panel=WORK_PANEL, help="Larger runs, in more settings.", envvar=None)
+        bool, switch("--full", panel=WORK_PANEL, help="Larger runs, in more settings.", envvar=None)
     ] = False,
     workers: Annotated[
         int | None, work_option("--workers", help="Processes; default: one for each core.", min=1, max=256)
