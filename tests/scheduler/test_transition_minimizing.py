@@ -65,7 +65,7 @@ def test_prompts_are_computed_and_parked_until_the_pool_is_full() -> None:
 
 def test_prompts_that_have_begun_are_ended_before_the_turn() -> None:
     full = pooled(BACKLOG, 40)
-    assert SEESAW.decide(replace(full, ready_prefills=1)).prefill_tokens == 160  # what is left of it
+    assert SEESAW.decide(replace(full, ready_prefills=1)).prefill_tokens == 159  # what is left of it
     in_flight = SEESAW.decide(replace(full, steps_in_flight=1))  # its answer may be the first half of a prompt
     assert (in_flight.prefill_tokens, in_flight.layout) == (0, PREFILL)
 
