@@ -56,9 +56,10 @@ class TransitionMinimizing:
 
     def _prefill(self, load: Load) -> Decision:
         # A prompt that even an empty pool could not hold stays on the device and is decoded there.
-        park = load.first_waiting_blocks <= load.host_blocks
+        park = load.first_parked_blocks <= load.host_blocks
         room = self._pool_room(load) if park else load.free_blocks
-        next_fits = 0 < load.first_waiting_blocks <= room
+        needed = load.first_parked_blocks if park else load.first_waiting_blocks
+        next_fits = load.first_waiting_tokens > 0 and needed <= room
         nothing_to_do = not next_fits and load.ready_prefills == load.running_decodes == load.steps_in_flight == 0
         if nothing_to_do and load.host_decodes + load.moving > 0:
             return Decision(prefill_tokens=0, decodes=0, layout=_DECODE)
@@ -133,7 +134,7 @@ def _device_room(load: Load) -> int:
 
 def _device_fits_pool(load: Load) -> bool:
     """Whether the pool holds what is on the device, and the next prompt."""
-    return load.total_blocks - load.free_blocks + load.first_waiting_blocks <= load.host_free_blocks
+    return load.total_blocks - load.free_blocks + load.first_parked_blocks <= load.host_free_blocks
 
 
 def _wasted_seconds(load: Load, predictor: Predictor) -> float:
