@@ -25,7 +25,10 @@ _WIDTH = 100
 
 def paper(
     name: Annotated[
-        str, typer.Argument(metavar="PAPER", help="gllm, lecture (the accounting of one device), or adaptive (ours).")
+        str,
+        typer.Argument(
+            metavar="PAPER", help="gllm, seesaw, lecture (the accounting of one device), or adaptive (ours)."
+        ),
     ],
     *,
     figure: Annotated[

@@ -220,7 +220,8 @@ def _device_first(load: Load, token_budget: int) -> Decision:
     park = load.first_waiting_blocks > room
     if park:
         room = max(0, left - load.running_decodes)
-        if load.first_waiting_blocks > min(room, load.host_free_blocks) and load.ready_prefills == 0:
+        fits = load.first_waiting_blocks <= room and load.first_parked_blocks <= load.host_free_blocks
+        if not fits and load.ready_prefills == 0:
             return replace(plan, prefill_tokens=0)
     most = (room + load.ready_prefills) * load.block_size  # a prompt that has begun may have room in its last block
     return replace(plan, prefill_tokens=min(plan.prefill_tokens, load.waiting_tokens, most), park=park)
