@@ -27,7 +27,7 @@ def paper(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="PAPER", help="gllm, seesaw, lecture (the accounting of one device), or adaptive (ours)."
+            metavar="PAPER", help="gllm, seesaw, apex, lecture (the accounting of one device), or adaptive (ours)."
         ),
     ],
     *,

@@ -127,29 +127,35 @@ class ApexAlgorithm1:
 
 @dataclass(frozen=True, slots=True)
 class HybridByPrediction:
-    """Ours: device alone, asymmetric or overlapped, whichever is predicted to get most done per second.
+    """Ours: device alone, asymmetric or overlapped, whichever is predicted to advance most sequences per second.
 
-    What the host adds to a step is counted by the sequences that are there, not by what the CPU could compute: in an
-    asymmetric step a token for each that is taken, under overlap 1 / (L + 1) of a token for each under way. A token
-    is worth what it saves, the device's time for one of its own in a step without prompts::
+    A prompt counts as one sequence, by the share of it that the step computes; what the host adds is counted by the
+    sequences that are there, not by what the CPU could compute::
 
-        worth of a step = seconds of the device-only step + host tokens * seconds of the decode-only step / decodes
+        device alone      (decodes + prompts) / its seconds
+        overlap           (decodes + prompts + host sequences under way / (L + 1)) / seconds
+        asymmetric        (decodes + prompts + host sequences taken) / seconds
 
-    and the choice is the most worth per second. Without prompts that is tokens per second. With prompts, tokens per
-    second would count a host token as dear as one that the device makes in the long steps with prompts, although
-    there are short ones to make it in; and the prompts have to be computed whatever is chosen.
+    Overlap is the choice where host sequences are too few, or the CPU too slow, to pay for a second pass of the linear
+    layers: cohorts begin whenever the CPU can serve one layer of each within a step. But a sequence that is under way
+    cannot come back to the device, where it would be L + 1 times as fast, so a small gain is no gain.
 
-    Cohorts begin whenever the CPU can serve one layer of each within a step. A prompt that the device has no room for
-    is computed and parked as long as the CPU could serve one more under overlap without prompts: it costs no more now
-    than later, and yields tokens meanwhile. Beyond that it would only take room, and prompts wait.
+    A prompt that the device has no room for is computed and parked as long as the CPU could serve one more under
+    overlap without prompts: it costs no more now than later, and yields tokens meanwhile. Beyond that it would only
+    take room, and prompts wait.
 
     Attributes:
         token_budget: device decodes and prompt tokens of one step together.
+        least_gain: by overlap, as a share of what the device advances, for which cohorts begin.
     """
 
     token_budget: int
+    least_gain: float = 0.02
 
     reads_forecast: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_parameter("least_gain", self.least_gain, 0)
 
     def decide(self, load: Load) -> Decision:
         plan = _device_first(load, self.token_budget)
@@ -161,34 +167,37 @@ class HybridByPrediction:
             step = replace(step, prefill=begun)
         if step.host == 0:
             return plan
-        overlapped, overlap_seconds, overlap_tokens = self._overlap(load, plan, step)
+        advanced = step.decodes + step.prefill / max(1, load.first_waiting_tokens)
+        overlapped, overlap_seconds, overlap_tokens = self._overlap(load, plan, step, advanced)
         if step.rows == 0:
             return overlapped
         sizes, asymmetric_seconds = step.pipelined()
-        asymmetric = replace(plan, strategy="asymmetric", host_decodes=sizes)
-        token_seconds = step.decode_only_seconds / max(1, step.decodes)
-        worth = [
-            (1.0, plan),
-            ((step.seconds + overlap_tokens * token_seconds) / overlap_seconds, overlapped),
-            ((step.seconds + sum(sizes) * token_seconds) / asymmetric_seconds, asymmetric),
+        rates = [
+            (advanced / step.seconds, plan),
+            ((advanced + overlap_tokens) / overlap_seconds, overlapped),
+            ((advanced + sum(sizes)) / asymmetric_seconds, replace(plan, strategy="asymmetric", host_decodes=sizes)),
         ]
-        return max(worth, key=lambda pair: pair[0])[1]
+        return max(rates, key=lambda pair: pair[0])[1]
 
-    def _overlap(self, load: Load, plan: Decision, step: "_Step") -> tuple[Decision, float, float]:
+    def _overlap(self, load: Load, plan: Decision, step: "_Step", advanced: float) -> tuple[Decision, float, float]:
         """The overlapped step with as many new host tokens as the CPU has time for; its seconds and host tokens."""
         busy = sum(
             step.predictor.host_attention_seconds(cohort.sequences, cohort.context_tokens) for cohort in load.cohorts
         )
         ready = load.ready_host - plan.swap_in
-        begin = step.hidden(step.seconds - busy, ready) if step.rows else ready
-        sizes = [cohort.sequences for cohort in load.cohorts] + [begin]
+        if step.rows:
+            ready = step.hidden(step.seconds - busy, ready)
+            under_way = sum(cohort.sequences for cohort in load.cohorts)
+            if under_way + ready < self.least_gain * advanced * (step.predictor.num_layers + 1):
+                ready = 0
+        sizes = [cohort.sequences for cohort in load.cohorts] + [ready]
         # Each cohort is in the linear part of one layer a step.
         alone = step.linear_seconds(step.rows)
         seconds = step.seconds + sum(step.linear_seconds(step.rows + size) - alone for size in sizes)
         tokens = sum(sizes) / (step.predictor.num_layers + 1)
         if tokens == 0:
             return plan, seconds, tokens
-        return replace(plan, strategy="overlap", host_decodes=(begin, 0)), seconds, tokens
+        return replace(plan, strategy="overlap", host_decodes=(ready, 0)), seconds, tokens
 
 
 def device_rate(ng: float, tlin: float, tgatt: float) -> float:
@@ -204,27 +213,45 @@ def pipelined_rate(ng: float, nc: float, tlin: float, tgatt: float, window: floa
 def _device_first(load: Load, token_budget: int) -> Decision:
     """Rule 1: the step on the device alone, and where new prompts and host sequences go.
 
-    A parked prompt needs device blocks too while it is computed. It borrows of those kept for growth, but leaves a
-    block for each decode, or these would have to sit out.
+    A parked prompt needs device blocks too while it is computed. So as long as the host could hold the next prompt,
+    the device keeps a bay of its size free: neither prompts that stay nor host sequences that come back may take it.
+    If decodes have outgrown what was expected and all but a block for each of them is taken, the newest move to host
+    memory: prompts that have to wait would cost more than their tokens.
     """
     decodes = min(load.ready_decodes, token_budget)
     plan = Decision(prefill_tokens=token_budget - decodes, decodes=decodes)
     if load.host_blocks == 0:
         return plan
-    swap_in = load.fitting_host
-    plan = replace(plan, swap_in=swap_in, preempt_to_host=True)
+    plan = replace(plan, swap_in=load.fitting_host, preempt_to_host=True)
     if load.predictor is None:
         return plan
+    prompt = load.first_waiting_blocks
+    bay = prompt if load.running_decodes and load.first_parked_blocks <= load.host_free_blocks else 0
+    spare = max(0, load.free_blocks - load.expected_growth - bay)
+    swap_in = min(load.fitting_host, spare // load.host_sequence_blocks) if load.running_decodes else load.fitting_host
+    plan = replace(plan, swap_in=swap_in)
     left = load.free_blocks - swap_in * load.host_sequence_blocks
     room = left - load.expected_growth
-    park = load.first_waiting_blocks > room
+    park = prompt + bay > room
     if park:
         room = max(0, left - load.running_decodes)
-        fits = load.first_waiting_blocks <= room and load.first_parked_blocks <= load.host_free_blocks
+        fits = prompt <= room and load.first_parked_blocks <= load.host_free_blocks
         if not fits and load.ready_prefills == 0:
-            return replace(plan, prefill_tokens=0)
+            leave = _leaving(load, prompt - room)
+            return replace(plan, prefill_tokens=0, decodes=min(decodes, load.ready_decodes - leave), swap_out=leave)
     most = (room + load.ready_prefills) * load.block_size  # a prompt that has begun may have room in its last block
-    return replace(plan, prefill_tokens=min(plan.prefill_tokens, load.waiting_tokens, most), park=park)
+    tokens = min(plan.prefill_tokens, load.waiting_tokens, most)
+    return replace(plan, prefill_tokens=tokens, park=park)
+
+
+def _leaving(load: Load, blocks: int) -> int:
+    """How many decodes, all but one at most, hold so many blocks; 0 if the host cannot hold the prompt, or while
+    others are on their way already.
+    """
+    if load.moving or load.first_parked_blocks > load.host_free_blocks:
+        return 0
+    held = max(1, load.context_tokens // (load.block_size * max(1, load.running_decodes)))
+    return max(0, min(-(-blocks // held), load.ready_decodes - 1))
 
 
 def _overlapped(load: Load, plan: Decision, cohorts: int) -> Decision:

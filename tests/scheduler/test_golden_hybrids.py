@@ -112,8 +112,8 @@ def test_hybrid_takes_the_device_alone_asymmetric_or_overlapped_and_parks_no_mor
     assert plans_of("hybrid") == [
         *ALIKE,
         # A second one would take the CPU 2 + 8 s a layer, more than a whole step of decodes, 4 (1 + 1) = 8 s: 2 ends
-        # its prompt, but is not parked. Alone 4 (1 + 7) = 32 s. Asymmetric 36 s with a token, worth 8 s: 40 / 36 =
-        # 1.11. Overlapped 32 s with a fifth of one: 33.6 / 32 = 1.05.
+        # its prompt, but is not parked. Alone 0 and a prompt advance in 4 (1 + 7) = 32 s, 2 / 32 = 0.063 a second. With
+        # 1 asymmetric 3 / 36 = 0.083, overlapped 2.2 / 32 = 0.069.
         "step 3 asymmetric: begin 1",
         "  0 at 8: 108 +[5] *",
         "  2 at 2: 3 3 +[4] *",
@@ -128,14 +128,16 @@ def test_hybrid_takes_the_device_alone_asymmetric_or_overlapped_and_parks_no_mor
         "step 6 overlap:",  # until they are free, 1 goes on alone: layer 1
         "step 7 overlap:",  # layer 2. 3 is not begun: three on the CPU are 2 + 15 s, and it has 8
         "  0 at 10: 110 +[4] *",
-        # Nothing runs, growth 0: 2 comes back and 3 has room. Overlapped, 1 goes on to layer 3: (28 + 4 / 5) / 28 =
-        # 1.03 is more than asymmetric, (28 + 4) / (4 (7 + 1)) = 1.
-        "step 8 overlap: end 0 begin 3",
+        # Nothing runs, growth 0: 2 comes back and 3 has room. Alone 1 / 28 = 0.036. Overlapped, 1 goes on to layer 3:
+        # 1.2 / 28 = 0.043. Asymmetric it ends its token at once, 2 / (4 (7 + 1)) = 0.063, as the CPU's 2 + 5 s (the
+        # mean of 1 and 2) hide in 7.
+        "step 8 asymmetric: end 0 begin 3",
         "  2 [4, 6]<[6, 7]",
         "  3 at 0: 4 4 +[5] *",
-        "step 9 overlap: begin 2",  # layer 4: 1 has its last token
+        "  1 at 6: under way * host second",
+        "step 9: end 1 begin 2",
         "  2 at 4: 104 +[4, 6, 3] *",
         "  3 at 2: 102 +[2] *",
-        "step 10: end 3 end 1",
+        "step 10: end 3",
         "  2 at 5: 105 *",
     ]

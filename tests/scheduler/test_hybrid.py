@@ -117,15 +117,28 @@ def test_the_device_comes_first(policy: Policy) -> None:
     assert policy.decide(room) == Decision(64, 10, preempt_to_host=True)
     tight = policy.decide(prefilling(DECODES))
     assert (tight.prefill_tokens, tight.park) == (64, True)
-    assert policy.decide(replace(prefilling(DECODES), free_blocks=13)) == PLAN  # or a decode might have to sit out
     assert policy.decide(replace(prefilling(DECODES), host_free_blocks=4)) == PLAN  # its first answer needs a fifth
     assert policy.decide(replace(prefilling(DECODES), host_free_blocks=5)).park
 
 
 @pytest.mark.parametrize("policy", ALL)
+def test_a_bay_stays_free_in_which_prompts_are_computed_before_they_are_parked(policy: Policy) -> None:
+    # 14 blocks are kept for growth, the prompt takes four, the bay four more
+    assert not policy.decide(replace(prefilling(DECODES), free_blocks=22)).park
+    assert policy.decide(replace(prefilling(DECODES), free_blocks=21)).park
+    assert not policy.decide(replace(prefilling(DECODES), free_blocks=21, host_free_blocks=3)).park
+    # 13 blocks leave three beside one for each decode: the newest, which holds six, has to leave
+    outgrown = replace(prefilling(DECODES), free_blocks=13)
+    assert policy.decide(outgrown) == replace(PLAN, decodes=9, swap_out=1)
+    assert policy.decide(replace(outgrown, moving=1)) == PLAN
+    assert policy.decide(replace(outgrown, host_free_blocks=3)) == PLAN
+    assert policy.decide(replace(outgrown, running_decodes=1, ready_decodes=1, free_blocks=4)).swap_out == 0
+
+
+@pytest.mark.parametrize("policy", ALL)
 def test_host_sequences_come_back_before_new_prompts_take_the_room(policy: Policy) -> None:
-    # seven blocks each; 30 free, 14 for growth: two come back, and the prompt of four does not fit beside them
-    load = replace(hosting(prefilling(DECODES), 5), free_blocks=30)
+    # seven blocks each; 34 free, 14 for growth, 4 for prompts that pass: two come back, the prompt of 4 must pass too
+    load = replace(hosting(prefilling(DECODES), 5), free_blocks=34)
     decision = policy.decide(load)
     assert (decision.swap_in, decision.park, decision.prefill_tokens) == (2, True, 64)
     assert sum(decision.host_decodes) <= 3
@@ -233,6 +246,16 @@ def test_hybrid_begins_cohorts_while_the_cpu_has_time_in_a_step() -> None:
     assert HybridByPrediction(512).decide(full) == replace(PLAN, strategy="overlap", host_decodes=(0, 0))
 
 
+def test_hybrid_begins_no_cohort_for_a_small_gain() -> None:
+    # A token takes 5 steps: one host sequence adds a fiftieth to ten decodes, and two a twenty-fifth.
+    careful = HybridByPrediction(512, least_gain=0.03)
+    assert careful.decide(hosting(DECODES, 1)) == PLAN
+    assert careful.decide(hosting(DECODES, 2)) == replace(PLAN, strategy="overlap", host_decodes=(2, 0))
+    # What has begun goes on.
+    last = hosting(DECODES, 1, Cohort(layers=3, sequences=1, context_tokens=100))
+    assert careful.decide(last) == replace(PLAN, strategy="overlap", host_decodes=(0, 0))
+
+
 def test_hybrid_leaves_a_hopeless_cpu_alone() -> None:
     # one layer of one sequence takes 8.1 s of the CPU, a step 8 s
     hopeless = replace(hosting(DECODES, 100), predictor=replace(PREDICTOR, host_key=0.081))
@@ -284,6 +307,7 @@ def test_what_is_predicted_of_decodes_alone_stays_within_the_closed_form_bounds(
     [
         (lambda: AsynchronousOverlap(512, cohorts=0), "cohorts must be at least 1, not 0"),
         (lambda: ApexAlgorithm1(512, minimum_ratio=-1.0), "minimum_ratio must be at least 0, not -1.0"),
+        (lambda: HybridByPrediction(512, least_gain=-0.1), "least_gain must be at least 0, not -0.1"),
     ],
 )
 def test_parameters_out_of_range(make: object, says: str) -> None:

@@ -1,0 +1,30 @@
+"""APEX's evaluation (section 5), simulated: overlap beside NEO's asymmetric pipelining and the device alone.
+
+Read settings.py (platforms, workloads, systems, one simulation), throughput.py (figures 5 and 7), ours.py (figure 6,
+and the list on which our policy has to be as good as any), decoding.py (figure 1b, and the bounds of what the CPU can
+add) and processor.py (what the paper's order hangs on). The policies are scheduler/hybrid.py, their execution
+simulator/host_attention.py.
+"""
+
+from nanoserve.papers.apex.decoding import bounds, processor_speed
+from nanoserve.papers.apex.ours import fixed_list, latency
+from nanoserve.papers.apex.processor import processors
+from nanoserve.papers.apex.throughput import output_lengths, throughput_figure
+from nanoserve.papers.framework import Paper, PaperFigure
+
+PAPER = Paper(
+    title="APEX: parallel CPU-GPU execution for LLM inference on constrained GPUs",
+    setting=(
+        "reduced: backlogs of 40 to 240 requests, four mean outputs",
+        "full: backlogs of 80 to 480 requests, seven mean outputs",
+    ),
+    figures=(
+        PaperFigure(number="1b", title="attention on device and CPU", make=processor_speed),
+        PaperFigure(number="bounds", title="decodes alone, beside the closed forms", make=bounds),
+        PaperFigure(number="5", title="throughput", make=throughput_figure),
+        PaperFigure(number="7", title="throughput by output length", make=output_lengths),
+        PaperFigure(number="list", title="our policy beside all others", make=fixed_list),
+        PaperFigure(number="6", title="latency per token", make=latency),
+        PaperFigure(number="cpu", title="how fast the CPUs attend", make=processors),
+    ),
+)

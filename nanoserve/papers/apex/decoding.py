@@ -1,0 +1,286 @@
+"""APEX, sections 2.4, 3.2 and 3.3, without prompts: how fast CPUs attend, and what that can gain at most.
+
+One step after another is run on the simulator's device and CPU (simulator/host_attention.py), for the number of host
+sequences that the policy itself decides on, and held against the closed forms of nanoserve/costs/closed_forms.py.
+"""
+
+import msgspec
+
+from nanoserve.benchmarks.tables import Column
+from nanoserve.costs import StepCosts, StepWork
+from nanoserve.costs.closed_forms import overlap_gain_bound, pipelining_break_even, pipelining_speedup_bound
+from nanoserve.costs.predictor import CostPredictor
+from nanoserve.papers.apex.settings import A10, T4, Platform
+from nanoserve.papers.charts import Chart, Curve, Panel
+from nanoserve.papers.claims import Claim, Spread
+from nanoserve.papers.framework import Finding, Run, Scale
+from nanoserve.scheduler.hybrid import AsymmetricPipelining
+from nanoserve.scheduler.load import Load
+from nanoserve.scheduler.plan import Answer
+from nanoserve.simulator.host_attention import HostAttention, HostRow, Processor, SubBatch
+
+_CYCLES = 3
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+_CONTEXT_OF_FIGURE_1B = 1024
+_PAPERS_RATIO = 3031 / 170
+"""Figure 1b, batch 4: microseconds of two EPYC 7251 and of a V100."""
+
+
+class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
+    """Nothing but decodes, all of one length; a Job.
+
+    Attributes:
+        decodes: on the device, B.
+        host_sequences: C.
+        context: keys of each.
+    """
+
+    platform: Platform
+    decodes: int
+    host_sequences: int
+    context: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.platform.name}, {self.decodes} + {self.host_sequences} decodes of {self.context}"
+
+    def run(self) -> "DecodeOutcome":
+        """Alone, pipelined and overlapped."""
+        costs = self.platform.costs()
+        alone = self.decodes / costs.stage_seconds(self._device(costs), 0)
+        overlapped, steps = self._overlapped(costs)
+        predictor = CostPredictor(costs)
+        linear = predictor.linear_seconds(self.decodes)
+        attention = predictor.attention_seconds(self.decodes * self.context)
+        host = predictor.host_attention_seconds(self.host_sequences, self.host_sequences * self.context)
+        ratio = self.host_sequences / host * attention / self.decodes
+        return DecodeOutcome(
+            pipelined=self._pipelined(costs) / alone,
+            pipelined_bound=pipelining_speedup_bound(
+                linear, attention, speed_ratio=ratio, decodes=self.decodes, host_sequences=self.host_sequences
+            ),
+            overlapped=overlapped / alone,
+            overlapped_bound=1
+            + overlap_gain_bound(
+                linear,
+                attention,
+                speed_ratio=ratio,
+                decodes=self.decodes,
+                host_sequences=self.host_sequences,
+                layers=costs.num_layers,
+            ),
+            steps_per_token=steps,
+            layers=costs.num_layers,
+            speed_ratio=1 / ratio,
+            break_even=pipelining_break_even(linear, attention),
+        )
+
+    def _device(self, costs: StepCosts) -> StepWork:
+        return costs.work([self.context] * self.decodes)
+
+    def _host(self, first: int, count: int) -> dict[int, HostRow]:
+        return {number: HostRow(self.context, Answer(number)) for number in range(first, first + count)}
+
+    def _pipelined(self, costs: StepCosts) -> float:
+        """Tokens per second of a step as NEO decides it: asymmetric, or the device alone."""
+        decision = AsymmetricPipelining(self.decodes).decide(self._load(CostPredictor(costs)))
+        device = self._device(costs)
+        if decision.strategy == "device":
+            return self.decodes / costs.stage_seconds(device, 0)
+        first, second = decision.host_decodes
+        passage = HostAttention(costs, Processor()).asymmetric(
+            SubBatch(device, list(self._host(0, first).values())),
+            SubBatch(costs.work(), list(self._host(first, second).values())),
+            0.0,
+        )
+        return (self.decodes + first + second) / (passage.end - passage.start)
+
+    def _overlapped(self, costs: StepCosts) -> tuple[float, float]:
+        """Tokens per second, and the steps that a host token takes, over some cohorts one after the other."""
+        attention, device = HostAttention(costs, Processor()), self._device(costs)
+        now, steps, tokens = 0.0, 0, 0
+        while tokens < _CYCLES * self.host_sequences:
+            beginning = {} if attention.under_way else self._host(0, self.host_sequences)
+            passage, answers = attention.overlap(steps, device, beginning, now)
+            now, steps, tokens = passage.end, steps + 1, tokens + len(answers)
+        return (steps * self.decodes + tokens) / now, steps / _CYCLES
+
+    def _load(self, predictor: CostPredictor) -> Load:
+        """As a policy sees it: a full device, and host sequences that are ready."""
+        return Load(
+            previous=None,
+            waiting_tokens=0,
+            first_waiting_tokens=0,
+            running_decodes=self.decodes,
+            ready_decodes=self.decodes,
+            ready_prefills=0,
+            context_tokens=self.decodes * self.context,
+            free_blocks=0,
+            total_blocks=1,
+            block_size=1,
+            free_slots=0,
+            host_decodes=self.host_sequences,
+            ready_host=self.host_sequences,
+            host_context_tokens=self.host_sequences * self.context,
+            host_blocks=1,
+            predictor=predictor,
+        )
+
+
+class DecodeOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Throughput over that of the device alone, the most that closed forms allow, and what these are made of.
+
+    Attributes:
+        steps_per_token: of a host sequence under overlap.
+        speed_ratio, break_even: both sides of inequality (6).
+    """
+
+    pipelined: float
+    pipelined_bound: float
+    overlapped: float
+    overlapped_bound: float
+    steps_per_token: float
+    layers: int
+    speed_ratio: float
+    break_even: float
+
+
+def _cases() -> list[DecodeCase]:
+    """The device full (a quarter, a half, all of it), and up to sixteen times as many host sequences."""
+    cases = []
+    for platform, contexts in ((A10, (500, 1000, 2000)), (T4, (250, 500))):
+        blocks = platform.costs().memory.kv_blocks(1)
+        for context in contexts:
+            for host in (1, 4, 16):
+                decodes = blocks // context
+                cases.append(
+                    DecodeCase(platform=platform, decodes=decodes, host_sequences=host * decodes, context=context)
+                )
+    return cases
+
+
+def bounds(scale: Scale, run: Run) -> Finding:
+    """Decodes alone: what asymmetric pipelining and overlap gain, beside their closed forms."""
+    cases = _cases()
+    found = run(cases)
+    outcomes: dict[DecodeCase, DecodeOutcome] = {case: found[case] for case in cases}
+    rows = [
+        {
+            "platform": case.platform.name,
+            "decodes": case.decodes,
+            "context": case.context,
+            "host": case.host_sequences,
+            **msgspec.to_builtins(one),
+        }
+        for case, one in outcomes.items()
+    ]
+    return Finding(_bound_claims(list(outcomes.values())), None, rows, _COLUMNS)
+
+
+_COLUMNS = (
+    Column("platform", "platform"),
+    Column("B", "decodes", ",d"),
+    Column("context", "context", ",d"),
+    Column("C", "host", ",d"),
+    Column("asymmetric", "pipelined", ".3f"),
+    Column("bound", "pipelined_bound", ".3f"),
+    Column("overlap", "overlapped", ".3f"),
+    Column("bound", "overlapped_bound", ".3f"),
+    Column("steps a token", "steps_per_token", ".0f"),
+    Column("NG / NC", "speed_ratio", ".1f"),
+    Column("pays below", "break_even", ".1f"),
+)
+
+
+def _bound_claims(outcomes: list[DecodeOutcome]) -> list[Claim]:
+    def most(says: str, shares: list[float], assumption: str) -> Claim:
+        return Claim(
+            figure="3.2, 3.3",
+            says=says,
+            paper="at most 1",
+            ours=Spread.of([max(shares)]),
+            form="{:.3f}",
+            at_most=1.0,
+            assumption=assumption,
+        )
+
+    return [
+        most(
+            "decodes alone: throughput of asymmetric pipelining over its bound, the highest",
+            [one.pipelined / max(1.0, one.pipelined_bound) for one in outcomes],
+            "the bound leaves out the head, which both sub-batches compute",
+        ),
+        most(
+            "decodes alone: gain of overlap over its bound, the highest",
+            [(one.overlapped - 1) / (one.overlapped_bound - 1) for one in outcomes],
+            "the bound leaves out the rows that host sequences add to the linear layers",
+        ),
+        Claim(
+            figure="3.3",
+            says="steps for a token of a host sequence, less the layers",
+            paper="1",
+            ours=Spread.of(one.steps_per_token - one.layers for one in outcomes),
+            form="{:.0f}",
+            at_least=1,
+            at_most=1,
+            assumption="layer 0's queries of the next token cannot ride in the step that samples this one",
+        ),
+        Claim(
+            figure="3.2",
+            says="inequality 6 without prompts: NG / NC over its right side",
+            paper="above 1: rarely satisfied",
+            ours=Spread.of(one.speed_ratio / one.break_even for one in outcomes),
+            at_least=1.0,
+            assumption="CPUs at 60 % of their data sheets; the paper's figure 1b is at 4 %: see figure 1b",
+        ),
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------- figure 1b
+
+
+def processor_speed(scale: Scale, run: Run) -> Finding:
+    """Figure 1b: decode attention of one layer on the device and on the CPU, by batch size."""
+    claims, panels, rows = [], [], []
+    for platform in (A10, T4):
+        predictor = CostPredictor(platform.costs())
+        times = [
+            (
+                predictor.attention_seconds(batch * _CONTEXT_OF_FIGURE_1B),
+                predictor.host_attention_seconds(batch, batch * _CONTEXT_OF_FIGURE_1B),
+            )
+            for batch in _BATCHES
+        ]
+        rows += [
+            {"platform": platform.name, "batch": batch, "device_us": 1e6 * device, "cpu_us": 1e6 * cpu}
+            for batch, (device, cpu) in zip(_BATCHES, times, strict=True)
+        ]
+        device, cpu = times[_BATCHES.index(4)]
+        claims.append(
+            Claim(
+                figure="1b",
+                says=f"attention at batch 4 and 1024 keys, CPU over device, {platform.name} (paper: V100, EPYC)",
+                paper=f"{_PAPERS_RATIO:.1f}x",
+                ours=Spread.of([cpu / device]),
+                form="{:.1f}x",
+                at_least=10.0,
+                assumption="60 % of the data sheet; the paper's 34 MB in 3.0 ms are 4 % of two EPYC 7251's 307 GB/s",
+            )
+        )
+        batches = tuple(float(batch) for batch in _BATCHES)
+        curves = tuple(
+            Curve(label=label, xs=batches, ys=tuple(1e6 * pair[place] for pair in times))
+            for place, label in enumerate(("device", "CPU"))
+        )
+        panels.append(
+            Panel(
+                title=f"{platform.name}, {platform.model}",
+                x="batch size",
+                y="attention of one layer, us",
+                curves=curves,
+                log_x=True,
+                log_y=True,
+            )
+        )
+    chart = Chart(title="APEX, figure 1b: attention over 1024 keys on our platforms", panels=tuple(panels), columns=2)
+    return Finding(claims, chart, rows)
