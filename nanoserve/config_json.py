@@ -292,6 +292,15 @@ def _sliding_windows(fields: _Fields, family: str, num_layers: int) -> tuple[int
 
 
 def _moe(fields: _Fields, family: str, num_layers: int) -> MoeConfig | None:
+    moe = _experts(fields, family, num_layers)
+    if moe is not None and moe.experts_per_token > moe.num_experts:
+        raise ModelError(
+            f"{fields.source}: num_experts_per_tok is {moe.experts_per_token}, more than the {moe.num_experts} experts"
+        )
+    return moe
+
+
+def _experts(fields: _Fields, family: str, num_layers: int) -> MoeConfig | None:
     if family == "mixtral":
         return MoeConfig(
             num_experts=fields.positive("num_local_experts", 8),

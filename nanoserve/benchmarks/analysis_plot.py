@@ -49,7 +49,7 @@ def _draw_roofline(axes: "Axes", analysis: Analysis, phases: Mapping[str, Sequen
     intensities = [row.intensity for rows in found.values() for row in rows if row.intensity]
     ends = (
         min(*intensities, device.intensity) / 3,
-        max(*intensities, device.intensity) * 30,
+        max(*intensities, device.intensity) * 60,
     )  # room for names at the right
     knees = (ends[0], device.intensity, ends[1])
     axes.plot(knees, [min(device.flops, knee * device.memory_bandwidth) for knee in knees], color="black")
@@ -60,13 +60,15 @@ def _draw_roofline(axes: "Axes", analysis: Analysis, phases: Mapping[str, Sequen
         textcoords="offset points",
         ha="center",
     )
+    points_of = {phase: [_point(row) for row in rows] for phase, rows in found.items()}
+    everything = [point for points in points_of.values() for point in points]
     for (phase, rows), (marker, lower) in zip(found.items(), _STYLES, strict=True):
-        points = [(row.intensity or 0.0, row.flops / row.seconds) for row in rows]
+        points = points_of[phase]
         (line,) = axes.plot(*zip(*points, strict=True), marker, label=phase, alpha=0.8)
         for names, point in _grouped([row.operator for row in rows], points):
             axes.annotate(
                 ", ".join(names),
-                point,
+                _right_end(point, everything),
                 xytext=(8, lower),
                 textcoords="offset points",
                 va="center",
@@ -78,12 +80,25 @@ def _draw_roofline(axes: "Axes", analysis: Analysis, phases: Mapping[str, Sequen
     axes.legend(loc="lower right")
 
 
+def _point(row: OperatorRow) -> Point:
+    return row.intensity or 0.0, row.flops / row.seconds
+
+
+def _right_end(point: Point, points: Sequence[Point]) -> Point:
+    """The rightmost of the points beside this one, whichever phase they are of: names behind it hide none of them."""
+    return max(other for other in points if all(map(_is_near, other, point)))
+
+
+def _is_near(mine: float, theirs: float) -> bool:
+    return 1 / _NEARBY < mine / theirs < _NEARBY
+
+
 def _grouped(names: Sequence[str], points: Sequence[Point]) -> list[tuple[list[str], Point]]:
     """Names of points that lie near each other, with the place of the first."""
     groups: list[tuple[list[str], Point]] = []
     for name, point in zip(names, points, strict=True):
         for members, place in groups:
-            if all(1 / _NEARBY < mine / theirs < _NEARBY for mine, theirs in zip(point, place, strict=True)):
+            if all(map(_is_near, point, place)):
                 members.append(name)
                 break
         else:

@@ -4,12 +4,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 _WIDTH_OF_A_FILE = 200
 _NOTHING = "-"
+_FRAME = 3
+"""Of a column: a line, and a space on either side; one more line ends the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +32,69 @@ class Column:
         return _NOTHING if value is None else format(value, self.format)
 
 
-def print_table(title: str, columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> None:
-    """To stdout; into a pipe or a file as wide as it needs to be."""
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """A column with its texts and its width: at least its longest word, for a cut number is none, and at best."""
+
+    column: Column
+    texts: Sequence[str]
+    least: int
+    best: int
+
+    @classmethod
+    def of(cls, column: Column, texts: Sequence[str], *, is_key: bool) -> "_Filled":
+        best = max(map(cell_len, (column.heading, *texts)))
+        words = [word for text in (column.heading, *texts) for word in text.split()]
+        return cls(column, texts, best if is_key else max(map(cell_len, words), default=1), best)
+
+
+def print_table(title: str, columns: Sequence[Column], rows: Iterable[Mapping[str, Any]], *, keys: int = 1) -> None:
+    """To stdout; what is too wide for the terminal, or for a file's 200 characters, goes on in further tables.
+
+    Args:
+        title: above the first table.
+        columns: from left to right.
+        rows: from top to bottom.
+        keys: so many columns from the left say which row it is: each further table begins with them, too.
+    """
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH_OF_A_FILE)
-    # A Text is shown as it is: a model's name may hold what rich would take for markup.
-    table = Table(title=Text(title, style="bold"), title_justify="left")
-    for place, column in enumerate(columns):
-        table.add_column(column.heading, justify="left" if place == 0 else column.justify, no_wrap=place == 0)
-    for row in rows:
-        table.add_row(*(column.text(row) for column in columns))
-    console.print(table)
+    kept = list(rows)
+    filled = [
+        _Filled.of(column, [column.text(row) for row in kept], is_key=place == 0)
+        for place, column in enumerate(columns)
+    ]
+    for place, part in enumerate(_parts(filled, keys, console.width)):
+        # A Text is shown as it is: a model's name may hold what rich would take for markup.
+        table = Table(title=None if place else Text(title, style="bold"), title_justify="left")
+        for one, width in zip(part, _widths(part, console.width), strict=True):
+            side = "left" if one is filled[0] else one.column.justify
+            table.add_column(one.column.heading, justify=side, no_wrap=one is filled[0], width=width)
+        for texts in zip(*(one.texts for one in part), strict=True):
+            table.add_row(*texts)
+        console.print(table)
+
+
+def _parts(filled: Sequence[_Filled], keys: int, width: int) -> list[list[_Filled]]:
+    """The columns of each table, the keys first."""
+    first, parts = list(filled[:keys]), [list(filled[:keys])]
+    for one in filled[keys:]:
+        if len(parts[-1]) > len(first) and _least_width([*parts[-1], one]) > width:
+            parts.append(list(first))
+        parts[-1].append(one)
+    return parts
+
+
+def _least_width(part: Sequence[_Filled]) -> int:
+    return 1 + sum(one.least + _FRAME for one in part)
+
+
+def _widths(part: Sequence[_Filled], width: int) -> list[int]:
+    """Of each column: the least, and a character in turn for those that want more, as long as there is room."""
+    widths, room = [one.least for one in part], width - _least_width(part)
+    while room > 0 and (narrow := [place for place, one in enumerate(part) if widths[place] < one.best]):
+        for place in narrow[:room]:
+            widths[place] += 1
+        room -= len(narrow)
+    return widths

@@ -171,7 +171,9 @@ def _length_columns(path: Path, header: Sequence[str]) -> Sequence[str]:
 def _time_column(path: Path, header: Sequence[str]) -> Sequence[str]:
     found = [name for name in _TIME_COLUMNS if name in header]
     if not found:
-        raise UsageError(f"the trace {path} tells no arrival times: it has none of {', '.join(_TIME_COLUMNS)}")
+        raise UsageError(
+            f"the trace {path} tells no arrival times: it has none of {', '.join(_TIME_COLUMNS)}; give a rate"
+        )
     return found[:1]
 
 

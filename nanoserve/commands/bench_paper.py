@@ -1,5 +1,6 @@
 """``nanoserve bench paper``: a paper's figures and claims, simulated, beside the paper's own numbers."""
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,13 +11,12 @@ import typer
 
 from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, kept, print_head, work_option
 from nanoserve.commands.failures import EXIT_OK
-from nanoserve.commands.options import option
+from nanoserve.commands.options import option, switch
 from nanoserve.commands.terminal import is_terminal
 from nanoserve.errors import RuntimeFailure
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
-    from nanoserve.papers.charts import Chart
     from nanoserve.papers.framework import Finding, Paper, PaperFigure
     from nanoserve.papers.running import Progress
 
@@ -26,7 +26,9 @@ _WIDTH = 100
 def paper(
     name: Annotated[
         str,
-        typer.Argument(metavar="PAPER", help="gllm, apex, lecture (the accounting of one device), or adaptive (ours)."),
+        typer.Argument(
+            metavar="PAPER", help="gllm, seesaw, apex, lecture (the accounting of one device), or adaptive (ours)."
+        ),
     ],
     *,
     figure: Annotated[
@@ -34,7 +36,7 @@ def paper(
     ] = None,
     seeds: Annotated[int, work_option("--seeds", help="Runs of every simulation.", min=1, max=100)] = 3,
     full: Annotated[
-        bool, option("--full", panel=WORK_PANEL, help="Larger runs, in more settings.", envvar=None)
+        bool, switch("--full", panel=WORK_PANEL, help="Larger runs, in more settings.", envvar=None)
     ] = False,
     workers: Annotated[
         int | None, work_option("--workers", help="Processes; default: one for each core.", min=1, max=256)
@@ -65,12 +67,15 @@ def paper(
     from nanoserve.benchmarks.plots import check_plotting
     from nanoserve.benchmarks.report import Report
     from nanoserve.papers.catalog import load_paper
+    from nanoserve.papers.charts import draw
     from nanoserve.papers.framework import Scale
     from nanoserve.papers.running import Runner
 
     chosen = load_paper(name)
     figures = chosen.chosen(figure)
     check_plotting(plot)
+    if plot is not None:
+        _make_directory(plot)
     scale = Scale(seeds=tuple(range(seeds)), full=full)
     size = scale.pick(*chosen.setting)
     settings = {"paper": name, "figure": figure, "seeds": seeds, "full": full, "size": size}
@@ -85,7 +90,7 @@ def paper(
             found = findings[one.number] = one.make(scale, runner.run)
             _keep(report, one, found)
             if plot is not None and found.chart is not None:
-                _draw(found.chart, plot, f"{name}-{one.number}")
+                draw(found.chart, plot / f"{name}-{one.number}.png")
     return EXIT_OK
 
 
@@ -95,14 +100,14 @@ def _keep(report: "Report", figure: "PaperFigure", found: "Finding") -> None:
         report.add({"case": f"{claim.figure}: {claim.says}", **claim.row()})
 
 
-def _draw(chart: "Chart", directory: Path, name: str) -> None:
-    from nanoserve.papers.charts import draw
-
+def _make_directory(directory: Path) -> None:
+    """Before anything runs: figures take minutes."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RuntimeFailure(f"cannot make the directory {directory}: {error.strerror or error}") from error
-    draw(chart, directory / f"{name}.png")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise RuntimeFailure(f"cannot write into the directory {directory}: no permission")
 
 
 def _show(report: "Report", paper: "Paper", findings: "Mapping[str, Finding]") -> None:
@@ -125,7 +130,7 @@ def _show(report: "Report", paper: "Paper", findings: "Mapping[str, Finding]") -
         Column("holds", "holds"),
         Column("what it hangs on", "assumption", justify="left"),
     ]
-    print_table(paper.title, columns, report.rows)
+    print_table(paper.title, columns, report.rows, keys=2)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import msgspec
 from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, kept, work_option
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
-from nanoserve.commands.simulate_options import hardware_option
+from nanoserve.commands.simulate_options import MOST_AT_A_TIME, hardware_option
 from nanoserve.commands.terminal import remark
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from nanoserve.simulator.result import SimulationResult
 
 _PAIR_POLICY = "seesaw"
+_MOST_REQUESTS = 1_000_000
+"""Their lengths are all in memory, for the estimates."""
 
 
 def plan(
@@ -30,7 +32,7 @@ def plan(
     workload: Annotated[
         str, work_option("--workload", help="Lengths: IN+OUT tokens, or a name as in simulate.", metavar="NAME")
     ] = "sharegpt-gllm",
-    requests: Annotated[int, work_option("--requests", help="How many.", min=1)] = 500,
+    requests: Annotated[int, work_option("--requests", help="How many.", min=1, max=_MOST_REQUESTS)] = 500,
     rate: Annotated[
         float | None, work_option("--rate", help="Requests per second; default: all at once, for throughput.")
     ] = None,
@@ -40,10 +42,10 @@ def plan(
         work_option("--policies", help="For one layout; see nanoserve policies.", metavar="NAME,NAME,..."),
     ] = "sarathi,throttling",
     token_budget: Annotated[
-        int, option("--max-num-batched-tokens", panel=WORK_PANEL, help="Token budget of a step.", min=1, envvar=None)
+        int, work_option("--max-num-batched-tokens", help="Token budget of a step.", min=1, max=MOST_AT_A_TIME)
     ] = 2048,
     max_num_seqs: Annotated[
-        int, option("--max-num-seqs", panel=WORK_PANEL, help="Most sequences of a replica.", min=1, envvar=None)
+        int, work_option("--max-num-seqs", help="Most sequences of a replica.", min=1, max=MOST_AT_A_TIME)
     ] = 2048,
     top: Annotated[
         int,

@@ -11,16 +11,13 @@ from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.fleet_options import FleetOptions, show_spread
 from nanoserve.commands.options import option
 from nanoserve.commands.simulate_measured import MeasuredHardware
-from nanoserve.commands.simulate_options import HardwareOptions, WorkloadOptions
+from nanoserve.commands.simulate_options import MOST_AT_A_TIME, HardwareOptions, WorkloadOptions
 from nanoserve.commands.simulate_tiers import SimulatedHardware, TierOptions, tier_columns
 from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
     from nanoserve.scheduler.load import Policy
-
-_MOST = 2**30
-"""Of tokens in a step, and of sequences: more than there can be, and few enough to be counted with."""
 
 
 def simulate(
@@ -36,11 +33,19 @@ def simulate(
     token_budget: Annotated[
         int,
         option(
-            "--max-num-batched-tokens", panel=WORK_PANEL, help="Token budget of a step.", min=1, max=_MOST, envvar=None
+            "--max-num-batched-tokens",
+            panel=WORK_PANEL,
+            help="Token budget of a step.",
+            min=1,
+            max=MOST_AT_A_TIME,
+            envvar=None,
         ),
     ] = 2048,
     max_num_seqs: Annotated[
-        int, option("--max-num-seqs", panel=WORK_PANEL, help="Most sequences at a time.", min=1, max=_MOST, envvar=None)
+        int,
+        option(
+            "--max-num-seqs", panel=WORK_PANEL, help="Most sequences at a time.", min=1, max=MOST_AT_A_TIME, envvar=None
+        ),
     ] = 2048,
     work: WorkloadOptions,
     hardware: HardwareOptions,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.commands.simulate_options import HardwareOptions
+from nanoserve.commands.simulate_options import MOST_BLOCKS, HardwareOptions
 from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class MeasuredHardware:
             raise UsageError("--profile brings model and machine, and has one stage: leave the options for these out")
         times = MeasuredTimes(read_profile(path))
         blocks = hardware.num_blocks or times.memory.kv_blocks(hardware.block_size)
+        if blocks > MOST_BLOCKS:
+            raise UsageError(f"{blocks:,d} KV blocks fit, more than can be simulated: give --num-blocks")
         return cls(layouts=(times,), kv_blocks=(blocks,))
 
     @property

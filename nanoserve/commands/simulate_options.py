@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from nanoserve.simulator import Runtime, Workload
 
 HARDWARE_PANEL = "Hardware"
-_MOST_REQUESTS = 10_000_000
-_MOST_BLOCKS = 2**24
+MOST_AT_A_TIME = 2**30
+"""Of tokens in a step, and of sequences: more than there can be, and few enough to be counted with."""
+MOST_BLOCKS = 2**24
 """Each takes some 40 bytes here."""
+_MOST_REQUESTS = 10_000_000
 _LARGEST_BLOCK = 2**20
 
 
@@ -41,7 +43,7 @@ class HardwareOptions:
     num_blocks: Annotated[
         int | None,
         hardware_option(
-            "--num-blocks", "KV blocks; default: what fits beside the weights.", minimum=1, maximum=_MOST_BLOCKS
+            "--num-blocks", "KV blocks; default: what fits beside the weights.", minimum=1, maximum=MOST_BLOCKS
         ),
     ] = None
     metadata: Annotated[
@@ -73,6 +75,8 @@ class HardwareOptions:
             UsageError: if they do not fit.
         """
         fitting = costs.memory.kv_blocks(self.block_size)
+        if self.num_blocks is None and fitting > MOST_BLOCKS:
+            raise UsageError(f"{fitting:,d} KV blocks fit, more than can be simulated: give --num-blocks")
         if self.num_blocks is None:
             return fitting
         if self.num_blocks > fitting:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from nanoserve.commands.simulate_measured import MeasuredHardware
-from nanoserve.commands.simulate_options import HardwareOptions, hardware_option
+from nanoserve.commands.simulate_options import MOST_BLOCKS, HardwareOptions, hardware_option
 from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
@@ -115,11 +115,14 @@ class TierOptions:
 
     def _host_blocks(self, costs: "StepCosts", block_size: int) -> int:
         from nanoserve.costs.hardware import GIBI
+        from nanoserve.costs.tables import LARGEST
 
         if self.host_kv_memory is None:
             return 0
-        if not 0 < self.host_kv_memory < float("inf"):
-            raise UsageError(f"--host-kv-memory must be a number of GiB above 0, not {self.host_kv_memory}")
+        if not 0 < self.host_kv_memory <= LARGEST:
+            raise UsageError(
+                f"--host-kv-memory must be a number of GiB above 0, not {self.host_kv_memory}; the most is {LARGEST:g}"
+            )
         machine, wanted = costs.machine, self.host_kv_memory * GIBI
         if 0 < machine.host_memory_bytes < wanted:
             raise UsageError(
@@ -129,6 +132,11 @@ class TierOptions:
         blocks = costs.memory.host_kv_blocks(wanted, block_size)
         if not blocks:
             raise UsageError(f"--host-kv-memory {self.host_kv_memory:g} does not hold one block of {block_size} tokens")
+        if blocks > MOST_BLOCKS:
+            raise UsageError(
+                f"--host-kv-memory {self.host_kv_memory:g} holds more than {MOST_BLOCKS} blocks of {block_size} tokens:"
+                " give less, or a larger --block-size"
+            )
         return blocks
 
 

@@ -6,6 +6,11 @@ from itertools import chain, pairwise
 
 import msgspec
 
+_LARGEST = 2**50
+"""Of sizes, bytes perhaps: as floats they are still exact."""
+_LONGEST = 3e7
+"""Seconds."""
+
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times over one size (tokens, rows, bytes).
@@ -103,17 +108,19 @@ def check_sizes(name: str, sizes: Sequence[int]) -> None:
     Raises:
         ValueError: naming the field.
     """
+    if any(size > _LARGEST for size in sizes):
+        raise ValueError(f"{name} must be at most {_LARGEST}")
     if len(sizes) < 2 or any(size >= following for size, following in pairwise(chain((0,), sizes))):
         raise ValueError(f"{name} must be two or more whole numbers from 1, ascending, not {list(sizes)}")
 
 
 def check_seconds(name: str, seconds: Sequence[float], count: int) -> None:
-    """That there are so many, all above 0.
+    """That there are so many, all above 0 and none beyond a year or so.
 
     Raises:
         ValueError: naming the field.
     """
     if len(seconds) != count:
         raise ValueError(f"{name} must be {count} numbers, one for each size, not {len(seconds)}")
-    if bad := [value for value in seconds if not 0 < value < float("inf")]:
-        raise ValueError(f"{name} must be numbers above 0, not {bad[0]}")
+    if bad := [value for value in seconds if not 0 < value <= _LONGEST]:
+        raise ValueError(f"{name} must be numbers above 0, not {bad[0]}; the most is {_LONGEST:g}")

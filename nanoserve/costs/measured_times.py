@@ -40,7 +40,8 @@ class MeasuredTimes:
         for window, layers in self._layers.items():
             seconds += layers * self._decode_seconds(work, window)
             for start, length in work.chunks:
-                seconds += layers * (self._prompt_seconds(start + length, window) - self._prompt_seconds(start, window))
+                longer = self._prompt_seconds(start + length, window) - self._prompt_seconds(start, window)
+                seconds += layers * max(0.0, longer)  # medians of a busy machine may fall from one size to the next
         return seconds
 
     def send_seconds(self, work: StepWork, stage: int) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from nanoserve.config import ModelConfig
 from nanoserve.costs.tables import Entry, read_toml
 from nanoserve.errors import UsageError
-from nanoserve.files import read_json_object
+from nanoserve.files import read_json_object, unreadable_as_model_error
 
 SHIPPED = Path(__file__).with_name("models.toml")
 
@@ -31,10 +31,11 @@ def load_shape(spec: str) -> ModelConfig:
         ModelError: for a config.json that cannot be used.
     """
     path = Path(spec)
-    if spec.endswith(".json") and path.is_file():
-        return ModelConfig.from_hf(read_json_object(path), source=str(path))
-    if path.is_dir():
-        return ModelConfig.from_directory(path)
+    with unreadable_as_model_error():
+        if spec.endswith(".json") and path.is_file():
+            return ModelConfig.from_hf(read_json_object(path), source=str(path))
+        if path.is_dir():
+            return ModelConfig.from_directory(path)
     name = spec.removeprefix("dummy:").lower()
     shapes = published_shapes()
     if name not in shapes:

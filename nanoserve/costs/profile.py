@@ -17,9 +17,13 @@ from nanoserve.costs.curves import Curve, Grid
 from nanoserve.costs.efficiency import Efficiency
 from nanoserve.costs.hardware import Device, Link, Machine, Processor
 from nanoserve.costs.step_costs import StepCosts
-from nanoserve.errors import NanoserveError, UsageError
+from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 
 SCHEMA: Final = "nanoserve-profile/1"
+_MOST_TOKENS = 2**28
+"""Of a measured KV cache: each of its blocks takes some memory when it is simulated."""
+_MOST_LAYERS = 100_000
+_SETTINGS = ("model", "dtype", "operators", "layers", "threads", "rounds")
 
 
 class Reached(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,9 +45,17 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class KvMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The engine's KV cache, as large as it was when measured."""
+    """The engine's KV cache, as large as it was when measured.
+
+    Raises:
+        ValueError: if it is empty, or beyond all measure.
+    """
 
     kv_tokens: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.kv_tokens <= _MOST_TOKENS:
+            raise ValueError(f"kv_tokens must be 1 to {_MOST_TOKENS}, not {str(self.kv_tokens)[:20]}")
 
     def kv_blocks(self, block_size: int) -> int:
         """Blocks of so many tokens.
@@ -101,6 +113,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         engine: scheduling, and taking answers in, over rows.
         efficiency: the factors that the machine reaches; ``step_costs`` predicts with them.
         predictions: workloads that ran for real, beside what was predicted.
+
+    Raises:
+        ValueError: for a setting that is missing, bits that no number has, or a number of layers beyond all measure.
     """
 
     schema: Literal["nanoserve-profile/1"]
@@ -122,6 +137,13 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     engine: Curve
     efficiency: Efficiency = Efficiency()
     predictions: tuple[Prediction, ...] = ()
+
+    def __post_init__(self) -> None:
+        if missing := [name for name in _SETTINGS if name not in self.settings]:
+            raise ValueError(f"settings must have {', '.join(missing)}")
+        Precision(weight_bits=self.bits, kv_bits=self.bits, other_bits=self.bits)
+        if not 1 <= self.model.num_layers <= _MOST_LAYERS:
+            raise ValueError(f"num_layers must be 1 to {_MOST_LAYERS}, not {str(self.model.num_layers)[:20]}")
 
     @property
     def name(self) -> str:
@@ -182,9 +204,13 @@ def read_profile(path: Path) -> Profile:
         UsageError: if the file is none, naming the key that is wrong.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Profile)
+        if path.exists() and not path.is_file():  # a directory; or a pipe or device, reading which might never end
+            raise UsageError(f"{path} is not a regular file")
+        content = path.read_bytes()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    try:
+        return msgspec.json.decode(content, type=Profile)
     except (msgspec.MsgspecError, NanoserveError) as error:
         raise UsageError(f"{path} is not a profile ({SCHEMA}): {error}") from error
 
@@ -193,19 +219,23 @@ def check_writable(path: Path) -> None:
     """That a profile can be written there, before anything is measured.
 
     Raises:
-        UsageError: if not.
+        RuntimeFailure: if not.
     """
-    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UsageError(f"cannot write {path}: no such directory, or no permission")
+    try:
+        writable = not path.is_dir() and os.access(path if path.exists() else path.absolute().parent, os.W_OK)
+    except OSError as error:
+        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error
+    if not writable:
+        raise RuntimeFailure(f"cannot write {path}: a directory, in no directory, or no permission")
 
 
 def write_profile(profile: Profile, path: Path) -> None:
     """One JSON object.
 
     Raises:
-        UsageError: if the file cannot be written.
+        RuntimeFailure: if the file cannot be written.
     """
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(profile, order="deterministic"), indent=1) + b"\n")
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,6 +1,5 @@
 """Data files of the cost model: TOML tables whose entries name their source, read with errors that name the key."""
 
-import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,9 @@ from typing import Any
 from nanoserve.errors import UsageError
 
 Tables = Mapping[str, Mapping[str, Any]]
+_LONGEST_QUOTE = 40
+LARGEST = 1e12
+"""Of any figure, in its unit: far beyond all hardware, and small enough to be multiplied with."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -19,11 +21,17 @@ def read_toml(path: Path) -> dict[str, Any]:
         UsageError: if it cannot be read or is not TOML, naming it.
     """
     try:
+        if path.exists() and not path.is_file():  # a directory; or a pipe or device, reading which might never end
+            raise UsageError(f"{path} is not a regular file")
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
+    except UsageError:
+        raise
+    except ValueError as error:  # a path with a NUL in it
+        raise UsageError(f"cannot read {str(path)!r}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +76,9 @@ class Entry:
         """
         value = self.values.get(key, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is None or not is_number or not 0 < value < math.inf:
-            raise UsageError(f"{self.place}: {key} must be a number above 0, found {self._found(key)}")
+        if value is None or not is_number or not 0 < value <= LARGEST:
+            found = self._found(key)[:_LONGEST_QUOTE]
+            raise UsageError(f"{self.place}: {key} must be a number above 0, found {found}; the most is {LARGEST:g}")
         return float(value)
 
     def count(self, key: str) -> int:

@@ -5,7 +5,7 @@ from importlib import import_module
 from nanoserve.errors import UsageError
 from nanoserve.papers.framework import Paper
 
-_MODULES = {"gllm": "gllm", "lecture": "lecture", "adaptive": "adaptive", "apex": "apex"}
+_MODULES = {"gllm": "gllm", "seesaw": "seesaw", "apex": "apex", "lecture": "lecture", "adaptive": "adaptive"}
 """The name on the command line, and the module of this package whose PAPER it is."""
 
 

@@ -49,7 +49,7 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
         title: what it shows.
         x, y: what the axes are, with units.
         curves: what is drawn.
-        kind: "line", or "bar": groups beside one another.
+        kind: "line", or "bar": groups beside one another, or "stack": bars on top of one another, the first lowest.
         log_x, log_y: logarithmic axes.
         from_zero: the vertical axis begins at zero.
         marks: values on the vertical axis that a dotted line marks.
@@ -59,7 +59,7 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     x: str
     y: str
     curves: tuple[Curve, ...]
-    kind: Literal["line", "bar"] = "line"
+    kind: Literal["line", "bar", "stack"] = "line"
     log_x: bool = False
     log_y: bool = False
     from_zero: bool = True
@@ -106,6 +106,8 @@ def draw(chart: Chart, path: Path) -> None:
 def _draw_panel(axes: "Axes", panel: Panel) -> None:
     if panel.kind == "bar":
         _draw_bars(axes, panel.curves)
+    elif panel.kind == "stack":
+        _draw_stacks(axes, panel.curves)
     else:
         for curve in panel.curves:
             (line,) = axes.plot(curve.xs, curve.ys, curve.style, label=curve.label or None, markersize=4)
@@ -140,9 +142,24 @@ def _draw_bars(axes: "Axes", curves: Sequence[Curve]) -> None:
             high = [above - y for y, above in zip(curve.ys, curve.highs, strict=True)]
             spread = [low, high]
         axes.bar(places, curve.ys, width, yerr=spread, capsize=2, label=curve.label or None)
-    names = [str(group) for group in groups]
-    axes.set_xticks(range(len(groups)), names)
-    if sum(map(len, names)) > _MOST_CHARACTERS:
-        axes.tick_params(axis="x", labelrotation=20)
+    _name_groups(axes, groups)
     if any(curve.label for curve in curves):
         axes.set_ylim(top=_ROOM_FOR_LEGEND * max(max(curve.ys) for curve in curves))
+
+
+def _draw_stacks(axes: "Axes", curves: Sequence[Curve]) -> None:
+    """One bar at 0, 1, 2 ..., made of what the curves have there."""
+    groups = curves[0].xs
+    tops = [0.0] * len(groups)
+    for curve in curves:
+        axes.bar(range(len(groups)), curve.ys, _BAR_GROUP, bottom=tops, label=curve.label or None)
+        tops = [top + y for top, y in zip(tops, curve.ys, strict=True)]
+    _name_groups(axes, groups)
+    axes.set_ylim(top=_ROOM_FOR_LEGEND * max(tops))
+
+
+def _name_groups(axes: "Axes", groups: Sequence[float | str]) -> None:
+    names = [str(group) for group in groups]
+    axes.set_xticks(range(len(groups)), names)
+    if sum(len(name.partition("\n")[0]) for name in names) > _MOST_CHARACTERS:
+        axes.tick_params(axis="x", labelrotation=20)

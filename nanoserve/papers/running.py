@@ -1,7 +1,9 @@
 """Many independent simulations on all cores: deterministic, each job once, and Ctrl-C ends it all at once."""
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -74,13 +76,21 @@ class Runner:
     def _submit(self, job: Job) -> "Future[Any]":
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._workers, mp_context=context, initializer=_ignore_interrupts)
+            self._pool = ProcessPoolExecutor(self._workers, mp_context=context, initializer=_follow_parent)
         return self._pool.submit(_run, job)
 
 
-def _ignore_interrupts() -> None:
-    """Ctrl-C reaches every process of a terminal; only the first one answers it."""
+def _follow_parent() -> None:
+    """Ctrl-C reaches every process of a terminal, and only the first one answers it; no process outlives that one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a process of the pool has a parent"
+    parent.join()
+    os._exit(1)
 
 
 def _run(job: Job) -> Any:

@@ -226,8 +226,9 @@ class Draft:
             if victim.sequence_id <= sequence.sequence_id:
                 return False
             if victim.in_flight:
-                # Its blocks come back with its answer; until then this sequence sits out.
-                victim.preempt_when_answered = True
+                # Its blocks come back with its answer; until then this sequence sits out. One that may move to the host
+                # is not marked: answered, it is looked at again before it could enter another plan.
+                victim.preempt_when_answered = not self.decision.preempt_to_host
                 self._lifecycle.owe_blocks(sequence)
                 return False
             self._admits = False

@@ -12,9 +12,11 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from nanoserve.request import Place, Sequence, Status
+from nanoserve.scheduler.queues import AgeOrdered
 
 _RENEWED_EVERY = 16
-"""Steps; a forecast looks at all running sequences. In between, those that begin are added to it."""
+"""Steps; a forecast looks at all running sequences. In between, those that begin are added to it; if none is left,
+nothing is expected of those that are gone."""
 
 _REMEMBERED = 1000
 _GOLDEN_RATIO = 0.6180339887498949
@@ -115,21 +117,23 @@ class Forecaster:
             self._lengths.record(length)
 
     def add(self, begun: Iterable[Sequence]) -> None:
-        """These begin with the plan that was just made."""
+        """These begin with the plan that was just made; those on the host take no block of the device."""
         if self._wanted:
-            for sequence in begun:
-                self._growth += self._lengths.remaining(sequence)
+            on_device = (sequence for sequence in begun if sequence.place is Place.DEVICE)
+            self._growth += sum(map(self._lengths.remaining, on_device))
 
-    def look(self, step: int, running: Iterable[Sequence]) -> tuple[int, int]:
-        """The forecast for the plan of that number.
+    def look(self, step: int, running: AgeOrdered) -> tuple[int, int]:
+        """The forecast for the plan of that number, of the sequences that run on the device.
 
         Returns:
             ``Load.expected_growth`` in tokens, and ``Load.longest_remaining``.
         """
         if self._wanted and step % _RENEWED_EVERY == 0:
-            on_device = [sequence for sequence in running if sequence.place is Place.DEVICE]
+            on_device = list(running)
             decodes = (sequence for sequence in on_device if sequence.status is Status.DECODE)
             self._lengths.renew(sequence.output_length for sequence in on_device)
             self._growth = self._lengths.expected_growth(on_device)
             self._longest = max(map(self._lengths.remaining, decodes), default=0)
+        elif not running:
+            self._growth = self._longest = 0
         return self._growth, self._longest

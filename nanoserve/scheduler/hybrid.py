@@ -226,7 +226,7 @@ def _device_first(load: Load, token_budget: int) -> Decision:
     if load.predictor is None:
         return plan
     prompt = load.first_waiting_blocks
-    bay = prompt if load.running_decodes and prompt <= load.host_free_blocks else 0
+    bay = prompt if load.running_decodes and load.first_parked_blocks <= load.host_free_blocks else 0
     spare = max(0, load.free_blocks - load.expected_growth - bay)
     swap_in = min(load.fitting_host, spare // load.host_sequence_blocks) if load.running_decodes else load.fitting_host
     plan = replace(plan, swap_in=swap_in)
@@ -235,7 +235,8 @@ def _device_first(load: Load, token_budget: int) -> Decision:
     park = prompt + bay > room
     if park:
         room = max(0, left - load.running_decodes)
-        if prompt > min(room, load.host_free_blocks) and load.ready_prefills == 0:
+        fits = prompt <= room and load.first_parked_blocks <= load.host_free_blocks
+        if not fits and load.ready_prefills == 0:
             leave = _leaving(load, prompt - room)
             return replace(plan, prefill_tokens=0, decodes=min(decodes, load.ready_decodes - leave), swap_out=leave)
     most = (room + load.ready_prefills) * load.block_size  # a prompt that has begun may have room in its last block
@@ -247,7 +248,7 @@ def _leaving(load: Load, blocks: int) -> int:
     """How many decodes, all but one at most, hold so many blocks; 0 if the host cannot hold the prompt, or while
     others are on their way already.
     """
-    if load.moving or load.first_waiting_blocks > load.host_free_blocks:
+    if load.moving or load.first_parked_blocks > load.host_free_blocks:
         return 0
     held = max(1, load.context_tokens // (load.block_size * max(1, load.running_decodes)))
     return max(0, min(-(-blocks // held), load.ready_decodes - 1))

@@ -186,6 +186,11 @@ class Load:
         return -(-self.first_waiting_tokens // self.block_size)
 
     @property
+    def first_parked_blocks(self) -> int:
+        """Host blocks that the next prompt takes when it is parked: it keeps room for its first token there too."""
+        return self.first_waiting_tokens // self.block_size + 1
+
+    @property
     def decode_share(self) -> int:
         """RD / P, rounded up: a step's equal share of the decodes (gLLM, equation 4); one at least, if it is ready."""
         return min(max(1, -(-self.running_decodes // self.pipeline_depth)), self.ready_decodes)

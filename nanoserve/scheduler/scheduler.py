@@ -273,7 +273,8 @@ class Scheduler:
         on_host, host_pool = self._lifecycle.on_host, self.host_pool
         ready_host = [sequence for sequence in on_host if not sequence.in_flight]
         free_slots = self._lifecycle.free_slots
-        next_prefill = prefills[0] if prefills else self.waiting.oldest if free_slots > 0 else None
+        may_begin = free_slots > 0 and not self._lifecycle.owes_blocks
+        next_prefill = prefills[0] if prefills else self.waiting.oldest if may_begin else None
         load = Load(
             previous=self._previous,
             waiting_tokens=self.waiting.tokens + partial_tokens,

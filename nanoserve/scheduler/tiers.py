@@ -18,7 +18,8 @@ class Tiers:
         lifecycle: the sequences, and their blocks on both tiers.
 
     Attributes:
-        blocks_leaving_device, blocks_leaving_host: what swaps under way will give back there, but for shared ones.
+        blocks_leaving_device, blocks_leaving_host: what swaps under way will give back there at most; of device blocks,
+            those that others share stay.
     """
 
     def __init__(self, lifecycle: Lifecycle) -> None:

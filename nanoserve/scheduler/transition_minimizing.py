@@ -56,14 +56,17 @@ class TransitionMinimizing:
 
     def _prefill(self, load: Load) -> Decision:
         # A prompt that even an empty pool could not hold stays on the device and is decoded there.
-        park = load.first_waiting_blocks <= load.host_blocks
+        park = load.first_parked_blocks <= load.host_blocks
         room = self._pool_room(load) if park else load.free_blocks
-        next_fits = 0 < load.first_waiting_blocks <= room
+        needed = load.first_parked_blocks if park else load.first_waiting_blocks
+        next_fits = load.first_waiting_tokens > 0 and needed <= room
         nothing_to_do = not next_fits and load.ready_prefills == load.running_decodes == load.steps_in_flight == 0
         if nothing_to_do and load.host_decodes + load.moving > 0:
             return Decision(prefill_tokens=0, decodes=0, layout=_DECODE)
+        # Where no further prompt fits, the one that is partly computed is finished and no other begun.
+        unfinished = min(load.first_waiting_tokens, self.token_budget) if load.ready_prefills else 0
         return Decision(
-            prefill_tokens=self.token_budget if next_fits or load.ready_prefills else 0,
+            prefill_tokens=self.token_budget if next_fits else unfinished,
             decodes=load.decode_share,
             swap_out=load.ready_decodes,
             park=park,
@@ -133,13 +136,17 @@ def _device_room(load: Load) -> int:
 
 def _device_fits_pool(load: Load) -> bool:
     """Whether the pool holds what is on the device, and the next prompt."""
-    return load.total_blocks - load.free_blocks + load.first_waiting_blocks <= load.host_free_blocks
+    return load.total_blocks - load.free_blocks + load.first_parked_blocks <= load.host_free_blocks
 
 
 def _wasted_seconds(load: Load, predictor: Predictor) -> float:
-    """T(b) - T(B) b / B: what of a round of the decodes would have gone to others, had they been computed."""
+    """T(b) - T(B) b / B: what of a round of the decodes would have gone to others, had they been computed.
+
+    All B pass through the pool, those that decode now included, so it must hold them.
+    """
     tokens = max(1, load.context_tokens)
-    fuller = max(1.0, min(load.total_blocks * load.block_size, tokens + load.waiting_tokens) / tokens)
+    most = min(load.total_blocks, load.host_blocks) * load.block_size
+    fuller = max(1.0, min(most, tokens + load.waiting_tokens) / tokens)
     return _round_seconds(load, predictor, 1.0) - _round_seconds(load, predictor, fuller) / fuller
 
 

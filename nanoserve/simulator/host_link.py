@@ -11,7 +11,8 @@ class HostLink:
     """A full-duplex link: "out", from the devices to the host, and "in" do not hinder each other.
 
     Every device has such a link of its own, and all devices move their part of a transfer at once, so one clock for
-    each direction stands for all of them. Copies run beside computing and do not slow it down.
+    each direction stands for all of them; the host's memory is taken to keep up with them all. Copies run beside
+    computing and do not slow it down.
     """
 
     def __init__(self) -> None:

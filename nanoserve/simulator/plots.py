@@ -24,8 +24,8 @@ _STYLES = ("-", "--", ":")
 """Of the tiers, in their order."""
 _BAR_HEIGHT = 0.84
 _NUMBER_BOX = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
-_NUMBERED_SHARE = 0.035
-"""Of the window's time: a bar that is wider has room for its step's number."""
+_DIGIT_SHARE = 0.011
+"""Of the window's time: a bar that is as wide for each digit has room for its step's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _draw_stages(axes: "Axes", run: PlottedRun) -> None:
             left, right = ((moment - start) * per_second for moment in step.passages[stage])
             _draw_passage(axes, stage, left, right - left, step)
             middle = (left + right) / 2
-            if right - left > _NUMBERED_SHARE * span and left >= 0 and right <= span:
+            if right - left > _DIGIT_SHARE * len(str(step.step)) * span and left >= 0 and right <= span:
                 axes.annotate(
                     str(step.step),
                     (middle, stage),

@@ -83,7 +83,7 @@ def test_a_profile_is_measured_written_shown_and_simulated(run: Run, tiny: str, 
 
 def test_nothing_is_measured_if_the_file_cannot_be_written(run: Run, tmp_path: Path) -> None:
     code, out, err = run("profile", "--json", tmp_path / "none" / "profile.json")
-    assert (code, out) == (2, "")
+    assert (code, out) == (1, "")
     assert "cannot write" in err
     assert "measuring" not in err
 

@@ -14,7 +14,7 @@ from nanoserve.costs.efficiency import Efficiency
 from nanoserve.costs.measured_times import MeasuredTimes
 from nanoserve.costs.profile import Prediction, RunFigures, check_writable, read_profile, write_profile
 from nanoserve.costs.step_costs import StepCosts
-from nanoserve.errors import UsageError
+from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.scheduler.load import Predictor
 from nanoserve.simulator.pipeline import StepTimes
 from tests.costs.conftest import tiny_model
@@ -103,9 +103,10 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text("{")
     with pytest.raises(UsageError, match=r"text\.json is not a profile"):
         read_profile(tmp_path / "text.json")
-    with pytest.raises(UsageError, match="cannot write"):
-        check_writable(tmp_path / "none" / "profile.json")
-    with pytest.raises(UsageError, match="cannot write"):
+    for place in ("none/profile.json", ".", "x" * 300):
+        with pytest.raises(RuntimeFailure, match="cannot write"):
+            check_writable(tmp_path / place)
+    with pytest.raises(RuntimeFailure, match="cannot write"):
         write_profile(made_up_profile(), tmp_path / "none" / "profile.json")
 
 

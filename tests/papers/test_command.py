@@ -40,7 +40,7 @@ def test_the_lecture_is_written_as_table_and_json(paper: Run, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["magic"], "unknown paper 'magic'; choose one of gllm, lecture"),
+        (["magic"], "unknown paper 'magic'; choose one of gllm, seesaw, apex, lecture, adaptive"),
         (["gllm", "--figure", "99"], "has no figure '99' here; choose one of "),
         (["gllm", "--seeds", "0"], "Invalid value for '--seeds'"),
     ],

@@ -1,7 +1,10 @@
 """Jobs run once each, in as many processes as there are, with outcomes that do not depend on that."""
 
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +12,8 @@ from nanoserve.papers.cases import Case, System
 from nanoserve.papers.claims import Spread
 from nanoserve.papers.running import Runner
 from nanoserve.papers.tuning import over_seeds, ratio, spread, tuned, with_budget
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,17 @@ def test_what_happens_in_between_ends_the_processes() -> None:
 
     with pytest.raises(KeyboardInterrupt), Runner(2, interrupt) as runner:
         runner.run([Square(number) for number in range(50)])
+
+
+def test_no_process_outlives_a_program_that_is_killed() -> None:
+    command = [sys.executable, "-m", "tests.papers.endless"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        for _ in range(2):
+            assert program.stdout.readline() == "runs\n"
+        program.kill()
+        rest, _ = program.communicate(timeout=60)  # until the last of them has closed its end
+    assert rest == ""
 
 
 def test_every_case_is_tuned_over_the_same_list() -> None:

@@ -1,59 +1,20 @@
-"""Three traces worked out by hand: every plan, row by row. Read them beside scheduler.py.
+"""Four traces worked out by hand: every plan, row by row. Read them beside scheduler.py; golden.py has the spelling."""
 
-Blocks hold 2 tokens. The "model" answers token ``100 + position``, so a sequence reads 1 2 3 103 104 105.
-"""
-
-from nanoserve.engine import Engine
-from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.baselines import ChunkedPrefill
-from nanoserve.scheduler.load import Policy
-from nanoserve.scheduler.plan import StepPlan
-from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.token_throttling import TokenThrottling
-from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
-
-
-def _run(
-    policy: Policy, requests: list[tuple[tuple[int, ...], SamplingParams]], *, num_blocks: int, depth: int = 1
-) -> list[str]:
-    executor = MemoryCheckingExecutor(num_blocks, 2, depth=depth, model=lambda prefix, begin: 100 + len(prefix))
-    scheduler = Scheduler(policy, num_blocks=num_blocks, block_size=2, max_model_len=12, pipeline_depth=depth)
-    engine = Engine(scheduler, executor, vocab_size=200)
-    for name, (prompt, params) in zip("ABCDEF", requests, strict=False):
-        engine.add(Request(name, prompt, params, seed=0))
-    while engine.has_work:
-        engine.step()
-        scheduler.check_integrity()
-    return [line for plan in executor.plans for line in _spell_out(plan)]
-
-
-def _spell_out(plan: StepPlan) -> list[str]:
-    """One line per plan, then one per row: sequence, positions, ids, blocks added, and * if it is sampled."""
-    begin = "".join(f" begin {entry.sequence}" for entry in plan.begin)
-    copies = "".join(f" copy {copy.source}>{copy.target}" for copy in plan.copies)
-    end = "".join(f" end {sequence}" for sequence in plan.end)
-    lines = [f"step {plan.step}:{end}{begin}{copies}"]
-    for row in plan.rows:
-        ids = " ".join(map(str, row.tokens))
-        blocks = f" +{list(row.new_blocks)}" if row.new_blocks else ""
-        lines.append(f"  {row.sequence} at {row.start}: {ids}{blocks}{' *' if row.sample else ''}")
-    return lines
-
-
-def _greedy(max_tokens: int, n: int = 1) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, n=n)
+from tests.scheduler.golden import Prompt, play
 
 
 def test_six_requests_with_chunks_prefix_hits_reuse_and_a_fork() -> None:
     requests = [
-        ((1, 2, 3), _greedy(3)),  # A = sequence 0
-        ((1, 2, 9), _greedy(2)),  # B = 1, shares A's first block in the plan in which A writes it
-        ((5, 6, 7, 8, 9), _greedy(2)),  # C = 2, in two chunks
-        ((4, 4), _greedy(2, n=2)),  # D = 3 and its sibling 4, which copies the block its prompt ends in
-        ((1, 2, 3, 1), _greedy(1)),  # E = 5, finds A's first block in the cache after A is gone
-        ((6,), _greedy(1)),  # F = 6
+        Prompt((1, 2, 3), 3),  # A = sequence 0
+        Prompt((1, 2, 9), 2),  # B = 1, shares A's first block in the plan in which A writes it
+        Prompt((5, 6, 7, 8, 9), 2),  # C = 2, in two chunks
+        Prompt((4, 4), 2, n=2),  # D = 3 and its sibling 4, which copies the block its prompt ends in
+        Prompt((1, 2, 3, 1), 1),  # E = 5, finds A's first block in the cache after A is gone
+        Prompt((6,), 1),  # F = 6
     ]
-    assert _run(ChunkedPrefill(4), requests, num_blocks=8) == [
+    assert play(ChunkedPrefill(4), requests, num_blocks=8) == [
         "step 0: begin 0 begin 1",
         "  0 at 0: 1 2 3 +[0, 1] *",
         "  1 at 2: 9 +[0, 2] *",
@@ -79,8 +40,8 @@ def test_six_requests_with_chunks_prefix_hits_reuse_and_a_fork() -> None:
 
 
 def test_the_newest_is_preempted_and_recomputed() -> None:
-    requests = [((1, 2), _greedy(4)), ((3, 4), _greedy(3))]
-    assert _run(ChunkedPrefill(8), requests, num_blocks=3) == [
+    requests = [Prompt((1, 2), 4), Prompt((3, 4), 3)]
+    assert play(ChunkedPrefill(8), requests, num_blocks=3) == [
         "step 0: begin 0 begin 1",
         "  0 at 0: 1 2 +[0] *",
         "  1 at 0: 3 4 +[1] *",
@@ -99,8 +60,8 @@ def test_the_newest_is_preempted_and_recomputed() -> None:
 
 def test_token_throttling_shares_prompts_and_decodes_out_over_two_micro_batches() -> None:
     policy = TokenThrottling(iterations=2, max_prefill=8, min_prefill=2, threshold=0.25)
-    requests = [((1, 2, 3, 4), _greedy(3)), ((5, 6, 7, 8, 9, 9), _greedy(2)), ((3, 3, 3, 3), _greedy(2))]
-    assert _run(policy, requests, num_blocks=8, depth=2) == [
+    requests = [Prompt((1, 2, 3, 4), 3), Prompt((5, 6, 7, 8, 9, 9), 2), Prompt((3, 3, 3, 3), 2)]
+    assert play(policy, requests, num_blocks=8, depth=2) == [
         "step 0: begin 0 begin 1",  # WP 14, all blocks free: min(14 / 2, 8 * 1) = 7 prompt tokens
         "  0 at 0: 1 2 3 4 +[0, 1] *",
         "  1 at 0: 5 6 7 +[2, 3]",
@@ -124,8 +85,8 @@ def test_token_throttling_shares_prompts_and_decodes_out_over_two_micro_batches(
 
 def test_two_partly_computed_prompts_below_the_threshold_do_not_wait_for_each_other_for_ever() -> None:
     policy = TokenThrottling(iterations=1, max_prefill=4, min_prefill=2, threshold=0.5)
-    requests = [((1,) * 10, _greedy(1)), ((2,) * 8, _greedy(1))]
-    assert _run(policy, requests, num_blocks=8, depth=2) == [
+    requests = [Prompt((1,) * 10, 1), Prompt((2,) * 8, 1)]
+    assert play(policy, requests, num_blocks=8, depth=2) == [
         "step 0: begin 0",
         "  0 at 0: 1 1 1 1 +[0, 1]",
         "step 1: begin 1",  # 6 of 8 free

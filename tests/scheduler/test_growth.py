@@ -6,9 +6,10 @@ from typing import ClassVar
 import pytest
 
 from nanoserve.engine import Engine
-from nanoserve.request import Request, SamplingParams, Sequence
-from nanoserve.scheduler.growth import OutputLengths
+from nanoserve.request import Place, Request, SamplingParams, Sequence
+from nanoserve.scheduler.growth import Forecaster, OutputLengths
 from nanoserve.scheduler.load import Decision, Load
+from nanoserve.scheduler.queues import AgeOrdered
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 
@@ -80,6 +81,17 @@ def test_old_answers_are_forgotten() -> None:
     known = _known(*[500] * 10, *[7] * 1000)
     assert known.remaining(_sequence(0, prompt=5, produced=0)) == 7
     assert known.remaining(_sequence(0, prompt=5, produced=8)) == 8
+
+
+def test_only_who_begins_on_the_device_is_added_and_with_nobody_left_nothing_is_expected() -> None:
+    running, forecaster = AgeOrdered(), Forecaster(wanted=True)
+    here, there = _sequence(0, prompt=5, produced=0), _sequence(1, prompt=7, produced=0)
+    here.place, there.place = Place.DEVICE, Place.HOST
+    running.add(here)
+    forecaster.add([here, there])
+    assert forecaster.look(1, running) == (5, 0)
+    running.remove(here)
+    assert forecaster.look(2, running) == (0, 0)
 
 
 class _Deaf:

@@ -5,7 +5,7 @@ import pytest
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate
-from nanoserve.scheduler.baselines import ChunkedPrefill
+from nanoserve.scheduler.baselines import ChunkedPrefill, PrefillFirst
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
@@ -268,3 +268,19 @@ def test_a_new_prompt_is_admitted_when_it_leaves_each_decode_a_block_to_grow_int
     assert len([entry for plan in _plans(engine) for entry in plan.begin]) == begun
     _finish(engine)
     assert engine.scheduler.preemptions == 0
+
+
+def test_no_policy_is_told_of_a_prompt_that_may_not_begin_before_an_owed_decode() -> None:
+    """Prefill-first waits for no decode while a prompt fits: if that prompt were refused, nothing would move."""
+    scheduler = Scheduler(
+        PrefillFirst(64), num_blocks=5, block_size=2, max_model_len=10, prefix_caching=False, pipeline_depth=2
+    )
+    engine = Engine(scheduler, MemoryCheckingExecutor(5, 2, depth=2), vocab_size=50)
+    prompts = [("a", 1, 5), ("b", 3, 4), ("c", 4, 1)]
+    for number, (name, length, max_tokens) in enumerate(prompts):
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        engine.add(Request(name, (number,) * length, params, seed=0))
+        if number == 0:
+            engine.step()
+    _finish(engine)
+    assert scheduler.forced_steps == 0

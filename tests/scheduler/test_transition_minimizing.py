@@ -27,7 +27,7 @@ EMPTY = Load(
     host_blocks=400,
     host_free_blocks=400,
 )
-BACKLOG = replace(EMPTY, waiting_tokens=50_000, first_waiting_tokens=160)  # ten blocks each
+BACKLOG = replace(EMPTY, waiting_tokens=50_000, first_waiting_tokens=159)  # ten blocks each, the first answer included
 
 
 def pooled(load: Load, sequences: int, *, ready: int | None = None) -> Load:
@@ -58,11 +58,14 @@ def test_prompts_are_computed_and_parked_until_the_pool_is_full() -> None:
     assert SEESAW.decide(BACKLOG) == expected
     assert SEESAW.decide(pooled(BACKLOG, 39)) == expected  # far more than the 10 that the device holds
     assert SEESAW.decide(pooled(BACKLOG, 40)) == Decision(0, 0, layout=DECODE)
+    ten_blocks = replace(BACKLOG, first_waiting_tokens=160)  # and its first answer needs an eleventh
+    assert SEESAW.decide(pooled(ten_blocks, 38)) == expected
+    assert SEESAW.decide(pooled(ten_blocks, 39)) == Decision(0, 0, layout=DECODE)
 
 
 def test_prompts_that_have_begun_are_ended_before_the_turn() -> None:
     full = pooled(BACKLOG, 40)
-    assert SEESAW.decide(replace(full, ready_prefills=1)).prefill_tokens == 512
+    assert SEESAW.decide(replace(full, ready_prefills=1)).prefill_tokens == 159  # what is left of it
     in_flight = SEESAW.decide(replace(full, steps_in_flight=1))  # its answer may be the first half of a prompt
     assert (in_flight.prefill_tokens, in_flight.layout) == (0, PREFILL)
 

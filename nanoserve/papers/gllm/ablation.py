@@ -223,7 +223,7 @@ def _parameter_claims(sweeps: Sweeps, outcomes: Outcomes) -> list[Claim]:
             "slightly lower",
             None,
             0.99,
-            "needs memory to run out; see below",
+            "needs memory to run out, which UT prevents here",
         ),
     ]
     return [

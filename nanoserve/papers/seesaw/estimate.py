@@ -1,0 +1,220 @@
+"""How long a closed batch takes, event by event instead of step by step: what chooses the few that are simulated.
+
+Between two events (a prompt is computed, an answer ends) all steps are taken to be alike, the pipeline to be full and
+without bubbles, and memory to be shared without preemption. That is a hundred times faster than simulating, and says
+which configurations may be the best ones.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import islice
+
+import msgspec
+
+from nanoserve.benchmarks.workloads import RequestShape
+from nanoserve.costs import ParallelLayout, StepCosts, StepWork
+from nanoserve.papers.seesaw.settings import BLOCK_SIZE, RESHARDING, Choice, Setting
+from nanoserve.papers.tuning import TOKEN_BUDGETS
+
+
+class Shortlist(msgspec.Struct, frozen=True, kw_only=True):
+    """A Job: the configurations worth simulating, the most promising first; the same search for everybody.
+
+    Attributes:
+        setting: what is to be run.
+        candidates: of each kind, static and re-sharding.
+    """
+
+    setting: Setting
+    candidates: int
+
+    @property
+    def name(self) -> str:
+        return f"layouts for {self.setting.name}"
+
+    def run(self) -> "Candidates":
+        """Estimate every layout, and every pair of layouts of equal data parallelism, with every token budget."""
+        layouts = self.setting.layouts()
+        pairs = [
+            (first, second)
+            for first in layouts
+            for second in layouts
+            if first != second and first.data_parallel == second.data_parallel
+        ]
+        static = [Choice(prefill=layout) for layout in layouts]
+        changing = [Choice(prefill=first, decode=second, policy=RESHARDING) for first, second in pairs]
+        return Candidates(static=self._best(static), resharding=self._best(changing))
+
+    def _best(self, choices: Sequence[Choice]) -> tuple[Choice, ...]:
+        every = [one for choice in choices for one in with_budgets(choice)]
+        return tuple(islice(_few_budgets(ranked(self.setting, every)), self.candidates))
+
+
+class BestBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """A Job: a configuration with the token budget that suits it best; one of TOKEN_BUDGETS, as for everybody."""
+
+    setting: Setting
+    choice: Choice
+
+    @property
+    def name(self) -> str:
+        return f"budget of {self.choice.label} for {self.setting.name}"
+
+    def run(self) -> Choice:
+        """By estimate."""
+        return ranked(self.setting, with_budgets(self.choice))[0]
+
+
+def with_budgets(choice: Choice) -> list[Choice]:
+    """The configuration with every budget of the list."""
+    return [msgspec.structs.replace(choice, token_budget=budget) for budget in TOKEN_BUDGETS]
+
+
+class Candidates(msgspec.Struct, frozen=True, kw_only=True):
+    """What a Shortlist found; a setting on which nothing can be re-sharded has no pairs."""
+
+    static: tuple[Choice, ...]
+    resharding: tuple[Choice, ...]
+
+
+def ranked(setting: Setting, choices: Sequence[Choice]) -> list[Choice]:
+    """The fastest first."""
+    estimate = Estimate(setting)
+    return sorted(choices, key=estimate.seconds)
+
+
+def _few_budgets(choices: Sequence[Choice]) -> Iterator[Choice]:
+    """Each configuration with its best budget and half of that.
+
+    The estimate knows no preemption, and of two chunks the larger one fills memory sooner with prompts.
+    """
+    named: set[str] = set()
+    for choice in choices:
+        if choice.label not in named:
+            named.add(choice.label)
+            yield choice
+            if choice.token_budget > min(TOKEN_BUDGETS):
+                yield msgspec.structs.replace(choice, token_budget=choice.token_budget // 2)
+
+
+class Estimate:
+    """What the requests of a setting take, about; parts that configurations have in common are computed once."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting, self._shapes = setting, setting.shapes()
+        self._decoding: dict[ParallelLayout, list[float]] = {}
+
+    def seconds(self, choice: Choice) -> float:
+        """Until the slowest replica is done."""
+        costs = self._setting.costs(choice.prefill)
+        shares = [self._shapes[first :: choice.replicas] for first in range(choice.replicas)]
+        if choice.decode is None:
+            return max(_Batch(costs, share).chunked_seconds(choice.token_budget) for share in shares)
+        prompts = [_prefill_seconds(costs, share, choice.token_budget) for share in shares]
+        return max(map(sum, zip(prompts, self._decode_seconds(choice.decode), strict=True)))
+
+    def _decode_seconds(self, layout: ParallelLayout) -> list[float]:
+        """Of each replica: changing to this layout, and all answers."""
+        if layout not in self._decoding:
+            costs = self._setting.costs(layout)
+            reload = max(map(costs.reload_seconds, range(costs.num_stages)))
+            shares = [self._shapes[first :: layout.data_parallel] for first in range(layout.data_parallel)]
+            self._decoding[layout] = [reload + _Batch(costs, share).decode_seconds() for share in shares]
+        return self._decoding[layout]
+
+
+def _prefill_seconds(costs: StepCosts, shapes: Sequence[RequestShape], token_budget: int) -> float:
+    """All prompts and nothing else, in chunks of the whole budget, each from the middle of a prompt."""
+    tokens = sum(shape.input_tokens for shape in shapes)
+    start = max(0, (tokens // len(shapes) - token_budget) // 2)
+    return tokens / token_budget * _slowest(costs, costs.work([], [(start, token_budget)], sampled=1))
+
+
+def _slowest(costs: StepCosts, work: StepWork) -> float:
+    """Seconds between two micro-batches of a full pipeline: of the first stage, which has the embedding and layers left
+    over, or the last, which has the head.
+    """
+    return max(costs.stage_seconds(work, stage) for stage in {0, costs.num_stages - 1})
+
+
+class _Batch:
+    """A replica's requests on their way, oldest first.
+
+    An answer gains a token in every round, in which each micro-batch of the pipeline has its turn; so all that must be
+    kept of one is the round in which it ends.
+    """
+
+    def __init__(self, costs: StepCosts, shapes: Sequence[RequestShape]) -> None:
+        self._costs, self._stages = costs, costs.num_stages
+        self._waiting = list(reversed(shapes))
+        self._ends: list[tuple[float, int]] = []  # round, and tokens held on average
+        self._free = costs.memory.kv_blocks(BLOCK_SIZE) * BLOCK_SIZE
+        self._held = 0
+        self._round = 0.0
+
+    def decode_seconds(self) -> float:
+        """All answers, whose prompts lie in host memory."""
+        seconds = 0.0
+        while self._waiting or self._ends:
+            while self._waiting and self._admits(self._waiting[-1]):
+                self._begin(self._waiting.pop())
+            rounds = self._ends[0][0] - self._round
+            seconds += rounds * self._round_seconds()
+            self._advance(rounds)
+        return seconds
+
+    def chunked_seconds(self, token_budget: int) -> float:
+        """Prompts and answers in one step: all answers, and as much of a prompt as the budget leaves."""
+        seconds = tokens = 0.0
+        while self._waiting or self._ends:
+            if not tokens and self._waiting and self._admits(self._waiting[-1]):
+                tokens = float(self._waiting[-1].input_tokens)
+            chunk = token_budget - self._rows
+            if not tokens or chunk <= 0:
+                rounds = self._ends[0][0] - self._round
+                seconds += rounds * self._round_seconds()
+            else:
+                steps = tokens / chunk
+                if self._ends:
+                    steps = min(steps, (self._ends[0][0] - self._round) * self._stages)
+                seconds += steps * self._pace(self._rows, chunk, self._waiting[-1].input_tokens)
+                rounds = steps / self._stages
+                tokens -= steps * chunk
+                if tokens < 1:
+                    tokens = 0.0
+                    self._begin(self._waiting.pop())
+            self._advance(rounds)
+        return seconds
+
+    @property
+    def _rows(self) -> int:
+        """Answers of one micro-batch: b / PP in Appendix A."""
+        return math.ceil(len(self._ends) / self._stages)
+
+    @property
+    def _context(self) -> int:
+        """Keys of an answer, on average."""
+        return max(1, self._held // max(1, len(self._ends)))
+
+    def _admits(self, shape: RequestShape) -> bool:
+        return not self._ends or self._held + shape.input_tokens + shape.output_tokens // 2 <= self._free
+
+    def _begin(self, shape: RequestShape) -> None:
+        held = shape.input_tokens + shape.output_tokens // 2
+        self._held += held
+        heappush(self._ends, (self._round + shape.output_tokens, held))
+
+    def _advance(self, rounds: float) -> None:
+        self._round += rounds
+        while self._ends and self._ends[0][0] <= self._round + 1e-6:
+            self._held -= heappop(self._ends)[1]
+
+    def _round_seconds(self) -> float:
+        """Each micro-batch once; and if there are fewer than stages, the way of one of them through all stages."""
+        return self._stages * _slowest(self._costs, self._costs.work([self._context] * self._rows))
+
+    def _pace(self, rows: int, chunk: int, prompt: int) -> float:
+        """Seconds between two micro-batches of a full pipeline."""
+        start = max(0, (prompt - chunk) // 2)
+        return _slowest(self._costs, self._costs.work([self._context] * rows, [(start, chunk)], sampled=rows + 1))

@@ -1,0 +1,156 @@
+"""One configuration, simulated on one setting: a closed batch, static or with re-sharding."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import msgspec
+
+from nanoserve.costs import StepWork
+from nanoserve.costs.predictor import CostPredictor
+from nanoserve.papers.seesaw.settings import BLOCK_SIZE, Choice, Setting
+from nanoserve.scheduler.load import Policy
+from nanoserve.scheduler.plan import StepPlan, Swap
+from nanoserve.scheduler.registry import make_policy
+from nanoserve.scheduler.transition_minimizing import DecodePrioritizing, PrefillPrioritizing
+from nanoserve.simulator import OtherLayout, SimulationResult, Workload, burst, simulate
+from nanoserve.simulator.pipeline import Passage
+
+FREQUENT, RARE = "prefill-prioritizing", "decode-prioritizing"
+"""Re-sharding without tiered buffering, figure 2 (a) and (b); policies only to compare with."""
+_COMPARED: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
+    {FREQUENT: PrefillPrioritizing, RARE: DecodePrioritizing}
+)
+MOST_SEQUENCES = 4096
+"""On the devices at a time: no limit, for anybody."""
+
+
+class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of a run, by what a stage computed, on average over stages (figure 12).
+
+    Attributes:
+        prefill, decode, mixed: steps with prompts, with answers, and with both.
+        transition: re-sharding.
+        other: it had nothing to compute.
+    """
+
+    prefill: float
+    mixed: float
+    decode: float
+    transition: float
+    other: float
+
+    @property
+    def total(self) -> float:
+        return self.prefill + self.mixed + self.decode + self.transition + self.other
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a closed batch came to.
+
+    Attributes:
+        result: of the simulation.
+        breakdown: of its time; of its first replica.
+        phases: (begin, end, layout) of the times between transitions, of its first replica.
+        decodes: answers of a step without prompts, averaged over the time of these steps.
+    """
+
+    result: SimulationResult
+    breakdown: Breakdown
+    phases: tuple[tuple[float, float, int], ...]
+    decodes: float
+
+    @property
+    def seconds(self) -> float:
+        """Until the last answer ended."""
+        return self.result.seconds
+
+
+class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A Job: all requests of a setting at once, under one configuration."""
+
+    setting: Setting
+    choice: Choice
+
+    @property
+    def name(self) -> str:
+        return f"{self.choice.label} ({self.choice.token_budget}), {self.setting.name}"
+
+    def run(self) -> Outcome:
+        """Simulate it; with data parallelism, until the slowest replica is done."""
+        setting, choice = self.setting, self.choice
+        layouts = [setting.costs(layout) for layout in (choice.prefill, choice.decode) if layout is not None]
+        blocks = [costs.memory.kv_blocks(BLOCK_SIZE) for costs in layouts]
+        if choice.policy in _COMPARED:  # what stays on the devices must fit them in both layouts
+            blocks = [min(blocks)] * len(blocks)
+        pool = setting.host_bytes_per_device * choice.prefill.devices / choice.replicas
+        changes, clock = choice.decode is not None, PhaseClock()
+        result = simulate(
+            _policy(choice),
+            layouts[0],
+            Workload(burst(), setting.shapes()),
+            num_blocks=blocks[0],
+            block_size=BLOCK_SIZE,
+            max_num_seqs=MOST_SEQUENCES,
+            observers=(clock,),
+            replicas=choice.replicas,
+            host_blocks=layouts[0].memory.host_kv_blocks(pool, BLOCK_SIZE) if changes else 0,
+            other_layouts=[OtherLayout(*pair) for pair in list(zip(layouts, blocks, strict=True))[1:]],
+            predictors=[CostPredictor(costs, layouts) for costs in layouts] if changes else (),
+            tier_observers=(clock,),
+        )
+        return Outcome(
+            result=result,
+            breakdown=clock.breakdown(result.seconds),
+            phases=clock.phases(result.seconds),
+            decodes=clock.decodes,
+        )
+
+
+def _policy(choice: Choice) -> Policy:
+    if choice.policy in _COMPARED:
+        return _COMPARED[choice.policy](choice.token_budget)
+    return make_policy(choice.policy, choice.token_budget)
+
+
+class PhaseClock:
+    """A StepObserver and TierObserver: what the stages compute, by kind, and when the layout changes."""
+
+    def __init__(self) -> None:
+        self._seconds = {"prefill": 0.0, "mixed": 0.0, "decode": 0.0, "transition": 0.0}
+        self._phases: list[tuple[float, float, int]] = []
+        self._phase_begin = self._decode_rows = 0.0
+        self._layout = 0
+
+    def on_step(self, now: float, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
+        """A step enters the pipeline, and it is known when it will leave."""
+        kind = "decode" if not work.chunks else "mixed" if work.decodes else "prefill"
+        seconds = sum([passage.end - passage.start for passage in passages]) / len(passages)
+        self._seconds[kind] += seconds
+        if kind == "decode":
+            self._decode_rows += work.decodes * seconds
+
+    def on_transition(self, now: float, plan: StepPlan, passage: Passage) -> None:
+        """The layout changes."""
+        assert plan.transition is not None
+        self._seconds["transition"] += passage.end - passage.start
+        self._phases.append((self._phase_begin, passage.start, self._layout))
+        self._phase_begin, self._layout = passage.end, plan.transition
+
+    def on_swap(self, now: float, swap: Swap, tokens: int, passage: Passage) -> None:
+        """Swaps run beside the steps; where a step waits for one, that is other time."""
+
+    def on_host_attention(self, passage: Passage, seconds: float, rows: int) -> None:
+        """Nothing attends on the host here."""
+
+    @property
+    def decodes(self) -> float:
+        """Answers of a step without prompts, averaged over the time of these steps."""
+        return self._decode_rows / self._seconds["decode"] if self._seconds["decode"] else 0.0
+
+    def breakdown(self, end: float) -> Breakdown:
+        """Of the time until then."""
+        return Breakdown(**self._seconds, other=max(0.0, end - sum(self._seconds.values())))
+
+    def phases(self, end: float) -> tuple[tuple[float, float, int], ...]:
+        """(begin, end, layout) of each phase, the last one until then."""
+        return (*self._phases, (self._phase_begin, end, self._layout))
