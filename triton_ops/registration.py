@@ -52,6 +52,13 @@ class Operators:
 
         return defined
 
+    def implement(self, name: str, device: str, implementation: Callable[..., Any]) -> None:
+        """Give an operator that is defined the implementation of one kind of device ("CUDA"): what it runs from now on.
+
+        It takes the arguments of the plain one.
+        """
+        self._library.impl(name, implementation, device)
+
     @contextmanager
     def plain(self) -> Iterator[None]:
         """Within it the CPU runs the plain implementations, whatever has been built: to compare one with the other."""

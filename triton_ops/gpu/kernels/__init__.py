@@ -1,0 +1,1 @@
+"""Programs for the GPU. A module here imports nothing but Triton."""
