@@ -147,6 +147,26 @@ def test_host_sequences_come_back_before_new_prompts_take_the_room(policy: Polic
 
 
 @pytest.mark.parametrize("policy", ALL)
+def test_with_no_prompt_waiting_only_a_block_of_each_decode_is_kept_from_those_that_come_back(policy: Policy) -> None:
+    # seven blocks each and one to grow into; 34 free, 10 for the decodes, though 30 are expected to be theirs one day
+    load = replace(hosting(DECODES, 5), free_blocks=34, expected_growth=30)
+    assert policy.decide(load).swap_in == 3
+    assert policy.decide(replace(load, waiting_tokens=64, first_waiting_tokens=64)).swap_in == 0
+    assert [policy.decide(replace(load, free_blocks=free)).swap_in for free in (17, 18)] == [0, 1]
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_decodes_leave_for_the_rest_of_a_prompt_that_has_begun_too(policy: Policy) -> None:
+    # 13 blocks leave three beside one for each decode, and what is left of the prompt takes four
+    begun = replace(prefilling(DECODES), free_blocks=13, ready_prefills=1)
+    assert policy.decide(begun) == replace(PLAN, decodes=9, swap_out=1)
+    fits = policy.decide(replace(begun, free_blocks=14))
+    assert (fits.prefill_tokens, fits.swap_out) == (64, 0)
+    # it goes on beside a full host: its place there was taken when it began
+    assert policy.decide(replace(begun, free_blocks=14, host_free_blocks=0)).prefill_tokens == 64
+
+
+@pytest.mark.parametrize("policy", ALL)
 def test_without_a_host_or_a_predictor_it_is_chunked_prefill(policy: Policy) -> None:
     no_host = replace(prefilling(DECODES), host_blocks=0, host_free_blocks=0)
     assert policy.decide(no_host) == Decision(502, 10)
