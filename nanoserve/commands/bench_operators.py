@@ -7,6 +7,7 @@ from nanoserve.commands.bench_options import ResultOptions, kept, print_head, se
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
+from nanoserve.threads import MOST_THREADS
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.operators import OperatorCase
@@ -28,7 +29,8 @@ def operators(
         str, work_option("--dtype", help=f"Number format: {' or '.join(DTYPES)}.", metavar="NAME")
     ] = "bfloat16",
     threads: Annotated[
-        int | None, work_option("--threads", help="CPU threads; default: one per physical core.", min=1)
+        int | None,
+        work_option("--threads", help="CPU threads; default: one per physical core.", min=1, max=MOST_THREADS),
     ] = None,
     results: ResultOptions,
 ) -> int:

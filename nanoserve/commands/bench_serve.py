@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from nanoserve.commands.bench_options import ResultOptions, engine_title, kept, print_head, work_option
+from nanoserve.commands.bench_options import MOST_REQUESTS, ResultOptions, engine_title, kept, print_head, work_option
 from nanoserve.commands.failures import EXIT_OK, say
 from nanoserve.commands.options import EngineOptions, ServerOptions
 from nanoserve.commands.terminal import remark
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 DEFAULT_PRESET = "cpu-small"
 DEFAULT_CONCURRENCY = "1,4,16"
 DEFAULT_REQUESTS = 32
+_LONGEST = 2**20
+"""Tokens, as in traces."""
 ARRIVALS = ("poisson", "trace")
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 
@@ -78,9 +80,15 @@ class WorkOptions:
         work_option("--preset", help="Lengths: nano-vllm, cpu or cpu-small (default).", metavar="NAME"),
     ] = None
     trace: Annotated[Path | None, work_option("--trace", help="Lengths from a CSV file.", metavar="FILE")] = None
-    input_tokens: Annotated[int | None, work_option("--input", help="Length of every prompt.", min=1)] = None
-    output_tokens: Annotated[int | None, work_option("--output", help="Length of every answer.", min=1)] = None
-    requests: Annotated[int | None, work_option("--requests", help="Requests of a run.", min=1)] = None
+    input_tokens: Annotated[int | None, work_option("--input", help="Length of every prompt.", min=1, max=_LONGEST)] = (
+        None
+    )
+    output_tokens: Annotated[
+        int | None, work_option("--output", help="Length of every answer.", min=1, max=_LONGEST)
+    ] = None
+    requests: Annotated[int | None, work_option("--requests", help="Requests of a run.", min=1, max=MOST_REQUESTS)] = (
+        None
+    )
     endpoint: Annotated[
         str, work_option("--endpoint", help="completions (token ids) or chat (words).", metavar="NAME")
     ] = "completions"

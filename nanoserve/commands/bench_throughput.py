@@ -3,7 +3,15 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from nanoserve.commands.bench_options import ResultOptions, engine_title, kept, print_head, print_steps, work_option
+from nanoserve.commands.bench_options import (
+    MOST_REQUESTS,
+    ResultOptions,
+    engine_title,
+    kept,
+    print_head,
+    print_steps,
+    work_option,
+)
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions
 from nanoserve.commands.terminal import load_progress, remark
@@ -30,7 +38,9 @@ def throughput(
     trace: Annotated[
         Path | None, work_option("--trace", help="Lengths from a CSV file instead.", metavar="FILE")
     ] = None,
-    requests: Annotated[int | None, work_option("--requests", help="Only so many of them.", min=1)] = None,
+    requests: Annotated[
+        int | None, work_option("--requests", help="Only so many of them.", min=1, max=MOST_REQUESTS)
+    ] = None,
     repeats: Annotated[int, work_option("--repeats", help="Measured runs.", min=1)] = 1,
     engine: EngineOptions,
     results: ResultOptions,
