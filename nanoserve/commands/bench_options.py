@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WORK_PANEL = "Work"
 RESULTS_PANEL = "Results"
 MOST_REQUESTS = 1_000_000
-"""Of a measured run, whose lengths or prompts are all in memory before it begins."""
+"""Of a run whose lengths or prompts are all in memory before it begins."""
 
 
 def work_option(*names: str, help: str, metavar: str = "N", **settings: Any) -> Any:
