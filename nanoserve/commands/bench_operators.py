@@ -44,7 +44,7 @@ def operators(
       nanoserve bench operators --rows 1,4 --json operators.json
       nanoserve bench operators --cells 1x128,16x2048 --rounds 9
     """
-    from nanoserve.benchmarks.workloads import parse_sizes
+    from nanoserve.measures.workloads import parse_sizes
 
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -59,7 +59,7 @@ def operators(
 
 
 def _cell(text: str) -> tuple[int, int]:
-    from nanoserve.benchmarks.workloads import parse_sizes
+    from nanoserve.measures.workloads import parse_sizes
 
     batch, _, context = text.partition("x")
     try:

@@ -13,7 +13,7 @@ from nanoserve.threads import prepare_threads
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
-    from nanoserve.benchmarks.workloads import Case
+    from nanoserve.measures.workloads import Case
 
 WORK_PANEL = "Work"
 RESULTS_PANEL = "Results"
@@ -40,7 +40,7 @@ class GridOptions:
         Raises:
             UsageError: for what is no list of sizes, naming the flag.
         """
-        from nanoserve.benchmarks.workloads import grid, parse_sizes
+        from nanoserve.measures.workloads import grid, parse_sizes
 
         return grid(
             parse_sizes(self.batch_sizes, "--batch-sizes"),
@@ -69,8 +69,8 @@ class ResultOptions:
             UsageError: if matplotlib is missing.
             RuntimeFailure: if the file cannot be written.
         """
-        from nanoserve.benchmarks.plots import check_plotting
         from nanoserve.benchmarks.report import Report
+        from nanoserve.measures.figures import check_plotting
 
         check_plotting(self.plot)
         return Report(kind, settings, self.json_file)

@@ -70,8 +70,8 @@ def paper(
       nanoserve bench paper gllm --figure 12 --seeds 1
       nanoserve bench paper lecture
     """
-    from nanoserve.benchmarks.plots import check_plotting
     from nanoserve.benchmarks.report import Report
+    from nanoserve.measures.figures import check_plotting
     from nanoserve.papers.catalog import load_paper
     from nanoserve.papers.charts import draw
     from nanoserve.papers.framework import Scale

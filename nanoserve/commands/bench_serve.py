@@ -56,7 +56,7 @@ class LoadOptions:
         """
         from nanoserve.benchmarks.serving.arrivals import parse_rates
         from nanoserve.benchmarks.serving.measuring import Point
-        from nanoserve.benchmarks.workloads import parse_sizes
+        from nanoserve.measures.workloads import parse_sizes
 
         if self.arrivals not in ARRIVALS:
             raise UsageError(f"--arrivals {self.arrivals!r:.40} is not one of {', '.join(ARRIVALS)}")
@@ -106,7 +106,7 @@ class WorkOptions:
             UsageError: for options that contradict each other, and for traces that cannot be read.
         """
         from nanoserve.benchmarks.serving.measuring import Work
-        from nanoserve.benchmarks.workloads import PRESETS, RequestShape, read_arrivals, read_trace
+        from nanoserve.measures.workloads import PRESETS, RequestShape, read_arrivals, read_trace
 
         fixed = (self.input_tokens, self.output_tokens)
         if sum([self.preset is not None, self.trace is not None, fixed != (None, None)]) > 1:
@@ -162,7 +162,7 @@ def serve(
     from nanoserve.benchmarks.serving.measuring import ServeBench
     from nanoserve.benchmarks.serving.requests import RequestStyle, check_endpoint
     from nanoserve.benchmarks.serving.sending import Sender
-    from nanoserve.benchmarks.slo import parse_slo
+    from nanoserve.measures.slo import parse_slo
 
     points, limits, seed = load.points(), parse_slo(slo), engine.seed or 0
     endpoint = check_endpoint(work.endpoint)

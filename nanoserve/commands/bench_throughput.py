@@ -19,7 +19,7 @@ from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
-    from nanoserve.benchmarks.workloads import RequestShape
+    from nanoserve.measures.workloads import RequestShape
 
 DEFAULT_PRESET = "cpu"
 
@@ -55,7 +55,7 @@ def throughput(
       nanoserve bench throughput -m dummy:smollm2-135m
       nanoserve bench throughput --trace AzureLLMInferenceTrace_conv.csv --requests 100 --json azure.json
     """
-    from nanoserve.benchmarks.workloads import RequestShape
+    from nanoserve.measures.workloads import RequestShape
 
     name, shapes = _work(preset, trace, requests, engine.seed or 0)
     report = results.open_report("throughput", {"work": name, "requests": len(shapes), "repeats": repeats})
@@ -80,7 +80,7 @@ def throughput(
 
 
 def _work(preset: str | None, trace: Path | None, requests: int | None, seed: int) -> tuple[str, list["RequestShape"]]:
-    from nanoserve.benchmarks.workloads import PRESETS, read_trace
+    from nanoserve.measures.workloads import PRESETS, read_trace
 
     if trace is not None:
         if preset is not None:

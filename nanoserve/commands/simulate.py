@@ -19,7 +19,7 @@ from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
-    from nanoserve.benchmarks.slo import Slo
+    from nanoserve.measures.slo import Slo
     from nanoserve.scheduler.load import Policy
     from nanoserve.simulator import Runtime
     from nanoserve.simulator.chrome_trace import ChromeTrace
@@ -59,7 +59,7 @@ def simulate(
       nanoserve simulate --rate 40 --requests 5000 --replicas 16 --router least-tokens --slo ttft=2000,tpot=100
       nanoserve simulate --policy seesaw --prefill-parallel P4 --decode-parallel T4 --host-kv-memory 80
     """
-    from nanoserve.benchmarks.slo import parse_slo
+    from nanoserve.measures.slo import parse_slo
     from nanoserve.simulator.chrome_trace import ChromeTrace
     from nanoserve.simulator.plots import plot_simulation
 

@@ -168,7 +168,7 @@ class WorkloadOptions:
         Raises:
             UsageError: for a rate, a name or a trace that makes no sense.
         """
-        from nanoserve.benchmarks.workloads import read_arrivals, read_trace
+        from nanoserve.measures.workloads import read_arrivals, read_trace
         from nanoserve.simulator import Workload, burst, gamma_arrivals, trace_arrivals, trace_lengths
         from nanoserve.simulator.named_lengths import GLLMS_SHAREGPT, named_lengths
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nanoserve.benchmarks.tables import Column
-from nanoserve.benchmarks.workloads import RequestShape
 from nanoserve.costs import Efficiency, StepCosts, StepWork, load_machine, load_shape
 from nanoserve.costs.analysis import Analysis
 from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, decode_throughput, mlp_intensity
 from nanoserve.costs.counts import Operator
+from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.charts import Chart, Curve, Panel
 from nanoserve.papers.claims import Claim, Spread
 from nanoserve.papers.framework import Finding, Paper, PaperFigure, Run, Scale

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from nanoserve.benchmarks.slo import Slo
 from nanoserve.errors import UsageError
+from nanoserve.measures.slo import Slo
 from nanoserve.request import Request
 from nanoserve.scheduler.load import Policy, Predictor
 from nanoserve.simulator.executor import StepObserver
