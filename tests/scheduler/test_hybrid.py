@@ -18,23 +18,19 @@ from nanoserve.scheduler.hybrid import (
 )
 from nanoserve.scheduler.load import Cohort, Decision, Load, Policy
 from tests.fakes.linear_predictor import LinearPredictor
+from tests.scheduler.loads import IDLE
 
 ALL = [AsymmetricPipelining(512), AsynchronousOverlap(512), ApexAlgorithm1(512), HybridByPrediction(512)]
 
 # Ten decodes of 100 keys: Tlin = Tgatt = 1 s, so NG = 10. A host sequence of 100 keys takes 0.5 s of CPU: NC = 2.
 PREDICTOR = LinearPredictor(num_layers=4, linear=1.0, key=0.001, prompt_token=0.01, host_key=0.005)
-DECODES = Load(
-    previous=None,
-    waiting_tokens=0,
-    first_waiting_tokens=0,
+DECODES = replace(
+    IDLE,
     running_decodes=10,
     ready_decodes=10,
-    ready_prefills=0,
     context_tokens=1000,
     free_blocks=0,
     total_blocks=70,
-    block_size=16,
-    free_slots=256,
     host_free_blocks=1000,
     host_blocks=2000,
     predictor=PREDICTOR,
