@@ -132,11 +132,14 @@ class LLM:
         Raises:
             UsageError: at once, if the prompt can never run here.
         """
-        tracker = self._add(prompt, params)
-        return self._stream(tracker)
+        stream = self._stream(self._add(prompt, params))
+        next(stream)  # a generator that was never begun would not notice being closed
+        return stream
 
     def _stream(self, tracker: RequestTracker) -> Generator[RequestOutput, None, None]:
+        """Yields once, nothing new, before its first step."""
         try:
+            yield tracker.delta()
             while tracker.has_news or not tracker.finished:
                 if tracker.has_news:  # perhaps from a step that another stream asked for
                     yield tracker.delta()

@@ -5,6 +5,8 @@ import os
 from collections.abc import MutableMapping
 from pathlib import Path
 
+MOST_THREADS = 1024
+"""That may be asked for: more than machines have cores. OpenMP does as it likes with numbers beyond its own limits."""
 SPIN_COUNT = 1000
 """How often a waiting thread looks before it sleeps. libgomp's default holds its core for milliseconds: with a busy
 neighbour every parallel operation then costs a slice of the scheduler, several times what it takes (measured: 9x)."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from nanoserve.benchmarks.workloads import RequestShape, read_trace
+from nanoserve.measures.workloads import RequestShape, read_trace
 from nanoserve.simulator.length_tables import FILE, NUM_QUANTILES, LengthTable
 
 

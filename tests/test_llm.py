@@ -90,9 +90,11 @@ def test_times_are_told(storyteller: LLM) -> None:
     assert 0 <= metrics.queue_time <= metrics.time_to_first_token <= metrics.latency
 
 
-def test_closing_a_stream_aborts_the_request(storyteller: LLM) -> None:
+@pytest.mark.parametrize("read_first", [True, False])
+def test_closing_a_stream_aborts_the_request(storyteller: LLM, read_first: bool) -> None:  # noqa: FBT001
     stream = storyteller.stream("Once upon a time", SamplingParams(max_tokens=500, ignore_eos=True))
-    next(stream)
+    if read_first:
+        next(stream)
     stream.close()
     assert _all_blocks_are_back(storyteller)
 

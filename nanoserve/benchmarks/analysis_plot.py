@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoserve.benchmarks.plots import save_figure
 from nanoserve.costs.analysis import Analysis, BatchRow, OperatorRow
+from nanoserve.measures.figures import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.metrics import BatchRates
 from nanoserve.benchmarks.peers.protocol import Batch, Peer
 from nanoserve.benchmarks.rounds import GIGA, Bracketed, bandwidth_states, until_enough_count
-from nanoserve.benchmarks.workloads import Case, random_prompts
+from nanoserve.measures.metrics import BatchRates
+from nanoserve.measures.workloads import Case, random_prompts
 
 METRICS = ("decode", "prefill", "output")
 

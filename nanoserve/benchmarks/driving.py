@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanoserve.benchmarks.floors import StepShape
-from nanoserve.benchmarks.metrics import RequestTiming
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.interrupts import deferred_interrupts
+from nanoserve.measures.metrics import RequestTiming
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 

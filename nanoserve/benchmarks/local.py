@@ -6,13 +6,13 @@ from typing import Any
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.driving import EngineDriver, EngineRun
 from nanoserve.benchmarks.floors import ModelCost
-from nanoserve.benchmarks.metrics import MILLISECONDS, BatchRates, request_distributions
 from nanoserve.benchmarks.roofline import BandwidthProbe, machine_limits
 from nanoserve.benchmarks.settling import settle_operators
 from nanoserve.benchmarks.step_summary import summarize_steps
-from nanoserve.benchmarks.workloads import RequestShape, random_prompts
 from nanoserve.errors import UsageError
 from nanoserve.llm import LLM
+from nanoserve.measures.metrics import MILLISECONDS, BatchRates, request_distributions
+from nanoserve.measures.workloads import RequestShape, random_prompts
 from nanoserve.models.dtypes import resolve_dtype
 
 _WARM_UP = RequestShape(8, 4)

@@ -4,27 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoserve.benchmarks.tables import Column
-from nanoserve.errors import RuntimeFailure, UsageError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-INSTALL = "pip install 'nanoserve[plot]'"
-
-
-def check_plotting(path: Path | None) -> None:
-    """Before anything is measured: can the picture be drawn?
-
-    Raises:
-        UsageError: if matplotlib is missing.
-    """
-    from importlib.util import find_spec
-
-    if path is not None and find_spec("matplotlib") is None:
-        raise UsageError(f"--plot needs matplotlib: {INSTALL}")
+from nanoserve.measures.figures import save_figure
 
 
 def plot_bars(path: Path, title: str, label: str, values: Sequence[Column], rows: Sequence[dict[str, Any]]) -> None:
@@ -49,18 +32,6 @@ def plot_bars(path: Path, title: str, label: str, values: Sequence[Column], rows
         panel.set_xlabel(column.heading)
     panels[0].invert_yaxis()
     save_figure(figure, path)
-
-
-def save_figure(figure: "Figure", path: Path) -> None:
-    """Write a drawn figure as PNG.
-
-    Raises:
-        RuntimeFailure: if the file cannot be written.
-    """
-    try:
-        figure.savefig(path, format="png", dpi=150)
-    except OSError as error:
-        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _number(text: str) -> float:

@@ -7,7 +7,7 @@ import msgspec
 
 from nanoserve.benchmarks.driving import StepRecord
 from nanoserve.benchmarks.floors import STEP_KINDS, Limits, ModelCost
-from nanoserve.benchmarks.metrics import MILLISECONDS, Distribution
+from nanoserve.measures.metrics import MILLISECONDS, Distribution
 
 GIGA = 1e9
 ALL = "all"

@@ -66,9 +66,9 @@ def analyze(
       nanoserve analyze -m llama-3.1-8b --hardware h100
       nanoserve analyze -m qwen2.5-32b --hardware gllm-l20 --pp 4 --input 222 --output 127 --plot roofline.png
     """
-    from nanoserve.benchmarks.workloads import parse_sizes
     from nanoserve.costs import ParallelLayout, Precision, StepCosts, load_machine, load_shape
     from nanoserve.costs.analysis import Analysis
+    from nanoserve.measures.workloads import parse_sizes
 
     batches = None if batch is None else sorted(set(parse_sizes(batch, "--batch")))
     bits = Precision(weight_bits=precision.weight_bits, kv_bits=precision.kv_bits)

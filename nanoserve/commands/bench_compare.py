@@ -21,7 +21,7 @@ from nanoserve.errors import NanoserveError, UsageError
 if TYPE_CHECKING:
     from nanoserve.benchmarks.peers.protocol import Opening
     from nanoserve.benchmarks.report import Report
-    from nanoserve.benchmarks.workloads import Case
+    from nanoserve.measures.workloads import Case
 
 DEFAULT_MODEL = "dummy:qwen3-0.6b"
 

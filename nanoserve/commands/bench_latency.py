@@ -35,7 +35,7 @@ def latency(
       nanoserve bench latency
       nanoserve bench latency -m dummy:qwen3-0.6b --batch-sizes 1,16 --input 128,512 --json latency.json
     """
-    from nanoserve.benchmarks.workloads import RequestShape
+    from nanoserve.measures.workloads import RequestShape
 
     cases = grid.cases()
     report = results.open_report("latency", {"cases": [case.name for case in cases], "repeats": repeats})

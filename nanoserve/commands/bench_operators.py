@@ -7,6 +7,7 @@ from nanoserve.commands.bench_options import ResultOptions, kept, print_head, se
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
+from nanoserve.threads import MOST_THREADS
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.operators import OperatorCase
@@ -28,7 +29,8 @@ def operators(
         str, work_option("--dtype", help=f"Number format: {' or '.join(DTYPES)}.", metavar="NAME")
     ] = "bfloat16",
     threads: Annotated[
-        int | None, work_option("--threads", help="CPU threads; default: one per physical core.", min=1)
+        int | None,
+        work_option("--threads", help="CPU threads; default: one per physical core.", min=1, max=MOST_THREADS),
     ] = None,
     results: ResultOptions,
 ) -> int:
@@ -42,7 +44,7 @@ def operators(
       nanoserve bench operators --rows 1,4 --json operators.json
       nanoserve bench operators --cells 1x128,16x2048 --rounds 9
     """
-    from nanoserve.benchmarks.workloads import parse_sizes
+    from nanoserve.measures.workloads import parse_sizes
 
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -57,7 +59,7 @@ def operators(
 
 
 def _cell(text: str) -> tuple[int, int]:
-    from nanoserve.benchmarks.workloads import parse_sizes
+    from nanoserve.measures.workloads import parse_sizes
 
     batch, _, context = text.partition("x")
     try:

@@ -13,10 +13,12 @@ from nanoserve.threads import prepare_threads
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
-    from nanoserve.benchmarks.workloads import Case
+    from nanoserve.measures.workloads import Case
 
 WORK_PANEL = "Work"
 RESULTS_PANEL = "Results"
+MOST_REQUESTS = 1_000_000
+"""Of a run whose lengths or prompts are all in memory before it begins."""
 
 
 def work_option(*names: str, help: str, metavar: str = "N", **settings: Any) -> Any:
@@ -38,7 +40,7 @@ class GridOptions:
         Raises:
             UsageError: for what is no list of sizes, naming the flag.
         """
-        from nanoserve.benchmarks.workloads import grid, parse_sizes
+        from nanoserve.measures.workloads import grid, parse_sizes
 
         return grid(
             parse_sizes(self.batch_sizes, "--batch-sizes"),
@@ -67,8 +69,8 @@ class ResultOptions:
             UsageError: if matplotlib is missing.
             RuntimeFailure: if the file cannot be written.
         """
-        from nanoserve.benchmarks.plots import check_plotting
         from nanoserve.benchmarks.report import Report
+        from nanoserve.measures.figures import check_plotting
 
         check_plotting(self.plot)
         return Report(kind, settings, self.json_file)

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,20 @@ if TYPE_CHECKING:
 _WIDTH = 100
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperOptions:
+    """What is simulated, and how large."""
+
+    figure: Annotated[str | None, work_option("--figure", help="Only this one; default: all.", metavar="NUMBER")] = None
+    seeds: Annotated[int, work_option("--seeds", help="Runs of every simulation.", min=1, max=100)] = 3
+    full: Annotated[bool, switch("--full", panel=WORK_PANEL, help="Larger runs, in more settings.", envvar=None)] = (
+        False
+    )
+    workers: Annotated[
+        int | None, work_option("--workers", help="Processes; default: one for each core.", min=1, max=256)
+    ] = None
+
+
 def paper(
     name: Annotated[
         str,
@@ -31,16 +46,7 @@ def paper(
         ),
     ],
     *,
-    figure: Annotated[
-        str | None, work_option("--figure", help="Only this one; default: all.", metavar="NUMBER")
-    ] = None,
-    seeds: Annotated[int, work_option("--seeds", help="Runs of every simulation.", min=1, max=100)] = 3,
-    full: Annotated[
-        bool, switch("--full", panel=WORK_PANEL, help="Larger runs, in more settings.", envvar=None)
-    ] = False,
-    workers: Annotated[
-        int | None, work_option("--workers", help="Processes; default: one for each core.", min=1, max=256)
-    ] = None,
+    runs: PaperOptions,
     json_file: Annotated[
         Path | None,
         option("--json", panel=RESULTS_PANEL, help="Write all figures to this file.", metavar="FILE", envvar=None),
@@ -64,27 +70,27 @@ def paper(
       nanoserve bench paper gllm --figure 12 --seeds 1
       nanoserve bench paper lecture
     """
-    from nanoserve.benchmarks.plots import check_plotting
     from nanoserve.benchmarks.report import Report
+    from nanoserve.measures.figures import check_plotting
     from nanoserve.papers.catalog import load_paper
     from nanoserve.papers.charts import draw
     from nanoserve.papers.framework import Scale
     from nanoserve.papers.running import Runner
 
     chosen = load_paper(name)
-    figures = chosen.chosen(figure)
+    figures = chosen.chosen(runs.figure)
     check_plotting(plot)
     if plot is not None:
         _make_directory(plot)
-    scale = Scale(seeds=tuple(range(seeds)), full=full)
-    size = scale.pick(*chosen.setting)
-    settings = {"paper": name, "figure": figure, "seeds": seeds, "full": full, "size": size}
+    scale = Scale(seeds=tuple(range(runs.seeds)), full=runs.full)
+    settings = {"paper": name, "figure": runs.figure, "seeds": runs.seeds, "full": runs.full}
+    settings |= {"size": scale.pick(*chosen.setting)}
     report = Report("paper", settings, json_file)
     findings: dict[str, Finding] = {}
     with (
         kept(report, lambda: _show(report, chosen, findings)),
         _progress() as progress,
-        Runner(workers, progress) as runner,
+        Runner(runs.workers, progress) as runner,
     ):
         for one in figures:
             found = findings[one.number] = one.make(scale, runner.run)

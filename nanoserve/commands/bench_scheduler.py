@@ -29,7 +29,7 @@ def scheduler(
     """
     from nanoserve.benchmarks.cpu_load import ForeignLoad
     from nanoserve.benchmarks.scheduler_cost import measure_scheduler
-    from nanoserve.benchmarks.workloads import parse_sizes
+    from nanoserve.measures.workloads import parse_sizes
     from nanoserve.scheduler import make_policy
 
     sizes = parse_sizes(sequences, "--sequences")

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from nanoserve.commands.bench_options import ResultOptions, engine_title, kept, print_head, work_option
+from nanoserve.commands.bench_options import MOST_REQUESTS, ResultOptions, engine_title, kept, print_head, work_option
 from nanoserve.commands.failures import EXIT_OK, say
 from nanoserve.commands.options import EngineOptions, ServerOptions
 from nanoserve.commands.terminal import remark
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 DEFAULT_PRESET = "cpu-small"
 DEFAULT_CONCURRENCY = "1,4,16"
 DEFAULT_REQUESTS = 32
+_LONGEST = 2**20
+"""Tokens, as in traces."""
 ARRIVALS = ("poisson", "trace")
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 
@@ -54,7 +56,7 @@ class LoadOptions:
         """
         from nanoserve.benchmarks.serving.arrivals import parse_rates
         from nanoserve.benchmarks.serving.measuring import Point
-        from nanoserve.benchmarks.workloads import parse_sizes
+        from nanoserve.measures.workloads import parse_sizes
 
         if self.arrivals not in ARRIVALS:
             raise UsageError(f"--arrivals {self.arrivals!r:.40} is not one of {', '.join(ARRIVALS)}")
@@ -78,9 +80,15 @@ class WorkOptions:
         work_option("--preset", help="Lengths: nano-vllm, cpu or cpu-small (default).", metavar="NAME"),
     ] = None
     trace: Annotated[Path | None, work_option("--trace", help="Lengths from a CSV file.", metavar="FILE")] = None
-    input_tokens: Annotated[int | None, work_option("--input", help="Length of every prompt.", min=1)] = None
-    output_tokens: Annotated[int | None, work_option("--output", help="Length of every answer.", min=1)] = None
-    requests: Annotated[int | None, work_option("--requests", help="Requests of a run.", min=1)] = None
+    input_tokens: Annotated[int | None, work_option("--input", help="Length of every prompt.", min=1, max=_LONGEST)] = (
+        None
+    )
+    output_tokens: Annotated[
+        int | None, work_option("--output", help="Length of every answer.", min=1, max=_LONGEST)
+    ] = None
+    requests: Annotated[int | None, work_option("--requests", help="Requests of a run.", min=1, max=MOST_REQUESTS)] = (
+        None
+    )
     endpoint: Annotated[
         str, work_option("--endpoint", help="completions (token ids) or chat (words).", metavar="NAME")
     ] = "completions"
@@ -98,7 +106,7 @@ class WorkOptions:
             UsageError: for options that contradict each other, and for traces that cannot be read.
         """
         from nanoserve.benchmarks.serving.measuring import Work
-        from nanoserve.benchmarks.workloads import PRESETS, RequestShape, read_arrivals, read_trace
+        from nanoserve.measures.workloads import PRESETS, RequestShape, read_arrivals, read_trace
 
         fixed = (self.input_tokens, self.output_tokens)
         if sum([self.preset is not None, self.trace is not None, fixed != (None, None)]) > 1:
@@ -154,7 +162,7 @@ def serve(
     from nanoserve.benchmarks.serving.measuring import ServeBench
     from nanoserve.benchmarks.serving.requests import RequestStyle, check_endpoint
     from nanoserve.benchmarks.serving.sending import Sender
-    from nanoserve.benchmarks.slo import parse_slo
+    from nanoserve.measures.slo import parse_slo
 
     points, limits, seed = load.points(), parse_slo(slo), engine.seed or 0
     endpoint = check_endpoint(work.endpoint)

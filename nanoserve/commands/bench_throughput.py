@@ -3,7 +3,15 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from nanoserve.commands.bench_options import ResultOptions, engine_title, kept, print_head, print_steps, work_option
+from nanoserve.commands.bench_options import (
+    MOST_REQUESTS,
+    ResultOptions,
+    engine_title,
+    kept,
+    print_head,
+    print_steps,
+    work_option,
+)
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions
 from nanoserve.commands.terminal import load_progress, remark
@@ -11,7 +19,7 @@ from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
-    from nanoserve.benchmarks.workloads import RequestShape
+    from nanoserve.measures.workloads import RequestShape
 
 DEFAULT_PRESET = "cpu"
 
@@ -30,7 +38,9 @@ def throughput(
     trace: Annotated[
         Path | None, work_option("--trace", help="Lengths from a CSV file instead.", metavar="FILE")
     ] = None,
-    requests: Annotated[int | None, work_option("--requests", help="Only so many of them.", min=1)] = None,
+    requests: Annotated[
+        int | None, work_option("--requests", help="Only so many of them.", min=1, max=MOST_REQUESTS)
+    ] = None,
     repeats: Annotated[int, work_option("--repeats", help="Measured runs.", min=1)] = 1,
     engine: EngineOptions,
     results: ResultOptions,
@@ -45,7 +55,7 @@ def throughput(
       nanoserve bench throughput -m dummy:smollm2-135m
       nanoserve bench throughput --trace AzureLLMInferenceTrace_conv.csv --requests 100 --json azure.json
     """
-    from nanoserve.benchmarks.workloads import RequestShape
+    from nanoserve.measures.workloads import RequestShape
 
     name, shapes = _work(preset, trace, requests, engine.seed or 0)
     report = results.open_report("throughput", {"work": name, "requests": len(shapes), "repeats": repeats})
@@ -70,7 +80,7 @@ def throughput(
 
 
 def _work(preset: str | None, trace: Path | None, requests: int | None, seed: int) -> tuple[str, list["RequestShape"]]:
-    from nanoserve.benchmarks.workloads import PRESETS, read_trace
+    from nanoserve.measures.workloads import PRESETS, read_trace
 
     if trace is not None:
         if preset is not None:

@@ -39,8 +39,8 @@ class FleetOptions:
 
 def show_spread(report: "Report") -> None:
     """A table of what the replicas did: the least, the mean and the most."""
-    from nanoserve.benchmarks.metrics import Distribution
     from nanoserve.benchmarks.tables import Column, print_table
+    from nanoserve.measures.metrics import Distribution
 
     columns = [
         Column("policy", "policy"),

@@ -17,7 +17,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.interrupts import deferred_interrupts
 from nanoserve.scheduler import POLICIES
-from nanoserve.threads import prepare_threads
+from nanoserve.threads import MOST_THREADS, prepare_threads
 
 if TYPE_CHECKING:
     from nanoserve.client.connection import ApiClient
@@ -52,6 +52,17 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
     def check(value: str) -> str:
         if value not in choices:
             raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}")
+        return value
+
+    return check
+
+
+def _at_most(most: int) -> Callable[[int | None], int | None]:
+    """An upper bound that help does not show: beside it, the names of variables would not fit into 80 columns."""
+
+    def check(value: int | None) -> int | None:
+        if value is not None and value > most:
+            raise typer.BadParameter(f"{value} is more than {most}")
         return value
 
     return check
@@ -126,7 +137,14 @@ class EngineOptions:
         bool, switch("--eager", panel=ENGINE_PANEL, help="Never compile the model's layers; slower, same answers.")
     ] = False
     threads: Annotated[
-        int | None, option("--threads", panel=ENGINE_PANEL, help="CPU threads; default: one per physical core.", min=1)
+        int | None,
+        option(
+            "--threads",
+            panel=ENGINE_PANEL,
+            help="CPU threads; default: one per physical core.",
+            min=1,
+            callback=_at_most(MOST_THREADS),
+        ),
     ] = None
     seed: Annotated[
         int | None,

@@ -1,14 +1,14 @@
 """``nanoserve plan``: which parallel layout and policy serve a model best on so many devices."""
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, kept, work_option
+from nanoserve.commands.bench_options import MOST_REQUESTS, RESULTS_PANEL, WORK_PANEL, kept, work_option
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
 from nanoserve.commands.simulate_options import MOST_AT_A_TIME, hardware_option
@@ -16,12 +16,81 @@ from nanoserve.commands.terminal import remark
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
+    from nanoserve.scheduler.load import Policy
     from nanoserve.simulator.planning import Candidate, PlannedWork
     from nanoserve.simulator.result import SimulationResult
 
 _PAIR_POLICY = "seesaw"
-_MOST_REQUESTS = 1_000_000
-"""Their lengths are all in memory, for the estimates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What the layouts are to serve, and with which policies."""
+
+    workload: Annotated[
+        str, work_option("--workload", help="Lengths: IN+OUT tokens, or a name as in simulate.", metavar="NAME")
+    ] = "sharegpt-gllm"
+    requests: Annotated[int, work_option("--requests", help="How many.", min=1, max=MOST_REQUESTS)] = 500
+    rate: Annotated[
+        float | None, work_option("--rate", help="Requests per second; default: all at once, for throughput.")
+    ] = None
+    seed: Annotated[int, option("--seed", panel=WORK_PANEL, help="Of arrivals and lengths.", envvar=None, min=0)] = 0
+    policy_names: Annotated[
+        str,
+        work_option("--policies", help="For one layout; see nanoserve policies.", metavar="NAME,NAME,..."),
+    ] = "sarathi,throttling"
+    token_budget: Annotated[
+        int, work_option("--max-num-batched-tokens", help="Token budget of a step.", min=1, max=MOST_AT_A_TIME)
+    ] = 2048
+    max_num_seqs: Annotated[
+        int, work_option("--max-num-seqs", help="Most sequences of a replica.", min=1, max=MOST_AT_A_TIME)
+    ] = 2048
+    top: Annotated[
+        int,
+        option(
+            "--top", panel=WORK_PANEL, help="Layouts to simulate, and pairs, best estimates first.", min=1, envvar=None
+        ),
+    ] = 3
+
+    def policies(self) -> "dict[str, Policy]":
+        """Those that were named, and that of a pair of layouts.
+
+        Raises:
+            UsageError: for an unknown policy.
+        """
+        from nanoserve.scheduler.registry import make_policy
+
+        return {name: make_policy(name, self.token_budget) for name in (*self.names, _PAIR_POLICY)}
+
+    def settings(self) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "workload": self.workload,
+            "requests": self.requests,
+            "rate": self.rate,
+            "seed": self.seed,
+            "policies": self.names,
+            "top": self.top,
+            "max_num_batched_tokens": self.token_budget,
+            "max_num_seqs": self.max_num_seqs,
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """Of the policies for one layout."""
+        return self.policy_names.split(",")
+
+    def work(self) -> "PlannedWork":
+        """The requests.
+
+        Raises:
+            UsageError: for lengths or a rate that make no sense.
+        """
+        from nanoserve.simulator.named_lengths import named_lengths
+        from nanoserve.simulator.planning import PlannedWork
+
+        shapes = islice(named_lengths(self.workload, self.seed), self.requests)
+        return PlannedWork(tuple(shapes), self.rate, self.seed)
 
 
 def plan(
@@ -29,30 +98,7 @@ def plan(
     model: Annotated[str, hardware_option("--model", "A model's name, or its config.json.", "MODEL")],
     hardware: Annotated[str, hardware_option("--hardware", "A machine or device, or a TOML file.", "NAME")],
     gpus: Annotated[int, hardware_option("--gpus", "Devices to use, all of them.", minimum=1)],
-    workload: Annotated[
-        str, work_option("--workload", help="Lengths: IN+OUT tokens, or a name as in simulate.", metavar="NAME")
-    ] = "sharegpt-gllm",
-    requests: Annotated[int, work_option("--requests", help="How many.", min=1, max=_MOST_REQUESTS)] = 500,
-    rate: Annotated[
-        float | None, work_option("--rate", help="Requests per second; default: all at once, for throughput.")
-    ] = None,
-    seed: Annotated[int, option("--seed", panel=WORK_PANEL, help="Of arrivals and lengths.", envvar=None, min=0)] = 0,
-    policies: Annotated[
-        str,
-        work_option("--policies", help="For one layout; see nanoserve policies.", metavar="NAME,NAME,..."),
-    ] = "sarathi,throttling",
-    token_budget: Annotated[
-        int, work_option("--max-num-batched-tokens", help="Token budget of a step.", min=1, max=MOST_AT_A_TIME)
-    ] = 2048,
-    max_num_seqs: Annotated[
-        int, work_option("--max-num-seqs", help="Most sequences of a replica.", min=1, max=MOST_AT_A_TIME)
-    ] = 2048,
-    top: Annotated[
-        int,
-        option(
-            "--top", panel=WORK_PANEL, help="Layouts to simulate, and pairs, best estimates first.", min=1, envvar=None
-        ),
-    ] = 3,
+    asked: PlanOptions,
     json_file: Annotated[
         Path | None,
         option("--json", panel=RESULTS_PANEL, help="Write all figures to this file.", metavar="FILE", envvar=None),
@@ -72,24 +118,18 @@ def plan(
     """
     from nanoserve.benchmarks.report import Report
     from nanoserve.costs import load_machine, load_shape
-    from nanoserve.scheduler.registry import make_policy
-    from nanoserve.simulator.named_lengths import named_lengths
-    from nanoserve.simulator.planning import PlannedWork, find_candidates
+    from nanoserve.simulator.planning import find_candidates
 
-    names = policies.split(",")
-    chosen_policies = {name: make_policy(name, token_budget) for name in (*names, _PAIR_POLICY)}
-    work = PlannedWork(tuple(islice(named_lengths(workload, seed), requests)), rate, seed)
-    candidates = find_candidates(load_shape(model), load_machine(hardware), gpus, work).best(top)
-    settings = {"model": model, "hardware": hardware, "gpus": gpus, "workload": workload, "requests": requests}
-    settings |= {"rate": rate, "seed": seed, "policies": names, "top": top}
-    settings |= {"max_num_batched_tokens": token_budget, "max_num_seqs": max_num_seqs}
+    policies, work = asked.policies(), asked.work()
+    candidates = find_candidates(load_shape(model), load_machine(hardware), gpus, work).best(asked.top)
+    settings = {"model": model, "hardware": hardware, "gpus": gpus, **asked.settings()}
     report = Report("plan", settings, json_file)
     report.put("left_out", [asdict(one) for one in candidates.left_out])
     with kept(report, lambda: _show(report, work)):
         for candidate in candidates.fitting:
-            for name in (_PAIR_POLICY,) if candidate.is_pair else names:
+            for name in (_PAIR_POLICY,) if candidate.is_pair else asked.names:
                 remark(f"simulating {candidate.name} with {name}, {candidate.estimate_text} ...")
-                result = candidate.simulate(chosen_policies[name], max_num_seqs)
+                result = candidate.simulate(policies[name], asked.max_num_seqs)
                 report.add({**_fields(candidate, result), "policy": name})
     return EXIT_OK
 

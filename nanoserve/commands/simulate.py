@@ -1,65 +1,41 @@
 """``nanoserve simulate``: policies on hardware that nobody here has."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, ResultOptions, kept
+from nanoserve.commands.bench_options import RESULTS_PANEL, ResultOptions, kept, work_option
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.fleet_options import FleetOptions, show_spread
 from nanoserve.commands.options import option
 from nanoserve.commands.simulate_measured import MeasuredHardware
-from nanoserve.commands.simulate_options import MOST_AT_A_TIME, HardwareOptions, WorkloadOptions
+from nanoserve.commands.simulate_options import HardwareOptions, PolicyOptions, WorkloadOptions
 from nanoserve.commands.simulate_tiers import SimulatedHardware, TierOptions, tier_columns
 from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
+    from nanoserve.measures.slo import Slo
     from nanoserve.scheduler.load import Policy
+    from nanoserve.simulator import Runtime
+    from nanoserve.simulator.chrome_trace import ChromeTrace
+    from nanoserve.simulator.plots import PlottedRun
 
 
 def simulate(
     *,
-    policy: Annotated[
-        str,
-        option("--policy", panel=WORK_PANEL, help="See nanoserve policies.", metavar="NAME,NAME,...", envvar=None),
-    ] = "throttling",
-    parameters: Annotated[
-        str | None,
-        option("--set", panel=WORK_PANEL, help="The policy's parameters.", metavar="NAME=VALUE,...", envvar=None),
-    ] = None,
-    token_budget: Annotated[
-        int,
-        option(
-            "--max-num-batched-tokens",
-            panel=WORK_PANEL,
-            help="Token budget of a step.",
-            min=1,
-            max=MOST_AT_A_TIME,
-            envvar=None,
-        ),
-    ] = 2048,
-    max_num_seqs: Annotated[
-        int,
-        option(
-            "--max-num-seqs", panel=WORK_PANEL, help="Most sequences at a time.", min=1, max=MOST_AT_A_TIME, envvar=None
-        ),
-    ] = 2048,
+    policies: PolicyOptions,
     work: WorkloadOptions,
     hardware: HardwareOptions,
     tiers: TierOptions,
     fleet: FleetOptions,
     slo: Annotated[
         str | None,
-        option(
-            "--slo",
-            panel=WORK_PANEL,
-            help="Milliseconds that a good answer keeps to.",
-            metavar="ttft=X,tpot=X,e2el=X",
-            envvar=None,
-        ),
+        work_option("--slo", help="Milliseconds that a good answer keeps to.", metavar="ttft=X,tpot=X,e2el=X"),
     ] = None,
     results: ResultOptions,
     trace_out: Annotated[
@@ -83,67 +59,84 @@ def simulate(
       nanoserve simulate --rate 40 --requests 5000 --replicas 16 --router least-tokens --slo ttft=2000,tpot=100
       nanoserve simulate --policy seesaw --prefill-parallel P4 --decode-parallel T4 --host-kv-memory 80
     """
-    from nanoserve.benchmarks.slo import parse_slo
-    from nanoserve.simulator import simulate as run
+    from nanoserve.measures.slo import parse_slo
     from nanoserve.simulator.chrome_trace import ChromeTrace
-    from nanoserve.simulator.plots import PlottedRun, plot_simulation
-    from nanoserve.simulator.window import StepWindow
+    from nanoserve.simulator.plots import plot_simulation
 
-    policies = _policies(policy, token_budget, parameters)
-    if trace_out is not None and len(policies) > 1:
+    chosen = policies.by_name()
+    if trace_out is not None and len(chosen) > 1:
         raise UsageError("--trace-out takes one policy")
     fleet.check()
-    limits = parse_slo(slo)
-    simulated, runtime = tiers.simulated(hardware), hardware.runtime()
-    settings = {
-        **msgspec.to_builtins(hardware, enc_hook=str),
-        **(simulated.facts if isinstance(simulated, MeasuredHardware) else {}),
-        **msgspec.to_builtins(tiers),
-        **msgspec.to_builtins(work, enc_hook=str),
-        **msgspec.to_builtins(fleet),
-        "slo_ms": limits and msgspec.to_builtins(limits),
-        "kv_blocks": simulated.kv_blocks[0],
-        "kv_blocks_of_layouts": simulated.kv_blocks,
-        "host_blocks": simulated.host_blocks,
-        "parameters": parameters,
-        "max_num_batched_tokens": token_budget,
-        "max_num_seqs": max_num_seqs,
-    }
+    limits, simulated, runtime = parse_slo(slo), tiers.simulated(hardware), hardware.runtime()
+    setup = _Setup(policies, work, hardware, tiers, fleet, limits, simulated, runtime)
+    settings = setup.settings()
     report = results.open_report("simulate", settings)
-    runs: list[PlottedRun] = []
     place = _place(settings, simulated)
     with ExitStack() as files, kept(report, lambda: _show(report, work, place)):
         traces = [] if trace_out is None else [files.enter_context(ChromeTrace(trace_out))]
-        for name, chosen in policies.items():
-            window = StepWindow()
-            result = run(
-                chosen,
-                simulated.layouts[0],
-                work.workload(),
-                num_blocks=simulated.kv_blocks[0],
-                block_size=hardware.block_size,
-                max_num_seqs=max_num_seqs,
-                runtime=runtime,
-                observers=(window, *traces),
-                slo=limits,
-                replicas=fleet.replicas,
-                router=fleet.router,
-                host_blocks=simulated.host_blocks,
-                other_layouts=simulated.other_layouts,
-                predictors=simulated.predictors,
-                tier_observers=traces,
-            )
-            report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
-            runs.append(PlottedRun(name, result, window))
+        runs = [setup.run(name, policy, report, traces) for name, policy in chosen.items()]
         if results.plot is not None:
             plot_simulation(results.plot, f"{place}\n{_title(report, work)}", runs)
     return EXIT_OK
 
 
-def _policies(names: str, token_budget: int, parameters: str | None) -> dict[str, "Policy"]:
-    from nanoserve.scheduler.registry import make_policy, parse_parameters
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """What the options mean together, the same for every policy."""
 
-    return {name: make_policy(name, token_budget, parse_parameters(name, parameters)) for name in names.split(",")}
+    policies: PolicyOptions
+    work: WorkloadOptions
+    hardware: HardwareOptions
+    tiers: TierOptions
+    fleet: FleetOptions
+    slo: "Slo | None"
+    simulated: SimulatedHardware | MeasuredHardware
+    runtime: "Runtime"
+
+    def settings(self) -> dict[str, Any]:
+        """For the report."""
+        simulated = self.simulated
+        return {
+            **msgspec.to_builtins(self.hardware, enc_hook=str),
+            **(simulated.facts if isinstance(simulated, MeasuredHardware) else {}),
+            **msgspec.to_builtins(self.tiers),
+            **msgspec.to_builtins(self.work, enc_hook=str),
+            **msgspec.to_builtins(self.fleet),
+            "slo_ms": self.slo and msgspec.to_builtins(self.slo),
+            "kv_blocks": simulated.kv_blocks[0],
+            "kv_blocks_of_layouts": simulated.kv_blocks,
+            "host_blocks": simulated.host_blocks,
+            "parameters": self.policies.parameters,
+            "max_num_batched_tokens": self.policies.token_budget,
+            "max_num_seqs": self.policies.max_num_seqs,
+        }
+
+    def run(self, name: str, policy: "Policy", report: "Report", traces: "Sequence[ChromeTrace]") -> "PlottedRun":
+        """One policy's run, whose figures are a row of the report."""
+        from nanoserve.simulator import simulate as run
+        from nanoserve.simulator.plots import PlottedRun
+        from nanoserve.simulator.window import StepWindow
+
+        simulated, window = self.simulated, StepWindow()
+        result = run(
+            policy,
+            simulated.layouts[0],
+            self.work.workload(),
+            num_blocks=simulated.kv_blocks[0],
+            block_size=self.hardware.block_size,
+            max_num_seqs=self.policies.max_num_seqs,
+            runtime=self.runtime,
+            observers=(window, *traces),
+            slo=self.slo,
+            replicas=self.fleet.replicas,
+            router=self.fleet.router,
+            host_blocks=simulated.host_blocks,
+            other_layouts=simulated.other_layouts,
+            predictors=simulated.predictors,
+            tier_observers=traces,
+        )
+        report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
+        return PlottedRun(name, result, window)
 
 
 def _place(settings: dict[str, Any], simulated: SimulatedHardware | MeasuredHardware) -> str:

@@ -10,6 +10,7 @@ from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
     from nanoserve.costs import ParallelLayout, StepCosts
+    from nanoserve.scheduler.load import Policy
     from nanoserve.simulator import Runtime, Workload
 
 HARDWARE_PANEL = "Hardware"
@@ -27,6 +28,37 @@ def hardware_option(
     """An option of the hardware panel, without an environment variable."""
     limits = {key: limit for key, limit in (("min", minimum), ("max", maximum)) if limit is not None}
     return option(name, panel=HARDWARE_PANEL, help=help, metavar=metavar, envvar=None, **limits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOptions:
+    """Who decides, and within which limits."""
+
+    policy: Annotated[str, work_option("--policy", help="See nanoserve policies.", metavar="NAME,NAME,...")] = (
+        "throttling"
+    )
+    parameters: Annotated[
+        str | None, work_option("--set", help="The policy's parameters.", metavar="NAME=VALUE,...")
+    ] = None
+    token_budget: Annotated[
+        int, work_option("--max-num-batched-tokens", help="Token budget of a step.", min=1, max=MOST_AT_A_TIME)
+    ] = 2048
+    max_num_seqs: Annotated[
+        int, work_option("--max-num-seqs", help="Most sequences at a time.", min=1, max=MOST_AT_A_TIME)
+    ] = 2048
+
+    def by_name(self) -> "dict[str, Policy]":
+        """Those that were named, in that order.
+
+        Raises:
+            UsageError: for an unknown policy, and for parameters that it does not have or that make no sense.
+        """
+        from nanoserve.scheduler.registry import make_policy, parse_parameters
+
+        return {
+            name: make_policy(name, self.token_budget, parse_parameters(name, self.parameters))
+            for name in self.policy.split(",")
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +168,7 @@ class WorkloadOptions:
         Raises:
             UsageError: for a rate, a name or a trace that makes no sense.
         """
-        from nanoserve.benchmarks.workloads import read_arrivals, read_trace
+        from nanoserve.measures.workloads import read_arrivals, read_trace
         from nanoserve.simulator import Workload, burst, gamma_arrivals, trace_arrivals, trace_lengths
         from nanoserve.simulator.named_lengths import GLLMS_SHAREGPT, named_lengths
 

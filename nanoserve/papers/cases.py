@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from nanoserve.benchmarks.slo import Slo
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
+from nanoserve.measures.slo import Slo
 from nanoserve.papers.observers import Steady, SteadyWindow, StepLog, StepSample
 from nanoserve.scheduler.registry import make_policy
 from nanoserve.simulator import SimulationResult, Workload, burst, poisson_arrivals, simulate

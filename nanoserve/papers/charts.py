@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from nanoserve.benchmarks.plots import save_figure
+from nanoserve.measures.figures import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nanoserve.benchmarks.tables import Column
-from nanoserve.benchmarks.workloads import RequestShape
 from nanoserve.costs import Efficiency, StepCosts, StepWork, load_machine, load_shape
 from nanoserve.costs.analysis import Analysis
 from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, decode_throughput, mlp_intensity
 from nanoserve.costs.counts import Operator
+from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.charts import Chart, Curve, Panel
 from nanoserve.papers.claims import Claim, Spread
 from nanoserve.papers.framework import Finding, Paper, PaperFigure, Run, Scale
@@ -40,33 +40,43 @@ def _intensity(costs: StepCosts, work: StepWork, names: Iterable[str]) -> float:
     return sum(one.flops for one in found) / sum(one.bytes for one in found)
 
 
+def _feed_forward(costs: StepCosts, batch: int, context: int) -> float:
+    """Of so many decoding sequences."""
+    return _intensity(costs, costs.work([context] * batch), ("gate_up", "down"))
+
+
+def _attention(costs: StepCosts, batch: int = 1) -> float:
+    return _intensity(costs, costs.work([CONTEXT] * batch), ("attention",))
+
+
 # ------------------------------------------------------------------------------------------------- the roofline (1.2)
 
 
 def roofline(scale: Scale, run: Run) -> Finding:
     """Sections 1.2 to 1.6: operations per byte of each part, against the device's 295."""
-    costs, device = _ideal(), load_machine(DEVICE).device
-    model = load_shape(MODEL)
-    rows = []
-    for batch in BATCHES:
-        work = costs.work([CONTEXT] * batch)
-        rows.append(
-            {
-                "batch": batch,
-                "mlp": _intensity(costs, work, ("gate_up", "down")),
-                "mlp_closed": mlp_intensity(batch, model.hidden_size, model.intermediate_size),
-                "attention": _intensity(costs, work, ("attention",)),
-                "attention_closed": attention_intensity(CONTEXT, 1),
-            }
-        )
-    prompt = _intensity(costs, costs.work([], [(0, CONTEXT)]), ("attention",))
-    grouped = _ideal(GROUPED_MODEL)
-    claims = [
+    costs, model = _ideal(), load_shape(MODEL)
+    rows = [
+        {
+            "batch": batch,
+            "mlp": _feed_forward(costs, batch, CONTEXT),
+            "mlp_closed": mlp_intensity(batch, model.hidden_size, model.intermediate_size),
+            "attention": _attention(costs, batch),
+            "attention_closed": attention_intensity(CONTEXT, 1),
+        }
+        for batch in BATCHES
+    ]
+    claims = [*_balance_claims(costs), *_attention_claims(costs)]
+    return Finding(claims, _roofline_chart(costs, rows), rows, _ROOFLINE_COLUMNS)
+
+
+def _balance_claims(costs: StepCosts) -> list[Claim]:
+    balance = costs.machine.device.intensity
+    return [
         Claim(
             figure="1.3",
             says="FLOP per byte at which an H100 is balanced",
             paper="295",
-            ours=_exact(device.intensity),
+            ours=_exact(balance),
             form="{:.0f}",
             at_least=295,
             at_most=296,
@@ -76,17 +86,23 @@ def roofline(scale: Scale, run: Run) -> Finding:
             figure="1.5",
             says=f"decoding sequences from which on {MODEL}'s feed-forward part is bound by operations",
             paper="above 295",
-            ours=_exact(_saturating_batch(costs, device.intensity)),
+            ours=_exact(_saturating_batch(costs, balance)),
             form="{:.0f}",
             at_least=295,
             at_most=360,
             assumption="activations are moved too: the limit B of equation (11) is reached from below",
         ),
+    ]
+
+
+def _attention_claims(costs: StepCosts) -> list[Claim]:
+    one = _attention(costs)
+    return [
         Claim(
             figure="1.6",
             says="FLOP per byte of attention in decoding",
             paper="below 1",
-            ours=_exact(_intensity(costs, costs.work([CONTEXT]), ("attention",))),
+            ours=_exact(one),
             form="{:.3f}",
             at_most=1,
             assumption="as many key as query heads",
@@ -95,10 +111,7 @@ def roofline(scale: Scale, run: Run) -> Finding:
             figure="1.6",
             says="the same for 256 sequences, over one: batching does not help attention",
             paper="1x",
-            ours=_exact(
-                _intensity(costs, costs.work([CONTEXT] * 256), ("attention",))
-                / _intensity(costs, costs.work([CONTEXT]), ("attention",))
-            ),
+            ours=_exact(_attention(costs, 256) / one),
             form="{:.2f}x",
             at_least=0.99,
             at_most=1.01,
@@ -108,10 +121,7 @@ def roofline(scale: Scale, run: Run) -> Finding:
             figure="2.1",
             says=f"the same for {GROUPED_MODEL}, whose four query heads share a key head, over {MODEL}",
             paper="by the group",
-            ours=_exact(
-                _intensity(grouped, grouped.work([CONTEXT]), ("attention",))
-                / _intensity(costs, costs.work([CONTEXT]), ("attention",))
-            ),
+            ours=_exact(_attention(_ideal(GROUPED_MODEL)) / one),
             form="{:.2f}x",
             at_least=3.8,
             at_most=4.2,
@@ -121,13 +131,12 @@ def roofline(scale: Scale, run: Run) -> Finding:
             figure="1.6",
             says=f"FLOP per byte of attention over a prompt of {CONTEXT}, which is bound by operations",
             paper=f"{attention_intensity(CONTEXT, CONTEXT):.0f}",
-            ours=_exact(prompt),
+            ours=_exact(_intensity(costs, costs.work([], [(0, CONTEXT)]), ("attention",))),
             form="{:.0f}",
-            at_least=device.intensity,
+            at_least=costs.machine.device.intensity,
             assumption="needs all pairs of equation (12): a causal prompt computes half of them; 1,200 tokens would do",
         ),
     ]
-    return Finding(claims, _roofline_chart(costs, rows), rows, _ROOFLINE_COLUMNS)
 
 
 _ROOFLINE_COLUMNS = [
@@ -142,7 +151,7 @@ _ROOFLINE_COLUMNS = [
 def _saturating_batch(costs: StepCosts, wanted: float) -> float:
     """The least number of decoding sequences whose feed-forward products do so many operations per byte."""
     batch = 1
-    while _intensity(costs, costs.work([1] * batch), ("gate_up", "down")) < wanted:
+    while _feed_forward(costs, batch, 1) < wanted:
         batch += 1
     return batch
 
@@ -183,28 +192,35 @@ def _roofline_chart(costs: StepCosts, rows: Sequence[dict[str, float]]) -> Chart
 def batches(scale: Scale, run: Run) -> Finding:
     """Section 1.7: latency and throughput of decoding against batch size."""
     costs = _ideal()
-    analysis = Analysis(costs, CONTEXT, 1)
+    most = Analysis(costs, CONTEXT, 1).largest_batch
+    rows = _batch_rows(costs, most)
+    return Finding(_batch_claims(costs, most, rows), _batch_chart(rows), rows, _BATCH_COLUMNS)
+
+
+def _batch_rows(costs: StepCosts, most: int) -> list[dict[str, Any]]:
     weights = costs.memory.weight_bytes(0)
     kv, bandwidth = costs.counts.kv_bytes_per_token(0) * CONTEXT, costs.machine.device.memory_bandwidth
     real = StepCosts(load_shape(MODEL), load_machine(DEVICE))
     rows: list[dict[str, Any]] = []
     for batch in BATCHES:
         exact = costs.stage_seconds(costs.work([CONTEXT] * batch), 0)
-        closed = decode_seconds(batch, weights, kv, bandwidth)
         rows.append(
             {
                 "batch": batch,
                 "latency": exact * 1e3,
-                "closed": closed * 1e3,
+                "closed": decode_seconds(batch, weights, kv, bandwidth) * 1e3,
                 "real": real.step_seconds(real.work([CONTEXT] * batch)) * 1e3,
                 "throughput": batch / exact,
                 "throughput_closed": decode_throughput(batch, weights, kv, bandwidth),
-                "fits": "yes" if batch <= analysis.largest_batch else "no",
+                "fits": "yes" if batch <= most else "no",
             }
         )
+    return rows
+
+
+def _batch_claims(costs: StepCosts, most: int, rows: Sequence[dict[str, Any]]) -> list[Claim]:
     ten, one = (costs.stage_seconds(costs.work([CONTEXT] * batch), 0) for batch in (10, 1))
-    fitting = [row for row in rows if row["fits"] == "yes"]
-    claims = [
+    return [
         Claim(
             figure="1.1",
             says="throughput of 10 sequences over that of one",
@@ -219,7 +235,7 @@ def batches(scale: Scale, run: Run) -> Finding:
             figure="1.7",
             says="exact time of a decode step over L(B), the furthest off of all batches that fit",
             paper="1x",
-            ours=_exact(max(row["latency"] / row["closed"] for row in fitting)),
+            ours=_exact(max(row["latency"] / row["closed"] for row in rows if row["fits"] == "yes")),
             form="{:.3f}x",
             at_least=0.99,
             at_most=1.1,
@@ -229,48 +245,50 @@ def batches(scale: Scale, run: Run) -> Finding:
             figure="1.7",
             says=f"most sequences of {CONTEXT} tokens in an 80 GB device: 256 do not fit",
             paper="below 256",
-            ours=_exact(analysis.largest_batch),
+            ours=_exact(most),
             form="{:.0f}",
             at_most=255,
             assumption=f"16 bits everywhere, a context of {CONTEXT}, all memory usable",
         ),
     ]
-    sizes = tuple(float(batch) for batch in BATCHES)
 
+
+_BATCH_COLUMNS = [
+    Column("sequences decoding", "batch", ",d"),
+    Column("ms: exact", "latency", ",.2f"),
+    Column("L(B)", "closed", ",.2f"),
+    Column("with efficiencies", "real", ",.2f"),
+    Column("tok/s: exact", "throughput", ",.0f"),
+    Column("B / L(B)", "throughput_closed", ",.0f"),
+    Column("fits", "fits"),
+]
+
+
+def _batch_chart(rows: Sequence[dict[str, Any]]) -> Chart:
     def drawn(label: str, field: str, style: str) -> Curve:
-        return Curve(label=label, xs=sizes, ys=tuple(row[field] for row in rows), style=style)
+        ys = tuple(row[field] for row in rows)
+        return Curve(label=label, xs=tuple(float(row["batch"]) for row in rows), ys=ys, style=style)
 
-    panels = (
-        Panel(
-            title="latency",
-            x="sequences decoding",
-            y="ms per token",
-            curves=(
-                drawn("exact", "latency", "o-"),
-                drawn("L(B)", "closed", "--"),
-                drawn("with efficiencies", "real", "s-"),
-            ),
-            log_x=True,
+    latency = Panel(
+        title="latency",
+        x="sequences decoding",
+        y="ms per token",
+        curves=(
+            drawn("exact", "latency", "o-"),
+            drawn("L(B)", "closed", "--"),
+            drawn("with efficiencies", "real", "s-"),
         ),
-        Panel(
-            title="throughput",
-            x="sequences decoding",
-            y="tokens per second",
-            curves=(drawn("exact", "throughput", "o-"), drawn("B / L(B)", "throughput_closed", "--")),
-            log_x=True,
-        ),
+        log_x=True,
     )
-    columns = [
-        Column("sequences decoding", "batch", ",d"),
-        Column("ms: exact", "latency", ",.2f"),
-        Column("L(B)", "closed", ",.2f"),
-        Column("with efficiencies", "real", ",.2f"),
-        Column("tok/s: exact", "throughput", ",.0f"),
-        Column("B / L(B)", "throughput_closed", ",.0f"),
-        Column("fits", "fits"),
-    ]
+    throughput = Panel(
+        title="throughput",
+        x="sequences decoding",
+        y="tokens per second",
+        curves=(drawn("exact", "throughput", "o-"), drawn("B / L(B)", "throughput_closed", "--")),
+        log_x=True,
+    )
     title = f"Decoding, {MODEL} on an {DEVICE.upper()}, context {CONTEXT}"
-    return Finding(claims, Chart(title=title, panels=panels, columns=2), rows, columns)
+    return Chart(title=title, panels=(latency, throughput), columns=2)
 
 
 # ------------------------------------------------------------------------------------------------------ paging (4.2)
@@ -308,16 +326,13 @@ def paging(scale: Scale, run: Run) -> Finding:
             assumption="memory full in both; regions as long as the trace's longest request, not the model's context",
         ),
     ]
+    traces = tuple(row["trace"] for row in rows)
     panel = Panel(
         title="slots that hold a token",
         x="trace",
         y="share of what is reserved, %",
         curves=tuple(
-            Curve(
-                label=label,
-                xs=tuple(str(row["trace"]) for row in rows),
-                ys=tuple(100 * row[field] for row in rows),
-            )
+            Curve(label=label, xs=traces, ys=tuple(100 * row[field] for row in rows))
             for label, field in (
                 ("longest sequence", "contiguous"),
                 ("prompt known", "prompt_known"),

@@ -74,7 +74,8 @@ class Draft:
         prompt = partial[0] if partial else self._lifecycle.waiting.oldest
         if prompt is None or self.decision.prefill_tokens <= 0:
             return
-        if partial or (self._lifecycle.free_slots > 0 and self._tiers.has_room_to_park(prompt)):
+        may_begin = self._admits and self._lifecycle.free_slots > 0
+        if partial or (may_begin and self._tiers.has_room_to_park(prompt)):
             self._kept_free = self._blocks.pool.blocks_for(len(prompt.tokens)) - len(prompt.block_table)
 
     def add_decodes(self, ready: list[Sequence]) -> None:

@@ -215,8 +215,13 @@ def _device_first(load: Load, token_budget: int) -> Decision:
 
     A parked prompt needs device blocks too while it is computed. So as long as the host could hold the next prompt,
     the device keeps a bay of its size free: neither prompts that stay nor host sequences that come back may take it.
-    If decodes have outgrown what was expected and all but a block for each of them is taken, the newest move to host
-    memory: prompts that have to wait would cost more than their tokens.
+    If decodes have outgrown what was expected and the rest of the next prompt does not fit beside a block for each of
+    them, the newest move to host memory: a prompt that has to wait costs more than their tokens, and one that is partly
+    computed holds blocks while it waits.
+
+    The expected growth is kept free from host sequences only while prompts wait for the room. With none waiting, they
+    come back to all but a block for each decode: if that was too many, the newest leave again, which costs a swap each
+    way, while the growth may be overestimated until the last of the first answers, and they would stand still so long.
     """
     decodes = min(load.ready_decodes, token_budget)
     plan = Decision(prefill_tokens=token_budget - decodes, decodes=decodes)
@@ -226,17 +231,20 @@ def _device_first(load: Load, token_budget: int) -> Decision:
     if load.predictor is None:
         return plan
     prompt = load.first_waiting_blocks
-    bay = prompt if load.running_decodes and load.first_parked_blocks <= load.host_free_blocks else 0
-    spare = max(0, load.free_blocks - load.expected_growth - bay)
-    swap_in = min(load.fitting_host, spare // load.host_sequence_blocks) if load.running_decodes else load.fitting_host
-    plan = replace(plan, swap_in=swap_in)
-    left = load.free_blocks - swap_in * load.host_sequence_blocks
+    host_has_room = load.first_parked_blocks <= load.host_free_blocks
+    bay = 0
+    if load.running_decodes:
+        bay = prompt if host_has_room else 0
+        reserve = load.expected_growth if load.waiting_tokens else load.running_decodes
+        spare = max(0, load.free_blocks - reserve - bay)
+        plan = replace(plan, swap_in=min(load.ready_host, spare // (load.host_sequence_blocks + 1)))
+    left = load.free_blocks - plan.swap_in * load.host_sequence_blocks
     room = left - load.expected_growth
     park = prompt + bay > room
     if park:
         room = max(0, left - load.running_decodes)
-        fits = prompt <= room and load.first_parked_blocks <= load.host_free_blocks
-        if not fits and load.ready_prefills == 0:
+        may_park = host_has_room or load.ready_prefills > 0  # one that has begun has its place there
+        if prompt > room or not may_park:
             leave = _leaving(load, prompt - room)
             return replace(plan, prefill_tokens=0, decodes=min(decodes, load.ready_decodes - leave), swap_out=leave)
     most = (room + load.ready_prefills) * load.block_size  # a prompt that has begun may have room in its last block

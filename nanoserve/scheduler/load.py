@@ -84,7 +84,12 @@ class Predictor(Protocol):
         """Decode attention on the device over so many keys, summed over sequences."""
 
     def prefill_attention_seconds(self, tokens: int) -> float:
-        """Attention of prompts of so many tokens in all, from their beginning."""
+        """Attention of one prompt of so many tokens, from its beginning.
+
+        A Load does not tell how many prompts a step's tokens belong to, nor where in them they begin. A policy that
+        asks for all of them at once takes them for one new prompt: too much for several short ones, for the time grows
+        faster than the tokens, and too little for a chunk far into a prompt, which reads the keys before it too.
+        """
 
     def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
         """Decode attention on the CPU over so many keys, with moving queries, keys, values and results."""

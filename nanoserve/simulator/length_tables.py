@@ -13,8 +13,8 @@ from statistics import NormalDist
 
 import msgspec
 
-from nanoserve.benchmarks.workloads import RequestShape
 from nanoserve.errors import UsageError
+from nanoserve.measures.workloads import RequestShape
 
 FILE = Path(__file__).with_name("length_tables.json")
 NUM_QUANTILES = 101

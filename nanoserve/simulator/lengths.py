@@ -5,8 +5,8 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import cycle, repeat
 
-from nanoserve.benchmarks.workloads import RequestShape
 from nanoserve.errors import UsageError
+from nanoserve.measures.workloads import RequestShape
 
 
 def fixed_lengths(input_tokens: int, output_tokens: int) -> Iterator[RequestShape]:

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, Self, TypeVar
 
-from nanoserve.benchmarks.metrics import MILLISECONDS, Distribution
-from nanoserve.benchmarks.slo import Slo
 from nanoserve.costs.work import StepWork
 from nanoserve.kv.block_pool import BlockPool
+from nanoserve.measures.metrics import MILLISECONDS, Distribution
+from nanoserve.measures.slo import Slo
 from nanoserve.request import Request, SequenceUpdate
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.simulator.pipeline import Passage

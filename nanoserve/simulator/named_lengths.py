@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from nanoserve.benchmarks.workloads import RequestShape, parse_sizes
 from nanoserve.errors import UsageError
+from nanoserve.measures.workloads import RequestShape, parse_sizes
 from nanoserve.simulator.length_tables import length_tables
 from nanoserve.simulator.lengths import fixed_lengths, lognormal_lengths
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
 
-from nanoserve.benchmarks.workloads import RequestShape
 from nanoserve.config import ModelConfig
 from nanoserve.costs import DoesNotFit, Machine, ParallelLayout, StepCosts
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis
 from nanoserve.costs.hardware import GIBI
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.errors import UsageError
+from nanoserve.measures.workloads import RequestShape
 from nanoserve.scheduler.load import Policy
 from nanoserve.simulator.arrivals import burst, poisson_arrivals
 from nanoserve.simulator.result import SimulationResult

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoserve.benchmarks.plots import save_figure
+from nanoserve.measures.figures import save_figure
 from nanoserve.simulator.result import SimulationResult
 from nanoserve.simulator.window import StepWindow, WindowStep
 

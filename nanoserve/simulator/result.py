@@ -2,7 +2,7 @@
 
 import msgspec
 
-from nanoserve.benchmarks.metrics import Distribution
+from nanoserve.measures.metrics import Distribution
 
 
 class ReplicaFigures(msgspec.Struct, frozen=True, kw_only=True):

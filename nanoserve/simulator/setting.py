@@ -30,7 +30,19 @@ class OtherLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetting:
-    """One engine; ``simulate`` says what each of these is."""
+    """One engine.
+
+    Attributes:
+        policy: decides, as it would for real.
+        times: of stages, links and the host; there are as many micro-batches in flight as it has stages.
+        num_blocks: KV blocks; all stages share one block table.
+        block_size: tokens per block.
+        max_num_seqs: sequences that hold blocks at a time.
+        runtime: how the stages' processes work together.
+        host_blocks: KV blocks in host memory; for these, and for other layouts, ``times`` are TieredTimes.
+        other_layouts: parallel layouts 1, 2, ... that the policy may change to.
+        predictors: for the policy, one per layout.
+    """
 
     policy: Policy
     times: StepTimes

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from nanoserve.benchmarks.slo import Slo
 from nanoserve.errors import UsageError
+from nanoserve.measures.slo import Slo
 from nanoserve.request import Request
 from nanoserve.scheduler.load import Policy, Predictor
 from nanoserve.simulator.executor import StepObserver
@@ -37,22 +37,16 @@ def simulate(
 ) -> SimulationResult:
     """Run requests to their ends in virtual time. Prefixes are not cached, for the tokens mean nothing.
 
+    What an engine is made of, from ``policy`` to ``runtime`` and from ``host_blocks`` to ``predictors``, is said at
+    EngineSetting.
+
     Args:
-        policy: decides, as it would for real.
-        times: of stages, links and the host; there are as many micro-batches in flight as it has stages.
         requests: of a Workload, in order of arrival; they are taken as their time comes.
-        num_blocks: KV blocks; all stages share one block table.
-        block_size: tokens per block.
-        max_num_seqs: sequences that hold blocks at a time.
-        runtime: how the stages' processes work together.
         observers: are shown every step; of a fleet, every step of its first engine.
         slo: what a good answer keeps to, for attainment and goodput.
         request_observers: are shown every request when it has ended.
-        replicas: whole engines, each with all that is said above.
+        replicas: whole engines, each like that.
         router: which of them gets a request: a name in ROUTERS.
-        host_blocks: KV blocks in host memory; for these, and for other layouts, ``times`` are TieredTimes.
-        other_layouts: parallel layouts 1, 2, ... that the policy may change to.
-        predictors: for the policy, one per layout.
         tier_observers: are shown swaps, transitions and the CPU's attention; of a fleet, those of its first engine.
 
     Raises:

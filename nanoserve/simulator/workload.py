@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from nanoserve.benchmarks.workloads import RequestShape
+from nanoserve.measures.workloads import RequestShape
 from nanoserve.request import Request, SamplingParams
 from nanoserve.simulator.executor import DUMMY_TOKEN, END_TOKEN
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from nanoserve.benchmarks.metrics import RequestTiming
 from nanoserve.benchmarks.peers.protocol import Batch, BatchResult
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
+from nanoserve.measures.metrics import RequestTiming
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler

@@ -32,6 +32,22 @@ def test_a_plans_counts_have_bounds(command: Run, flag: str, value: str) -> None
     _refused(command(*PLAN, flag, value), f"Invalid value for '{flag}'")
 
 
+@pytest.mark.parametrize("value", ["0", "9e29", "9" * 20, HUGE])
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["profile"], "--threads"),
+        (["bench", "operators"], "--threads"),
+        (["bench", "throughput"], "--requests"),
+        (["bench", "serve"], "--requests"),
+        (["bench", "serve", "--output", "1"], "--input"),
+        (["bench", "serve", "--input", "1"], "--output"),
+    ],
+)
+def test_counts_of_measured_runs_have_bounds(command: Run, words: list[str], flag: str, value: str) -> None:
+    _refused(command(*words, flag, value), f"Invalid value for '{flag}'")
+
+
 @pytest.mark.parametrize("base", [PLAN, ANALYZE, SIMULATE])
 def test_names_that_are_no_paths(command: Run, base: list[str]) -> None:
     _refused(command(*base, "--model", "x" * 5000), "File name too long", exit_code=3)

@@ -103,13 +103,21 @@ def test_where_the_device_holds_everything_all_systems_are_equal() -> None:
         assert ratio([case], cases[:1], outcomes).mean == pytest.approx(1, abs=0.02)
 
 
+def test_a_batch_that_fits_the_device_is_not_held_up_on_the_host() -> None:
+    """Its first answers end late, and until then growth is overestimated: some prompts are parked for nothing."""
+    small = HostCase(system=DEVICE, platform=A10, lengths="1000:50", requests=40, seed=1)
+    cases = [replace(small, system=replace(system, token_budget=2048)) for system in SYSTEMS]
+    outcomes = {case: case.run() for case in cases}
+    assert min(ratio([case], cases[:1], outcomes).mean for case in cases[1:]) >= 0.98
+
+
 def test_in_a_backlog_ours_is_as_good_as_any() -> None:
     cases = [replace(_SMALL, system=replace(system, token_budget=1024), requests=40) for system in SYSTEMS]
     outcomes = {case: case.run() for case in cases}
     (ours,) = (case for case in cases if case.system.label == HYBRID.label)
     gains = [ratio([ours], [case], outcomes).mean for case in cases]
     assert min(gains) >= 0.98
-    assert gains[0] > 1.5  # over the device alone
+    assert gains[0] > 1.4  # over the device alone
 
 
 def test_every_system_is_tuned_over_the_same_budgets() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from nanoserve.benchmarks.slo import Slo
-from nanoserve.benchmarks.workloads import RequestShape
+from nanoserve.measures.slo import Slo
+from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.cases import Case, Outcome, System
 from nanoserve.papers.catalog import load_paper
 from nanoserve.papers.framework import Job, Scale

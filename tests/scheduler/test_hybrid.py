@@ -18,23 +18,19 @@ from nanoserve.scheduler.hybrid import (
 )
 from nanoserve.scheduler.load import Cohort, Decision, Load, Policy
 from tests.fakes.linear_predictor import LinearPredictor
+from tests.scheduler.loads import IDLE
 
 ALL = [AsymmetricPipelining(512), AsynchronousOverlap(512), ApexAlgorithm1(512), HybridByPrediction(512)]
 
 # Ten decodes of 100 keys: Tlin = Tgatt = 1 s, so NG = 10. A host sequence of 100 keys takes 0.5 s of CPU: NC = 2.
 PREDICTOR = LinearPredictor(num_layers=4, linear=1.0, key=0.001, prompt_token=0.01, host_key=0.005)
-DECODES = Load(
-    previous=None,
-    waiting_tokens=0,
-    first_waiting_tokens=0,
+DECODES = replace(
+    IDLE,
     running_decodes=10,
     ready_decodes=10,
-    ready_prefills=0,
     context_tokens=1000,
     free_blocks=0,
     total_blocks=70,
-    block_size=16,
-    free_slots=256,
     host_free_blocks=1000,
     host_blocks=2000,
     predictor=PREDICTOR,
@@ -144,6 +140,26 @@ def test_host_sequences_come_back_before_new_prompts_take_the_room(policy: Polic
     assert sum(decision.host_decodes) <= 3
     two_left = policy.decide(replace(load, ready_host=1, host_decodes=1, host_context_tokens=100))
     assert (two_left.swap_in, two_left.park) == (1, False)
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_with_no_prompt_waiting_only_a_block_of_each_decode_is_kept_from_those_that_come_back(policy: Policy) -> None:
+    # seven blocks each and one to grow into; 34 free, 10 for the decodes, though 30 are expected to be theirs one day
+    load = replace(hosting(DECODES, 5), free_blocks=34, expected_growth=30)
+    assert policy.decide(load).swap_in == 3
+    assert policy.decide(replace(load, waiting_tokens=64, first_waiting_tokens=64)).swap_in == 0
+    assert [policy.decide(replace(load, free_blocks=free)).swap_in for free in (17, 18)] == [0, 1]
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_decodes_leave_for_the_rest_of_a_prompt_that_has_begun_too(policy: Policy) -> None:
+    # 13 blocks leave three beside one for each decode, and what is left of the prompt takes four
+    begun = replace(prefilling(DECODES), free_blocks=13, ready_prefills=1)
+    assert policy.decide(begun) == replace(PLAN, decodes=9, swap_out=1)
+    fits = policy.decide(replace(begun, free_blocks=14))
+    assert (fits.prefill_tokens, fits.swap_out) == (64, 0)
+    # it goes on beside a full host: its place there was taken when it began
+    assert policy.decide(replace(begun, free_blocks=14, host_free_blocks=0)).prefill_tokens == 64
 
 
 @pytest.mark.parametrize("policy", ALL)

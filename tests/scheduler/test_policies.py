@@ -14,20 +14,8 @@ from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.baselines import ChunkedPrefill, DecodeFirst, PrefillFirst
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.token_throttling import AdaptiveThrottling, TokenThrottling
+from tests.scheduler.loads import IDLE
 
-IDLE = Load(
-    previous=None,
-    waiting_tokens=0,
-    first_waiting_tokens=0,
-    running_decodes=0,
-    ready_decodes=0,
-    ready_prefills=0,
-    context_tokens=0,
-    free_blocks=100,
-    total_blocks=100,
-    block_size=16,
-    free_slots=256,
-)
 BUSY = replace(
     IDLE, waiting_tokens=5000, first_waiting_tokens=300, running_decodes=40, ready_decodes=40, free_blocks=60
 )

@@ -179,6 +179,16 @@ def test_a_victim_for_which_the_host_has_no_room_is_computed_again() -> None:
     assert bench.scheduler.preemptions > 0
 
 
+def test_room_is_not_kept_for_a_prompt_that_waits_for_a_decode_to_get_its_blocks() -> None:
+    bench = _out_of_blocks(host_blocks=8)
+    bench.add("d", 4, 2)
+    bench.step(Decision(0, 64, preempt_to_host=True))  # the third moves away, for the first two want a block each
+    assert (bench.swapped(), bench.plans[-1].rows) == (["2 out"], ())
+    bench.step(Decision(64, 64, park=True))  # nor may the prompt begin before the second has its block
+    assert [row.sequence for row in bench.plans[-1].rows] == [0, 1]
+    bench.finish(Decision(64, 64, park=True, preempt_to_host=True, swap_in=1))
+
+
 def test_a_sequence_that_came_back_shares_its_blocks_again() -> None:
     bench = Bench(num_blocks=5, other=5)
     bench.add("a", 4, 3)

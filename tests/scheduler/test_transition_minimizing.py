@@ -7,26 +7,12 @@ import pytest
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.transition_minimizing import DecodePrioritizing, PrefillPrioritizing, TransitionMinimizing
 from tests.fakes.linear_predictor import LinearPredictor
+from tests.scheduler.loads import IDLE
 
 SEESAW = TransitionMinimizing(512)
 PREFILL, DECODE = 0, 1
 
-EMPTY = Load(
-    previous=None,
-    waiting_tokens=0,
-    first_waiting_tokens=0,
-    running_decodes=0,
-    ready_decodes=0,
-    ready_prefills=0,
-    context_tokens=0,
-    free_blocks=100,
-    total_blocks=100,
-    block_size=16,
-    free_slots=256,
-    layouts=2,
-    host_blocks=400,
-    host_free_blocks=400,
-)
+EMPTY = replace(IDLE, layouts=2, host_blocks=400, host_free_blocks=400)
 BACKLOG = replace(EMPTY, waiting_tokens=50_000, first_waiting_tokens=159)  # ten blocks each, the first answer included
 
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from nanoserve.benchmarks.workloads import RequestShape
 from nanoserve.costs import Machine, load_machine, load_shape
 from nanoserve.errors import UsageError
+from nanoserve.measures.workloads import RequestShape
 from nanoserve.scheduler.registry import make_policy
 from nanoserve.simulator.planning import Candidate, PlannedWork, all_layouts, find_candidates
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanoserve.benchmarks.slo import Slo
+from nanoserve.measures.slo import Slo
 from nanoserve.scheduler import make_policy
 from nanoserve.simulator import Workload, fixed_lengths, poisson_arrivals, simulate
 from nanoserve.simulator.meters import CompletedRequest, SloMeter

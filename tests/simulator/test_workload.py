@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.benchmarks.workloads import RequestShape, read_arrivals
 from nanoserve.errors import UsageError
+from nanoserve.measures.workloads import RequestShape, read_arrivals
 from nanoserve.simulator import (
     Workload,
     burst,

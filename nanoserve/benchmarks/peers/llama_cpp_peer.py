@@ -7,9 +7,9 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from nanoserve.benchmarks.metrics import RequestTiming
 from nanoserve.benchmarks.peers.protocol import Batch, BatchResult, Opening
 from nanoserve.errors import RuntimeFailure
+from nanoserve.measures.metrics import RequestTiming
 
 _KV_TYPES = {
     "float32": llama_cpp.GGML_TYPE_F32,

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from nanoserve.benchmarks.metrics import RequestTiming
+from nanoserve.measures.metrics import RequestTiming
 
 
 class Batch(msgspec.Struct, frozen=True):

@@ -3,7 +3,6 @@
 import asyncio
 from typing import Any
 
-from nanoserve.benchmarks.metrics import RequestTiming
 from nanoserve.benchmarks.peers.protocol import Batch, BatchResult, Opening
 from nanoserve.benchmarks.serving.load import Load
 from nanoserve.benchmarks.serving.own_server import OwnServer
@@ -11,6 +10,7 @@ from nanoserve.benchmarks.serving.records import RequestRecord
 from nanoserve.benchmarks.serving.requests import RequestStyle
 from nanoserve.benchmarks.serving.sending import Sender
 from nanoserve.errors import RuntimeFailure
+from nanoserve.measures.metrics import RequestTiming
 
 _TIMEOUT_SECONDS = 3600.0
 

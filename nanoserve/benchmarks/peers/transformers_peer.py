@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from nanoserve.benchmarks.metrics import RequestTiming
 from nanoserve.benchmarks.peers.protocol import Batch, BatchResult, Opening
+from nanoserve.measures.metrics import RequestTiming
 
 
 class TransformersPeer:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from nanoserve.benchmarks.workloads import RequestShape
 from nanoserve.config import EngineConfig
 from nanoserve.costs.measured_times import MeasuredTimes
 from nanoserve.costs.profile import Prediction, Profile, RunFigures
 from nanoserve.engine import Engine
+from nanoserve.measures.workloads import RequestShape
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.registry import make_policy
 from nanoserve.simulator import StepTimes, Workload, burst, poisson_arrivals, simulate

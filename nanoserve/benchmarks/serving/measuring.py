@@ -15,9 +15,9 @@ from nanoserve.benchmarks.serving.load import Load
 from nanoserve.benchmarks.serving.records import Run, figures
 from nanoserve.benchmarks.serving.requests import PreparedRequest, RequestStyle
 from nanoserve.benchmarks.serving.sending import Sender
-from nanoserve.benchmarks.slo import Slo
-from nanoserve.benchmarks.workloads import RequestShape
 from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.measures.slo import Slo
+from nanoserve.measures.workloads import RequestShape
 
 _WARM_UP_TOKENS = 16
 

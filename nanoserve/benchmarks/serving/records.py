@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from nanoserve.benchmarks.metrics import MILLISECONDS, Distribution
-from nanoserve.benchmarks.slo import SLO_NAMES, Slo
+from nanoserve.measures.metrics import MILLISECONDS, Distribution
+from nanoserve.measures.slo import SLO_NAMES, Slo
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from nanoserve.benchmarks.workloads import RequestShape
 from nanoserve.errors import UsageError
+from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.shapes import DUMMY_PREFIX
 
 ENDPOINTS = ("completions", "chat")

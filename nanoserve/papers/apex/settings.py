@@ -11,9 +11,9 @@ from itertools import islice
 import msgspec
 from msgspec.structs import replace
 
-from nanoserve.benchmarks.workloads import RequestShape
 from nanoserve.costs import Efficiency, StepCosts, load_machine, load_shape
 from nanoserve.costs.predictor import CostPredictor
+from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.cases import BLOCK_SIZE, System
 from nanoserve.papers.claims import Spread
 from nanoserve.papers.framework import Outcomes, Run

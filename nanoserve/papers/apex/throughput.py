@@ -40,9 +40,7 @@ _ORDER = (
     "asymmetric pipelining pays wherever host sequences are many: at 60 % of the data sheets the CPUs attend half as "
     "fast as the device, not a tenth as in the paper: see figure cpu"
 )
-_NOT_IN_LIST = (
-    "not of the list that hybrid was made with; why it loses is not settled (a smaller reserve helped in part)"
-)
+_NOT_IN_LIST = "not of the list that hybrid was made with, but two faults of all host policies were found on these rows"
 _SIZE = "a device without host memory preempts and computes again; every system with its best token budget"
 
 

@@ -6,8 +6,8 @@ from statistics import mean
 import msgspec
 from msgspec.structs import replace
 
-from nanoserve.benchmarks.slo import Slo
 from nanoserve.benchmarks.tables import Column
+from nanoserve.measures.slo import Slo
 from nanoserve.papers.cases import Case, Outcome, System
 from nanoserve.papers.charts import Chart, Curve, Panel
 from nanoserve.papers.claims import Claim, Spread

@@ -12,8 +12,8 @@ from itertools import islice
 
 import msgspec
 
-from nanoserve.benchmarks.workloads import RequestShape
 from nanoserve.costs import ParallelLayout, StepCosts, StepWork
+from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.seesaw.settings import BLOCK_SIZE, RESHARDING, Choice, Setting
 from nanoserve.papers.tuning import TOKEN_BUDGETS
 

@@ -6,11 +6,11 @@ from itertools import islice
 
 import msgspec
 
-from nanoserve.benchmarks.workloads import RequestShape
 from nanoserve.costs import Machine, ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.counts import tensor_degrees
 from nanoserve.costs.hardware import GIBI, Link
 from nanoserve.costs.memory import DoesNotFit
+from nanoserve.measures.workloads import RequestShape
 from nanoserve.simulator.named_lengths import named_lengths
 
 BLOCK_SIZE = 16

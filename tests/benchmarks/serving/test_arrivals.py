@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nanoserve.benchmarks.serving.arrivals import offered_rate, parse_rates, poisson_arrivals, trace_arrivals
-from nanoserve.benchmarks.workloads import read_arrivals
 from nanoserve.errors import UsageError
+from nanoserve.measures.workloads import read_arrivals
 
 
 def test_gaps_of_a_poisson_process_have_its_mean_and_its_spread() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from nanoserve.benchmarks.serving.doubts import doubts
 from nanoserve.benchmarks.serving.records import RequestRecord, Run, figures, peak_concurrency
-from nanoserve.benchmarks.slo import Slo, parse_slo
 from nanoserve.errors import UsageError
+from nanoserve.measures.slo import Slo, parse_slo
 
 PROMPT = RequestRecord(
     scheduled=1.0, started=1.0, ended=2.0, text_times=(1.2, 1.6, 2.0), input_tokens=10, output_tokens=3, wanted_tokens=3

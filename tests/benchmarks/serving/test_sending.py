@@ -12,8 +12,8 @@ from nanoserve.benchmarks.serving.load import Load
 from nanoserve.benchmarks.serving.records import RequestRecord, peak_concurrency
 from nanoserve.benchmarks.serving.requests import RequestStyle
 from nanoserve.benchmarks.serving.sending import Sender
-from nanoserve.benchmarks.workloads import RequestShape
 from nanoserve.client.address import ServerAddress, parse_url
+from nanoserve.measures.workloads import RequestShape
 from tests.client.foreign import Foreign, Scripted, as_error, as_json, as_stream, foreign, said, used
 
 SHAPE = RequestShape(5, 3)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.benchmarks.workloads import (
+from nanoserve.errors import UsageError
+from nanoserve.measures.workloads import (
     PRESETS,
     Case,
     RequestShape,
@@ -13,7 +14,6 @@ from nanoserve.benchmarks.workloads import (
     random_prompts,
     read_trace,
 )
-from nanoserve.errors import UsageError
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1,,2", "two", "1.5", "", "1048577", "9" * 400, "²"])

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from nanoserve.benchmarks.metrics import MILLISECONDS
 from nanoserve.errors import UsageError
+from nanoserve.measures.metrics import MILLISECONDS
 
 SLO_NAMES = ("ttft", "tpot", "e2el")
 

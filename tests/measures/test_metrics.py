@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanoserve.benchmarks.metrics import BatchRates, Distribution, RequestTiming, request_distributions
+from nanoserve.measures.metrics import BatchRates, Distribution, RequestTiming, request_distributions
 
 
 def test_the_metrics_of_one_request() -> None:

@@ -1,0 +1,35 @@
+"""Pictures as PNG files; drawing them needs matplotlib, which the extra [plot] installs."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanoserve.errors import RuntimeFailure, UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+INSTALL = "pip install 'nanoserve[plot]'"
+
+
+def check_plotting(path: Path | None) -> None:
+    """Before anything is measured: can the picture be drawn?
+
+    Raises:
+        UsageError: if matplotlib is missing.
+    """
+    from importlib.util import find_spec
+
+    if path is not None and find_spec("matplotlib") is None:
+        raise UsageError(f"--plot needs matplotlib: {INSTALL}")
+
+
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Write a drawn figure as PNG.
+
+    Raises:
+        RuntimeFailure: if the file cannot be written.
+    """
+    try:
+        figure.savefig(path, format="png", dpi=150)
+    except OSError as error:
+        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error
