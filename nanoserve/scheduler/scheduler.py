@@ -3,8 +3,11 @@
 It keeps the sequences and their blocks (Lifecycle), asks the policy how much to do, turns the answer into a StepPlan
 (Draft), and takes the StepResult back. Sequences may live in host memory too: Tiers moves them, HostCohorts knows whose
 token is under way there, and Layouts says when the device is to be emptied for another parallel layout. Whatever the
-policy says: no block is used twice, every block comes back, no sequence is in two plans in flight, and every admitted
-sequence finishes once arrivals stop.
+policy says: no block is used twice, every block comes back, and every admitted sequence finishes once arrivals stop.
+
+No sequence is in two plans in flight, unless the executor feeds tokens: then a decode may enter the next plan with its
+token still being sampled, as if it were there. The token never is its last by length; if it ends the sequence
+otherwise, what the next plan makes of it is thrown away.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -40,6 +43,11 @@ class Scheduler:
         host_blocks: KV blocks in host memory; with none, nothing ever moves there.
         other_layouts: what num_blocks and pipeline_depth are in parallel layouts 1, 2, ...
         predictors: for the policy, one per layout.
+        feeds_tokens: whether the executor takes fed rows; there may be one plan more in flight then. Sequences that
+            cannot be fed (`lifecycle.may_be_fed`) sit out every other plan while others are.
+
+    Raises:
+        ValueError: if tokens are to be fed through more than one stage.
     """
 
     def __init__(
@@ -55,16 +63,26 @@ class Scheduler:
         host_blocks: int = 0,
         other_layouts: SequenceOf[LayoutCapacity] = (),
         predictors: SequenceOf[Predictor] = (),
+        feeds_tokens: bool = False,
     ) -> None:
+        if feeds_tokens and any(
+            depth > 1 for depth in (pipeline_depth, *(one.pipeline_depth for one in other_layouts))
+        ):
+            raise ValueError("tokens are fed within one stage: pipeline_depth must be 1")
         self.policy = policy
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.pipeline_depth = pipeline_depth
+        self.feeds_tokens = feeds_tokens
         self.forced_steps = 0
         self.host_pool = (host_tier := HostTier(host_blocks, block_size)).pool
         self._lifecycle = Lifecycle(
-            SequenceBlocks(self.pool), host_tier, max_model_len=max_model_len, max_num_seqs=max_num_seqs
+            SequenceBlocks(self.pool),
+            host_tier,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            feeds_tokens=feeds_tokens,
         )
         self._tiers = Tiers(self._lifecycle)
         self._cohorts = HostCohorts()
@@ -72,7 +90,7 @@ class Scheduler:
         self._predictors = tuple(predictors)
         self.waiting = self._lifecycle.waiting
         self.running = self._lifecycle.running
-        self._rows_in_flight: dict[int, Row] = {}
+        self._rows_in_flight: dict[int, Row] = {}  # the newest of each sequence; of two, both are sampled
         self._plans_in_flight: dict[int, StepPlan] = {}
         self._previous: Decision | None = None
         self._next_step = 0
@@ -143,8 +161,8 @@ class Scheduler:
     ) -> list[SequenceUpdate]:
         """End a request, or one of its samples, from outside: an abort, or a stop string the caller has seen.
 
-        A sequence in flight ends at once for the caller; its blocks come back with its last answer. Unknown and
-        finished ones are passed over.
+        A sequence in flight ends at once for the caller; its blocks come back with its last answer, and what that says
+        is passed over. So are unknown and finished sequences.
         """
         lifecycle = self._lifecycle
         family = [sequence for sequence in lifecycle.unfinished(request_id) if index in (None, sequence.index)]
@@ -158,7 +176,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None if nothing can run before an answer or an arrival comes."""
-        if len(self._plans_in_flight) >= self.pipeline_depth or self._layouts.target is not None:
+        if len(self._plans_in_flight) >= self.pipeline_depth + self.feeds_tokens or self._layouts.target is not None:
             return None
         self._tiers.move_parked()
         draft = self._draft(now)
@@ -206,7 +224,7 @@ class Scheduler:
             self._drain(draft)
             return draft
         if decision.swap_out:
-            self._tiers.swap_out(decodes, decision.swap_out)
+            decodes = self._tiers.swap_out(decodes, decision.swap_out)
         if decision.swap_in:
             self._tiers.swap_in(ready_host, decision.swap_in)
             ready_host = [sequence for sequence in ready_host if not sequence.in_flight]
@@ -263,7 +281,9 @@ class Scheduler:
             context += sequence.computed
             if sequence.status is _DECODE:
                 running_decodes += 1
-                if not sequence.in_flight:
+                if not sequence.in_flight or (
+                    len(sequence.tokens) < sequence.fed_below and not sequence.preempt_when_answered
+                ):
                     decodes.append(sequence)
             else:
                 partial_tokens += sequence.remaining
@@ -321,7 +341,8 @@ class Scheduler:
             if row.sample or answer.error is not None:
                 if sequence.finish_reason is None:  # else it was ended while in flight
                     updates.append(self._take_tokens(sequence, answer, now))
-                del rows[answer.sequence]
+                if sequence.in_flight == 1:
+                    del rows[answer.sequence]
                 if any_on_host:
                     self._cohorts.leave(answer.sequence)
                 lifecycle.answered(sequence)
@@ -351,7 +372,10 @@ class Scheduler:
         self.pool.forget_cache()
         self._plans_in_flight.clear()
         self._layouts.abandon()
-        answers = tuple(Answer(sequence, error=error) for sequence in self._rows_in_flight)
+        sequences = self._lifecycle.sequences
+        answers = tuple(
+            Answer(key, error=error) for key in self._rows_in_flight for _ in range(sequences[key].in_flight)
+        )
         updates = self.apply(StepResult(None, answers), now)
         for sequence in list(self._lifecycle.moving):
             if not sequence.finished:
