@@ -1,6 +1,7 @@
 """Runs plans on one device: keeps the sequences' records and the KV cache, computes rows, samples, answers."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -8,12 +9,13 @@ import torch
 from torch import Tensor
 
 from nanoserve.grammar.compiler import GrammarCompiler
-from nanoserve.models.attention import PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.request import TokenLogprob
+from nanoserve.runtime.forward_pass import Caches, ForwardFunction, ForwardPass
 from nanoserve.runtime.grammars import SequenceGrammar
 from nanoserve.runtime.logprobs import rows_per_chunk, token_logprobs
 from nanoserve.runtime.sampling import SamplingRows, SamplingState, sample
+from nanoserve.runtime.staging import Staged, Staging
 from nanoserve.runtime.step_inputs import BlockTable, InputBuilder
 from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan
 from triton_ops import copy_blocks
@@ -53,12 +55,29 @@ class SequenceRecord:
         return self.prompt[row.start + 1 : row.start + 1 + len(row.tokens)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """The rows of a step that are sampled.
+
+    Attributes:
+        last_tokens: int64 [number of rows], the place of each one's last token in the step.
+    """
+
+    rows: list[Row]
+    records: list[SequenceRecord]
+    last_tokens: Staged
+    settings: SamplingRows
+
+
 class ModelRunner:
     """Executes plans in order; `run_layer` runs the decoder's layers, `grammars` compiles JSON schemas.
 
     Its KV cache is a pair of tensors per layer, [num_blocks, num_kv_heads, block_size, head_dim], in the decoder's
     dtype, and holds anything at first: memory that is never touched costs no time. Raises torch's errors when memory
     runs out.
+
+    Attributes:
+        forward: computes the rows of a step; whoever has a faster way to do so may put it here.
     """
 
     def __init__(
@@ -79,9 +98,10 @@ class ModelRunner:
         dtype = decoder.embedding.weight.dtype
         self.key_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.value_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self._run_layer = run_layer
+        self.forward: ForwardFunction = ForwardPass(decoder, Caches(self.key_caches, self.value_caches), run_layer)
         self._grammars = grammars
-        self._inputs = InputBuilder(block_size, device)
+        self._inputs = InputBuilder(block_size)
+        self._staging = Staging(device)
         self._records: dict[int, SequenceRecord] = {}
 
     @torch.inference_mode()
@@ -98,13 +118,19 @@ class ModelRunner:
             self._records.pop(sequence, None)
         for begin in plan.begin:
             self._records[begin.sequence] = SequenceRecord(begin, self.config.vocab_size, self._grammar(begin))
-        self._copy(plan.copies)
-        if not plan.rows:
-            return ()
+        pairs = self._staging.add(np.array([(copy.source, copy.target) for copy in plan.copies], np.int64))
         records = [self._record(row.sequence) for row in plan.rows]
         for row, record in zip(plan.rows, records, strict=True):
             record.take(row)
-        return self._answer(plan.rows, records, self._forward(plan.rows, records))
+        if not plan.rows:
+            self._staging.transfer()
+            self._copy(plan.copies, pairs)
+            return ()
+        inputs = self._inputs.stage(plan.rows, [record.block_table for record in records], self._staging)
+        sampling = self._stage_sampling(plan.rows, records)
+        self._staging.transfer()
+        self._copy(plan.copies, pairs)
+        return self._answer(plan.rows, records, self.forward(inputs.tensors()), sampling)
 
     def _grammar(self, begin: Begin) -> SequenceGrammar | None:
         schema = begin.params.json_schema
@@ -119,28 +145,28 @@ class ModelRunner:
             raise RuntimeError(f"sequence {sequence} is in a plan without having begun")
         return self._records[sequence]
 
-    def _copy(self, copies: Sequence[Copy]) -> None:
+    def _copy(self, copies: Sequence[Copy], pairs: Staged) -> None:
         if copies:
-            pairs = torch.tensor([(copy.source, copy.target) for copy in copies], device=self.device)
             for key_cache, value_cache in zip(self.key_caches, self.value_caches, strict=True):
-                copy_blocks(key_cache, value_cache, pairs)
+                copy_blocks(key_cache, value_cache, pairs.tensor)
 
-    def _forward(self, rows: Sequence[Row], records: Sequence[SequenceRecord]) -> Tensor:
-        """Hidden states of all tokens of all rows, one row after another: [T, hidden_size]."""
-        inputs = self._inputs.build(rows, [record.block_table for record in records])
-        attention = PagedAttention(
-            config=self.config,
-            key_caches=self.key_caches,
-            value_caches=self.value_caches,
-            block_tables=inputs.block_tables,
-            query_starts=inputs.query_starts,
-            context_lengths=inputs.context_lengths,
-            slot_mapping=inputs.slot_mapping,
+    def _stage_sampling(self, rows: Sequence[Row], records: Sequence[SequenceRecord]) -> _Sampling | None:
+        """Of the rows that are to be sampled; None if none is."""
+        sampled = [place for place, row in enumerate(rows) if row.sample]
+        if not sampled:
+            return None
+        ends = np.cumsum([len(row.tokens) for row in rows])
+        positions = [rows[place].start + len(rows[place].tokens) for place in sampled]
+        return _Sampling(
+            rows=[rows[place] for place in sampled],
+            records=[records[place] for place in sampled],
+            last_tokens=self._staging.add(ends[sampled] - 1),
+            settings=SamplingRows.stage([records[place].sampling for place in sampled], positions, self._staging),
         )
-        hidden: Tensor = self.decoder(inputs.token_ids, inputs.positions, attention, self._run_layer)
-        return hidden
 
-    def _answer(self, rows: Sequence[Row], records: Sequence[SequenceRecord], hidden: Tensor) -> tuple[Answer, ...]:
+    def _answer(
+        self, rows: Sequence[Row], records: Sequence[SequenceRecord], hidden: Tensor, sampling: _Sampling | None
+    ) -> tuple[Answer, ...]:
         ends = np.cumsum([len(row.tokens) for row in rows])
         answers: dict[int, Answer] = {}
         for row, record, end in zip(rows, records, ends, strict=True):
@@ -149,23 +175,16 @@ class ModelRunner:
                 answers[row.sequence] = Answer(
                     row.sequence, prompt_logprobs=logprobs or (), error=None if logprobs else NOT_NUMBERS
                 )
-        sampled = [place for place, row in enumerate(rows) if row.sample]
-        if sampled:
-            logits = self._logits(hidden, ends[sampled] - 1)
-            tokens = self._sample(logits, [rows[place] for place in sampled], [records[place] for place in sampled])
-            for answer in tokens:
+        if sampling is not None:
+            for answer in self._sample(self.decoder.compute_logits(hidden[sampling.last_tokens.tensor]), sampling):
                 earlier = answers.get(answer.sequence)
                 answers[answer.sequence] = _joined(earlier, answer) if earlier else answer
         return tuple(answers.values())
 
-    def _logits(self, hidden: Tensor, places: np.ndarray) -> Tensor:
-        return self.decoder.compute_logits(hidden[torch.from_numpy(places).to(self.device)])
-
-    def _sample(self, logits: Tensor, rows: Sequence[Row], records: Sequence[SequenceRecord]) -> Iterable[Answer]:
+    def _sample(self, logits: Tensor, sampling: _Sampling) -> Iterable[Answer]:
         """One answer for each row of logits."""
-        positions = [row.start + len(row.tokens) for row in rows]
-        settings = SamplingRows.gather([record.sampling for record in records], positions, self.device)
-        sampled = sample(logits, settings)
+        rows, records = sampling.rows, sampling.records
+        sampled = sample(logits, sampling.settings)
         tokens, valid = sampled.tokens.tolist(), sampled.valid.tolist()
         logprobs = self._sampled_logprobs(logits, sampled.tokens, records, valid)
         for place, (row, record) in enumerate(zip(rows, records, strict=True)):
