@@ -2,7 +2,7 @@
 
 from nanoserve.kv.host_tier import HostTier
 from nanoserve.kv.sequence_blocks import SequenceBlocks
-from nanoserve.request import FinishReason, Place, Request, SamplingParams, Sequence, Status
+from nanoserve.request import FinishReason, Place, Request, SamplingParams, Sequence, Status, TokenLogprob
 from nanoserve.scheduler.queues import AgeOrdered, WaitingQueue
 
 _DECODE, _FINISHED = Status.DECODE, Status.FINISHED  # looking a member up takes Python 3.11 longer than a call
@@ -198,6 +198,12 @@ class Lifecycle:
             (self.running if place is _DEVICE else self.on_host).add(sequence)
 
     # ---- answer and end ---------------------------------------------------------------------------------------
+
+    def keep_prompt_logprobs(self, sequence: Sequence, start: int, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """Of the prompt behind that position; those of a request's first sample stand for all."""
+        if sequence.index == 0:
+            already = len(sequence.prompt_logprobs) - start  # a recomputed prompt is scored again
+            sequence.prompt_logprobs += logprobs[already:]
 
     def answered(self, sequence: Sequence) -> None:
         """The oldest of its rows in flight is. What is to become of it waits for the last one."""

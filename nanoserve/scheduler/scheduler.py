@@ -17,6 +17,7 @@ from nanoserve.kv.block_pool import BlockPool
 from nanoserve.kv.host_tier import HostTier
 from nanoserve.kv.sequence_blocks import SequenceBlocks
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate, Status
+from nanoserve.scheduler.admission import check_admissible
 from nanoserve.scheduler.draft import Draft
 from nanoserve.scheduler.growth import Forecaster
 from nanoserve.scheduler.host_cohorts import HostCohorts
@@ -128,33 +129,15 @@ class Scheduler:
         Raises:
             UsageError: if it can never run here, or its id is in use.
         """
-        self._check_admissible(request)
-        self._lifecycle.add(request)
-
-    def _check_admissible(self, request: Request) -> None:
-        length = len(request.prompt)
         if request.request_id in self._lifecycle:
             raise UsageError(f"request id {request.request_id!r} is in use")
-        if length == 0:
-            raise UsageError("the prompt is empty: give at least one token")
-        if length >= self.max_model_len:
-            raise UsageError(
-                f"the prompt has {length} tokens, but the context holds {self.max_model_len} with at least one "
-                "for the answer; shorten the prompt or raise --max-model-len"
-            )
-        if length + request.params.min_tokens > self.max_model_len:
-            raise UsageError(
-                f"min_tokens {request.params.min_tokens} can never be reached: after a prompt of {length} tokens the "
-                f"context of {self.max_model_len} has room for {self.max_model_len - length}; lower it"
-            )
-        longest = min(self.max_model_len, length + (request.params.max_tokens or self.max_model_len))
-        # The last token is never attended to, so its KV is never written.
-        num_blocks = self._layouts.smallest.num_blocks
-        if (needed := self.pool.blocks_for(longest - 1)) > num_blocks:
-            raise UsageError(
-                f"the request may grow to {longest} tokens, which take {needed} KV blocks, but there are "
-                f"{num_blocks}; lower max_tokens or raise --kv-cache-memory"
-            )
+        check_admissible(
+            request,
+            max_model_len=self.max_model_len,
+            num_blocks=self._layouts.smallest.num_blocks,
+            block_size=self.pool.block_size,
+        )
+        self._lifecycle.add(request)
 
     def stop(
         self, request_id: str, now: float, *, index: int | None = None, reason: FinishReason = FinishReason.ABORT
@@ -337,7 +320,7 @@ class Scheduler:
         for answer in result.answers:
             sequence, row = lifecycle.sequences[answer.sequence], rows[answer.sequence]
             if answer.prompt_logprobs:
-                _keep_prompt_logprobs(sequence, row, answer)
+                lifecycle.keep_prompt_logprobs(sequence, row.start, answer.prompt_logprobs)
             if row.sample or answer.error is not None:
                 if sequence.finish_reason is None:  # else it was ended while in flight
                     updates.append(self._take_tokens(sequence, answer, now))
@@ -412,9 +395,3 @@ class Scheduler:
         moving = {sequence.sequence_id for sequence in self._lifecycle.moving}
         if set(self._rows_in_flight) != in_flight - moving:
             raise RuntimeError("rows in flight and sequences in flight differ")
-
-
-def _keep_prompt_logprobs(sequence: Sequence, row: Row, answer: Answer) -> None:
-    if sequence.index == 0:
-        already = len(sequence.prompt_logprobs) - row.start  # a recomputed prompt is scored again
-        sequence.prompt_logprobs += answer.prompt_logprobs[already:]
