@@ -29,6 +29,7 @@ class Draft:
         decision: as given.
         rows: of sequences on the device, by sequence.
         host_rows: of sequences on the host, by sequence.
+        chunks_behind: sequences in ``rows`` whose chunk follows one in flight.
         transition: the layout to change to, in a plan that holds nothing else.
     """
 
@@ -38,6 +39,7 @@ class Draft:
         self.decision = decision
         self.rows: dict[int, Row] = {}
         self.host_rows: dict[int, Row] = {}
+        self.chunks_behind: list[int] = []
         self.transition: int | None = None
         self._lifecycle = lifecycle
         self._tiers = tiers
@@ -155,7 +157,7 @@ class Draft:
         """Prompts within the budget: first those partly computed, then waiting ones."""
         budget = self.decision.prefill_tokens
         for sequence in ready:
-            if sequence.status is _PREFILL:  # not preempted meanwhile
+            if sequence.status is _PREFILL and sequence is not self._gives_way:  # nor preempted meanwhile
                 budget -= self._add_chunk(sequence, budget)
         if not self._admits:
             return  # what was just taken from one sequence is not for a newer one
@@ -263,6 +265,8 @@ class Draft:
         sequence.computed = end
         if sequence.status is _PREFILL:
             self._blocks.share_full(sequence, end)
+            if sequence.in_flight > 1:
+                self.chunks_behind.append(name)
 
     def _begin_sequence(self, sequence: Sequence) -> None:
         sequence.begun = True

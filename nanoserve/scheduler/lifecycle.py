@@ -116,6 +116,14 @@ class Lifecycle:
         """How many more sequences may run."""
         return self.max_num_seqs - len(self.running) - len(self.moving)
 
+    def may_take_the_next_chunk(self, prompt: Sequence) -> bool:
+        """While one is in flight: plans run in order, and there is one stage where tokens are fed.
+
+        Prompts that are scored wait: what is said of them is matched with their newest row.
+        """
+        waits = prompt.preempt_when_answered or prompt.request.params.prompt_logprobs is not None
+        return self.feeds_tokens and prompt.remaining > 0 and not waits
+
     # ---- admission and preemption -----------------------------------------------------------------------------
 
     def admit(self, sequence: Sequence) -> None:

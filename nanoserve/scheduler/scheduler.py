@@ -7,7 +7,7 @@ policy says: no block is used twice, every block comes back, and every admitted 
 
 No sequence is in two plans in flight, unless the executor feeds tokens: then a decode may enter the next plan with its
 token still being sampled, as if it were there. The token never is its last by length; if it ends the sequence
-otherwise, what the next plan makes of it is thrown away.
+otherwise, what the next plan makes of it is thrown away. A prompt's chunks follow each other in the same way.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -91,7 +91,8 @@ class Scheduler:
         self._predictors = tuple(predictors)
         self.waiting = self._lifecycle.waiting
         self.running = self._lifecycle.running
-        self._rows_in_flight: dict[int, Row] = {}  # the newest of each sequence; of two, both are sampled
+        self._rows_in_flight: dict[int, Row] = {}  # the newest of each sequence
+        self._chunks_before: dict[int, Row] = {}  # the older of two, where it is a chunk of a prompt and not sampled
         self._plans_in_flight: dict[int, StepPlan] = {}
         self._previous: Decision | None = None
         self._next_step = 0
@@ -131,12 +132,8 @@ class Scheduler:
         """
         if request.request_id in self._lifecycle:
             raise UsageError(f"request id {request.request_id!r} is in use")
-        check_admissible(
-            request,
-            max_model_len=self.max_model_len,
-            num_blocks=self._layouts.smallest.num_blocks,
-            block_size=self.pool.block_size,
-        )
+        blocks, size = self._layouts.smallest.num_blocks, self.pool.block_size
+        check_admissible(request, max_model_len=self.max_model_len, num_blocks=blocks, block_size=size)
         self._lifecycle.add(request)
 
     def stop(
@@ -180,6 +177,7 @@ class Scheduler:
         self._previous = draft.decision
         if plan.rows or plan.transition is not None or strategy == "overlap":  # else it holds nothing but swaps
             self._plans_in_flight[plan.step] = plan
+        self._chunks_before |= {key: self._rows_in_flight[key] for key in draft.chunks_behind}
         self._rows_in_flight |= draft.rows
         if draft.host_rows:
             self._rows_in_flight |= draft.host_rows
@@ -259,7 +257,7 @@ class Scheduler:
             the snapshot; those on the device that decode, and that are partly prefilled; and those on the host.
         """
         running_decodes = context = partial_tokens = 0
-        decodes, prefills = [], []
+        decodes, prefills, may_go_on = [], [], self._lifecycle.may_take_the_next_chunk
         for sequence in self.running:
             context += sequence.computed
             if sequence.status is _DECODE:
@@ -270,7 +268,7 @@ class Scheduler:
                     decodes.append(sequence)
             else:
                 partial_tokens += sequence.remaining
-                if not sequence.in_flight:
+                if not sequence.in_flight or may_go_on(sequence):
                     prefills.append(sequence)
         growth, longest = self._forecaster.look(self._next_step, self.running)
         on_host, host_pool = self._lifecycle.on_host, self.host_pool
@@ -321,6 +319,8 @@ class Scheduler:
             sequence, row = lifecycle.sequences[answer.sequence], rows[answer.sequence]
             if answer.prompt_logprobs:
                 lifecycle.keep_prompt_logprobs(sequence, row.start, answer.prompt_logprobs)
+            if answer.error is not None:
+                self._chunks_before.pop(answer.sequence, None)
             if row.sample or answer.error is not None:
                 if sequence.finish_reason is None:  # else it was ended while in flight
                     updates.append(self._take_tokens(sequence, answer, now))
@@ -339,11 +339,14 @@ class Scheduler:
 
     def _end_plan(self, plan: StepPlan) -> None:
         """Its device work is done, and with it the rows for which there is nothing to answer."""
-        lifecycle, rows = self._lifecycle, self._rows_in_flight
+        lifecycle = self._lifecycle
         for row in plan.rows:
-            if not row.sample and rows.get(row.sequence) is row:
-                del rows[row.sequence]
-                lifecycle.answered(lifecycle.sequences[row.sequence])
+            if row.sample:
+                continue
+            for rows in (self._chunks_before, self._rows_in_flight):
+                if rows.get(row.sequence) is row:
+                    del rows[row.sequence]
+                    lifecycle.answered(lifecycle.sequences[row.sequence])
         if plan.transition is not None:
             layout = self._layouts.end()
             self.pool.replace_blocks(layout.num_blocks)
@@ -355,10 +358,8 @@ class Scheduler:
         self.pool.forget_cache()
         self._plans_in_flight.clear()
         self._layouts.abandon()
-        sequences = self._lifecycle.sequences
-        answers = tuple(
-            Answer(key, error=error) for key in self._rows_in_flight for _ in range(sequences[key].in_flight)
-        )
+        times = {key: self._lifecycle.sequences[key].in_flight for key in self._rows_in_flight}
+        answers = tuple(Answer(key, error=error) for key in times for _ in range(times[key]))
         updates = self.apply(StepResult(None, answers), now)
         for sequence in list(self._lifecycle.moving):
             if not sequence.finished:

@@ -82,13 +82,13 @@ def test_decodes_enter_the_next_plan_while_their_token_is_sampled() -> None:
         "  0 at 5: fed *",
         "  1 at 2: 102 +[4] *",
         "  2 at 0: 6 6 6 6 6 6 +[5, 6, 7]",
-        "step 4:",  # step 3 is in flight: the rest of the long prompt waits for its end
+        "step 4:",  # step 3 is in flight, and with it the chunk before this one
         "  0 at 6: fed +[8] *",
         "  1 at 3: fed *",
-        "step 5:",  # step 4 is in flight, with the last token of sequence 1
-        "  0 at 7: fed *",
         "  2 at 6: 6 6 6 +[9, 10] *",
-        "step 6: end 1 end 0",
+        "step 5:",  # step 4 is in flight, with the last token of sequence 1 and the first of 2
+        "  0 at 7: fed *",
+        "step 6: end 1",  # step 5 is in flight, with the last token of sequence 0
         "  2 at 9: 109 *",
     ]
 
@@ -131,6 +131,55 @@ def test_one_that_is_to_be_preempted_is_not_planned_ahead() -> None:
     assert engine.scheduler.schedule(0.0) is None
     finish(engine)
     assert engine.scheduler.preemptions == 1
+
+
+def test_a_long_prompt_has_a_chunk_in_every_plan_and_comes_before_a_later_one() -> None:
+    engine = make_engine(budget=4)
+    for name, token in (("first", 7), ("second", 8)):
+        engine.add(request(name, *[token] * 12, max_tokens=2))
+    finish(engine)
+    rows = [[(row.sequence, row.start, len(row.tokens)) for row in plan.rows] for plan in plans_of(engine)]
+    assert rows[:4] == [[(0, 0, 4)], [(0, 4, 4)], [(0, 8, 4)], [(1, 0, 4)]]
+
+
+def test_an_abort_with_two_chunks_in_flight_keeps_the_blocks_until_both_have_ended() -> None:
+    engine = make_engine(budget=4)
+    engine.add(request("r", *[7] * 16))
+    engine.step()
+    for plan in iter(lambda: engine.scheduler.schedule(0.0), None):
+        engine.executor.submit(plan)
+    (sequence,) = engine.scheduler.running
+    assert sequence.in_flight == 2
+    engine.stop("r")
+    for left in (1, 0):
+        assert engine.scheduler.pool.free_blocks == 16 - 6
+        assert engine.step() == []
+        assert sequence.in_flight == left
+        engine.scheduler.check_integrity()
+    assert engine.scheduler.pool.free_blocks == 16
+
+
+def test_an_error_in_the_first_of_two_chunks_ends_the_prompt_once() -> None:
+    engine = make_engine(budget=4)
+    engine.add(request("r", *[7] * 16))
+    engine.step()
+    for plan in iter(lambda: engine.scheduler.schedule(0.0), None):
+        engine.executor.submit(plan)
+    first, second = plans_of(engine)[-2:]
+    (update,) = engine.scheduler.apply(StepResult(first.step, (Answer(0, error="not numbers"),)), 1.0)
+    assert update.sequence.finish_reason is FinishReason.ERROR
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.apply(StepResult(second.step), 2.0) == []
+    assert engine.scheduler.pool.free_blocks == 16
+    assert not engine.has_work
+
+
+def test_a_prompt_that_is_scored_has_one_chunk_in_flight() -> None:
+    engine = make_engine(budget=4)
+    engine.add(request("r", *[7] * 12, max_tokens=2, prompt_logprobs=0))
+    plan = engine.scheduler.schedule(0.0)
+    assert plan is not None and len(plan.rows[0].tokens) == 4
+    assert engine.scheduler.schedule(0.0) is None
 
 
 # -------------------------------------------------------------------------------------------------- how it may end
