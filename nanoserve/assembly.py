@@ -68,9 +68,10 @@ def build_engine(
         device=torch.device(config.device),
         layers=layers,
         grammars=GrammarCompiler(resolved.tokenizer_directory, model.vocab_size),
+        feeds_tokens=torch.device(config.device).type == "cuda" and not config.eager,
     )
     engine = Engine(
-        _make_scheduler(config, num_blocks, max_model_len, executor.max_in_flight),
+        _make_scheduler(config, num_blocks, max_model_len, feeds_tokens=executor.feeds_tokens),
         executor,
         vocab_size=model.vocab_size,
     )
@@ -102,7 +103,7 @@ def _choose_num_blocks(decoder: Decoder, model: ModelConfig, config: EngineConfi
     )
 
 
-def _make_scheduler(config: EngineConfig, num_blocks: int, max_model_len: int, pipeline_depth: int) -> Scheduler:
+def _make_scheduler(config: EngineConfig, num_blocks: int, max_model_len: int, *, feeds_tokens: bool) -> Scheduler:
     return Scheduler(
         make_policy(config.policy, config.max_num_batched_tokens),
         num_blocks=num_blocks,
@@ -110,7 +111,7 @@ def _make_scheduler(config: EngineConfig, num_blocks: int, max_model_len: int, p
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         prefix_caching=config.enable_prefix_caching,
-        pipeline_depth=pipeline_depth,
+        feeds_tokens=feeds_tokens,
     )
 
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from nanoserve.runtime.staging import Staged, Staging
 from nanoserve.scheduler.plan import Row
 
 
@@ -48,17 +48,47 @@ class StepInputs:
     context_lengths: Tensor
 
 
-class InputBuilder:
-    """Fills numpy buffers that are kept between steps, then makes one transfer per kind of number."""
+@dataclass(frozen=True, slots=True)
+class StagedInputs:
+    """The same on their way to the device.
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
+    Attributes:
+        token_columns: int64 [3, T]: token ids, positions, slots.
+        row_columns: int32 [R * width + R + 1 + R]: block tables, query starts, context lengths.
+    """
+
+    token_columns: Staged
+    row_columns: Staged
+    num_rows: int
+
+    def tensors(self) -> StepInputs:
+        """As tensors, once they are transferred."""
+        token_ids, positions, slots = self.token_columns.tensor
+        columns, rows = self.row_columns.tensor, self.num_rows
+        rest = len(columns) - 2 * rows - 1
+        return StepInputs(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slots,
+            block_tables=columns[:rest].view(rows, -1),
+            query_starts=columns[rest : rest + rows + 1],
+            context_lengths=columns[rest + rows + 1 :],
+        )
+
+
+class InputBuilder:
+    """Fills numpy buffers that are kept between steps."""
+
+    def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.device = device
         self._token_columns = np.zeros((3, 256), np.int64)
         self._row_columns = np.zeros(256, np.int32)
 
-    def build(self, rows: Sequence[Row], tables: Sequence[BlockTable]) -> StepInputs:
-        """tables: each row's block table, long enough for its last position.
+    def stage(self, rows: Sequence[Row], tables: Sequence[BlockTable], staging: Staging) -> StagedInputs:
+        """Have the inputs of a step moved to the device; transfer them before the next step is staged.
+
+        Args:
+            tables: each row's block table, long enough for its last position.
 
         Raises:
             RuntimeError: if a table is too short, which is a mistake of whoever made the plan.
@@ -81,7 +111,8 @@ class InputBuilder:
         slots[:] = block_tables[row_of_token, positions // self.block_size]
         slots *= self.block_size
         slots += positions % self.block_size
-        return self._to_device(token_columns, len(rows), width)
+        size = len(rows) * (width + 2) + 1
+        return StagedInputs(staging.add(token_columns), staging.add(self._row_columns[:size]), len(rows))
 
     def _check_capacity(self, rows: Sequence[Row], tables: Sequence[BlockTable]) -> None:
         for row, table in zip(rows, tables, strict=True):
@@ -104,10 +135,3 @@ class InputBuilder:
             self._row_columns = np.zeros(2 * size, np.int32)
         tables, rest = self._row_columns[: num_rows * width], self._row_columns[num_rows * width : size]
         return tables.reshape(num_rows, width), rest[: num_rows + 1], rest[num_rows + 1 :]
-
-    def _to_device(self, token_columns: np.ndarray, num_rows: int, width: int) -> StepInputs:
-        token_ids, positions, slots = torch.from_numpy(token_columns).to(self.device)
-        size = num_rows * (width + 2) + 1
-        row_columns = torch.from_numpy(self._row_columns[:size]).to(self.device)
-        tables, rest = row_columns[: num_rows * width].view(num_rows, width), row_columns[num_rows * width :]
-        return StepInputs(token_ids, positions, slots, tables, rest[: num_rows + 1], rest[num_rows + 1 :])
