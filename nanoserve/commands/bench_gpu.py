@@ -31,6 +31,15 @@ def gpu(
         bool,
         switch("--dry-run", panel=WORK_PANEL, help="Try all of it on the CPU, with tiny shapes.", envvar=None),
     ] = False,
+    tune: Annotated[
+        bool,
+        switch(
+            "--tune",
+            panel=WORK_PANEL,
+            help="Instead, try configurations of the attention programs and write the table of the best ones.",
+            envvar=None,
+        ),
+    ] = False,
     table: Annotated[
         Path | None,
         option(
@@ -52,10 +61,11 @@ def gpu(
       nanoserve bench gpu --out results
       nanoserve bench gpu --out results --part kernels --budget kernels=200
       nanoserve bench gpu --out trial --dry-run
+      nanoserve bench gpu --out tuned --tune
       nanoserve bench gpu --table results
     """
     from nanoserve.benchmarks.gpu.markdown import to_markdown
-    from nanoserve.benchmarks.gpu.results import PARTS, read_results
+    from nanoserve.benchmarks.gpu.results import PARTS, TUNED_FILE, TUNING, read_results
     from nanoserve.benchmarks.gpu.running import BUDGETS, PartRunner, worker_command
 
     if table is not None:
@@ -63,8 +73,10 @@ def gpu(
         return EXIT_OK
     if out is None:
         raise UsageError("--out DIR is needed: that is where the figures go")
-    parts = _chosen(part, PARTS)
-    budgets = {**BUDGETS, **_budgets(budget, PARTS)}
+    if tune and (dry_run or part):
+        raise UsageError("--tune measures on a GPU, and nothing else: leave out --dry-run and --part")
+    parts = (TUNING,) if tune else _chosen(part, PARTS)
+    budgets = {**BUDGETS, **_budgets(budget, tuple(BUDGETS))}
     prepare_threads()
     if not dry_run:
         _check_gpu()
@@ -73,6 +85,9 @@ def gpu(
         together = PartRunner(out, worker_command(out, dry_run=dry_run), dry_run=dry_run).run(parts, budgets)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{out} keeps what was measured; the same command goes on there") from None
+    if together is None:
+        remark(f"the new table is {out / TUNED_FILE}: it takes the place of triton_ops/gpu/{TUNED_FILE}")
+        return EXIT_OK
     results = read_results(together)
     print(to_markdown(results), end="")
     remark(f"all of it is in {together}")

@@ -15,10 +15,11 @@ from nanoserve.benchmarks.gpu.floors import AttentionRow, AttentionShape, decode
 from nanoserve.benchmarks.gpu.peers import Work, find_peers, gather_call
 from nanoserve.benchmarks.gpu.setting import Setting
 from nanoserve.benchmarks.gpu.timing import Clock, Spread, make_clock, take_turns
-from triton_ops import cache_write, copy_blocks
+from triton_ops import cache_write, copy_blocks, gather_blocks, scatter_blocks
 
 OURS = "nanoserve"
 GATHER = "gathering alone"
+INDEXING = "torch indexing"
 BLOCK_SIZE = 16
 HEAD_DIM = 128
 GROUPS = {4: (32, 8), 8: (32, 4)}
@@ -29,6 +30,7 @@ PREFILLS = (8192, 2048)
 MIXED = (*decode_rows(32, 2048), AttentionRow(512, 2048), AttentionRow(1024, 1024))
 MOVED_TOKENS = 8192
 MOVED_BLOCKS = 2048
+STAGED_BLOCKS, STAGED_LAYERS = 256, 8
 _SMALLER_BY = 64
 """Sizes of a dry run, divided."""
 
@@ -68,6 +70,11 @@ def kernel_cases(bench: Bench) -> Iterator[Case]:
     yield Case(f"cache_write {MOVED_TOKENS} tokens", partial(_measure_cache_write, bench, MOVED_TOKENS // scale))
     yield Case("cache_write 64 tokens", partial(_measure_cache_write, bench, 64))
     yield Case(f"copy_blocks {MOVED_BLOCKS} blocks", partial(_measure_copy_blocks, bench, MOVED_BLOCKS // scale))
+    for name in ("gather_blocks", "scatter_blocks"):
+        yield Case(
+            f"{name} {STAGED_BLOCKS} blocks of {STAGED_LAYERS} layers",
+            partial(_measure_staging, bench, name, STAGED_BLOCKS // scale),
+        )
 
 
 def _attention_case(bench: Bench, name: str, rows: tuple[AttentionRow, ...], group: int) -> Case:
@@ -137,7 +144,7 @@ def _measure_cache_write(bench: Bench, tokens: int) -> dict[str, Any]:
         key_cache[blocks, :, offsets] = key
         value_cache[blocks, :, offsets] = value
 
-    routes = {OURS: lambda: cache_write(key, value, key_cache, value_cache, slots), "torch indexing": assign}
+    routes = {OURS: lambda: cache_write(key, value, key_cache, value_cache, slots), INDEXING: assign}
     num_bytes = moved_bytes(tokens, kv_heads, HEAD_DIM, setting.dtype.itemsize)
     return measured_fields(bench.times(routes), bench.limits, num_bytes, 0)
 
@@ -153,6 +160,33 @@ def _measure_copy_blocks(bench: Bench, blocks: int) -> dict[str, Any]:
         key_cache[targets] = key_cache[sources]
         value_cache[targets] = value_cache[sources]
 
-    routes = {OURS: lambda: copy_blocks(key_cache, value_cache, pairs), "torch indexing": index}
+    routes = {OURS: lambda: copy_blocks(key_cache, value_cache, pairs), INDEXING: index}
     num_bytes = moved_bytes(blocks * BLOCK_SIZE, GROUPS[4][1], HEAD_DIM, bench.setting.dtype.itemsize)
     return measured_fields(bench.times(routes), bench.limits, num_bytes, 0)
+
+
+@torch.inference_mode()
+def _measure_staging(bench: Bench, name: str, blocks: int) -> dict[str, Any]:
+    """Blocks of several layers into one buffer on the device, or back; beside torch's indexing, layer by layer."""
+    caches = [_caches(bench.setting, 2 * blocks) for _ in range(STAGED_LAYERS)]
+    keys, values = [key for key, _ in caches], [value for _, value in caches]
+    chosen = torch.randperm(2 * blocks, device=bench.setting.device)[:blocks]
+    staged = torch.stack([torch.stack((key[chosen], value[chosen])) for key, value in caches])
+
+    def gather() -> None:
+        for buffer, (key, value) in zip(staged, caches, strict=True):
+            buffer[0] = key[chosen]
+            buffer[1] = value[chosen]
+
+    def scatter() -> None:
+        for buffer, (key, value) in zip(staged, caches, strict=True):
+            key[chosen] = buffer[0]
+            value[chosen] = buffer[1]
+
+    routes: dict[str, dict[str, Callable[[], object]]] = {
+        "gather_blocks": {OURS: lambda: gather_blocks(staged, keys, values, chosen), INDEXING: gather},
+        "scatter_blocks": {OURS: lambda: scatter_blocks(keys, values, staged, chosen), INDEXING: scatter},
+    }
+    tokens = STAGED_LAYERS * blocks * BLOCK_SIZE
+    num_bytes = moved_bytes(tokens, GROUPS[4][1], HEAD_DIM, bench.setting.dtype.itemsize)
+    return measured_fields(bench.times(routes[name]), bench.limits, num_bytes, 0)

@@ -57,7 +57,7 @@ def _correctness(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         for kind, some in kinds.items()
     ]
     yield "Correctness"
-    yield _table(["check", "right", "wrong", "not run", "largest difference over tolerance"], table)
+    yield _table(["check", "right", "wrong", "not run", "largest share of the tolerance"], table)
     wrong = [f"* {row['case']}: {_complaint(row)}" for row in rows if row.get("ok") is False or "error" in row]
     if wrong:
         yield "\n".join(wrong)
@@ -69,12 +69,7 @@ def _check_of(row: Mapping[str, Any]) -> str:
 
 
 def _worst(rows: Iterable[Mapping[str, Any]]) -> str:
-    shares = [
-        row[field] / row["tolerance"]
-        for row in rows
-        for field in ("largest_difference", "median_difference")
-        if row.get(field) is not None and row.get("tolerance")
-    ]
+    shares = [row["of_tolerance"] for row in rows if row.get("of_tolerance") is not None]
     return f"{max(shares):.2f}" if shares else _NOTHING
 
 

@@ -53,6 +53,7 @@ def _check_family(setting: Setting, family: str, dtype: torch.dtype) -> dict[str
         "check": "family",
         "largest_difference" if exact else "median_difference": measured if unwanted == 0 else None,
         "tolerance": tolerance,
+        "of_tolerance": measured / tolerance if unwanted == 0 else None,
         "unwanted_nans": unwanted,
         "ok": unwanted == 0 and measured <= tolerance,
     }

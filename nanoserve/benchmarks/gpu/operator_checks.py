@@ -13,7 +13,15 @@ from nanoserve.benchmarks.gpu.batches import make_batch
 from nanoserve.benchmarks.gpu.cases import Case
 from nanoserve.benchmarks.gpu.floors import AttentionRow, AttentionShape
 from nanoserve.benchmarks.gpu.setting import Setting
-from triton_ops import cache_write, copy_blocks, linear, plain_operators, sparse_experts
+from triton_ops import (
+    cache_write,
+    copy_blocks,
+    gather_blocks,
+    linear,
+    plain_operators,
+    scatter_blocks,
+    sparse_experts,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (128, 64, 256, 80)
@@ -21,8 +29,8 @@ HEADS = ((8, 2), (16, 2), (8, 8), (14, 2))
 """Query and key-value heads: groups of 4, 8, 1 and 7."""
 BLOCK_SIZES = (16, 32)
 WINDOWS = (0, 48)
-TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}
-"""Absolute, and relative beside: results of unit variance are rounded to 8, 11 or 24 bits on their way."""
+TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-4}
+"""As `compared` reads them: probabilities and results are rounded to 8, 11 or 24 bits on their way."""
 
 ROWS = {
     "decode": tuple(AttentionRow(1, context) for context in (1, 16, 33, 700, 1500)),
@@ -42,6 +50,7 @@ def operator_cases(setting: Setting) -> Iterator[Case]:
         name = _dtype_name(dtype)
         yield Case(f"cache_write, {name}", partial(_check_cache_write, setting, dtype))
         yield Case(f"copy_blocks, {name}", partial(_check_copy_blocks, setting, dtype))
+        yield Case(f"gather_blocks and scatter_blocks, {name}", partial(_check_staging, setting, dtype))
         yield Case(f"linear, {name}", partial(_check_linear, setting, dtype))
         yield Case(f"sparse_experts, {name}", partial(_check_experts, setting, dtype))
 
@@ -113,6 +122,26 @@ def _check_copy_blocks(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
     return compared("copy_blocks", found, expected, 0.0)
 
 
+def _check_staging(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
+    """Two of three heads of some blocks of two layers, there and back to other blocks."""
+    layers, blocks, block_size, head_dim = 2, 7, 16, 64
+    generator = torch.Generator().manual_seed(0)
+    filled = torch.randn(2, layers, blocks, 3, block_size, head_dim, generator=generator).to(dtype)
+    sources, targets = torch.tensor([5, 0, 3]), torch.tensor([1, 6, 2])
+    staged = torch.full((layers, 2, len(sources), 2, block_size, head_dim), torch.nan).to(dtype)
+
+    def there_and_back(caches: Tensor, buffer: Tensor) -> Tensor:
+        keys, values = list(caches[0].unbind()), list(caches[1].unbind())
+        gather_blocks(buffer, keys, values, sources.to(buffer.device), 1)
+        scatter_blocks(keys, values, buffer, targets.to(buffer.device), 1)
+        return torch.cat((caches.flatten(), buffer.flatten()))
+
+    with plain_operators():
+        expected = there_and_back(filled.clone(), staged.clone())
+    found = there_and_back(filled.to(setting.device, copy=True), staged.to(setting.device, copy=True))
+    return compared("gather_blocks and scatter_blocks", found, expected, 0.0)
+
+
 def _check_linear(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     rows, weight, bias = (torch.randn(shape, generator=generator) for shape in ((5, 96), (64, 96), (64,)))
@@ -133,21 +162,27 @@ def _check_experts(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
     with plain_operators():
         expected = sparse_experts(hidden.double(), weights.double(), picked, gate_up.double(), down.double())
     found = sparse_experts(*(one.to(setting.device) for one in (hidden, weights, picked, gate_up, down)))
-    return compared("sparse_experts", found, expected, TOLERANCES[dtype])
+    return compared("sparse_experts", found, expected, 2 * TOLERANCES[dtype])  # two products, one after the other
 
 
 def compared(what: str, found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:
-    """The fields of a check: NaN agrees with NaN, and nothing else with it."""
+    """The fields of a check: NaN agrees with NaN, and nothing else with it.
+
+    A number may differ by `tolerance` times the sum of its own size and the root mean square of its row (the last
+    dimension): results over many keys are small, and leaving out one of a thousand shall show.
+    """
     here, there = found.detach().cpu().double(), expected.detach().cpu().double()
     unwanted = int((here.isfinite() != there.isfinite()).sum())
-    difference = (here - there).abs().nan_to_num(0.0)
-    excess = difference > tolerance * (1 + there.abs().nan_to_num(0.0))
+    difference, size = (here - there).abs().nan_to_num(0.0), there.abs().nan_to_num(0.0)
+    allowed = tolerance * (size + size.square().mean(-1, keepdim=True).sqrt())
+    share = float((difference / allowed).nan_to_num(0.0).max()) if tolerance else None
     return {
         "check": what,
         "largest_difference": float(difference.max()),
         "tolerance": tolerance,
+        "of_tolerance": share,
         "unwanted_nans": unwanted,
-        "ok": unwanted == 0 and not bool(excess.any()),
+        "ok": unwanted == 0 and bool((difference <= allowed).all()),
     }
 
 

@@ -13,6 +13,10 @@ EXIT_OK, EXIT_DEVICE_LOST, EXIT_INTERRUPTED = 0, 4, 130
 """Of the process that measures a part: every case has its row; the device failed in a case that has its row, and only a
 new process can go on; Ctrl-C."""
 PARTS = ("correctness", "kernels", "engine")
+TUNING = "tuning"
+"""A part that is run alone, and whose rows are no results."""
+TUNED_FILE = "configurations.py"
+"""What comes of it."""
 SCHEMA = "nanoserve-gpu/1"
 _SAME_RUN = ("kind", "commit", "settings")
 
@@ -73,12 +77,14 @@ def read_results(path: Path) -> dict[str, Any]:
     }
 
 
-def write_together(directory: Path) -> Path:
-    """Put the parts' files together as `<gpu>-<date>.json`, beside them.
+def write_together(directory: Path) -> Path | None:
+    """Put the parts' files together as `<gpu>-<date>.json`, beside them; None if there are none.
 
     Raises:
         RuntimeFailure: if the file cannot be written.
     """
+    if not any(part_file(directory, part).exists() for part in PARTS):
+        return None
     results = read_results(directory)
     device = "dry-run" if results["dry_run"] else results["device"].get("name", "gpu")
     slug = "-".join("".join(c if c.isalnum() else " " for c in device.lower()).split())

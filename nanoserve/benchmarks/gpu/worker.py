@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.cases import Case, run_cases
-from nanoserve.benchmarks.gpu.results import EXIT_DEVICE_LOST, EXIT_INTERRUPTED, EXIT_OK, PARTS, open_part
+from nanoserve.benchmarks.gpu.results import EXIT_DEVICE_LOST, EXIT_INTERRUPTED, EXIT_OK, PARTS, TUNING, open_part
 from nanoserve.benchmarks.gpu.setting import Setting, find_setting
 from nanoserve.benchmarks.report import Report
 from nanoserve.errors import NanoserveError
@@ -22,7 +22,7 @@ def main() -> int:
     """Read the command line, measure, return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("part", choices=(*PARTS, TUNING))
     parser.add_argument("seconds", type=float)
     parser.add_argument("--dry-run", action="store_true")
     asked = parser.parse_args()
@@ -83,6 +83,17 @@ def _engine(setting: Setting, report: Report) -> Iterator[Iterable[Case]]:
         yield engine_cases(EngineBench(setting, _limits(setting, report), shelf))
 
 
+@contextmanager
+def _tuning(setting: Setting, report: Report) -> Iterator[Iterable[Case]]:
+    from nanoserve.benchmarks.gpu.kernels import Bench
+    from nanoserve.benchmarks.gpu.tuning import Tuner, write_table
+
+    try:
+        yield Tuner(Bench.on(setting, _limits(setting, report)), report.rows).cases()
+    finally:
+        write_table(report)
+
+
 def _limits(setting: Setting, report: Report) -> Limits:
     from nanoserve.benchmarks.gpu.limits import limit_fields, measure_limits
 
@@ -92,7 +103,7 @@ def _limits(setting: Setting, report: Report) -> Limits:
 
 
 # A part imports what it needs when it begins: the kernels can be timed where the engine's packages are missing.
-_PARTS = {"correctness": _correctness, "kernels": _kernels, "engine": _engine}
+_PARTS = {"correctness": _correctness, "kernels": _kernels, "engine": _engine, TUNING: _tuning}
 
 
 def _works(setting: Setting) -> bool:
