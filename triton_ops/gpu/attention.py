@@ -68,7 +68,7 @@ def attend(
     _, query, _, _, _, query_starts, _ = tensors
     num_tokens, num_rows = query.shape[0], query_starts.shape[0] - 1
     launch = _Launch(tensors, scale * LOG2_E, sliding_window)
-    with torch.cuda.device_of(query):
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         if num_tokens != num_rows:
             launch.longer_rows(configuration.prefill)
         if num_tokens == num_rows or num_rows > 1:
@@ -131,9 +131,9 @@ class _Launch:
         )
         results = weights = self.out  # not read where there is one split
         if splits > 1:
-            float32 = {"dtype": torch.float32, "device": self.out.device}
-            results = torch.empty(self.num_rows, self.num_heads, splits, self.shape.head_dim, **float32)
-            weights = torch.empty(self.num_rows, self.num_heads, splits, **float32)
+            sizes = (self.num_rows, self.num_heads, splits)
+            results = self.out.new_empty((*sizes, self.shape.head_dim), dtype=torch.float32)
+            weights = self.out.new_empty(sizes, dtype=torch.float32)
         attend_single_tokens[(self.num_kv_heads, splits, self.num_rows)](
             self.out,
             results,
