@@ -46,7 +46,7 @@ def run_transformers(
     with model.continuous_batching_context_manager(
         generation_config=generation, block=True, timeout=10, workload_hints=_hints(shapes)
     ) as manager:
-        _collect(manager, prompts[:8], [8] * 8, patience)
+        _collect(manager, prompts[:8], [8] * len(prompts[:8]), patience)
         began = time.perf_counter()
         lengths = _collect(manager, prompts, [shape.output_tokens for shape in shapes], patience)
         seconds = time.perf_counter() - began
