@@ -3,17 +3,14 @@
 import gc
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
 from nanoserve.config import ModelConfig
-from nanoserve.errors import RuntimeFailure
 from nanoserve.grammar.compiler import GrammarCompiler
-from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.runtime.compiled_layers import CompiledLayers
-from nanoserve.runtime.memory import available_memory, kv_bytes_per_block
+from nanoserve.runtime.memory import kv_bytes_per_block, memory_errors
 from nanoserve.runtime.model_runner import ModelRunner
 from nanoserve.scheduler.plan import StepPlan, StepResult
 from nanoserve.sizes import format_size
@@ -23,7 +20,8 @@ from triton_ops.cpu import CpuOperators, cpu_operators
 class LocalExecutor:
     """The Executor of one process with one device: `submit` queues a plan, `collect` runs it.
 
-    With `layers`, the decoder's layers run compiled as soon as they are; `grammars` compiles requests' JSON schemas.
+    With `layers`, the decoder's layers run compiled as soon as they are, else by `run_layer`; `grammars` compiles
+    requests' JSON schemas.
 
     Raises:
         RuntimeFailure: from the constructor and from `collect`, when the device has no memory left.
@@ -40,18 +38,19 @@ class LocalExecutor:
         block_size: int,
         device: torch.device | str,
         layers: CompiledLayers | None = None,
+        run_layer: LayerFunction = DecoderLayer.__call__,
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self._device = torch.device(device)
         size = num_blocks * kv_bytes_per_block(config, block_size, decoder.embedding.weight.dtype)
         decoder.eval()
-        with _memory_errors(self._device, f"a KV cache of {format_size(size)} does not fit", "--kv-cache-memory"):
+        with memory_errors(self._device, f"a KV cache of {format_size(size)} does not fit", "lower --kv-cache-memory"):
             self._runner: ModelRunner | None = ModelRunner(
                 decoder,
                 num_blocks=num_blocks,
                 block_size=block_size,
                 device=self._device,
-                run_layer=DecoderLayer.__call__ if layers is None else layers,
+                run_layer=run_layer if layers is None else layers,
                 grammars=grammars,
             )
         self._built: list[CpuOperators | CompiledLayers] = [] if layers is None else [layers]
@@ -91,7 +90,9 @@ class LocalExecutor:
         plan = self._plans.popleft()
         began = self.now()
         num_tokens = sum(len(row.tokens) for row in plan.rows)
-        with _memory_errors(self._device, f"a step of {num_tokens} tokens does not fit", "--max-num-batched-tokens"):
+        with memory_errors(
+            self._device, f"a step of {num_tokens} tokens does not fit", "lower --max-num-batched-tokens"
+        ):
             answers = runner.execute(plan)
         return [StepResult(step=plan.step, answers=answers, seconds=self.now() - began)]
 
@@ -111,21 +112,3 @@ class LocalExecutor:
         if self._runner is None:
             raise RuntimeError("the executor is closed")
         return self._runner
-
-
-@contextmanager
-def _memory_errors(device: torch.device, problem: str, flag: str) -> Iterator[None]:
-    """Turn torch's many ways of saying "out of memory" into one line that names the flag to lower."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not _out_of_memory(error):
-            raise
-        free = format_size(available_memory(device))
-        raise RuntimeFailure(f"out of memory on {device}: {problem} into {free} free; lower {flag}") from error
-
-
-def _out_of_memory(error: Exception) -> bool:
-    # On the CPU torch raises a plain RuntimeError from its allocator.
-    kinds = (torch.OutOfMemoryError, MemoryError)
-    return isinstance(error, kinds) or "DefaultCPUAllocator" in str(error)
