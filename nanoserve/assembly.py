@@ -81,10 +81,11 @@ def build_engine(
         layers=layers,
         run_layer=DecoderLayer.__call__ if gpu is None else gpu.run_layer,
         grammars=GrammarCompiler(resolved.tokenizer_directory, model.vocab_size),
+        feeds_tokens=gpu is not None and not config.eager,
     )
     facts = None if gpu is None else gpu.capture(executor.runner, max_model_len, progress)
     engine = Engine(
-        _make_scheduler(config, num_blocks, max_model_len, executor.max_in_flight),
+        _make_scheduler(config, num_blocks, max_model_len, feeds_tokens=executor.feeds_tokens),
         executor,
         vocab_size=model.vocab_size,
     )
@@ -129,7 +130,7 @@ def _choose_num_blocks(
     )
 
 
-def _make_scheduler(config: EngineConfig, num_blocks: int, max_model_len: int, pipeline_depth: int) -> Scheduler:
+def _make_scheduler(config: EngineConfig, num_blocks: int, max_model_len: int, *, feeds_tokens: bool) -> Scheduler:
     return Scheduler(
         make_policy(config.policy, config.max_num_batched_tokens),
         num_blocks=num_blocks,
@@ -137,7 +138,7 @@ def _make_scheduler(config: EngineConfig, num_blocks: int, max_model_len: int, p
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         prefix_caching=config.enable_prefix_caching,
-        pipeline_depth=pipeline_depth,
+        feeds_tokens=feeds_tokens,
     )
 
 

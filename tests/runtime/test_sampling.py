@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.logprobs import token_logprobs
+from nanoserve.runtime.logprobs import LogprobColumns
 from nanoserve.runtime.sampling import SamplingRows, SamplingState, keep_likely, sample
 from nanoserve.scheduler.plan import Begin
 from tests.runtime.staged_rows import sampling_rows
@@ -321,7 +321,7 @@ def test_logprobs_rank_and_top() -> None:
     logits = random_logits(3, 50, seed=6)
     tokens = torch.tensor([4, 0, 49])
     exact = logits.double().log_softmax(1)
-    answers = token_logprobs(logits, tokens, [0, 2, 50])
+    answers = LogprobColumns.of(logits, tokens, 50).rows([0, 2, 50])
     for row, answer in enumerate(answers):
         order = exact[row].argsort(descending=True).tolist()
         assert answer.token == tokens[row]
