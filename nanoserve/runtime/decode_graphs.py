@@ -43,19 +43,19 @@ class StaticInputs:
 
     def __init__(self, *, most_rows: int, most_blocks: int, device: torch.device) -> None:
         self.most_blocks = most_blocks
-        self._token_columns = torch.zeros(3, most_rows, dtype=torch.int64, device=device)
+        self._token_ids = torch.zeros(most_rows, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(most_rows, dtype=torch.int64, device=device)
+        self._slots = torch.full((most_rows,), SKIPPED_SLOT, dtype=torch.int64, device=device)
         self._block_tables = torch.zeros(most_rows, most_blocks, dtype=torch.int32, device=device)
         self._query_starts = torch.arange(most_rows + 1, dtype=torch.int32, device=device)
         self._context_lengths = torch.ones(most_rows, dtype=torch.int32, device=device)
-        self._token_columns[2].fill_(SKIPPED_SLOT)
 
     def first(self, rows: int) -> StepInputs:
         """The inputs of the bucket of so many rows."""
-        token_ids, positions, slots = self._token_columns[:, :rows]
         return StepInputs(
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=slots,
+            token_ids=self._token_ids[:rows],
+            positions=self._positions[:rows],
+            slot_mapping=self._slots[:rows],
             block_tables=self._block_tables[:rows],
             query_starts=self._query_starts[: rows + 1],
             context_lengths=self._context_lengths[:rows],

@@ -50,29 +50,24 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class StagedInputs:
-    """The same on their way to the device.
+    """The same on their way to the device."""
 
-    Attributes:
-        token_columns: int64 [3, T]: token ids, positions, slots.
-        row_columns: int32 [R * width + R + 1 + R]: block tables, query starts, context lengths.
-    """
-
-    token_columns: Staged
-    row_columns: Staged
-    num_rows: int
+    token_ids: Staged
+    positions: Staged
+    slot_mapping: Staged
+    block_tables: Staged
+    query_starts: Staged
+    context_lengths: Staged
 
     def tensors(self) -> StepInputs:
         """As tensors, once they are transferred."""
-        token_ids, positions, slots = self.token_columns.tensor
-        columns, rows = self.row_columns.tensor, self.num_rows
-        rest = len(columns) - 2 * rows - 1
         return StepInputs(
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=slots,
-            block_tables=columns[:rest].view(rows, -1),
-            query_starts=columns[rest : rest + rows + 1],
-            context_lengths=columns[rest + rows + 1 :],
+            token_ids=self.token_ids.tensor,
+            positions=self.positions.tensor,
+            slot_mapping=self.slot_mapping.tensor,
+            block_tables=self.block_tables.tensor,
+            query_starts=self.query_starts.tensor,
+            context_lengths=self.context_lengths.tensor,
         )
 
 
@@ -101,7 +96,7 @@ class InputBuilder:
         query_starts[0] = 0
         np.cumsum(lengths, out=query_starts[1:])
         np.add(starts, lengths, out=contexts)
-        token_ids, positions, slots = token_columns = self._token_buffers(num_tokens)
+        token_ids, positions, slots = self._token_buffers(num_tokens)
         for place, (row, table) in enumerate(zip(rows, tables, strict=True)):
             token_ids[query_starts[place] : query_starts[place + 1]] = row.tokens
             block_tables[place, : len(table.blocks)] = table.blocks
@@ -111,8 +106,8 @@ class InputBuilder:
         slots[:] = block_tables[row_of_token, positions // self.block_size]
         slots *= self.block_size
         slots += positions % self.block_size
-        size = len(rows) * (width + 2) + 1
-        return StagedInputs(staging.add(token_columns), staging.add(self._row_columns[:size]), len(rows))
+        arrays = (token_ids, positions, slots, block_tables, query_starts, contexts)
+        return StagedInputs(*(staging.add(array) for array in arrays))
 
     def _check_capacity(self, rows: Sequence[Row], tables: Sequence[BlockTable]) -> None:
         for row, table in zip(rows, tables, strict=True):

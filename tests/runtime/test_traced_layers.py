@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from nanoserve.config import ModelConfig, MoeConfig
 from nanoserve.models.decoder import DecoderLayer
 from nanoserve.runtime.forward_pass import Caches, ForwardPass
+from nanoserve.runtime.staging import HostBuffer
 from nanoserve.runtime.step_inputs import StepInputs
 from nanoserve.runtime.traced_layers import TracedLayers
 from tests.runtime.small_model import VOCAB_SIZE, small_config, small_decoder
@@ -28,17 +29,18 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def step_of(rows: int, length: int, generator: torch.Generator) -> StepInputs:
-    """Prompts of equal length: rows * length tokens."""
+    """Prompts of equal length, rows * length tokens, as they come from the host: parts of one buffer."""
     tokens, blocks = rows * length, -(-length // BLOCK_SIZE)
     places = torch.arange(length).repeat(rows)
-    return StepInputs(
-        token_ids=torch.randint(0, VOCAB_SIZE, (tokens,), generator=generator),
-        positions=places,
-        slot_mapping=places + torch.arange(rows).repeat_interleave(length) * blocks * BLOCK_SIZE,
-        block_tables=torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks),
-        query_starts=torch.arange(0, tokens + 1, length, dtype=torch.int32),
-        context_lengths=torch.full((rows,), length, dtype=torch.int32),
+    tensors = (
+        torch.randint(0, VOCAB_SIZE, (tokens,), generator=generator),
+        places,
+        places + torch.arange(rows).repeat_interleave(length) * blocks * BLOCK_SIZE,
+        torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks),
+        torch.arange(0, tokens + 1, length, dtype=torch.int32),
+        torch.full((rows,), length, dtype=torch.int32),
     )
+    return StepInputs(*HostBuffer(torch.device("cpu")).copy([tensor.numpy() for tensor in tensors]))
 
 
 def caches(config: ModelConfig, num_blocks: int) -> Caches:
