@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoserve import LLM, assembly
 from nanoserve.config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.attention import AttentionFunction, PagedAttention
@@ -69,6 +70,32 @@ def test_a_gpu_is_warmed_measured_and_captured(recorder: FakeRecorder) -> None:
     assert greedy(executor, 4) == dense_greedy(decoder, PROMPT, 4)
     assert recorder.replayed == [1, 1, 1], "the prompt runs plainly"
     assert "compiled layers" in str(facts) and "3 decode steps captured" in str(facts)
+
+
+def test_an_engine_on_a_gpu_gives_the_answers_of_the_cpu(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, storyteller: LLM
+) -> None:
+    """All that is done for a GPU, with the CPU in its place: steps overlap too."""
+    load = assembly._load
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(assembly, "usable_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(assembly, "_load", lambda resolved, config, device, progress: load(resolved, config, CPU, None))
+    monkeypatch.setattr(assembly, "GpuStart", lambda decoder, config, device: GpuStart(decoder, config, CPU))
+    monkeypatch.setattr(
+        assembly, "LocalExecutor", lambda *models, device, **options: LocalExecutor(*models, device=CPU, **options)
+    )
+    prompts = ["Once upon a time", "The cat", "One day, a boy named Tim went to"]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=9),
+        SamplingParams(temperature=0.8, top_p=0.9, max_tokens=7, seed=3),
+        SamplingParams(temperature=1.0, top_k=5, repetition_penalty=1.2, max_tokens=11, seed=4),
+    ]
+    expected = [output.outputs[0].token_ids for output in storyteller.generate(prompts, params)]
+    settings = {"dtype": "float32", "kv_cache_memory": 2**24, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    with LLM(device="cuda", **settings) as llm:
+        assert llm.compiled and llm.gpu is not None and llm.gpu.graphs == 3
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
+    assert {1, 2, 4} == set(recorder.replayed)
 
 
 def test_eager_compiles_and_captures_nothing(recorder: FakeRecorder) -> None:
