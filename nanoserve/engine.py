@@ -13,9 +13,14 @@ class Engine:
         scheduler: decides.
         executor: runs; it is closed with the engine.
         vocab_size: width of the logits; every token id of a request must be below it.
+
+    Raises:
+        ValueError: if the scheduler would plan rows that the executor does not take.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, vocab_size: int) -> None:
+        if scheduler.feeds_tokens and not executor.feeds_tokens:
+            raise ValueError("the scheduler feeds tokens, but the executor does not")
         self.scheduler = scheduler
         self.executor = executor
         self.vocab_size = vocab_size
@@ -55,7 +60,8 @@ class Engine:
     def step(self, until: float | None = None) -> list[SequenceUpdate]:
         """Submit as many plans as may be in flight, then take in what has become known.
 
-        A step that fails (out of memory, say) ends its own sequences with an error; the engine goes on.
+        Where two may be, the device computes the second while the answers of the first are taken in and a third plan is
+        made. A step that fails (out of memory, say) ends all sequences in flight with an error; the engine goes on.
 
         Args:
             until: wait for a result at most until this time; None waits for one.

@@ -237,11 +237,14 @@ class Sequence:
         tokens: prompt, then everything generated.
         stop_tokens: ids that end it once it has more than ``min_length`` tokens.
         max_length: tokens, prompt and output together, at which it ends.
-        computed: positions ``0..computed-1`` have their KV written by plans already submitted.
+        fed_below: while it has fewer tokens than this it may be in a plan before the token that it waits for is known;
+            0 where it never may.
+        computed: positions ``0..computed-1`` have their KV written by plans already submitted; one more than there are
+            tokens while it waits for two of them.
         block_table: device blocks in order of position.
         host_table: host blocks in order of position; on the device, those reserved for a prompt that will move.
         chain: prefix-cache entries of its first full blocks.
-        in_flight: rows and swaps of submitted plans that are not answered yet.
+        in_flight: how many rows and swaps of submitted plans are not answered yet.
         preempt_when_answered: chosen as a victim while in flight; its blocks come back with its last answer.
         copy_source: a block whose first slots must be copied before this fork writes (copy-on-write), or None.
     """
@@ -253,6 +256,7 @@ class Sequence:
     stop_tokens: frozenset[int] = frozenset()
     min_length: int = 0
     max_length: int = MAX_TOKENS
+    fed_below: int = 0
     status: Status = Status.WAITING
     place: Place = Place.NONE
     finish_reason: FinishReason | None = None

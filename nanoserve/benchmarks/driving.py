@@ -55,6 +55,7 @@ class RecordingExecutor:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self.max_in_flight = executor.max_in_flight
+        self.feeds_tokens = executor.feeds_tokens
         self._shapes: dict[int, StepShape] = {}
         self.finished: list[tuple[StepShape, float]] = []
 

@@ -65,10 +65,10 @@ class SequenceBlocks:
         sequence.block_table += new_blocks
         return new_blocks, copy
 
-    def share_full(self, sequence: Sequence) -> None:
-        """Let every full block of computed tokens be found by other sequences."""
+    def share_full(self, sequence: Sequence, computed: int) -> None:
+        """Let every full block of the first ``computed`` tokens, which are known, be found by other sequences."""
         size = self._block_size
-        shared, full = len(sequence.chain), sequence.computed // size
+        shared, full = len(sequence.chain), computed // size
         if shared == full or not self.pool.prefix_caching:  # nothing new, as for most decodes
             return
         for index in range(shared, full):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.request import SamplingParams
+from nanoserve.runtime.staging import Staged, Staging
 from nanoserve.scheduler.plan import Begin
 
 _ENTRY = np.dtype([("token", "i8"), ("bias", "f4"), ("count", "f4"), ("seen", "?"), ("end", "?")])
@@ -71,53 +72,49 @@ def _penalizes(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AdjustmentRows:
-    """The tables of P of the batch's rows, padded to the longest, as tensors: [P, 1] per row, [P, L] per token.
+    """The tables of P of the batch's rows, padded to the longest: [P, 1] per row, [P, L] per token.
 
     Attributes:
         rows: int64 [P, 1], places in the batch.
         tokens: int64; a row's padding repeats its first entry, which is harmless as it writes the same value again.
         seen: the token is in the prompt or the output.
         forbidden: an end token before min_tokens.
+        penalties: float32 [P, 3]: for repetition, presence and frequency.
     """
 
-    rows: Tensor
-    tokens: Tensor
-    bias: Tensor
-    counts: Tensor
-    seen: Tensor
-    forbidden: Tensor
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
+    rows: Staged
+    tokens: Staged
+    bias: Staged
+    counts: Staged
+    seen: Staged
+    forbidden: Staged
+    penalties: Staged
 
     @classmethod
-    def gather(
-        cls, tables: Sequence[TokenAdjustments | None], output_lengths: Sequence[int], device: torch.device
+    def stage(
+        cls, tables: Sequence[TokenAdjustments | None], output_lengths: Sequence[int], staging: Staging
     ) -> "AdjustmentRows | None":
-        """Put the tables of a batch together; None if no row has one with something in it."""
+        """Have the tables of a batch moved to the device together; None if no row has one with something in it."""
         chosen = [(row, table) for row, table in enumerate(tables) if table is not None and len(table.entries)]
         if not chosen:
             return None
         packed = np.empty((len(chosen), max(len(table.entries) for _, table in chosen)), _ENTRY)
-        settings = np.empty((len(chosen), 3), np.float32)
+        penalties = np.empty((len(chosen), 3), np.float32)
         waiting = np.empty((len(chosen), 1), np.bool_)
         for place, (row, table) in enumerate(chosen):
             params = table.params
             packed[place, : len(table.entries)] = table.entries
             packed[place, len(table.entries) :] = table.entries[0]
-            settings[place] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+            penalties[place] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
             waiting[place] = output_lengths[row] < params.min_tokens
-        per_row = torch.from_numpy(settings).to(device)
         return cls(
-            rows=torch.tensor([[row] for row, _ in chosen], device=device),
-            tokens=_to_tensor(packed["token"], device),
-            bias=_to_tensor(packed["bias"], device),
-            counts=_to_tensor(packed["count"], device),
-            seen=_to_tensor(packed["seen"], device),
-            forbidden=_to_tensor(packed["end"] & waiting, device),
-            repetition=per_row[:, 0:1],
-            presence=per_row[:, 1:2],
-            frequency=per_row[:, 2:3],
+            rows=staging.add(np.array([[row] for row, _ in chosen])),
+            tokens=staging.add(packed["token"].copy()),
+            bias=staging.add(packed["bias"].copy()),
+            counts=staging.add(packed["count"].copy()),
+            seen=staging.add(packed["seen"].copy()),
+            forbidden=staging.add(packed["end"] & waiting),
+            penalties=staging.add(penalties),
         )
 
     def apply(self, logits: Tensor) -> Tensor:
@@ -126,13 +123,11 @@ class AdjustmentRows:
         Repetition divides positive and multiplies negative logits (CTRL, arXiv 1909.05858, as Hugging Face has it);
         presence and frequency subtract for tokens of the output alone (OpenAI).
         """
-        values = logits[self.rows, self.tokens] + self.bias
-        punished = torch.where(values > 0, values / self.repetition, values * self.repetition)
-        values = torch.where(self.seen, punished, values)
-        values = values - self.frequency * self.counts - self.presence * (self.counts > 0)
-        values = values.masked_fill(self.forbidden, -torch.inf)
-        return logits.index_put((self.rows, self.tokens), values)
-
-
-def _to_tensor(column: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(column.copy()).to(device)
+        rows, tokens, counts = self.rows.tensor, self.tokens.tensor, self.counts.tensor
+        repetition, presence, frequency = self.penalties.tensor[:, :, None].unbind(1)
+        values = logits[rows, tokens] + self.bias.tensor
+        punished = torch.where(values > 0, values / repetition, values * repetition)
+        values = torch.where(self.seen.tensor, punished, values)
+        values = values - frequency * counts - presence * (counts > 0)
+        values = values.masked_fill(self.forbidden.tensor, -torch.inf)
+        return logits.index_put((rows, tokens), values)

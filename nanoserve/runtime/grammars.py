@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanoserve.errors import NanoserveError
 from nanoserve.grammar.compiler import GrammarCompiler
+from nanoserve.runtime.staging import Staged, Staging
 from nanoserve.scheduler.plan import Begin
 
 
@@ -80,14 +81,14 @@ class GrammarMask:
         bits: uint8 [G, ceil(V / 8)].
     """
 
-    rows: Tensor
-    bits: Tensor
+    rows: Staged
+    bits: Staged
 
     @classmethod
-    def gather(
-        cls, grammars: Sequence[SequenceGrammar | None], output_lengths: Sequence[int], device: torch.device
+    def stage(
+        cls, grammars: Sequence[SequenceGrammar | None], output_lengths: Sequence[int], staging: Staging
     ) -> "GrammarMask | None":
-        """Put the masks of a batch together; None if no row has one."""
+        """Have the masks of a batch moved to the device together; None if no row has one."""
         masks = {
             row: mask
             for row, grammar in enumerate(grammars)
@@ -95,14 +96,14 @@ class GrammarMask:
         }
         if not masks:
             return None
-        bits = torch.from_numpy(np.stack(list(masks.values())))
-        return cls(torch.tensor(list(masks), device=device), bits.to(device))
+        return cls(staging.add(np.array(list(masks))), staging.add(np.stack(list(masks.values()))))
 
     def apply(self, logits: Tensor) -> Tensor:
         """A copy of logits [R, V] in which what may not come is -inf."""
-        each = (self.bits[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1
+        rows = self.rows.tensor
+        each = (self.bits.tensor[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1
         forbidden = each.flatten(1)[:, : logits.shape[1]] == 0
-        return logits.index_copy(0, self.rows, logits[self.rows].masked_fill(forbidden, -torch.inf))
+        return logits.index_copy(0, rows, logits[rows].masked_fill(forbidden, -torch.inf))
 
 
 def _bits(tokens: Iterable[int], vocab_size: int) -> np.ndarray:

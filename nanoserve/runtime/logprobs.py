@@ -1,6 +1,7 @@
 """Log probabilities under the model's raw distribution, as answers carry them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -15,26 +16,54 @@ def rows_per_chunk(vocab_size: int) -> int:
     return max(1, ELEMENTS_PER_CHUNK // vocab_size)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> list[TokenLogprob]:
-    """What the raw logits, float32 [N, V] without NaN, say of tokens, int64 [N].
+@dataclass(frozen=True, slots=True)
+class LogprobColumns:
+    """What raw logits say of N tokens, as tensors that may still be on the device.
 
-    tops: how many of the likeliest tokens to name for each row, 0 for none.
+    Attributes:
+        tokens: int64 [N].
+        logprobs: float32 [N]; of logits that are not numbers, anything.
+        ranks: int64 [N].
+        best: int64 [N, K], the likeliest tokens.
+        best_logprobs: float32 [N, K].
     """
-    normalizer = logits.logsumexp(dim=1, keepdim=True)
-    chosen = logits.gather(1, tokens[:, None])
-    ranks = (logits > chosen).sum(1) + 1
-    best = top_tokens(logits, max(tops)) if max(tops) else tokens[:, None][:, :0]
-    best_logprobs = (logits.gather(1, best) - normalizer).tolist()
-    columns = zip(
-        tokens.tolist(),
-        (chosen - normalizer)[:, 0].tolist(),
-        ranks.tolist(),
-        best.tolist(),
-        best_logprobs,
-        tops,
-        strict=True,
-    )
-    return [
-        TokenLogprob(token, logprob, rank, tuple(zip(ids[:top], values[:top], strict=True)))
-        for token, logprob, rank, ids, values, top in columns
-    ]
+
+    tokens: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+    best: Tensor
+    best_logprobs: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, tokens: Tensor, most: int) -> "LogprobColumns":
+        """Of logits, float32 [N, V], with the ``most`` likeliest tokens of each row; waits for nothing."""
+        normalizer = logits.logsumexp(dim=1, keepdim=True)
+        chosen = logits.gather(1, tokens[:, None])
+        best = top_tokens(logits, most) if most else tokens[:, None][:, :0]
+        return cls(
+            tokens=tokens,
+            logprobs=(chosen - normalizer)[:, 0],
+            ranks=(logits > chosen).sum(1) + 1,
+            best=best,
+            best_logprobs=logits.gather(1, best) - normalizer,
+        )
+
+    def through(self, move: Callable[[Tensor], Tensor]) -> "LogprobColumns":
+        """The same columns, each moved."""
+        return LogprobColumns(
+            move(self.tokens), move(self.logprobs), move(self.ranks), move(self.best), move(self.best_logprobs)
+        )
+
+    def rows(self, tops: Sequence[int]) -> Iterator[TokenLogprob]:
+        """One by one, on the host. tops: how many of the likeliest tokens to name for each."""
+        columns = zip(
+            self.tokens.tolist(),
+            self.logprobs.tolist(),
+            self.ranks.tolist(),
+            self.best.tolist(),
+            self.best_logprobs.tolist(),
+            tops,
+            strict=True,
+        )
+        for token, logprob, rank, ids, values, top in columns:
+            yield TokenLogprob(token, logprob, rank, tuple(zip(ids[:top], values[:top], strict=True)))

@@ -1,24 +1,29 @@
-"""Runs plans on one device: keeps the sequences' records and the KV cache, computes rows, samples, answers."""
+"""Runs plans on one device: keeps the sequences' records and the KV cache, computes rows, samples.
 
-from collections.abc import Iterable, Sequence
+A plan is launched, then answered. Launching hands all work to the device and asks it nothing, so that on a GPU the next
+plan can be launched while this one computes; only its answers wait.
+"""
 
-import msgspec
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanoserve.grammar.compiler import GrammarCompiler
-from nanoserve.models.attention import PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
-from nanoserve.request import TokenLogprob
+from nanoserve.runtime.fed_tokens import FedTokens, LastTokens
+from nanoserve.runtime.fetching import Fetching
+from nanoserve.runtime.forward_pass import Caches, ForwardFunction, ForwardPass
 from nanoserve.runtime.grammars import SequenceGrammar
-from nanoserve.runtime.logprobs import rows_per_chunk, token_logprobs
+from nanoserve.runtime.launched_step import LaunchedStep, SampledTokens, ScoredPrompt
+from nanoserve.runtime.logprobs import LogprobColumns, rows_per_chunk
 from nanoserve.runtime.sampling import SamplingRows, SamplingState, sample
-from nanoserve.runtime.step_inputs import BlockTable, InputBuilder
+from nanoserve.runtime.staging import Staged, Staging
+from nanoserve.runtime.step_inputs import BlockTable, InputBuilder, StagedInputs
 from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan
 from triton_ops import copy_blocks
-
-NOT_NUMBERS = "the model's logits are not numbers (NaN or infinite), or no token was left to sample"
 
 
 class SequenceRecord:
@@ -32,19 +37,17 @@ class SequenceRecord:
         self.sampling = SamplingState(begin, vocab_size, grammar)
 
     def take(self, row: Row) -> None:
-        """Take note of a row that is about to be computed.
+        """Take note of a row that is about to be computed. What it samples counts as known: the device will know it.
 
         Raises:
             RuntimeError: if it has tokens that neither Begin nor sampling told: guesses are not verified here.
         """
-        if row.start + len(row.tokens) > self.num_known:
+        end = row.start + len(row.tokens)
+        if end > self.num_known:
             raise RuntimeError(f"sequence {row.sequence}: a row goes beyond its {self.num_known} known tokens")
         self.block_table.extend(row.new_blocks)
-
-    def append(self, token: int) -> None:
-        """Take note of a sampled token."""
-        self.num_known += 1
-        self.sampling.append(token)
+        if row.sample:
+            self.num_known = max(self.num_known, end + 1)
 
     def prompt_targets(self, row: Row) -> np.ndarray:
         """The prompt tokens that the row's logits predict, where their log probabilities are asked for."""
@@ -53,12 +56,60 @@ class SequenceRecord:
         return self.prompt[row.start + 1 : row.start + 1 + len(row.tokens)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """A row with prompt tokens that are to be scored.
+
+    Attributes:
+        first_token: where the row's tokens begin in the step.
+        targets: int64 [L], the prompt tokens that the hidden states from there on predict.
+        top: how many of the likeliest tokens to name.
+    """
+
+    sequence: int
+    first_token: int
+    targets: Staged
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """The N rows of a step that are sampled.
+
+    Attributes:
+        last_tokens: int64 [N], the place of each one's last token in the step.
+        asked: places among them of those that want log probabilities, each with how many of the likeliest tokens to
+            name.
+        asked_places: int64 [number of these].
+    """
+
+    sequences: list[int]
+    states: list[SamplingState]
+    last_tokens: Staged
+    settings: SamplingRows
+    asked: list[tuple[int, int]]
+    asked_places: Staged
+
+
+@dataclass(frozen=True, slots=True)
+class _StagedRows:
+    """The rows of a step, on their way to the device."""
+
+    inputs: StagedInputs
+    fed: FedTokens | None
+    scorings: list[_Scoring]
+    sampling: _Sampling | None
+
+
 class ModelRunner:
     """Executes plans in order; `run_layer` runs the decoder's layers, `grammars` compiles JSON schemas.
 
     Its KV cache is a pair of tensors per layer, [num_blocks, num_kv_heads, block_size, head_dim], in the decoder's
     dtype, and holds anything at first: memory that is never touched costs no time. Raises torch's errors when memory
     runs out.
+
+    Attributes:
+        forward: computes the rows of a step; whoever has a faster way to do so may put it here.
     """
 
     def __init__(
@@ -79,14 +130,24 @@ class ModelRunner:
         dtype = decoder.embedding.weight.dtype
         self.key_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.value_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self._run_layer = run_layer
+        self.forward: ForwardFunction = ForwardPass(decoder, Caches(self.key_caches, self.value_caches), run_layer)
         self._grammars = grammars
-        self._inputs = InputBuilder(block_size, device)
+        self._inputs = InputBuilder(block_size)
+        self._staging = Staging(device)
+        self._last_tokens = LastTokens()
         self._records: dict[int, SequenceRecord] = {}
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> tuple[Answer, ...]:
-        """Run one plan and wait for its answers, one for each row that has something to say.
+        """Launch one plan and wait for its answers.
+
+        Raises:
+            RuntimeError: as `launch` does.
+        """
+        return self.launch(plan).answers()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Hand one plan to the device; nothing in here waits for it. On the CPU it is done when this returns.
 
         Raises:
             RuntimeError: if the plan uses a host tier or grammars where there are none, or sequences or tokens unknown
@@ -98,13 +159,38 @@ class ModelRunner:
             self._records.pop(sequence, None)
         for begin in plan.begin:
             self._records[begin.sequence] = SequenceRecord(begin, self.config.vocab_size, self._grammar(begin))
-        self._copy(plan.copies)
-        if not plan.rows:
-            return ()
-        records = [self._record(row.sequence) for row in plan.rows]
-        for row, record in zip(plan.rows, records, strict=True):
+        fetching = Fetching(self.device)
+        pairs = self._staging.add(np.array([(copy.source, copy.target) for copy in plan.copies], np.int64))
+        rows = self._stage(plan.rows) if plan.rows else None
+        self._staging.transfer()
+        self._copy(plan.copies, pairs)
+        step = LaunchedStep(fetching) if rows is None else self._compute(rows, fetching)
+        fetching.end()
+        return step
+
+    def _stage(self, rows: Sequence[Row]) -> _StagedRows:
+        """Put together what the device must be told of these rows."""
+        records = [self._record(row.sequence) for row in rows]
+        for row, record in zip(rows, records, strict=True):
             record.take(row)
-        return self._answer(plan.rows, records, self._forward(plan.rows, records))
+        return _StagedRows(
+            inputs=self._inputs.stage(rows, [record.block_table for record in records], self._staging),
+            fed=self._last_tokens.stage(rows, self._staging),
+            scorings=self._stage_scorings(rows, records),
+            sampling=self._stage_sampling(rows, records),
+        )
+
+    def _compute(self, rows: _StagedRows, fetching: Fetching) -> LaunchedStep:
+        """Issue the device's work for rows that were transferred to it."""
+        inputs = rows.inputs.tensors()
+        if rows.fed is not None:
+            rows.fed.write_into(inputs.token_ids)
+        hidden = self.forward(inputs)
+        prompts = [self._score(scoring, hidden, fetching) for scoring in rows.scorings]
+        if rows.sampling is None:
+            self._last_tokens.keep([], None)
+            return LaunchedStep(fetching, prompts)
+        return LaunchedStep(fetching, prompts, self._sample(rows.sampling, hidden, fetching))
 
     def _grammar(self, begin: Begin) -> SequenceGrammar | None:
         schema = begin.params.json_schema
@@ -119,100 +205,67 @@ class ModelRunner:
             raise RuntimeError(f"sequence {sequence} is in a plan without having begun")
         return self._records[sequence]
 
-    def _copy(self, copies: Sequence[Copy]) -> None:
+    def _copy(self, copies: Sequence[Copy], pairs: Staged) -> None:
         if copies:
-            pairs = torch.tensor([(copy.source, copy.target) for copy in copies], device=self.device)
             for key_cache, value_cache in zip(self.key_caches, self.value_caches, strict=True):
-                copy_blocks(key_cache, value_cache, pairs)
+                copy_blocks(key_cache, value_cache, pairs.tensor)
 
-    def _forward(self, rows: Sequence[Row], records: Sequence[SequenceRecord]) -> Tensor:
-        """Hidden states of all tokens of all rows, one row after another: [T, hidden_size]."""
-        inputs = self._inputs.build(rows, [record.block_table for record in records])
-        attention = PagedAttention(
-            config=self.config,
-            key_caches=self.key_caches,
-            value_caches=self.value_caches,
-            block_tables=inputs.block_tables,
-            query_starts=inputs.query_starts,
-            context_lengths=inputs.context_lengths,
-            slot_mapping=inputs.slot_mapping,
-        )
-        hidden: Tensor = self.decoder(inputs.token_ids, inputs.positions, attention, self._run_layer)
-        return hidden
+    def _stage_scorings(self, rows: Sequence[Row], records: Sequence[SequenceRecord]) -> list[_Scoring]:
+        """Of the rows with prompt tokens that are to be scored."""
+        scorings, end = [], 0
+        for row, record in zip(rows, records, strict=True):
+            begin, end = end, end + len(row.tokens)
+            targets = record.prompt_targets(row)
+            if len(targets):
+                top = record.params.prompt_logprobs or 0
+                scorings.append(_Scoring(row.sequence, begin, self._staging.add(targets), top))
+        return scorings
 
-    def _answer(self, rows: Sequence[Row], records: Sequence[SequenceRecord], hidden: Tensor) -> tuple[Answer, ...]:
+    def _stage_sampling(self, rows: Sequence[Row], records: Sequence[SequenceRecord]) -> _Sampling | None:
+        """Of the rows that are to be sampled; None if none is."""
+        places = [place for place, row in enumerate(rows) if row.sample]
+        if not places:
+            return None
         ends = np.cumsum([len(row.tokens) for row in rows])
-        answers: dict[int, Answer] = {}
-        for row, record, end in zip(rows, records, ends, strict=True):
-            if len(targets := record.prompt_targets(row)):
-                logprobs = self._prompt_logprobs(hidden[end - len(row.tokens) :], targets, record)
-                answers[row.sequence] = Answer(
-                    row.sequence, prompt_logprobs=logprobs or (), error=None if logprobs else NOT_NUMBERS
-                )
-        sampled = [place for place, row in enumerate(rows) if row.sample]
-        if sampled:
-            logits = self._logits(hidden, ends[sampled] - 1)
-            tokens = self._sample(logits, [rows[place] for place in sampled], [records[place] for place in sampled])
-            for answer in tokens:
-                earlier = answers.get(answer.sequence)
-                answers[answer.sequence] = _joined(earlier, answer) if earlier else answer
-        return tuple(answers.values())
+        states = [records[place].sampling for place in places]
+        asked = [(place, top) for place, state in enumerate(states) if (top := state.params.logprobs) is not None]
+        positions = [rows[place].start + len(rows[place].tokens) for place in places]
+        return _Sampling(
+            sequences=[rows[place].sequence for place in places],
+            states=states,
+            last_tokens=self._staging.add(ends[places] - 1),
+            settings=SamplingRows.stage(states, positions, self._staging),
+            asked=asked,
+            asked_places=self._staging.add(np.array([place for place, _ in asked], np.int64)),
+        )
 
-    def _logits(self, hidden: Tensor, places: np.ndarray) -> Tensor:
-        return self.decoder.compute_logits(hidden[torch.from_numpy(places).to(self.device)])
-
-    def _sample(self, logits: Tensor, rows: Sequence[Row], records: Sequence[SequenceRecord]) -> Iterable[Answer]:
-        """One answer for each row of logits."""
-        positions = [row.start + len(row.tokens) for row in rows]
-        settings = SamplingRows.gather([record.sampling for record in records], positions, self.device)
-        sampled = sample(logits, settings)
-        tokens, valid = sampled.tokens.tolist(), sampled.valid.tolist()
-        logprobs = self._sampled_logprobs(logits, sampled.tokens, records, valid)
-        for place, (row, record) in enumerate(zip(rows, records, strict=True)):
-            if valid[place]:
-                record.append(tokens[place])
-            grammar = record.sampling.grammar
-            error = None if grammar is None else grammar.error
-            if error is not None or not valid[place]:
-                yield Answer(row.sequence, error=error or NOT_NUMBERS)
-                continue
-            complete = grammar is not None and grammar.complete
-            yield Answer(row.sequence, (tokens[place],), logprobs.get(place, ()), complete=complete)
-
-    def _sampled_logprobs(
-        self, logits: Tensor, tokens: Tensor, records: Sequence[SequenceRecord], valid: Sequence[bool]
-    ) -> dict[int, tuple[TokenLogprob]]:
-        """For the places in the batch that ask for them."""
-        asked = [
-            (place, top)
-            for place, record in enumerate(records)
-            if (top := record.params.logprobs) is not None and valid[place]
-        ]
-        if not asked:
-            return {}
-        places = torch.tensor([place for place, _ in asked], device=self.device)
-        logprobs = token_logprobs(logits[places], tokens[places], [top for _, top in asked])
-        return {place: (logprob,) for (place, _), logprob in zip(asked, logprobs, strict=True)}
-
-    def _prompt_logprobs(
-        self, hidden: Tensor, targets: np.ndarray, record: SequenceRecord
-    ) -> tuple[TokenLogprob, ...] | None:
-        """Of the targets, which the first hidden states of [L, hidden_size] predict; None if logits are not numbers."""
-        tokens = torch.from_numpy(targets).to(self.device)
-        top = record.params.prompt_logprobs or 0
+    def _score(self, scoring: _Scoring, hidden: Tensor, fetching: Fetching) -> ScoredPrompt:
+        """Have the logits of the row's hidden states judge the tokens they predict, some positions at a time."""
+        targets = scoring.targets.tensor
         chunk = rows_per_chunk(self.config.vocab_size)
-        logprobs: list[TokenLogprob] = []
+        parts, finite = [], []
         for start in range(0, len(targets), chunk):
-            part = tokens[start : start + chunk]
-            logits = self.decoder.compute_logits(hidden[start : start + len(part)])
-            if not torch.isfinite(logits.amax(dim=1)).all():
-                return None
-            logprobs += token_logprobs(logits, part, [top] * len(part))
-        return tuple(logprobs)
+            part = targets[start : start + chunk]
+            first = scoring.first_token + start
+            logits = self.decoder.compute_logits(hidden[first : first + len(part)])
+            finite.append(fetching.fetch(torch.isfinite(logits.amax(dim=1)).all()))
+            parts.append(LogprobColumns.of(logits, part, scoring.top).through(fetching.fetch))
+        return ScoredPrompt(scoring.sequence, parts, finite, scoring.top)
 
-
-def _joined(prompt: Answer, sampled: Answer) -> Answer:
-    """One answer of a row that has prompt log probabilities and a sampled token; an error of either is the error."""
-    if error := prompt.error or sampled.error:
-        return Answer(sampled.sequence, error=error)
-    return msgspec.structs.replace(sampled, prompt_logprobs=prompt.prompt_logprobs)
+    def _sample(self, sampling: _Sampling, hidden: Tensor, fetching: Fetching) -> SampledTokens:
+        logits = self.decoder.compute_logits(hidden[sampling.last_tokens.tensor])
+        sampled = sample(logits, sampling.settings)
+        self._last_tokens.keep(sampling.sequences, sampled.tokens)
+        logprobs = None
+        if sampling.asked:
+            places = sampling.asked_places.tensor
+            most = max(top for _, top in sampling.asked)
+            logprobs = LogprobColumns.of(logits[places], sampled.tokens[places], most).through(fetching.fetch)
+        return SampledTokens(
+            sequences=sampling.sequences,
+            states=sampling.states,
+            tokens=fetching.fetch(sampled.tokens),
+            valid=fetching.fetch(sampled.valid),
+            asked=sampling.asked,
+            logprobs=logprobs,
+        )

@@ -21,6 +21,7 @@ from nanoserve.runtime.adjustments import AdjustmentRows, TokenAdjustments
 from nanoserve.runtime.counter_random import exponential, row_keys
 from nanoserve.runtime.grammars import GrammarMask, SequenceGrammar
 from nanoserve.runtime.selection import order_keys, smallest_sufficient_key, top_tokens
+from nanoserve.runtime.staging import Staged, Staging
 from nanoserve.scheduler.plan import Begin
 
 _SETTINGS = np.dtype(
@@ -70,22 +71,50 @@ class Draw:
     top_p: Tensor | None
     log_min_p: Tensor | None
 
+
+@dataclass(frozen=True, slots=True)
+class StagedDraw:
+    """A Draw on its way to the device: what it is made of, each [G].
+
+    Attributes:
+        uses_top_p, uses_min_p: whether a row of the group has one that changes anything.
+    """
+
+    rows: Staged
+    seed: Staged
+    index: Staged
+    position: Staged
+    temperature: Staged
+    top_k: Staged
+    top_p: Staged
+    min_p: Staged
+    largest_top_k: int
+    uses_top_p: bool
+    uses_min_p: bool
+
     @classmethod
-    def gather(cls, settings: np.ndarray, positions: np.ndarray, rows: np.ndarray, device: torch.device) -> "Draw":
+    def stage(cls, settings: np.ndarray, positions: np.ndarray, rows: np.ndarray, staging: Staging) -> "StagedDraw":
         chosen = settings[rows]
-
-        def column(name: str) -> Tensor:
-            return torch.from_numpy(chosen[name].copy()).to(device)[:, None]
-
-        position = torch.from_numpy(positions[rows]).to(device)
+        columns = {name: staging.add(chosen[name].copy()) for name in _SETTINGS.names or ()}
         return cls(
-            rows=torch.from_numpy(rows).to(device),
-            keys=row_keys(column("seed")[:, 0], column("index")[:, 0], position),
-            temperature=column("temperature"),
-            top_k=column("top_k"),
+            rows=staging.add(rows),
+            position=staging.add(positions[rows]),
             largest_top_k=int(chosen["top_k"].max()),
-            top_p=column("top_p") if (chosen["top_p"] < 1).any() else None,
-            log_min_p=column("min_p").log().float() if (chosen["min_p"] > 0).any() else None,
+            uses_top_p=bool((chosen["top_p"] < 1).any()),
+            uses_min_p=bool((chosen["min_p"] > 0).any()),
+            **columns,
+        )
+
+    def on_device(self) -> Draw:
+        """Once it is transferred."""
+        return Draw(
+            rows=self.rows.tensor,
+            keys=row_keys(self.seed.tensor, self.index.tensor, self.position.tensor),
+            temperature=self.temperature.tensor[:, None],
+            top_k=self.top_k.tensor[:, None],
+            largest_top_k=self.largest_top_k,
+            top_p=self.top_p.tensor[:, None] if self.uses_top_p else None,
+            log_min_p=self.min_p.tensor[:, None].log().float() if self.uses_min_p else None,
         )
 
 
@@ -93,13 +122,16 @@ class Draw:
 class SamplingRows:
     """How each row of a batch of logits is sampled. Without anything the batch is plainly greedy."""
 
-    draws: tuple[Draw, ...]
+    draws: tuple[StagedDraw, ...]
     adjustments: AdjustmentRows | None
     grammars: GrammarMask | None
 
     @classmethod
-    def gather(cls, states: Sequence[SamplingState], positions: Sequence[int], device: torch.device) -> "SamplingRows":
-        """positions: of the tokens to be sampled, in their sequences."""
+    def stage(cls, states: Sequence[SamplingState], positions: Sequence[int], staging: Staging) -> "SamplingRows":
+        """Have the settings of a batch moved to the device; sample once they are transferred.
+
+        positions: of the tokens to be sampled, in their sequences.
+        """
         settings = np.concatenate([state.settings for state in states])
         position = np.asarray(positions, np.int64)
         random = settings["temperature"] > 0
@@ -109,10 +141,10 @@ class SamplingRows:
         output_lengths = [place - state.prompt_length for place, state in zip(positions, states, strict=True)]
         return cls(
             draws=tuple(
-                Draw.gather(settings, position, np.flatnonzero(group), device) for group in groups if group.any()
+                StagedDraw.stage(settings, position, np.flatnonzero(group), staging) for group in groups if group.any()
             ),
-            adjustments=AdjustmentRows.gather([state.adjustments for state in states], output_lengths, device),
-            grammars=GrammarMask.gather([state.grammar for state in states], output_lengths, device),
+            adjustments=AdjustmentRows.stage([state.adjustments for state in states], output_lengths, staging),
+            grammars=GrammarMask.stage([state.grammar for state in states], output_lengths, staging),
         )
 
 
@@ -125,13 +157,17 @@ class Sampled:
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
-    """Sample one token for each row of logits, float32 [R, V], which stay as they are."""
+    """Sample one token for each row of logits, float32 [R, V], which stay as they are.
+
+    Nothing here waits for the device: shapes never depend on what is in a tensor.
+    """
     if rows.adjustments is not None:
         logits = rows.adjustments.apply(logits)
     if rows.grammars is not None:
         logits = rows.grammars.apply(logits)
     maxima, tokens = logits.max(dim=1)  # NaN wins a maximum, so the maxima alone tell what is valid
-    for draw in rows.draws:
+    for staged in rows.draws:
+        draw = staged.on_device()
         scaled = (logits[draw.rows] - maxima[draw.rows, None]) / draw.temperature
         values, ids = keep_likely(scaled, draw)
         winners = (values - exponential(draw.keys, ids).log_()).argmax(dim=1, keepdim=True)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from nanoserve.runtime.staging import Staged, Staging
 from nanoserve.scheduler.plan import Row
 
 
@@ -48,17 +48,42 @@ class StepInputs:
     context_lengths: Tensor
 
 
-class InputBuilder:
-    """Fills numpy buffers that are kept between steps, then makes one transfer per kind of number."""
+@dataclass(frozen=True, slots=True)
+class StagedInputs:
+    """The same on their way to the device."""
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
+    token_ids: Staged
+    positions: Staged
+    slot_mapping: Staged
+    block_tables: Staged
+    query_starts: Staged
+    context_lengths: Staged
+
+    def tensors(self) -> StepInputs:
+        """As tensors, once they are transferred."""
+        return StepInputs(
+            token_ids=self.token_ids.tensor,
+            positions=self.positions.tensor,
+            slot_mapping=self.slot_mapping.tensor,
+            block_tables=self.block_tables.tensor,
+            query_starts=self.query_starts.tensor,
+            context_lengths=self.context_lengths.tensor,
+        )
+
+
+class InputBuilder:
+    """Fills numpy buffers that are kept between steps."""
+
+    def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.device = device
         self._token_columns = np.zeros((3, 256), np.int64)
         self._row_columns = np.zeros(256, np.int32)
 
-    def build(self, rows: Sequence[Row], tables: Sequence[BlockTable]) -> StepInputs:
-        """tables: each row's block table, long enough for its last position.
+    def stage(self, rows: Sequence[Row], tables: Sequence[BlockTable], staging: Staging) -> StagedInputs:
+        """Have the inputs of a step moved to the device; transfer them before the next step is staged.
+
+        Args:
+            tables: each row's block table, long enough for its last position.
 
         Raises:
             RuntimeError: if a table is too short, which is a mistake of whoever made the plan.
@@ -71,7 +96,7 @@ class InputBuilder:
         query_starts[0] = 0
         np.cumsum(lengths, out=query_starts[1:])
         np.add(starts, lengths, out=contexts)
-        token_ids, positions, slots = token_columns = self._token_buffers(num_tokens)
+        token_ids, positions, slots = self._token_buffers(num_tokens)
         for place, (row, table) in enumerate(zip(rows, tables, strict=True)):
             token_ids[query_starts[place] : query_starts[place + 1]] = row.tokens
             block_tables[place, : len(table.blocks)] = table.blocks
@@ -81,7 +106,8 @@ class InputBuilder:
         slots[:] = block_tables[row_of_token, positions // self.block_size]
         slots *= self.block_size
         slots += positions % self.block_size
-        return self._to_device(token_columns, len(rows), width)
+        arrays = (token_ids, positions, slots, block_tables, query_starts, contexts)
+        return StagedInputs(*(staging.add(array) for array in arrays))
 
     def _check_capacity(self, rows: Sequence[Row], tables: Sequence[BlockTable]) -> None:
         for row, table in zip(rows, tables, strict=True):
@@ -104,10 +130,3 @@ class InputBuilder:
             self._row_columns = np.zeros(2 * size, np.int32)
         tables, rest = self._row_columns[: num_rows * width], self._row_columns[num_rows * width : size]
         return tables.reshape(num_rows, width), rest[: num_rows + 1], rest[num_rows + 1 :]
-
-    def _to_device(self, token_columns: np.ndarray, num_rows: int, width: int) -> StepInputs:
-        token_ids, positions, slots = torch.from_numpy(token_columns).to(self.device)
-        size = num_rows * (width + 2) + 1
-        row_columns = torch.from_numpy(self._row_columns[:size]).to(self.device)
-        tables, rest = row_columns[: num_rows * width].view(num_rows, width), row_columns[num_rows * width :]
-        return StepInputs(token_ids, positions, slots, tables, rest[: num_rows + 1], rest[num_rows + 1 :])

@@ -10,6 +10,8 @@ from nanoserve.scheduler.plan import Begin, Copy, Row, StepPlan
 from nanoserve.scheduler.tiers import Tiers
 
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # looking a member up takes Python 3.11 longer than a call
+_DEVICE = Place.DEVICE
+_FED = (0,)
 
 
 class Draft:
@@ -46,6 +48,7 @@ class Draft:
         self._copies: list[Copy] = []
         self._running_decodes = running_decodes
         self._kept_free = 0
+        self._gives_way: Sequence | None = None
         self._admits = admits and not lifecycle.owes_blocks
 
     @property
@@ -83,8 +86,9 @@ class Draft:
         for sequence in ready[: self.decision.decodes]:
             if keeps_free and not self._leaves_room_for_prompts(sequence):
                 continue
-            # An older one may have preempted it meanwhile, or sent it to the host.
-            if sequence.status is _DECODE and not sequence.in_flight and self._make_room(sequence, 1):
+            # An older one may have preempted it meanwhile, sent it to the host, or marked it.
+            stays = sequence.status is _DECODE and sequence.place is _DEVICE and sequence is not self._gives_way
+            if stays and self._make_room(sequence, 1):
                 self._add_row(sequence, 1)
 
     def _leaves_room_for_prompts(self, sequence: Sequence) -> bool:
@@ -128,7 +132,7 @@ class Draft:
             tier="host",
             sub_batch=sub_batch,
         )
-        sequence.in_flight = 1
+        sequence.in_flight += 1
         sequence.computed = length
         return True
 
@@ -227,7 +231,8 @@ class Draft:
                 return False
             if victim.in_flight:
                 # Its blocks come back with its answer; until then this sequence sits out. One that may move to the host
-                # is not marked: answered, it is looked at again before it could enter another plan.
+                # is not marked: it stays out of this plan, and answered it is looked at again before the next.
+                self._gives_way = victim
                 victim.preempt_when_answered = not self.decision.preempt_to_host
                 self._lifecycle.owe_blocks(sequence)
                 return False
@@ -248,14 +253,16 @@ class Draft:
         if not sequence.begun:
             self._begin_sequence(sequence)
             new_blocks = sequence.block_table
-        sample = end == len(tokens)
-        self.rows[sequence.sequence_id] = Row(
-            sequence.sequence_id, start, tuple(tokens[start:end]), sample, tuple(new_blocks)
-        )
-        sequence.in_flight = 1
+        name, known = sequence.sequence_id, len(tokens)
+        if start < known:
+            row = Row(name, start, tuple(tokens[start:end]), end == known, tuple(new_blocks))
+        else:  # its token is still being sampled
+            row = Row(name, start, _FED, True, tuple(new_blocks), fed=True)
+        self.rows[name] = row
+        sequence.in_flight += 1
         sequence.computed = end
         if sequence.status is _PREFILL:
-            self._blocks.share_full(sequence)
+            self._blocks.share_full(sequence, end)
 
     def _begin_sequence(self, sequence: Sequence) -> None:
         sequence.begun = True

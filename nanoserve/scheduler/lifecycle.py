@@ -2,11 +2,22 @@
 
 from nanoserve.kv.host_tier import HostTier
 from nanoserve.kv.sequence_blocks import SequenceBlocks
-from nanoserve.request import FinishReason, Place, Request, Sequence, Status
+from nanoserve.request import FinishReason, Place, Request, SamplingParams, Sequence, Status, TokenLogprob
 from nanoserve.scheduler.queues import AgeOrdered, WaitingQueue
 
 _DECODE, _FINISHED = Status.DECODE, Status.FINISHED  # looking a member up takes Python 3.11 longer than a call
 _DEVICE = Place.DEVICE
+
+
+def may_be_fed(params: SamplingParams) -> bool:
+    """Whether the next token can be sampled before the host knows the one before it.
+
+    Not where the host prepares what may be sampled: a grammar follows every token, penalties count them, and bias and
+    min_tokens are kept in the same tables. Prompts that are scored stay out too: their answers are matched with rows.
+    """
+    counts = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    adjusted = counts or params.min_tokens > 0 or bool(params.logit_bias)
+    return not adjusted and params.json_schema is None and params.prompt_logprobs is None
 
 
 class Lifecycle:
@@ -20,6 +31,7 @@ class Lifecycle:
         host_tier: those of host memory.
         max_model_len: longest sequence, prompt and output together.
         max_num_seqs: sequences that run on the device at a time, with those on their way to or from it.
+        feeds_tokens: whether the executor takes fed rows.
 
     Attributes:
         waiting: hold no KV.
@@ -29,11 +41,20 @@ class Lifecycle:
         sequences: all of them, and those that have ended but are still in flight.
     """
 
-    def __init__(self, blocks: SequenceBlocks, host_tier: HostTier, *, max_model_len: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        blocks: SequenceBlocks,
+        host_tier: HostTier,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        feeds_tokens: bool = False,
+    ) -> None:
         self.blocks = blocks
         self.host_tier = host_tier
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
+        self.feeds_tokens = feeds_tokens
         self.waiting = WaitingQueue()
         self.running = AgeOrdered()
         self.on_host = AgeOrdered()
@@ -59,6 +80,7 @@ class Lifecycle:
     def _new_sequence(self, request: Request, index: int) -> Sequence:
         params, length = request.params, len(request.prompt)
         end_tokens = () if params.ignore_eos else request.end_tokens
+        max_length = min(self.max_model_len, length + (params.max_tokens or self.max_model_len))
         sequence = Sequence(
             self._next_sequence,
             request,
@@ -66,7 +88,9 @@ class Lifecycle:
             tokens=[*request.prompt, *(request.resumed[index] if request.resumed else ())],
             stop_tokens=frozenset((*end_tokens, *params.stop_token_ids)),
             min_length=length + params.min_tokens,
-            max_length=min(self.max_model_len, length + (params.max_tokens or self.max_model_len)),
+            max_length=max_length,
+            # The token it waits for must not be its last one.
+            fed_below=max_length - 1 if self.feeds_tokens and may_be_fed(params) else 0,
         )
         self._next_sequence += 1
         self.sequences[sequence.sequence_id] = sequence
@@ -132,7 +156,7 @@ class Lifecycle:
         """Whether the last that had to sit out still does: what others give up for it is not for waiting prompts."""
         if self._owed is not None:
             sequence, computed = self._owed
-            if sequence.in_flight or sequence.computed != computed or sequence not in self.running:
+            if sequence.computed != computed or sequence not in self.running:
                 self._owed = None
         return self._owed is not None
 
@@ -175,21 +199,29 @@ class Lifecycle:
 
     # ---- answer and end ---------------------------------------------------------------------------------------
 
+    def keep_prompt_logprobs(self, sequence: Sequence, start: int, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """Of the prompt behind that position; those of a request's first sample stand for all."""
+        if sequence.index == 0:
+            already = len(sequence.prompt_logprobs) - start  # a recomputed prompt is scored again
+            sequence.prompt_logprobs += logprobs[already:]
+
     def answered(self, sequence: Sequence) -> None:
-        """Nothing of the sequence is in flight any more."""
-        sequence.in_flight = 0
+        """The oldest of its rows in flight is. What is to become of it waits for the last one."""
+        sequence.in_flight -= 1
         status = sequence.status
         if status is not _FINISHED and sequence.place is _DEVICE:
-            self.blocks.share_full(sequence)
+            self.blocks.share_full(sequence, sequence.computed - sequence.in_flight)
         if sequence.sequence_id in self._siblings and (status is _DECODE or status is _FINISHED):
             self.release_siblings(sequence)
+        if sequence.in_flight:
+            return
         if status is _FINISHED:
             self._retire(sequence)
         elif sequence.preempt_when_answered:
             self.preempt(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """End a sequence; if it is in flight, its blocks come back with its answer."""
+        """End a sequence; if it is in flight, its blocks come back with its last answer."""
         for queue in (self.running, self.waiting, self.on_host):
             if sequence in queue:
                 queue.remove(sequence)
@@ -256,7 +288,11 @@ class Lifecycle:
             raise RuntimeError(f"{name} is nowhere but holds something")
         if (sequence.status is Status.WAITING) != (sequence.place is Place.NONE):
             raise RuntimeError(f"{name} is {sequence.status} in {sequence.place}")
-        if sequence.status is Status.DECODE and not sequence.in_flight and sequence.remaining != 1:
-            raise RuntimeError(f"{name} decodes but {sequence.remaining} of its tokens are not computed")
+        in_plans = 0 if sequence.place is Place.MOVING else sequence.in_flight
+        if sequence.status is Status.DECODE and sequence.remaining != 1 - in_plans:
+            raise RuntimeError(f"{name} decodes in {in_plans} plans, but {sequence.remaining} tokens are not computed")
+        known = len(sequence.tokens) - (sequence.status is Status.DECODE)
+        if len(sequence.chain) * self.blocks.pool.block_size > known:
+            raise RuntimeError(f"{name} shares a block before all of its tokens are known")
         if sequence.preempt_when_answered and not sequence.in_flight:
             raise RuntimeError(f"{name} is to be preempted with its answer, but none will come")

@@ -44,6 +44,10 @@ class Row(msgspec.Struct, frozen=True):
     A decode is a row of one token, a prefill chunk a row of many, speculation a row of several. A row of no tokens
     names a host sequence whose token is under way and which this step shall finish.
 
+    A fed row is a decode that was planned before its token was known: the token is the one that the sequence's row
+    samples in the plan with rows before this one, which stays on the device. What comes of a fed row is thrown away if
+    that token turns out to end the sequence, and must be answered nevertheless.
+
     Attributes:
         sequence: its id.
         start: first position.
@@ -53,6 +57,7 @@ class Row(msgspec.Struct, frozen=True):
         new_blocks: appended to the sequence's block table before the row is computed.
         tier: where the sequence's KV lives, and so what the numbers of its blocks mean.
         sub_batch: 0, or 1 for the second of the two that alternate in an asymmetric step.
+        fed: the token is on the device; ``tokens`` is then (0,), which says that there is one and not which.
     """
 
     sequence: int
@@ -62,6 +67,7 @@ class Row(msgspec.Struct, frozen=True):
     new_blocks: tuple[int, ...] = ()
     tier: Tier = "device"
     sub_batch: int = 0
+    fed: bool = False
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
@@ -158,9 +164,12 @@ class Executor(Protocol):
 
     Attributes:
         max_in_flight: how many plans may be submitted and not yet ended.
+        feeds_tokens: whether it takes fed rows. It has one stage then, and two plans may be in flight, so that the
+            next one is made and its inputs are prepared while the device computes.
     """
 
     max_in_flight: int
+    feeds_tokens: bool
 
     def submit(self, plan: StepPlan) -> None:
         """Take a plan; never blocks on the device."""

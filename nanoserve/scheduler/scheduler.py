@@ -3,8 +3,11 @@
 It keeps the sequences and their blocks (Lifecycle), asks the policy how much to do, turns the answer into a StepPlan
 (Draft), and takes the StepResult back. Sequences may live in host memory too: Tiers moves them, HostCohorts knows whose
 token is under way there, and Layouts says when the device is to be emptied for another parallel layout. Whatever the
-policy says: no block is used twice, every block comes back, no sequence is in two plans in flight, and every admitted
-sequence finishes once arrivals stop.
+policy says: no block is used twice, every block comes back, and every admitted sequence finishes once arrivals stop.
+
+No sequence is in two plans in flight, unless the executor feeds tokens: then a decode may enter the next plan with its
+token still being sampled, as if it were there. The token never is its last by length; if it ends the sequence
+otherwise, what the next plan makes of it is thrown away.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -14,6 +17,7 @@ from nanoserve.kv.block_pool import BlockPool
 from nanoserve.kv.host_tier import HostTier
 from nanoserve.kv.sequence_blocks import SequenceBlocks
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate, Status
+from nanoserve.scheduler.admission import check_admissible
 from nanoserve.scheduler.draft import Draft
 from nanoserve.scheduler.growth import Forecaster
 from nanoserve.scheduler.host_cohorts import HostCohorts
@@ -40,6 +44,11 @@ class Scheduler:
         host_blocks: KV blocks in host memory; with none, nothing ever moves there.
         other_layouts: what num_blocks and pipeline_depth are in parallel layouts 1, 2, ...
         predictors: for the policy, one per layout.
+        feeds_tokens: whether the executor takes fed rows; there may be one plan more in flight then. Sequences that
+            cannot be fed (`lifecycle.may_be_fed`) sit out every other plan while others are.
+
+    Raises:
+        ValueError: if tokens are to be fed through more than one stage.
     """
 
     def __init__(
@@ -55,16 +64,26 @@ class Scheduler:
         host_blocks: int = 0,
         other_layouts: SequenceOf[LayoutCapacity] = (),
         predictors: SequenceOf[Predictor] = (),
+        feeds_tokens: bool = False,
     ) -> None:
+        if feeds_tokens and any(
+            depth > 1 for depth in (pipeline_depth, *(one.pipeline_depth for one in other_layouts))
+        ):
+            raise ValueError("tokens are fed within one stage: pipeline_depth must be 1")
         self.policy = policy
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.pipeline_depth = pipeline_depth
+        self.feeds_tokens = feeds_tokens
         self.forced_steps = 0
         self.host_pool = (host_tier := HostTier(host_blocks, block_size)).pool
         self._lifecycle = Lifecycle(
-            SequenceBlocks(self.pool), host_tier, max_model_len=max_model_len, max_num_seqs=max_num_seqs
+            SequenceBlocks(self.pool),
+            host_tier,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            feeds_tokens=feeds_tokens,
         )
         self._tiers = Tiers(self._lifecycle)
         self._cohorts = HostCohorts()
@@ -72,7 +91,7 @@ class Scheduler:
         self._predictors = tuple(predictors)
         self.waiting = self._lifecycle.waiting
         self.running = self._lifecycle.running
-        self._rows_in_flight: dict[int, Row] = {}
+        self._rows_in_flight: dict[int, Row] = {}  # the newest of each sequence; of two, both are sampled
         self._plans_in_flight: dict[int, StepPlan] = {}
         self._previous: Decision | None = None
         self._next_step = 0
@@ -110,41 +129,23 @@ class Scheduler:
         Raises:
             UsageError: if it can never run here, or its id is in use.
         """
-        self._check_admissible(request)
-        self._lifecycle.add(request)
-
-    def _check_admissible(self, request: Request) -> None:
-        length = len(request.prompt)
         if request.request_id in self._lifecycle:
             raise UsageError(f"request id {request.request_id!r} is in use")
-        if length == 0:
-            raise UsageError("the prompt is empty: give at least one token")
-        if length >= self.max_model_len:
-            raise UsageError(
-                f"the prompt has {length} tokens, but the context holds {self.max_model_len} with at least one "
-                "for the answer; shorten the prompt or raise --max-model-len"
-            )
-        if length + request.params.min_tokens > self.max_model_len:
-            raise UsageError(
-                f"min_tokens {request.params.min_tokens} can never be reached: after a prompt of {length} tokens the "
-                f"context of {self.max_model_len} has room for {self.max_model_len - length}; lower it"
-            )
-        longest = min(self.max_model_len, length + (request.params.max_tokens or self.max_model_len))
-        # The last token is never attended to, so its KV is never written.
-        num_blocks = self._layouts.smallest.num_blocks
-        if (needed := self.pool.blocks_for(longest - 1)) > num_blocks:
-            raise UsageError(
-                f"the request may grow to {longest} tokens, which take {needed} KV blocks, but there are "
-                f"{num_blocks}; lower max_tokens or raise --kv-cache-memory"
-            )
+        check_admissible(
+            request,
+            max_model_len=self.max_model_len,
+            num_blocks=self._layouts.smallest.num_blocks,
+            block_size=self.pool.block_size,
+        )
+        self._lifecycle.add(request)
 
     def stop(
         self, request_id: str, now: float, *, index: int | None = None, reason: FinishReason = FinishReason.ABORT
     ) -> list[SequenceUpdate]:
         """End a request, or one of its samples, from outside: an abort, or a stop string the caller has seen.
 
-        A sequence in flight ends at once for the caller; its blocks come back with its last answer. Unknown and
-        finished ones are passed over.
+        A sequence in flight ends at once for the caller; its blocks come back with its last answer, and what that says
+        is passed over. So are unknown and finished sequences.
         """
         lifecycle = self._lifecycle
         family = [sequence for sequence in lifecycle.unfinished(request_id) if index in (None, sequence.index)]
@@ -158,7 +159,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None if nothing can run before an answer or an arrival comes."""
-        if len(self._plans_in_flight) >= self.pipeline_depth or self._layouts.target is not None:
+        if len(self._plans_in_flight) >= self.pipeline_depth + self.feeds_tokens or self._layouts.target is not None:
             return None
         self._tiers.move_parked()
         draft = self._draft(now)
@@ -206,7 +207,7 @@ class Scheduler:
             self._drain(draft)
             return draft
         if decision.swap_out:
-            self._tiers.swap_out(decodes, decision.swap_out)
+            decodes = self._tiers.swap_out(decodes, decision.swap_out)
         if decision.swap_in:
             self._tiers.swap_in(ready_host, decision.swap_in)
             ready_host = [sequence for sequence in ready_host if not sequence.in_flight]
@@ -263,7 +264,9 @@ class Scheduler:
             context += sequence.computed
             if sequence.status is _DECODE:
                 running_decodes += 1
-                if not sequence.in_flight:
+                if not sequence.in_flight or (
+                    len(sequence.tokens) < sequence.fed_below and not sequence.preempt_when_answered
+                ):
                     decodes.append(sequence)
             else:
                 partial_tokens += sequence.remaining
@@ -317,11 +320,12 @@ class Scheduler:
         for answer in result.answers:
             sequence, row = lifecycle.sequences[answer.sequence], rows[answer.sequence]
             if answer.prompt_logprobs:
-                _keep_prompt_logprobs(sequence, row, answer)
+                lifecycle.keep_prompt_logprobs(sequence, row.start, answer.prompt_logprobs)
             if row.sample or answer.error is not None:
                 if sequence.finish_reason is None:  # else it was ended while in flight
                     updates.append(self._take_tokens(sequence, answer, now))
-                del rows[answer.sequence]
+                if sequence.in_flight == 1:
+                    del rows[answer.sequence]
                 if any_on_host:
                     self._cohorts.leave(answer.sequence)
                 lifecycle.answered(sequence)
@@ -351,7 +355,10 @@ class Scheduler:
         self.pool.forget_cache()
         self._plans_in_flight.clear()
         self._layouts.abandon()
-        answers = tuple(Answer(sequence, error=error) for sequence in self._rows_in_flight)
+        sequences = self._lifecycle.sequences
+        answers = tuple(
+            Answer(key, error=error) for key in self._rows_in_flight for _ in range(sequences[key].in_flight)
+        )
         updates = self.apply(StepResult(None, answers), now)
         for sequence in list(self._lifecycle.moving):
             if not sequence.finished:
@@ -388,9 +395,3 @@ class Scheduler:
         moving = {sequence.sequence_id for sequence in self._lifecycle.moving}
         if set(self._rows_in_flight) != in_flight - moving:
             raise RuntimeError("rows in flight and sequences in flight differ")
-
-
-def _keep_prompt_logprobs(sequence: Sequence, row: Row, answer: Answer) -> None:
-    if sequence.index == 0:
-        already = len(sequence.prompt_logprobs) - row.start  # a recomputed prompt is scored again
-        sequence.prompt_logprobs += answer.prompt_logprobs[already:]

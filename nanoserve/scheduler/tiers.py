@@ -76,15 +76,20 @@ class Tiers:
 
     # ---- swaps ------------------------------------------------------------------------------------------------
 
-    def swap_out(self, decodes: list[Sequence], count: int) -> None:
+    def swap_out(self, decodes: list[Sequence], count: int) -> list[Sequence]:
         """Move so many ready decodes to the host, newest first, as far as it has room.
 
         One that has come from there and not computed a token since stays, or it could go to and fro for ever.
+
+        Returns:
+            those that may enter the plan: one that waits for a token can move when it has it, and no sooner.
         """
-        begun = [sequence for sequence in reversed(decodes) if sequence.begun]
-        for sequence in begun[:count]:
-            if not self.move_out(sequence):
-                return
+        chosen = [sequence for sequence in reversed(decodes) if sequence.begun][:count]
+        for sequence in chosen:
+            if not sequence.in_flight and not self.move_out(sequence):
+                break
+        waiting = {sequence.sequence_id for sequence in chosen if sequence.place is Place.DEVICE and sequence.in_flight}
+        return [sequence for sequence in decodes if sequence.sequence_id not in waiting] if waiting else decodes
 
     def swap_in(self, ready_host: list[Sequence], count: int) -> None:
         """Move so many host sequences to the device, oldest first, as far as it has room for them.

@@ -67,6 +67,7 @@ class SimulatedExecutor:
         observers: Sequence[StepObserver] = (),
     ) -> None:
         self.max_in_flight = max_in_flight or times.num_stages
+        self.feeds_tokens = False
         self.pipeline = Pipeline(times, runtime)
         self.pipelines: tuple[Pipeline, ...] = (self.pipeline,)
         self.host_tokens = 0

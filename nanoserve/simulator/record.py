@@ -44,6 +44,7 @@ class RecordingExecutor:
     def __init__(self, executor: Executor) -> None:
         self.record = Record()
         self.max_in_flight = executor.max_in_flight
+        self.feeds_tokens = executor.feeds_tokens
         self._executor = executor
         self._now = 0.0
         self._tick()

@@ -5,6 +5,8 @@ reads each row's block table back against the sequence's true prefix, poisons bl
 answers with a hash of the prefix as the next token. A scheduler that loses, shares or reuses a block wrongly cannot
 get the right tokens from it, and mostly trips one of its checks first.
 
+A fed row reads the token that the plan before sampled; one whose token the scheduler had been told is a mistake.
+
 Swaps take their time: what they read must not change meanwhile, and nobody may use what they write. Host sequences
 advance by a layer in each overlapped plan. A transition finds an empty device, and leaves nothing in its memory.
 """
@@ -14,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
+
+from msgspec.structs import replace
 
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.plan import Answer, Begin, CohortProgress, Copy, Row, StepPlan, StepResult, Swap, Tier
@@ -54,6 +58,7 @@ class _Record:
 
     begin: Begin
     tokens: list[int]
+    last_plan: int | None = None
     block_table: list[int] = field(default_factory=list)
     computed: int = 0
     tier: Tier | None = None
@@ -83,6 +88,7 @@ class MemoryCheckingExecutor:
         block_size: slots per block.
         host_blocks: blocks of the host tier.
         depth: plans that may be in flight; each is answered when ``depth`` of them are, or when nothing else is left.
+        feeds_tokens: whether fed rows are taken; two plans may be in flight then.
         other_layouts: blocks on the device in parallel layouts 1, 2, ...
         swap_delay: how many times results are collected before a swap is done.
         num_layers: plans that a host sequence's token takes under overlap, but for the one it begins in.
@@ -96,12 +102,14 @@ class MemoryCheckingExecutor:
         *,
         host_blocks: int = 0,
         depth: int = 1,
+        feeds_tokens: bool = False,
         other_layouts: Sequence[int] = (),
         swap_delay: int = 0,
         num_layers: int = 2,
         model: NextToken = next_token,
     ) -> None:
-        self.max_in_flight = depth
+        self.max_in_flight = 2 if feeds_tokens else depth
+        self.feeds_tokens = feeds_tokens
         self.block_size = block_size
         self.num_layers = num_layers
         self.model = model
@@ -172,7 +180,7 @@ class MemoryCheckingExecutor:
             raise MemoryViolation(f"plan {plan.step} holds a sequence twice")
         for row in plan.rows:  # all rows write before any reads
             if row.tokens:
-                self._write(row)
+                self._write(self._with_fed_token(row))
         answers = [self._read_and_answer(row) for row in self._rows_to_answer(plan)]
         progress = tuple(CohortProgress(step, cohort.layers) for step, cohort in self._cohorts.items())
         return StepResult(plan.step, tuple(answers), cohorts=progress)
@@ -317,8 +325,21 @@ class MemoryCheckingExecutor:
             raise MemoryViolation(f"sequence {row.sequence} has a row but never began")
         return self._records[row.sequence]
 
+    def _with_fed_token(self, row: Row) -> Row:
+        """The row as it is on the device, where the token is."""
+        if not row.fed:
+            return row
+        record = self._record(row)
+        in_flight = [result.step for result in self._results]
+        if not self.feeds_tokens or row.tokens != (0,) or row.tier != "device" or not row.sample:
+            raise MemoryViolation(f"sequence {row.sequence}: its row is not one that can be fed")
+        if in_flight != [record.last_plan] or row.start != len(record.tokens) - 1:
+            raise MemoryViolation(f"sequence {row.sequence}: no plan in flight samples the token at {row.start}")
+        return replace(row, tokens=(record.tokens[row.start],))
+
     def _write(self, row: Row) -> None:
         record = self._record(row)
+        record.last_plan = self.plans[-1].step
         record.block_table += row.new_blocks
         known = tuple(record.tokens[row.start : row.start + len(row.tokens)])
         if not known or known != row.tokens[: len(known)]:

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.grammars import SequenceGrammar
-from nanoserve.runtime.sampling import SamplingRows, SamplingState, sample
+from nanoserve.runtime.sampling import SamplingState, sample
 from nanoserve.scheduler.plan import Begin
 from nanoserve.text.backends import Backend
 from nanoserve.text.tokenizer import load_backend
 from tests.grammar.schemas import PERSON, SCHEMAS, meets
+from tests.runtime.staged_rows import sampling_rows
 from tests.text.building import PATIENT
 
 PROMPT = (40, 41, 42)
@@ -59,7 +60,7 @@ class Model:
 
     def draw(self, states: list[SamplingState], seed: int, lengths: list[int]) -> list[int]:
         positions = [len(PROMPT) + length for length in lengths]
-        sampled = sample(self.logits(len(states), seed), SamplingRows.gather(states, positions, torch.device("cpu")))
+        sampled = sample(self.logits(len(states), seed), sampling_rows(states, positions))
         assert sampled.valid.all()
         return sampled.tokens.tolist()
 
@@ -127,10 +128,10 @@ def test_a_text_depends_on_nothing_that_shares_its_batch(models: dict[str, Model
     both = model.draw([with_grammar, without], 9, [0, 0])
     logits = model.logits(2, 9)
     for place, state in enumerate([with_grammar, without]):
-        rows = SamplingRows.gather([state], [len(PROMPT)], torch.device("cpu"))
+        rows = sampling_rows([state], [len(PROMPT)])
         assert sample(logits[place : place + 1], rows).tokens.tolist() == both[place : place + 1]
     before = logits.clone()
-    sample(logits, SamplingRows.gather([with_grammar, without], [len(PROMPT)] * 2, torch.device("cpu")))
+    sample(logits, sampling_rows([with_grammar, without], [len(PROMPT)] * 2))
     assert torch.equal(before, logits), "the model's own logits are reported as they were"
 
 
@@ -147,7 +148,7 @@ def test_an_end_token_that_is_text_ends_no_text_too_early(models: dict[str, Mode
 def test_rows_without_a_grammar_have_no_mask(models: dict[str, Model]) -> None:
     begin = Begin(1, PROMPT, len(PROMPT), 0, 2, SamplingParams(), (END,))
     state = SamplingState(begin, models["storyteller"].width)
-    assert SamplingRows.gather([state], [len(PROMPT)], torch.device("cpu")).grammars is None
+    assert sampling_rows([state], [len(PROMPT)]).grammars is None
 
 
 @pytest.mark.parametrize(("min_tokens", "shortest"), [(0, 1), (5, 5)])

@@ -71,7 +71,7 @@ def test_without_prefix_caching_nothing_is_found() -> None:
     sequence = Sequence(0, request, 0, list(request.prompt))
     blocks.grow(sequence, 3)
     sequence.computed = 3
-    blocks.share_full(sequence)
+    blocks.share_full(sequence, sequence.computed)
     assert sequence.chain == []
     assert blocks.pool.match_prefix([1, 2, 3], "") == []
 

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.logprobs import token_logprobs
+from nanoserve.runtime.logprobs import LogprobColumns
 from nanoserve.runtime.sampling import SamplingRows, SamplingState, keep_likely, sample
 from nanoserve.scheduler.plan import Begin
-
-CPU = torch.device("cpu")
+from tests.runtime.staged_rows import sampling_rows
 
 
 def state(
@@ -31,7 +30,7 @@ def state(
 
 
 def draw_tokens(logits: torch.Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> list[int]:
-    sampled = sample(logits, SamplingRows.gather(states, positions, CPU))
+    sampled = sample(logits, sampling_rows(states, positions))
     assert sampled.valid.all()
     return sampled.tokens.tolist()
 
@@ -45,7 +44,7 @@ def random_logits(rows: int, vocab_size: int, seed: int) -> torch.Tensor:
 
 def kept_tokens(logits: torch.Tensor, params: SamplingParams) -> set[int]:
     """The tokens that may be drawn for one row of logits [V]."""
-    (draw,) = SamplingRows.gather([state(params, len(logits))], [3], CPU).draws
+    (draw,) = [staged.on_device() for staged in sampling_rows([state(params, len(logits))], [3]).draws]
     values, tokens = keep_likely(((logits - logits.max()) / params.temperature)[None], draw)
     return set(tokens.expand_as(values)[values > -torch.inf].tolist())
 
@@ -95,7 +94,7 @@ def test_another_row_with_top_p_takes_nothing_from_a_row_without() -> None:
     """Even what is far too unlikely to be drawn stays, so that no rounding of one request reaches another."""
     logits = torch.tensor([[0.0, -40.0, -80.0, -90.0]] * 2)
     states = [state(SamplingParams(top_k=3, top_p=top_p), 4) for top_p in (1.0, 0.5)]
-    (draw,) = SamplingRows.gather(states, [3, 3], CPU).draws
+    (draw,) = [staged.on_device() for staged in sampling_rows(states, [3, 3]).draws]
     values, _ = keep_likely(logits, draw)
     assert (values > -torch.inf).tolist() == [[True, True, True], [True, False, False]]
 
@@ -215,7 +214,7 @@ def test_a_row_is_sampled_alike_alone_in_a_batch_and_permuted(params: list[Sampl
 
 def test_a_plainly_greedy_batch_is_only_an_argmax() -> None:
     logits = random_logits(4, 30, seed=0)
-    rows = SamplingRows.gather([state(SamplingParams(temperature=0), 30)] * 4, [3] * 4, CPU)
+    rows = sampling_rows([state(SamplingParams(temperature=0), 30)] * 4, [3] * 4)
     assert rows == SamplingRows(draws=(), adjustments=None, grammars=None)
     assert sample(logits, rows).tokens.tolist() == logits.argmax(1).tolist()
 
@@ -234,7 +233,7 @@ def adjusted(params: SamplingParams, logits: list[float], *, end_tokens: tuple[i
     """Logits after bias and penalties, for prompt 1, 1, 2 and output 2, 3, 3; the next is output token 3."""
     sequence = state(params, len(logits), prompt=(1, 1, 2), output=(2, 3), end_tokens=end_tokens)
     sequence.append(3)
-    rows = SamplingRows.gather([sequence], [6], CPU)
+    rows = sampling_rows([sequence], [6])
     assert rows.adjustments is not None
     return rows.adjustments.apply(torch.tensor([logits], dtype=torch.float32))[0].tolist()
 
@@ -261,7 +260,7 @@ def test_bias_comes_before_the_penalties() -> None:
 def test_many_adjusted_tokens_in_rows_of_different_length() -> None:
     bias = {token: float(token) for token in range(1, 60, 2)}
     states = [state(SamplingParams(logit_bias=each), 64) for each in ({3: -2.0}, {}, bias)]
-    rows = SamplingRows.gather(states, [3, 3, 3], CPU)
+    rows = sampling_rows(states, [3, 3, 3])
     assert rows.adjustments is not None
     expected = torch.zeros(3, 64)
     expected[0, 3] = -2
@@ -282,7 +281,7 @@ def test_penalties_equal_transformers() -> None:
     logits = random_logits(1, 12, seed=8)
     expected = transformers.RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([tokens]), logits.clone())
     sequence = state(SamplingParams(repetition_penalty=1.7), 12, prompt=tokens[:4], output=tokens[4:])
-    rows = SamplingRows.gather([sequence], [6], CPU)
+    rows = sampling_rows([sequence], [6])
     assert rows.adjustments is not None
     torch.testing.assert_close(rows.adjustments.apply(logits), expected)
 
@@ -305,14 +304,14 @@ def test_a_row_that_is_not_numbers_is_invalid_and_harms_no_other(bad: float, kin
     clean = draw_tokens(logits, states, [3, 3, 3])
     logits[1] = bad if bad == -math.inf else logits[1]
     logits[1, 17] = bad
-    sampled = sample(logits, SamplingRows.gather(states, [3, 3, 3], CPU))
+    sampled = sample(logits, sampling_rows(states, [3, 3, 3]))
     assert sampled.valid.tolist() == [True, False, True]
     assert [sampled.tokens[0].item(), sampled.tokens[2].item()] == [clean[0], clean[2]]
 
 
 def test_no_token_left_is_invalid() -> None:
     forbidding = state(SamplingParams(min_tokens=1, stop_token_ids=(0, 1, 2)), 3)
-    assert not sample(torch.zeros(1, 3), SamplingRows.gather([forbidding], [3], CPU)).valid.any()
+    assert not sample(torch.zeros(1, 3), sampling_rows([forbidding], [3])).valid.any()
 
 
 # ------------------------------------------------------------------------------------------------ log probabilities
@@ -322,7 +321,7 @@ def test_logprobs_rank_and_top() -> None:
     logits = random_logits(3, 50, seed=6)
     tokens = torch.tensor([4, 0, 49])
     exact = logits.double().log_softmax(1)
-    answers = token_logprobs(logits, tokens, [0, 2, 50])
+    answers = LogprobColumns.of(logits, tokens, 50).rows([0, 2, 50])
     for row, answer in enumerate(answers):
         order = exact[row].argsort(descending=True).tolist()
         assert answer.token == tokens[row]

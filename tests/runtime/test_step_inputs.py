@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from nanoserve.runtime.staging import Staging
 from nanoserve.runtime.step_inputs import BlockTable, InputBuilder
 from nanoserve.scheduler.plan import Row
 
@@ -25,13 +26,15 @@ def row(sequence: int, start: int, length: int) -> Row:
 
 @pytest.mark.parametrize("rows", [[row(1, 6, 1), row(2, 0, 9), row(3, 3, 2)], [row(1, 40, 300), row(2, 99, 1)]])
 def test_inputs_equal_a_loop_over_tokens(rows: list[Row]) -> None:
-    builder = InputBuilder(BLOCK_SIZE, torch.device("cpu"))
+    builder, staging = InputBuilder(BLOCK_SIZE), Staging(torch.device("cpu"))
     tables = [
         table_of([(place + 1) * 1000 + block for block in range((each.start + len(each.tokens) + 3) // BLOCK_SIZE)])
         for place, each in enumerate(rows)
     ]
-    builder.build(rows[::-1], tables[::-1])  # an earlier step leaves nothing behind
-    inputs = builder.build(rows, tables)
+    builder.stage(rows[::-1], tables[::-1], staging)  # an earlier step leaves nothing behind
+    staged = builder.stage(rows, tables, staging)
+    staging.transfer()
+    inputs = staged.tensors()
     expected = [
         (token, each.start + offset, int(table.blocks[position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE)
         for each, table in zip(rows, tables, strict=True)

@@ -76,6 +76,7 @@ def play(
     *,
     num_blocks: int,
     depth: int = 1,
+    feeds_tokens: bool = False,
     host_blocks: int = 0,
     other_layouts: tuple[int, ...] = (),
     predictor: Predictor | None = None,
@@ -86,6 +87,7 @@ def play(
     Args:
         num_blocks: on the device in layout 0, and in ``other_layouts`` the others.
         depth: plans in flight at most.
+        feeds_tokens: two may be, and a decode may be in both.
         predictor: for the policy, the same in every layout.
         num_layers: plans that a token takes under overlap, but for the one it begins in.
     """
@@ -94,6 +96,7 @@ def play(
         BLOCK_SIZE,
         host_blocks=host_blocks,
         depth=depth,
+        feeds_tokens=feeds_tokens,
         other_layouts=other_layouts,
         num_layers=num_layers,
         model=lambda prefix, begin: 100 + len(prefix),
@@ -104,6 +107,7 @@ def play(
         block_size=BLOCK_SIZE,
         max_model_len=22,
         pipeline_depth=depth,
+        feeds_tokens=feeds_tokens,
         host_blocks=host_blocks,
         other_layouts=[LayoutCapacity(blocks, depth) for blocks in other_layouts],
         predictors=() if predictor is None else [predictor] * (1 + len(other_layouts)),
@@ -125,8 +129,8 @@ def play(
 def _spell_out(plan: StepPlan) -> list[str]:
     """One line per plan, then one per swap, device>host or device<host, and one per row.
 
-    A row is its sequence, first position, ids, blocks added, * if it is sampled, and whether it is on the host; there
-    ``second`` says that it is in sub-batch 1.
+    A row is its sequence, first position, ids or ``fed``, blocks added, * if it is sampled, and whether it is on the
+    host; there ``second`` says that it is in sub-batch 1.
     """
     layout = f" in layout {plan.layout}" if plan.layout else ""
     strategy = "" if plan.strategy == "device" else f" {plan.strategy}"
@@ -139,7 +143,7 @@ def _spell_out(plan: StepPlan) -> list[str]:
         arrow = ">" if swap.direction == "out" else "<"
         lines.append(f"  {swap.sequence} {list(swap.device_blocks)}{arrow}{list(swap.host_blocks)}")
     for row in plan.rows:
-        ids = "".join(f" {token}" for token in row.tokens) or " under way"
+        ids = " fed" if row.fed else "".join(f" {token}" for token in row.tokens) or " under way"
         blocks = f" +{list(row.new_blocks)}" if row.new_blocks else ""
         tier = "" if row.tier == "device" else f" host{' second' if row.sub_batch else ''}"
         lines.append(f"  {row.sequence} at {row.start}:{ids}{blocks}{' *' if row.sample else ''}{tier}")

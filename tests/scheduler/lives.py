@@ -27,13 +27,13 @@ def _requests(draw: st.DrawFn, name: str, longest: int) -> Request:
     own = draw(st.lists(st.integers(1, 3), min_size=1, max_size=max(1, longest // 2)))
     prompt = ([1] * shared + own)[: longest - 1]
     max_tokens = draw(st.one_of(st.none(), st.integers(1, longest)))
-    penalized = draw(st.booleans())
+    adjusted = draw(st.booleans())  # what is not is fed, where tokens are
     params = SamplingParams(
         n=draw(st.sampled_from([1, 1, 1, 2, 3])),
         temperature=draw(st.sampled_from([0.0, 0.0, 1.0])),
-        presence_penalty=0.5 if penalized else 0.0,
+        presence_penalty=draw(st.sampled_from([0.0, 0.5])) if adjusted else 0.0,
         max_tokens=max_tokens,
-        min_tokens=draw(st.integers(0, min(3, max_tokens or 3, longest - len(prompt)))),
+        min_tokens=draw(st.integers(0, min(3, max_tokens or 3, longest - len(prompt)))) if adjusted else 0,
         ignore_eos=draw(st.booleans()),
         stop_token_ids=draw(st.sampled_from([(), (7,)])),
     )
@@ -53,13 +53,15 @@ def lives(draw: st.DrawFn) -> dict[str, object]:
         abort = draw(st.one_of(st.none(), st.none(), st.integers(0, 15)))
         index = draw(st.sampled_from([None, 0, 1]))
         arrivals.append(Arrival(step, request, None if abort is None else step + abort, index))
+    depth = draw(st.sampled_from([1, 1, 1, 2, 3, 4]))
     return {
         "block_size": block_size,
         "num_blocks": num_blocks,
         "max_model_len": longest,
         "arrivals": arrivals,
         "prefix_caching": draw(st.booleans()),
-        "depth": draw(st.sampled_from([1, 1, 2, 3, 4])),
+        "depth": depth,
+        "feeds_tokens": depth == 1 and draw(st.booleans()),
         "max_num_seqs": draw(st.sampled_from([1, 2, 3, 256])),
         "token_budget": draw(st.sampled_from([1, 3, 8, 64])),
     }

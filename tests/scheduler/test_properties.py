@@ -25,7 +25,9 @@ CASES["throttling, half of the pool kept free"] = lambda budget: TokenThrottling
 @settings(max_examples=100, deadline=None)
 @given(life=lives())
 def test_every_request_gets_the_tokens_it_would_get_alone(policy: str, life: dict) -> None:
-    executor = MemoryCheckingExecutor(life["num_blocks"], life["block_size"], depth=life["depth"])
+    executor = MemoryCheckingExecutor(
+        life["num_blocks"], life["block_size"], depth=life["depth"], feeds_tokens=life["feeds_tokens"]
+    )
     scheduler = Scheduler(
         CASES[policy](life["token_budget"]),
         num_blocks=life["num_blocks"],
@@ -34,6 +36,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(policy: str, life: dic
         max_num_seqs=life["max_num_seqs"],
         prefix_caching=life["prefix_caching"],
         pipeline_depth=life["depth"],
+        feeds_tokens=life["feeds_tokens"],
     )
     engine = Engine(scheduler, executor, vocab_size=50)
     outputs, reasons = live(engine, life["arrivals"])

@@ -112,11 +112,14 @@ def _tiers(draw: st.DrawFn) -> dict:
 
 def _check(policy: Policy, life: dict, tiers: dict) -> None:
     layouts = [LayoutCapacity(life["num_blocks"], life["depth"]), *tiers["other_layouts"]]
+    if life["feeds_tokens"]:
+        layouts = [replace(layout, pipeline_depth=1) for layout in layouts]
     executor = MemoryCheckingExecutor(
         life["num_blocks"],
         life["block_size"],
         host_blocks=tiers["host_blocks"],
         depth=max(layout.pipeline_depth for layout in layouts),
+        feeds_tokens=life["feeds_tokens"],
         other_layouts=[layout.num_blocks for layout in layouts[1:]],
         swap_delay=tiers["swap_delay"],
         num_layers=tiers["num_layers"],
@@ -133,7 +136,8 @@ def _check(policy: Policy, life: dict, tiers: dict) -> None:
         prefix_caching=life["prefix_caching"],
         pipeline_depth=life["depth"],
         host_blocks=tiers["host_blocks"],
-        other_layouts=tiers["other_layouts"],
+        other_layouts=layouts[1:],
+        feeds_tokens=life["feeds_tokens"],
         predictors=[tiers["times"]] * len(layouts) if tiers["times"] else (),
     )
     if not arrivals:

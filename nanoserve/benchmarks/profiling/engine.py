@@ -17,6 +17,7 @@ class _InnerTime:
     def __init__(self, executor: Executor) -> None:
         self.seconds = 0.0
         self.max_in_flight = executor.max_in_flight
+        self.feeds_tokens = executor.feeds_tokens
         self.wrapped = executor
 
     def submit(self, plan: StepPlan) -> None:

@@ -1,0 +1,57 @@
+"""Sampled tokens that stay on the device and feed the next step, before the host knows them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from nanoserve.runtime.staging import Staged, Staging
+from nanoserve.scheduler.plan import Row
+
+
+@dataclass(frozen=True, slots=True)
+class FedTokens:
+    """The fed rows of one step.
+
+    Attributes:
+        source: int64 [V], what the plan before sampled.
+        places: int64 [2, F]: of each fed row's token in this step, and in ``source``.
+    """
+
+    source: Tensor
+    places: Staged
+
+    def write_into(self, token_ids: Tensor) -> None:
+        """Put the tokens where they belong among those of the step, int64 [T]; once ``places`` is transferred."""
+        places = self.places.tensor
+        token_ids.index_copy_(0, places[0], self.source.index_select(0, places[1]))
+
+
+class LastTokens:
+    """What the last plan with rows samples, by sequence."""
+
+    def __init__(self) -> None:
+        self._sequences: list[int] = []
+        self._tokens: Tensor | None = None
+
+    def keep(self, sequences: list[int], tokens: Tensor | None) -> None:
+        """Of these sequences, in this order, the tokens int64 [number of sequences]; None if the plan samples none."""
+        self._sequences, self._tokens = sequences, tokens
+
+    def stage(self, rows: Sequence[Row], staging: Staging) -> FedTokens | None:
+        """Prepare the fed rows of a plan; None if it has none.
+
+        Raises:
+            RuntimeError: if the last plan did not sample a token for one of them.
+        """
+        fed = np.array([row.fed for row in rows])
+        if not fed.any():
+            return None
+        place_of = {sequence: place for place, sequence in enumerate(self._sequences)}
+        missing = [row.sequence for row in rows if row.fed and row.sequence not in place_of]
+        if missing or self._tokens is None:
+            raise RuntimeError(f"sequence {missing[0]} is fed a token that the plan before it does not sample")
+        ends = np.cumsum([len(row.tokens) for row in rows])
+        sources = [place_of[row.sequence] for row in rows if row.fed]
+        return FedTokens(self._tokens, staging.add(np.stack((ends[fed] - 1, np.array(sources)))))

@@ -1,0 +1,62 @@
+"""What is staged arrives in its own shape and dtype, in one copy, and is not overwritten by the next step."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from nanoserve.runtime.staging import HostBuffer, Staging
+
+CPU = torch.device("cpu")
+
+
+def arrays(seed: int, length: int) -> list[np.ndarray]:
+    """One of each kind that a step has, some empty, one that is a part of a larger one."""
+    random = np.random.default_rng(seed)
+    return [
+        random.integers(0, 2, (3, length)).astype(np.bool_),
+        random.integers(0, 1000, (3, 2 * length))[:, :length],
+        random.integers(0, 1000, length).astype(np.int32),
+        random.random((length, 3), np.float32),
+        np.zeros((0, 2), np.int64),
+        random.random(length),
+        random.integers(0, 255, (2, length)).astype(np.uint8),
+    ]
+
+
+def assert_equal(tensors: Sequence[torch.Tensor], expected: Sequence[np.ndarray]) -> None:
+    for tensor, array in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor, torch.from_numpy(array))
+        assert tensor.dtype == torch.from_numpy(array).dtype
+
+
+def test_a_packed_copy_equals_its_arrays_also_once_it_had_to_grow() -> None:
+    buffer, copies = HostBuffer(CPU), []
+    for seed, length in enumerate([5, 1, 700, 33]):
+        copies.append((buffer.copy(arrays(seed, length)), arrays(seed, length)))
+    for tensors, expected in copies:  # later copies changed nothing
+        assert_equal(tensors, expected)
+        storage = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        assert len(storage) == 1, "one buffer on the device, so one copy"
+        assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor.numel())
+
+
+def test_staged_arrays_are_tensors_after_the_transfer_and_not_before() -> None:
+    staging, expected = Staging(CPU), arrays(0, 9)
+    staged = [staging.add(array) for array in expected]
+    with pytest.raises(RuntimeError, match="before its transfer"):
+        _ = staged[0].tensor
+    staging.transfer()
+    assert_equal([one.tensor for one in staged], expected)
+    later = staging.add(expected[1])
+    staging.transfer()
+    assert_equal([later.tensor], expected[1:2])
+
+
+def test_on_the_cpu_nothing_is_copied() -> None:
+    staging, array = Staging(CPU), np.arange(7)
+    staged = staging.add(array)
+    staging.transfer()
+    array[3] = 99
+    assert staged.tensor[3] == 99
