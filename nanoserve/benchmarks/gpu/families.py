@@ -34,8 +34,8 @@ def _family(model_type: str, **settings: Any) -> dict[str, Any]:
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": _family("llama", tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
-    "llama-llama3": _family("llama", rope_parameters=_LLAMA3_ROPE, head_dim=128),
-    "llama-yarn": _family("llama", rope_parameters=_YARN_ROPE, num_key_value_heads=4),
+    "llama-llama3": _family("llama", rope_parameters=_LLAMA3_ROPE),
+    "llama-yarn": _family("llama", rope_parameters=_YARN_ROPE),
     "mistral": _family("mistral", sliding_window=24),
     "qwen2": _family("qwen2", head_dim=80, num_key_value_heads=1),
     "qwen2-window": _family("qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1),

@@ -128,7 +128,18 @@ _ENGINE_TABLES = (
         ),
     ),
     ("preset", "Preset", (("output tok/s", "output_tokens_per_s", ",.0f"), ("seconds", "run_seconds", ",.1f"))),
-    ("opening", "Opening", (("seconds", "open_seconds", ",.1f"), ("GiB free after", "free_gib", ",.1f"))),
+    (
+        "opening",
+        "Opening",
+        (
+            ("seconds", "open_seconds", ",.1f"),
+            ("of them until warm", "warm_up_seconds", ",.1f"),
+            ("graphs", "graphs", "d"),
+            ("seconds to capture", "graph_seconds", ",.1f"),
+            ("bytes of graphs", "graph_memory", ",d"),
+            ("GiB free after", "free_gib", ",.1f"),
+        ),
+    ),
 )
 """A table for each kind of case, by the words behind the model's name."""
 

@@ -56,17 +56,16 @@ def operator_cases(setting: Setting) -> Iterator[Case]:
 
 
 def _attention_cases(setting: Setting) -> Iterator[Case]:
-    """Every head size and number format with every kind of batch, heads, blocks and windows taking turns; and every
-    combination of those for the commonest head size and format."""
+    """The commonest head size and format with all heads, then each head size and format, each time with every kind of
+    batch; blocks and windows take turns. Every further combination would cost the time to compile three programs."""
     rows = _DRY_ROWS if setting.dry_run else ROWS
     head_dims = _DRY_HEAD_DIMS if setting.dry_run else HEAD_DIMS
+    common = list(product(HEADS, zip(BLOCK_SIZES, WINDOWS, strict=True)))
+    chosen = [(head_dims[0], DTYPES[0], heads, *cut) for heads, cut in common]
     grid = list(product(HEADS, BLOCK_SIZES, WINDOWS))
-    chosen = [(kind, head_dims[0], DTYPES[0], *grid[place]) for kind in rows for place in range(len(grid))]
-    others = product(head_dims, DTYPES, rows)
-    chosen += [
-        (kind, head_dim, dtype, *grid[(7 * place) % len(grid)]) for place, (head_dim, dtype, kind) in enumerate(others)
-    ]
-    for kind, head_dim, dtype, heads, block_size, window in dict.fromkeys(chosen):
+    for place, (head_dim, dtype) in enumerate(product(head_dims, DTYPES)):
+        chosen.append((head_dim, dtype, *grid[(7 * place + 1) % len(grid)]))
+    for (head_dim, dtype, heads, block_size, window), kind in product(dict.fromkeys(chosen), rows):
         shape = AttentionShape(rows=rows[kind], num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim)
         name = (
             f"paged_attention, {kind}, {_dtype_name(dtype)}, head_dim {head_dim}, {heads[0]}/{heads[1]} heads, "

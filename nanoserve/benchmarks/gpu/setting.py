@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from nanoserve.errors import UsageError
+from nanoserve.runtime.devices import use_writable_triton_cache
+from triton_ops.gpu.limits import OLDEST_CAPABILITY
 
-OLDEST_GENERATION = 8
-"""Compute capability of the oldest GPUs the kernels are compiled for (Ampere)."""
 DRY_RUN_DEVICE = "no GPU (dry run on the CPU)"
 
 
@@ -56,11 +56,14 @@ def find_setting(*, dry_run: bool) -> Setting:
     if dry_run:
         return Setting(torch.device("cpu"), dry_run=True)
     check_gpu()
-    if torch.cuda.get_device_capability()[0] < OLDEST_GENERATION:
+    capability = torch.cuda.get_device_capability()
+    if capability < OLDEST_CAPABILITY:
+        found, needed = (".".join(map(str, one)) for one in (capability, OLDEST_CAPABILITY))
         raise UsageError(
-            f"{torch.cuda.get_device_name()} is too old for the kernels: "
-            f"they need compute capability {OLDEST_GENERATION}.0 or later"
+            f"{torch.cuda.get_device_name()} is too old for bench gpu: its compute capability is {found}, the kernels "
+            f"need {needed}"
         )
+    use_writable_triton_cache()
     return Setting(torch.device("cuda", torch.cuda.current_device()), dry_run=False)
 
 

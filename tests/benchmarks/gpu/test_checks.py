@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from nanoserve.benchmarks.gpu.batches import make_batch
-from nanoserve.benchmarks.gpu.engine_checks import same_tokens
+from nanoserve.benchmarks.gpu.engine_checks import engine_check_cases, same_tokens
+from nanoserve.benchmarks.gpu.engines import EngineShelf
 from nanoserve.benchmarks.gpu.floors import AttentionRow, AttentionShape
 from nanoserve.benchmarks.gpu.operator_checks import compared, operator_cases
 from nanoserve.benchmarks.gpu.setting import Setting, find_setting
+from nanoserve.runtime.local import LocalExecutor
 from triton_ops import paged_attention
 
 NAN = torch.nan
@@ -41,6 +43,19 @@ def test_what_only_moves_numbers_changes_none() -> None:
 def test_other_tokens_are_told_by_their_request() -> None:
     fields = same_tokens("it", [(1, 2), (3,), (4, 5)], [(1, 2), (3,), (4, 6)])
     assert (fields["ok"], fields["different_requests"]) == (False, [2])
+
+
+def test_steps_can_be_overlapped_and_not_with_the_same_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU in a GPU's place: two plans in flight, then one."""
+
+    def feeding(*arguments: Any, **settings: Any) -> LocalExecutor:
+        return LocalExecutor(*arguments, **{**settings, "feeds_tokens": True})
+
+    monkeypatch.setattr("nanoserve.assembly.LocalExecutor", feeding)
+    with EngineShelf(find_setting(dry_run=True)) as shelf:
+        _, case = engine_check_cases(shelf, ["qwen3"])
+        fields = case.measure()
+    assert (fields["ok"], fields["in_flight"], fields["requests"]) == (True, 2, 20)
 
 
 def test_what_must_not_be_read_is_poison() -> None:
