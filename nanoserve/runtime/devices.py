@@ -13,7 +13,7 @@ import torch
 from nanoserve.config import ModelConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.dtypes import resolve_dtype
-from triton_ops.gpu.limits import OLDEST_CAPABILITY, attention_problem
+from triton_ops.gpu.configurations import OLDEST_GENERATION, UnsupportedByGpu, attention_configuration
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
 
@@ -53,26 +53,27 @@ def _usable_gpu(name: str, index: int | None) -> torch.device:
         numbers = "there is cuda:0 only" if count == 1 else f"there are cuda:0 to cuda:{count - 1}"
         raise UsageError(f"--device {name}: no such GPU; {numbers}")
     device = torch.device("cuda", index)
-    capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST_CAPABILITY:
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < OLDEST_GENERATION:
         raise UsageError(
             f"--device {name}: {torch.cuda.get_device_name(device)} is too old, its compute capability is"
-            f" {_version(capability)} and {_version(OLDEST_CAPABILITY)} is needed (A100, RTX 30 and later); choose"
-            " --device cpu"
+            f" {major}.{minor} and {OLDEST_GENERATION}.0 is needed (A100, RTX 30 and later); choose --device cpu"
         )
     return device
 
 
 def check_model(device: torch.device, config: ModelConfig, dtype: str, block_size: int) -> None:
-    """Whether a GPU's operators can run a model in this dtype, named as for `resolve_dtype`.
+    """Whether a GPU's attention can run a model in this dtype, named as for `resolve_dtype`.
 
     Raises:
-        UsageError: if they cannot, with what to change.
+        UsageError: if it cannot, with what to change.
     """
-    resolved = str(resolve_dtype(dtype, device, config.dtype)).removeprefix("torch.")
-    problem = attention_problem(dtype=resolved, head_dim=config.head_dim, block_size=block_size)
-    if problem is not None:
-        raise UsageError(problem)
+    width = resolve_dtype(dtype, device, config.dtype).itemsize
+    generation, _ = torch.cuda.get_device_capability(device)
+    try:
+        attention_configuration(generation, width, config.head_dim, block_size)
+    except UnsupportedByGpu as reason:
+        raise UsageError(f"--device {device}: {reason}") from None
 
 
 def use_writable_triton_cache(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -95,7 +96,3 @@ def use_writable_triton_cache(environment: MutableMapping[str, str] = os.environ
         reason,
         _CACHE_VARIABLE,
     )
-
-
-def _version(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"

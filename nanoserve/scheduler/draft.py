@@ -82,13 +82,13 @@ class Draft:
 
     def add_decodes(self, ready: list[Sequence]) -> None:
         """The next token of as many sequences as decided; those for which no room can be made sit out."""
-        keeps_free = self._kept_free > 0
+        keeps_free, fits = self._kept_free > 0, self._blocks.fits
         for sequence in ready[: self.decision.decodes]:
             if keeps_free and not self._leaves_room_for_prompts(sequence):
                 continue
             # An older one may have preempted it meanwhile, sent it to the host, or marked it.
             stays = sequence.status is _DECODE and sequence.place is _DEVICE and sequence is not self._gives_way
-            if stays and self._make_room(sequence, 1):
+            if stays and (fits(sequence, 1) or self._make_room(sequence, 1)):
                 self._add_row(sequence, 1)
 
     def _leaves_room_for_prompts(self, sequence: Sequence) -> bool:

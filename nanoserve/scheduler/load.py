@@ -108,7 +108,7 @@ class Load:
         waiting_tokens: #WP, prompt tokens no plan computes yet, of waiting and partly prefilled sequences.
         first_waiting_tokens: remaining tokens of the prompt that would be prefilled next; 0 if none may start.
         running_decodes: #RD, sequences that decode on the device, in flight or not.
-        ready_decodes: those of them that may enter the next plan.
+        ready_decodes: those of them that may enter the next plan; where tokens are fed, in flight or not.
         ready_prefills: partly prefilled sequences that may enter the next plan.
         context_tokens: tokens in the KV cache of all running sequences on the device.
         free_blocks: KV blocks without an owner, cached or not.
@@ -116,7 +116,8 @@ class Load:
         block_size: tokens per block.
         free_slots: how many more sequences may be admitted.
         steps_in_flight: plans submitted and not ended.
-        pipeline_depth: how many plans can be in flight.
+        pipeline_depth: into how many plans in flight the decodes are divided. Where tokens are fed it is 1, and two
+            plans may be in flight, each with all of the decodes.
         preemptions: so far.
         layout: the current parallel layout, counted from 0; a transition under way is over when this has changed.
         layouts: how many there are.

@@ -40,7 +40,7 @@ class Scheduler:
         max_model_len: longest sequence, prompt and output together.
         max_num_seqs: sequences that hold blocks at a time.
         prefix_caching: share full blocks of equal prefixes.
-        pipeline_depth: plans in flight at most: P, the micro-batches of a pipeline of P stages.
+        pipeline_depth: plans in flight at most, unless tokens are fed: P, the micro-batches of a pipeline of P stages.
         host_blocks: KV blocks in host memory; with none, nothing ever moves there.
         other_layouts: what num_blocks and pipeline_depth are in parallel layouts 1, 2, ...
         predictors: for the policy, one per layout.

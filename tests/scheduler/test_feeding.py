@@ -121,6 +121,18 @@ def test_a_victim_in_flight_is_not_planned_ahead_and_gives_way_with_its_answer()
     ]
 
 
+def test_one_that_is_to_be_preempted_is_not_planned_ahead() -> None:
+    engine = make_engine()
+    engine.add(request("r", 1, 2, 3))
+    step_until_two_are_in_flight(engine)
+    engine.step()
+    (sequence,) = engine.scheduler.running
+    sequence.preempt_when_answered = True  # as an older one does that needs its blocks
+    assert engine.scheduler.schedule(0.0) is None
+    finish(engine)
+    assert engine.scheduler.preemptions == 1
+
+
 # -------------------------------------------------------------------------------------------------- how it may end
 
 
@@ -284,13 +296,14 @@ def test_a_decode_that_is_to_move_to_the_host_is_not_fed_until_it_can() -> None:
 
 
 def test_a_victim_that_may_move_to_the_host_stays_out_of_the_plan_for_which_it_gives_way() -> None:
-    engine, _ = two_tiers(Decision(64, 64, preempt_to_host=True, swap_in=1), num_blocks=4)
+    engine, _ = two_tiers(Decision(64, 64, preempt_to_host=True, swap_in=1), num_blocks=5)
     for name, tokens in (("old", (1, 2)), ("new", (3, 4, 5))):
         engine.add(request(name, *tokens, max_tokens=6))
     finish(engine)
     assert engine.scheduler.preemptions == 0
-    moved = [swap.sequence for plan in plans_of(engine) for swap in plan.swaps if swap.direction == "out"]
-    assert moved == [1]
+    moves = [plan.step for plan in plans_of(engine) for swap in plan.swaps if swap.direction == "out"]
+    before = [row.start for plan in plans_of(engine) if plan.step < moves[0] for row in plan.rows if row.sequence == 1]
+    assert before == [0, 3, 4]  # it had room for 5, but the old one had none for 4
 
 
 # ------------------------------------------------------------------------------------------------------- agreement
