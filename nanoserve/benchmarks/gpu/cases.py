@@ -50,6 +50,7 @@ def run_cases(
         report.put("running", case.name)
         began = time.monotonic()
         fields = _measured(case)
+        known.add(case.name)
         report.add({"case": case.name, "seconds": round(time.monotonic() - began, 2), **fields})
         if "error" in fields and not device_works():
             return False

@@ -7,7 +7,7 @@ import torch
 
 from nanoserve.errors import UsageError
 from nanoserve.runtime.devices import use_writable_triton_cache
-from triton_ops.gpu.limits import OLDEST_CAPABILITY
+from triton_ops.gpu.configurations import OLDEST_GENERATION
 
 DRY_RUN_DEVICE = "no GPU (dry run on the CPU)"
 
@@ -56,12 +56,11 @@ def find_setting(*, dry_run: bool) -> Setting:
     if dry_run:
         return Setting(torch.device("cpu"), dry_run=True)
     check_gpu()
-    capability = torch.cuda.get_device_capability()
-    if capability < OLDEST_CAPABILITY:
-        found, needed = (".".join(map(str, one)) for one in (capability, OLDEST_CAPABILITY))
+    major, minor = torch.cuda.get_device_capability()
+    if major < OLDEST_GENERATION:
         raise UsageError(
-            f"{torch.cuda.get_device_name()} is too old for bench gpu: its compute capability is {found}, the kernels "
-            f"need {needed}"
+            f"{torch.cuda.get_device_name()} is too old for bench gpu: its compute capability is {major}.{minor}, the "
+            f"kernels need {OLDEST_GENERATION}.0"
         )
     use_writable_triton_cache()
     return Setting(torch.device("cuda", torch.cuda.current_device()), dry_run=False)

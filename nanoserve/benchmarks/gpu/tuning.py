@@ -20,6 +20,7 @@ from nanoserve.benchmarks.gpu.kernels import BLOCK_SIZE, GROUPS, Bench
 from nanoserve.benchmarks.gpu.operator_checks import TOLERANCES, compared
 from nanoserve.benchmarks.gpu.results import TUNED_FILE, replace_file
 from nanoserve.benchmarks.report import Report
+from nanoserve.errors import UsageError
 from triton_ops.gpu import configurations
 from triton_ops.gpu.attention import attend
 from triton_ops.gpu.configurations import (
@@ -63,10 +64,11 @@ def decode_tiles(now: DecodeConfiguration) -> list[DecodeConfiguration]:
 
 def decode_splits(best: DecodeConfiguration) -> list[DecodeConfiguration]:
     """What is tried with the best of those: among how many programs a row's keys are shared out."""
+    measured = (best.keys_per_split, best.programs_per_multiprocessor)
     return [
         DecodeConfiguration(best.keys_per_tile, best.num_warps, best.num_stages, keys, programs)
         for keys, programs in product((128, 256, 512), (2, 4, 8, 16))
-        if keys % best.keys_per_tile == 0
+        if keys % best.keys_per_tile == 0 and (keys, programs) != measured
     ]
 
 
@@ -91,7 +93,15 @@ class Tuner:
         return gpu_of(self.bench.setting.device).generation
 
     def cases(self) -> Iterator[Case]:
-        """Every candidate, for each head_dim. What is tried later may depend on what was best until then."""
+        """Every candidate, for each head_dim. What is tried later may depend on what was best until then.
+
+        Raises:
+            UsageError: for a GPU that takes the lines of another generation.
+        """
+        known = sorted({generation for generation, _, _ in ATTENTION})
+        if self.generation not in known:
+            generations = ", ".join(map(str, known))
+            raise UsageError(f"the table has lines for compute capability {generations}, not {self.generation}")
         for head_dim in HEAD_DIMS:
             key = (self.generation, WIDTH, head_dim)
             now = ATTENTION[key]

@@ -7,9 +7,11 @@ import pytest
 
 from nanoserve.benchmarks.gpu.markdown import to_markdown
 from nanoserve.benchmarks.gpu.results import part_file, read_results
+from nanoserve.benchmarks.gpu.setting import find_setting
 from nanoserve.benchmarks.gpu.worker import measure_part
 from nanoserve.benchmarks.report import read_report
 from nanoserve.commands.main import main
+from nanoserve.errors import UsageError
 
 EXPECTED_ABSENT = {"qwen3-0.6b: preset, transformers"}
 
@@ -73,3 +75,11 @@ def test_what_cannot_be_done_is_one_line(
     assert message in error
     assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_gpu_that_is_too_old_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "An old GPU")
+    with pytest.raises(UsageError, match=r"An old GPU is too old for bench gpu: its compute capability is 7\.5"):
+        find_setting(dry_run=False)

@@ -115,7 +115,7 @@ def test_a_case_that_hangs_costs_one_row(tmp_path: Path) -> None:
     runner(tmp_path, "lambda: time.sleep(60)", case_seconds=2.0).run(["kernels"], BUDGETS)
     found = rows(tmp_path)
     assert [found[case].get("us") for case in "abc"] == [1, None, 3]
-    assert found["b"]["error"] == "took longer than 2 s"
+    assert found["b"]["error"] == "its process was ended: it took too long"
 
 
 def test_a_device_that_is_lost_gets_a_new_process(tmp_path: Path) -> None:

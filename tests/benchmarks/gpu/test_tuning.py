@@ -7,11 +7,17 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
+from nanoserve.benchmarks.floors import Limits
+from nanoserve.benchmarks.gpu.kernels import Bench
+from nanoserve.benchmarks.gpu.setting import Setting
+from nanoserve.benchmarks.gpu.timing import HostClock
 from nanoserve.benchmarks.gpu.tuning import (
     DECODE,
     PREFILL,
     Configuration,
+    Tuner,
     best_configurations,
     decode_splits,
     decode_tiles,
@@ -83,3 +89,14 @@ def test_the_present_configuration_is_among_the_candidates(key: tuple[int, int, 
     assert decode_tiles(now.decode)[0] == now.decode
     assert prefill_tiles(now.prefill)[0] == now.prefill
     assert all(one.keys_per_split % one.keys_per_tile == 0 for one in decode_splits(now.decode))
+
+
+def test_every_candidate_is_a_case_and_the_splits_are_tried_with_the_best_tiles() -> None:
+    best = DecodeConfiguration(128, 8, 4, 128, 8)
+    setting = Setting(torch.device("cpu"), dry_run=True)  # as which Triton's interpreter is taken for: generation 9
+    bench = Bench(setting, HostClock(), Limits(1.0, 1.0))
+    names = [case.name for case in Tuner(bench, [row(DECODE, best, 1.0)]).cases()]
+    assert len(set(names)) == len(names) < 250
+    assert "decode, head_dim 128, [128, 8, 4, 512, 16]" in names
+    assert "decode, head_dim 128, [64, 4, 3, 128, 8]" in names
+    assert "prefill, head_dim 80, [128, 64, 8, 4]" in names
