@@ -1,5 +1,6 @@
 """Opening engines on the device, one at a time, for the cases that share them."""
 
+import gc
 import json
 import tempfile
 from collections.abc import Mapping
@@ -8,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
+import torch
 
 from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.gpu.setting import Setting
@@ -81,10 +83,13 @@ class EngineShelf:
         return str(path)
 
     def clear(self) -> None:
-        """Give the engine's memory back."""
+        """Give the engine's memory back, and what torch keeps for others that are gone: an engine asks what is free."""
         if self._open is not None:
             self._open.llm.close()
             self._open = None
+        gc.collect()
+        if self._setting.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def __enter__(self) -> Self:
         return self

@@ -128,15 +128,13 @@ def _flex(work: Work) -> Callable[[], Tensor]:
     mask = None
     if not work.is_decode:
         length, context = query.shape[2], key.shape[2]
-        causal = partial(_is_seen, context - length)
-        mask = create_block_mask(causal, None, None, length, context, device=str(work.setting.device))
+
+        def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return key <= query + context - length
+
+        mask = create_block_mask(is_seen, None, None, length, context, device=str(work.setting.device))
     attend: Any = torch.compile(flex_attention, dynamic=False)
     return lambda: work.flat(attend(query, key, value, block_mask=mask, enable_gqa=True))
-
-
-def _is_seen(earlier: int, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """flex_attention's mask: a query sees the `earlier` keys, and those up to its own."""
-    return key <= query + earlier
 
 
 def _flashinfer(work: Work) -> Callable[[], Tensor]:
