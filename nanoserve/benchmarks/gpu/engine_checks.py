@@ -9,6 +9,7 @@ from nanoserve.benchmarks.gpu.engines import EngineSettings, EngineShelf
 from nanoserve.benchmarks.gpu.families import FAMILIES, VOCAB_SIZE
 from nanoserve.benchmarks.workloads import random_prompts
 
+SPARSE = ("mixtral", "qwen3_moe")
 CHECKED = ("qwen3", "mistral", "qwen3_moe")
 """One with norms of queries and keys, one with windows, one with experts."""
 PROMPT_LENGTHS = tuple(5 + 9 * place % 83 for place in range(20))
@@ -44,15 +45,18 @@ def _check_graphs(shelf: EngineShelf, family: str) -> dict[str, Any]:
     fields, facts = same_tokens("graph against eager", captured, eager), shelf.get(settings).llm.gpu
     if facts is None:  # a dry run has no graphs
         return fields
-    return fields | {"graphs": facts.graphs, "ok": fields["ok"] and facts.graphs > 0}
+    # Experts in float32 wait to learn how many tokens each gets: such steps are compiled, and cannot be captured.
+    as_meant = facts.graphs > 0 or FAMILIES[family]["model_type"] in SPARSE
+    return fields | {"graphs": facts.graphs, "ok": fields["ok"] and as_meant}
 
 
 def _check_overlap(shelf: EngineShelf, family: str) -> dict[str, Any]:
     settings = _settings(shelf, family, eager=False)
     plain = _generate(shelf, settings, overlapped=False)
     overlapped = _generate(shelf, settings, overlapped=True)
-    fields = same_tokens("overlapped against plain", overlapped, plain)
-    return fields | {"in_flight": shelf.get(settings).llm.engine.executor.max_in_flight}
+    fields, engine = same_tokens("overlapped against plain", overlapped, plain), shelf.get(settings)
+    as_meant = engine.overlaps or engine.llm.gpu is None  # a CPU has nothing to gain by it
+    return fields | {"in_flight": engine.llm.engine.executor.max_in_flight, "ok": fields["ok"] and as_meant}
 
 
 def _generate(shelf: EngineShelf, settings: EngineSettings, *, overlapped: bool) -> Tokens:
