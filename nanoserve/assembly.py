@@ -10,14 +10,17 @@ from nanoserve.engine import Engine
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.files import unreadable_as_model_error
 from nanoserve.grammar.compiler import GrammarCompiler
-from nanoserve.models.decoder import Decoder
+from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.dummy import make_dummy_model
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.models.loading import load_model
+from nanoserve.models.shapes import dummy_config
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compiled_layers import CompiledLayers
+from nanoserve.runtime.devices import check_model, usable_device, use_writable_triton_cache
+from nanoserve.runtime.gpu_start import GpuFacts, GpuStart
 from nanoserve.runtime.local import LocalExecutor
-from nanoserve.runtime.memory import choose_num_blocks
+from nanoserve.runtime.memory import choose_num_blocks, memory_errors
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.scheduler import Scheduler
 from triton_ops.cpu import CpuOperators, cpu_operators
@@ -31,6 +34,7 @@ class BuiltEngine:
         max_model_len: longest sequence in tokens that the engine takes.
         default_params: what the model's generation_config.json recommends.
         operators, layers: what is built in the background and makes steps faster; None where nothing is.
+        gpu: what getting the GPU ready took; None without one.
     """
 
     engine: Engine
@@ -39,6 +43,7 @@ class BuiltEngine:
     default_params: SamplingParams
     operators: CpuOperators | None
     layers: CompiledLayers | None
+    gpu: GpuFacts | None
 
 
 def build_engine(
@@ -51,12 +56,19 @@ def build_engine(
         UsageError: if a setting makes no sense for it.
         RuntimeFailure: if the memory does not suffice.
     """
-    with unreadable_as_model_error():
-        decoder, model = _load(resolved, config, progress)
+    device = usable_device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels of our own are launched on the current one
+        use_writable_triton_cache()
+        check_model(device, _model_config(resolved), config.dtype, config.block_size)
+    advice = "choose a smaller model or --dtype, or free some memory"
+    with unreadable_as_model_error(), memory_errors(device, "the weights do not fit", advice):
+        decoder, model = _load(resolved, config, device, progress)
     default_params = _default_params(model.sampling_defaults)
-    num_blocks = _choose_num_blocks(decoder, model, config)
+    gpu = GpuStart(decoder, config, device) if device.type == "cuda" else None
+    num_blocks = _choose_num_blocks(decoder, model, config, gpu, progress)
     max_model_len = min(config.max_model_len or model.max_position_embeddings, num_blocks * config.block_size)
-    operators = cpu_operators() if decoder.embedding.weight.is_cpu else None
+    operators = cpu_operators() if gpu is None else None
     layers: CompiledLayers | None = None
     if operators is not None and not config.eager:
         layers = CompiledLayers(decoder, block_size=config.block_size, operators=operators)
@@ -65,41 +77,56 @@ def build_engine(
         model,
         num_blocks=num_blocks,
         block_size=config.block_size,
-        device=torch.device(config.device),
+        device=device,
         layers=layers,
+        run_layer=DecoderLayer.__call__ if gpu is None else gpu.run_layer,
         grammars=GrammarCompiler(resolved.tokenizer_directory, model.vocab_size),
-        feeds_tokens=torch.device(config.device).type == "cuda" and not config.eager,
+        feeds_tokens=gpu is not None and not config.eager,
     )
+    facts = None if gpu is None else gpu.capture(executor.runner, max_model_len, progress)
     engine = Engine(
         _make_scheduler(config, num_blocks, max_model_len, feeds_tokens=executor.feeds_tokens),
         executor,
         vocab_size=model.vocab_size,
     )
-    return BuiltEngine(engine, model, max_model_len, default_params, operators, layers)
+    return BuiltEngine(engine, model, max_model_len, default_params, operators, layers, facts)
+
+
+def _model_config(resolved: ResolvedModel) -> ModelConfig:
+    with unreadable_as_model_error():
+        if resolved.directory is None:
+            return dummy_config(resolved.name)
+        return ModelConfig.from_directory(resolved.directory)
 
 
 def _load(
-    resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None
+    resolved: ResolvedModel, config: EngineConfig, device: torch.device, progress: ProgressCallback | None
 ) -> tuple[Decoder, ModelConfig]:
     if resolved.directory is None:
-        return make_dummy_model(resolved.name, config.dtype, config.device)
-    return load_model(
-        resolved.directory, config.dtype, config.device, None if progress is None else partial(progress, "load")
-    )
+        return make_dummy_model(resolved.name, config.dtype, device)
+    return load_model(resolved.directory, config.dtype, device, None if progress is None else partial(progress, "load"))
 
 
-def _choose_num_blocks(decoder: Decoder, model: ModelConfig, config: EngineConfig) -> int:
+def _choose_num_blocks(
+    decoder: Decoder,
+    model: ModelConfig,
+    config: EngineConfig,
+    gpu: GpuStart | None,
+    progress: ProgressCallback | None,
+) -> int:
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
         raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
+    reserved = 0 if gpu is None else gpu.measure(config.max_model_len or longest, progress)
     return choose_num_blocks(
         model,
         block_size=config.block_size,
         dtype=decoder.embedding.weight.dtype,
-        device=config.device,
+        device=decoder.embedding.weight.device,
         kv_cache_memory=config.kv_cache_memory,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
+        reserved=reserved,
     )
 
 

@@ -135,7 +135,7 @@ class EngineConfig:
 
     Attributes:
         dtype: of weights and KV cache: auto, bfloat16, float16 or float32.
-        device: a torch device.
+        device: cpu, cuda or cuda:N.
         max_model_len: longest sequence in tokens; None takes the model's limit, or what the cache holds.
         kv_cache_memory: bytes of the KV cache; None takes a share of what is free.
         block_size: tokens per KV block.
@@ -143,7 +143,7 @@ class EngineConfig:
         max_num_batched_tokens: token budget of a step.
         policy: name of a scheduling policy.
         enable_prefix_caching: share the KV of equal prefixes.
-        eager: never run compiled layers.
+        eager: never run compiled layers or captured steps.
         offline: never use the network.
         seed: makes the seeds repeatable that requests without one are given.
 

@@ -36,6 +36,9 @@ class LLM:
         progress: called with (stage, done, total) while something is downloaded or loaded.
         settings: the fields of EngineConfig.
 
+    Attributes:
+        gpu: what getting the GPU ready took (`GpuFacts`); None without one.
+
     Raises:
         ModelError: if the model cannot be used.
         UsageError: if a setting makes no sense here.
@@ -55,6 +58,7 @@ class LLM:
             self.engine, self.config, self.max_model_len = built.engine, built.model, built.max_model_len
             self._default_params = built.default_params
             self._operators, self._layers = built.operators, built.layers
+            self.gpu = built.gpu
             check_vocabulary(self.tokenizer, self.config.vocab_size)
         except BaseException:
             self.tokenizer.close()
@@ -67,7 +71,7 @@ class LLM:
     @property
     def compiled(self) -> bool:
         """Whether the model's layers run compiled."""
-        return self._layers is not None and self._layers.loaded
+        return self.gpu.compiled if self.gpu is not None else self._layers is not None and self._layers.loaded
 
     def start_preparing(self) -> None:
         """Begin to compile in the background what makes answers faster. It takes over as soon as it is ready."""

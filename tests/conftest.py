@@ -12,6 +12,9 @@ import pytest
 
 from nanoserve import LLM
 
+# Triton's interpreter is switched on for a whole process: these tests have an invocation of their own.
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]
+
 
 @pytest.fixture(scope="session")
 def storyteller() -> Iterator[LLM]:

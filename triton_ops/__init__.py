@@ -3,15 +3,32 @@ product of a few rows with 16-bit weights, and experts that each get as many tok
 
 Each is registered with torch as `nanoserve::<name>` (`torch.ops.nanoserve`): such an operator costs a few microseconds
 a call and torch.compile treats it as opaque on every device. Each has an implementation in plain torch; the CPU's own,
-in C++, are built on first use (`triton_ops.cpu`).
+in C++, are built on first use (`triton_ops.cpu`), and NVIDIA GPUs have theirs in Triton (`triton_ops.gpu`).
 """
 
 from triton_ops.attention import paged_attention
-from triton_ops.cache import cache_write, copy_blocks
+from triton_ops.cache import cache_write, copy_blocks, gather_blocks, scatter_blocks
 from triton_ops.experts import sparse_experts
+from triton_ops.gpu import on_first_call
 from triton_ops.linear import linear, project
 from triton_ops.registration import OPERATORS
 
 plain_operators = OPERATORS.plain
 
-__all__ = ["cache_write", "copy_blocks", "linear", "paged_attention", "plain_operators", "project", "sparse_experts"]
+OPERATORS.implement("paged_attention", "CUDA", on_first_call("attention", "paged_attention"))
+OPERATORS.implement("cache_write", "CUDA", on_first_call("cache", "cache_write"))
+OPERATORS.implement("copy_blocks", "CUDA", on_first_call("cache", "copy_blocks"))
+OPERATORS.implement("gather_blocks", "CUDA", on_first_call("cache", "gather_blocks"))
+OPERATORS.implement("scatter_blocks", "CUDA", on_first_call("cache", "scatter_blocks"))
+
+__all__ = [
+    "cache_write",
+    "copy_blocks",
+    "gather_blocks",
+    "linear",
+    "paged_attention",
+    "plain_operators",
+    "project",
+    "scatter_blocks",
+    "sparse_experts",
+]

@@ -4,6 +4,7 @@ import typer
 
 from nanoserve.commands.bench_compare import compare
 from nanoserve.commands.bench_diff import diff
+from nanoserve.commands.bench_gpu import gpu
 from nanoserve.commands.bench_latency import latency
 from nanoserve.commands.bench_operators import operators
 from nanoserve.commands.bench_paper import paper
@@ -22,6 +23,7 @@ HELP = """Measure: alone, beside other engines, before and after a change.
   nanoserve bench throughput --preset cpu -m dummy:qwen3-0.6b
   nanoserve bench serve --url http://127.0.0.1:8000 --request-rate 1,2,4
   nanoserve bench compare -m dummy:qwen3-0.6b --rounds 5
+  nanoserve bench gpu --out results
   nanoserve bench paper gllm --plot figures
   nanoserve bench diff before.json after.json --threshold 0.05
 
@@ -32,6 +34,6 @@ What each figure means is written in docs/benchmarks.md.
 def bench_commands() -> typer.Typer:
     """The sub-commands as typer knows them."""
     typed = typer.Typer(name="bench", help=HELP, rich_markup_mode="rich", no_args_is_help=True)
-    for command in (latency, throughput, serve, compare, operators, startup, scheduler, quality, paper, diff):
+    for command in (latency, throughput, serve, compare, operators, gpu, startup, scheduler, quality, paper, diff):
         typed.command()(with_options(command))
     return typed

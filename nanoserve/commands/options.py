@@ -96,6 +96,9 @@ class EngineOptions:
     dtype: Annotated[
         str, _choice("--dtype", choices=DTYPES, panel=MODEL_PANEL, help="Number format of weights and KV cache.")
     ] = _DEFAULTS.dtype
+    device: Annotated[
+        str, option("--device", panel=ENGINE_PANEL, help="What computes: cpu, cuda or cuda:N.", metavar="DEVICE")
+    ] = _DEFAULTS.device
     offline: Annotated[
         bool,
         switch(
@@ -134,7 +137,7 @@ class EngineOptions:
         switch("--no-prefix-caching", panel=ENGINE_PANEL, help="Compute every prompt from its start."),
     ] = False
     eager: Annotated[
-        bool, switch("--eager", panel=ENGINE_PANEL, help="Never compile the model's layers; slower, same answers.")
+        bool, switch("--eager", panel=ENGINE_PANEL, help="Compile and capture nothing; slower, same answers.")
     ] = False
     threads: Annotated[
         int | None,
@@ -159,6 +162,7 @@ class EngineOptions:
         """
         settings: dict[str, Any] = {
             "dtype": self.dtype,
+            "device": self.device,
             "max_model_len": self.max_model_len,
             "kv_cache_memory": _bytes(self.kv_cache_memory),
             "block_size": self.block_size,

@@ -66,7 +66,7 @@ def layer_config(config: ModelConfig, index: int) -> ModelConfig:
     )
 
 
-class _LayerFunction(nn.Module):
+class FunctionalLayer(nn.Module):
     """A layer as a function of the step's tensors and of its weights."""
 
     def __init__(self, layer: DecoderLayer) -> None:
@@ -109,7 +109,7 @@ def compile_layer(job: LayerJob, temporary: Path) -> Path:
     with torch.device("meta"):
         layer = DecoderLayer(config, 0).to(dtype)
     layer = layer.to_empty(device="cpu").requires_grad_(False).eval()  # memory that is never touched costs nothing
-    function = _LayerFunction(layer)
+    function = FunctionalLayer(layer)
     step = _example_step(config, dtype, job.block_size)
     weights: list[Tensor] = list(layer.parameters())
     arguments = (*step, weights)

@@ -12,10 +12,10 @@ import torch
 from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.grammar.compiler import GrammarCompiler
-from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.runtime.compiled_layers import CompiledLayers
 from nanoserve.runtime.launched_step import LaunchedStep
-from nanoserve.runtime.memory import available_memory, kv_bytes_per_block
+from nanoserve.runtime.memory import kv_bytes_per_block, memory_errors
 from nanoserve.runtime.model_runner import ModelRunner
 from nanoserve.scheduler.plan import StepPlan, StepResult
 from nanoserve.sizes import format_size
@@ -40,7 +40,8 @@ class LocalExecutor:
 
     With `feeds_tokens`, `submit` hands the plan to the device and returns, and `collect` waits for the older of the two
     that may be in flight: on a GPU the host works while the device computes; the CPU is both, and gains nothing by it.
-    With `layers`, the decoder's layers run compiled as soon as they are; `grammars` compiles requests' JSON schemas.
+    With `layers`, the decoder's layers run compiled as soon as they are, else by `run_layer`; `grammars` compiles
+    requests' JSON schemas.
 
     Raises:
         RuntimeFailure: from the constructor, `submit` and `collect`, when the device has no memory left. What was in
@@ -56,6 +57,7 @@ class LocalExecutor:
         block_size: int,
         device: torch.device | str,
         layers: CompiledLayers | None = None,
+        run_layer: LayerFunction = DecoderLayer.__call__,
         grammars: GrammarCompiler | None = None,
         feeds_tokens: bool = False,
     ) -> None:
@@ -64,13 +66,13 @@ class LocalExecutor:
         self._device = torch.device(device)
         size = num_blocks * kv_bytes_per_block(config, block_size, decoder.embedding.weight.dtype)
         decoder.eval()
-        with _memory_errors(self._device, f"a KV cache of {format_size(size)} does not fit", "--kv-cache-memory"):
+        with memory_errors(self._device, f"a KV cache of {format_size(size)} does not fit", "lower --kv-cache-memory"):
             self._runner: ModelRunner | None = ModelRunner(
                 decoder,
                 num_blocks=num_blocks,
                 block_size=block_size,
                 device=self._device,
-                run_layer=DecoderLayer.__call__ if layers is None else layers,
+                run_layer=run_layer if layers is None else layers,
                 grammars=grammars,
             )
         self._built: list[CpuOperators | CompiledLayers] = [] if layers is None else [layers]
@@ -130,7 +132,7 @@ class LocalExecutor:
         num_tokens = sum(len(row.tokens) for row in plan.rows)
         problem = f"a step of {num_tokens} tokens does not fit"
         try:
-            with _memory_errors(self._device, problem, "--max-num-batched-tokens"):
+            with memory_errors(self._device, problem, "lower --max-num-batched-tokens"):
                 yield
         except RuntimeFailure:
             self._plans.clear()
@@ -152,21 +154,3 @@ class LocalExecutor:
         if self._runner is None:
             raise RuntimeError("the executor is closed")
         return self._runner
-
-
-@contextmanager
-def _memory_errors(device: torch.device, problem: str, flag: str) -> Iterator[None]:
-    """Turn torch's many ways of saying "out of memory" into one line that names the flag to lower."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not _out_of_memory(error):
-            raise
-        free = format_size(available_memory(device))
-        raise RuntimeFailure(f"out of memory on {device}: {problem} into {free} free; lower {flag}") from error
-
-
-def _out_of_memory(error: Exception) -> bool:
-    # On the CPU torch raises a plain RuntimeError from its allocator.
-    kinds = (torch.OutOfMemoryError, MemoryError)
-    return isinstance(error, kinds) or "DefaultCPUAllocator" in str(error)

@@ -1,18 +1,20 @@
 """How much memory there is, and how much of it becomes KV cache."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from nanoserve.config import ModelConfig
-from nanoserve.errors import UsageError
+from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.sizes import format_size
 
 CPU_SHARE = 0.25
 """Of free memory, for the cache by default: the machine's owner is working on it too."""
-CUDA_SHARE = 0.85
-"""Of a device's free memory once the weights are loaded; the rest is for activations and logits."""
+CUDA_SHARE = 0.95
+"""Of what a GPU has free beside all that steps need: torch's allocator cannot use the last of it in one piece."""
 
 
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -24,7 +26,8 @@ def available_memory(device: torch.device | str) -> int:
     """Bytes that can still be allocated on the device; for the CPU within what its control group allows."""
     device = torch.device(device)
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # of what torch holds
+        return torch.cuda.mem_get_info(device)[0] + unused
     return min(
         _free_memory(Path("/proc/meminfo")), *_control_group_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     )
@@ -77,6 +80,7 @@ def choose_num_blocks(
     kv_cache_memory: int | None,
     max_model_len: int | None,
     max_num_seqs: int,
+    reserved: int = 0,
 ) -> int:
     """How many blocks the KV cache gets.
 
@@ -85,6 +89,7 @@ def choose_num_blocks(
             `max_num_seqs` requests of full length can use.
         max_model_len: the longest request, asked for; None stands for the model's own limit, and then a default cache
             may be smaller than that: the caller lowers the limit to ``blocks * block_size``.
+        reserved: bytes of what is free that steps need, where that was measured.
 
     Raises:
         UsageError: if one request of full length does not fit, or more is asked for than is free.
@@ -92,7 +97,7 @@ def choose_num_blocks(
     length = max_model_len or config.max_position_embeddings
     per_block = kv_bytes_per_block(config, block_size, dtype)
     per_request = -(-length // block_size)
-    free = available_memory(device)
+    free = max(0, available_memory(device) - reserved)
     if kv_cache_memory is not None:
         return _explicit(kv_cache_memory, free, per_block, per_request, length, block_size)
     share = CPU_SHARE if torch.device(device).type == "cpu" else CUDA_SHARE
@@ -122,3 +127,31 @@ def _explicit(asked: int, free: int, per_block: int, per_request: int, length: i
             f" {length}; raise it to {format_size(per_request * per_block)}{shorter}"
         )
     return blocks
+
+
+@contextmanager
+def memory_errors(device: torch.device, problem: str, advice: str) -> Iterator[None]:
+    """Turn torch's many ways of saying "out of memory" into one line.
+
+    Args:
+        problem: what did not fit, as in "a step of 7 tokens does not fit".
+        advice: what to change, as in "lower --max-num-batched-tokens".
+
+    Raises:
+        RuntimeFailure: within, when memory runs out.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        free = format_size(available_memory(device))
+        raise RuntimeFailure(f"out of memory on {device}: {problem} into {free} free; {advice}") from error
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left."""
+    # On the CPU torch raises a plain RuntimeError from its allocator, as CUDA's libraries do where they have their own.
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    told = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, kinds) or any(words in str(error) for words in told)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 16
-"""Bytes: the widest load of one thread of a GPU, so kernels may read any of the tensors in full words."""
+"""Bytes: the widest load of one thread of a GPU. Compiled code copies what is aligned worse before it reads it."""
 
 
 class Staged:

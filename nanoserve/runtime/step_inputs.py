@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from torch import Tensor
@@ -50,29 +51,24 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class StagedInputs:
-    """The same on their way to the device.
+    """The same on their way to the device."""
 
-    Attributes:
-        token_columns: int64 [3, T]: token ids, positions, slots.
-        row_columns: int32 [R * width + R + 1 + R]: block tables, query starts, context lengths.
-    """
-
-    token_columns: Staged
-    row_columns: Staged
-    num_rows: int
+    token_ids: Staged
+    positions: Staged
+    slot_mapping: Staged
+    block_tables: Staged
+    query_starts: Staged
+    context_lengths: Staged
 
     def tensors(self) -> StepInputs:
         """As tensors, once they are transferred."""
-        token_ids, positions, slots = self.token_columns.tensor
-        columns, rows = self.row_columns.tensor, self.num_rows
-        rest = len(columns) - 2 * rows - 1
         return StepInputs(
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=slots,
-            block_tables=columns[:rest].view(rows, -1),
-            query_starts=columns[rest : rest + rows + 1],
-            context_lengths=columns[rest + rows + 1 :],
+            token_ids=self.token_ids.tensor,
+            positions=self.positions.tensor,
+            slot_mapping=self.slot_mapping.tensor,
+            block_tables=self.block_tables.tensor,
+            query_starts=self.query_starts.tensor,
+            context_lengths=self.context_lengths.tensor,
         )
 
 
@@ -95,32 +91,34 @@ class InputBuilder:
         """
         lengths = np.array([len(row.tokens) for row in rows], np.int32)
         starts = np.array([row.start for row in rows], np.int32)
-        num_tokens, width = int(lengths.sum()), max(len(table.blocks) for table in tables)
-        self._check_capacity(rows, tables)
+        blocks = [table.blocks for table in tables]
+        num_blocks = np.array([len(each) for each in blocks])
+        num_tokens, width = int(lengths.sum()), int(num_blocks.max())
+        self._check_capacity(rows, starts + lengths, num_blocks)
         block_tables, query_starts, contexts = self._row_buffers(len(rows), width)
         query_starts[0] = 0
         np.cumsum(lengths, out=query_starts[1:])
         np.add(starts, lengths, out=contexts)
-        token_ids, positions, slots = token_columns = self._token_buffers(num_tokens)
-        for place, (row, table) in enumerate(zip(rows, tables, strict=True)):
-            token_ids[query_starts[place] : query_starts[place + 1]] = row.tokens
-            block_tables[place, : len(table.blocks)] = table.blocks
-            block_tables[place, len(table.blocks) :] = 0
+        token_ids, positions, slots = self._token_buffers(num_tokens)
+        token_ids[:] = np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int64, num_tokens)
+        block_tables[:] = 0
+        block_tables[np.arange(width) < num_blocks[:, None]] = np.concatenate(blocks)
         row_of_token = np.repeat(np.arange(len(rows)), lengths)
         positions[:] = np.arange(num_tokens) - query_starts[row_of_token] + starts[row_of_token]
         slots[:] = block_tables[row_of_token, positions // self.block_size]
         slots *= self.block_size
         slots += positions % self.block_size
-        size = len(rows) * (width + 2) + 1
-        return StagedInputs(staging.add(token_columns), staging.add(self._row_columns[:size]), len(rows))
+        arrays = (token_ids, positions, slots, block_tables, query_starts, contexts)
+        return StagedInputs(*(staging.add(array) for array in arrays))
 
-    def _check_capacity(self, rows: Sequence[Row], tables: Sequence[BlockTable]) -> None:
-        for row, table in zip(rows, tables, strict=True):
-            if row.start + len(row.tokens) > len(table.blocks) * self.block_size:
-                raise RuntimeError(
-                    f"sequence {row.sequence}: {len(table.blocks)} blocks of {self.block_size} slots"
-                    f" do not reach position {row.start + len(row.tokens) - 1}"
-                )
+    def _check_capacity(self, rows: Sequence[Row], ends: np.ndarray, num_blocks: np.ndarray) -> None:
+        short = np.flatnonzero(ends > num_blocks * self.block_size)
+        if len(short):
+            place = short[0]
+            raise RuntimeError(
+                f"sequence {rows[place].sequence}: {num_blocks[place]} blocks of {self.block_size} slots"
+                f" do not reach position {ends[place] - 1}"
+            )
 
     def _token_buffers(self, num_tokens: int) -> np.ndarray:
         """[3, num_tokens]: token ids, positions, slots."""

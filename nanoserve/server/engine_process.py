@@ -229,6 +229,8 @@ def build_from_model(start: EngineStart, mailbox: Mailbox) -> Engine:
             max_num_seqs=start.config.max_num_seqs,
         )
     )
+    if built.gpu is not None:
+        print(f"nanoserve: {built.gpu}", file=sys.stderr, flush=True)
     if built.layers is not None:
         built.layers.start()  # compiled in the background; they take over between two steps
     return built.engine

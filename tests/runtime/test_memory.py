@@ -28,7 +28,24 @@ def test_bytes_of_a_block_are_those_of_the_caches() -> None:
 
 def test_by_default_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(monkeypatch, free=400 * BLOCK) == 100
-    assert choose(monkeypatch, free=100 * BLOCK, device="cuda") == 85
+    assert choose(monkeypatch, free=100 * BLOCK, device="cuda") == 95
+
+
+def test_what_steps_were_seen_to_need_is_kept_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(monkeypatch, free=100 * BLOCK, device="cuda", reserved=60 * BLOCK) == 38
+    with pytest.raises(
+        UsageError, match=r"--kv-cache-memory 41.0 KiB is more than the 40.0 KiB of memory that is free"
+    ):
+        choose(monkeypatch, free=100 * BLOCK, device="cuda", reserved=60 * BLOCK, kv_cache_memory=41 * BLOCK)
+    with pytest.raises(UsageError, match="only 0 B of memory is free"):
+        choose(monkeypatch, free=100 * BLOCK, device="cuda", reserved=101 * BLOCK)
+
+
+def test_a_gpus_memory_that_torch_holds_without_use_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 500)
+    assert available_memory("cuda") == 1200
 
 
 def test_never_more_than_all_sequences_can_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,115 @@
+"""Batches of attention over a paged cache, on shuffled blocks, where what must not be read can be poisoned."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoserve.benchmarks.gpu.floors import AttentionShape
+from triton_ops import paged_attention
+
+NO_SUCH_BLOCK = 10**6
+"""What a block table holds behind its row's last block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBatch:
+    """The arguments of `paged_attention`, with its shapes."""
+
+    out: Tensor
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_tables: Tensor
+    query_starts: Tensor
+    context_lengths: Tensor
+    sliding_window: int
+
+    def attend(self) -> Tensor:
+        """Run the operator; fills and returns `out`."""
+        scale = self.query.shape[2] ** -0.5
+        paged_attention(
+            self.out,
+            self.query,
+            self.key_cache,
+            self.value_cache,
+            self.block_tables,
+            self.query_starts,
+            self.context_lengths,
+            scale=scale,
+            sliding_window=self.sliding_window,
+        )
+        return self.out
+
+    def moved(self, device: torch.device | str, dtype: torch.dtype) -> "AttentionBatch":
+        """A copy on another device; its numbers, not its indices, in another format."""
+        tensors: dict[str, Any] = {
+            field.name: value.to(device, dtype if value.is_floating_point() else value.dtype, copy=True)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **tensors)
+
+
+def make_batch(
+    shape: AttentionShape,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    sliding_window: int = 0,
+    poisoned: bool = False,
+) -> AttentionBatch:
+    """Random numbers of unit variance, drawn on the device; block tables as wide as the longest row needs.
+
+    With `poisoned`, slots that no row uses, and the results before they are written, are NaN, and the tables name
+    blocks that do not exist behind each row's last one: whatever is read or left out wrongly shows.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    needed = [-(-row.context // block_size) for row in shape.rows]
+    spare = 3 if poisoned else 0
+    order = torch.randperm(sum(needed) + spare, generator=generator, device=device).int()
+    tables = torch.full((len(needed), max(needed)), NO_SUCH_BLOCK if poisoned else 0, dtype=torch.int32, device=device)
+    first = 0
+    for row, count in enumerate(needed):
+        tables[row, :count] = order[first : first + count]
+        first += count
+    cache_shape = (len(order), shape.num_kv_heads, block_size, shape.head_dim)
+    caches = [torch.randn(cache_shape, generator=generator, device=device, dtype=dtype) for _ in range(2)]
+    if poisoned:
+        _poison(caches, [row.context for row in shape.rows], tables, needed, order[first:])
+    query_shape = (shape.tokens, shape.num_heads, shape.head_dim)
+    lengths = torch.tensor([0, *(row.queries for row in shape.rows)])
+    return AttentionBatch(
+        out=torch.full((shape.tokens, shape.num_heads * shape.head_dim), math.nan, dtype=dtype, device=device),
+        query=torch.randn(query_shape, generator=generator, device=device, dtype=dtype),
+        key_cache=caches[0],
+        value_cache=caches[1],
+        block_tables=tables,
+        query_starts=lengths.cumsum(0).int().to(device),
+        context_lengths=torch.tensor([row.context for row in shape.rows], dtype=torch.int32, device=device),
+        sliding_window=sliding_window,
+    )
+
+
+def _poison(
+    caches: Sequence[Tensor], contexts: Sequence[int], tables: Tensor, needed: Sequence[int], unused: Tensor
+) -> None:
+    block_size = caches[0].shape[2]
+    for cache in caches:
+        cache[unused.long()] = math.nan
+        for row, (context, count) in enumerate(zip(contexts, needed, strict=True)):
+            cache[tables[row, count - 1].long(), :, (context - 1) % block_size + 1 :] = math.nan
+
+
+def contiguous(batch: AttentionBatch, context: int) -> tuple[Tensor, Tensor]:
+    """Keys and values gathered, for rows of equal context: [rows, num_kv_heads, context, head_dim] each."""
+    tables = batch.block_tables.long()
+    key, value = (
+        cache[tables].transpose(1, 2).flatten(2, 3)[:, :, :context].contiguous()
+        for cache in (batch.key_cache, batch.value_cache)
+    )
+    return key, value

@@ -1,0 +1,191 @@
+"""The engine with random weights of real shapes, against the floor of the same run and against transformers."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
+from nanoserve.benchmarks.gpu.cases import Case
+from nanoserve.benchmarks.gpu.engines import EngineSettings, EngineShelf, OpenEngine
+from nanoserve.benchmarks.gpu.families import FAMILIES
+from nanoserve.benchmarks.gpu.setting import Setting
+from nanoserve.benchmarks.gpu.step_traces import trace_decode
+from nanoserve.benchmarks.gpu.timing import Spread
+from nanoserve.benchmarks.gpu.transformers_peer import run_transformers
+from nanoserve.benchmarks.metrics import BatchRates
+from nanoserve.benchmarks.workloads import PRESETS, Preset, RequestShape, random_prompts
+from nanoserve.models.shapes import SHAPES
+
+SMALL, MIDDLE, LARGE = "qwen3-0.6b", "llama-3.1-8b", "qwen2.5-14b"
+PRESET = "nano-vllm"
+LONGEST_PROMPT = 8192
+_REPEATS = 3
+_TRANSFORMERS_SECONDS = 70.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much is asked of the engines."""
+
+    prompt: int
+    """Of a request whose decoding is timed, and of those whose steps are traced."""
+    output: int
+    long_prompt: int
+    batch: int
+    """Requests at a time in the preset, and in the trace of many."""
+    preset: Preset
+
+
+FULL = Sizes(prompt=512, output=256, long_prompt=LONGEST_PROMPT, batch=256, preset=PRESETS[PRESET])
+TINY = Sizes(prompt=12, output=8, long_prompt=40, batch=4, preset=Preset(6, (5, 20), (3, 9)))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBench:
+    """What every row needs."""
+
+    setting: Setting
+    limits: Limits
+    shelf: EngineShelf
+
+    @property
+    def sizes(self) -> Sizes:
+        return TINY if self.setting.dry_run else FULL
+
+    def open(self, model: str, *, max_num_seqs: int) -> OpenEngine:
+        """The engine of a model; in a dry run of a tiny one in its stead."""
+        sizes = self.sizes
+        longest = max(sizes.long_prompt, sizes.preset.input_range[1] + sizes.preset.output_range[1])
+        dry = self.setting.dry_run
+        return self.shelf.get(
+            EngineSettings(
+                shape=self.shelf.config_file(model, FAMILIES["qwen3"]) if dry else model,
+                dtype=str(self.setting.dtype).removeprefix("torch."),
+                max_model_len=longest + sizes.output + 256,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=sizes.long_prompt,
+                kv_cache_memory=16 * 2**20 if dry else None,
+            )
+        )
+
+    def cost(self, engine: OpenEngine) -> ModelCost:
+        """Bytes and operations of the engine's steps."""
+        return ModelCost(engine.llm.config, self.setting.dtype.itemsize)
+
+
+def engine_cases(bench: EngineBench) -> Iterator[Case]:
+    """The small model in every way, then the larger ones; transformers before the largest, in case time runs out."""
+    many = bench.sizes.batch
+    yield from _model_cases(bench, SMALL, many)
+    yield Case(f"{SMALL}: steps of a full batch", partial(_trace, bench, SMALL, many, many))
+    yield Case(f"{SMALL}: preset", partial(_measure_preset, bench))
+    yield from _model_cases(bench, MIDDLE, 8)
+    yield Case(f"{SMALL}: preset, transformers", partial(_measure_transformers, bench))
+    yield from _model_cases(bench, LARGE, 8)
+
+
+def _model_cases(bench: EngineBench, model: str, max_num_seqs: int) -> Iterator[Case]:
+    yield Case(f"{model}: opening", partial(_measure_opening, bench, model, max_num_seqs))
+    yield Case(f"{model}: decode, batch 1", partial(_measure_decode, bench, model, max_num_seqs))
+    yield Case(f"{model}: prefill", partial(_measure_prefill, bench, model, max_num_seqs))
+    yield Case(f"{model}: steps of batch 1", partial(_trace, bench, model, max_num_seqs, 1))
+
+
+def _measure_opening(bench: EngineBench, model: str, max_num_seqs: int) -> dict[str, Any]:
+    """Weights drawn, layers compiled, graphs captured."""
+    began = time.perf_counter()
+    engine = bench.open(model, max_num_seqs=max_num_seqs)
+    fields: dict[str, Any] = {
+        "open_seconds": round(time.perf_counter() - began, 1),
+        "dtype": engine.settings.dtype,
+        "max_model_len": engine.llm.max_model_len,
+        "overlaps": engine.overlaps,
+    }
+    facts = engine.llm.gpu
+    if facts is None:
+        return fields
+    free, total = torch.cuda.mem_get_info(bench.setting.device)
+    memory = {"free_gib": round(free / 2**30, 1), "total_gib": round(total / 2**30, 1)}
+    return fields | memory | dataclasses.asdict(facts)
+
+
+def _measure_decode(bench: EngineBench, model: str, max_num_seqs: int) -> dict[str, Any]:
+    """One request; the floor is that of a step in the middle of its answer."""
+    engine, sizes = bench.open(model, max_num_seqs=max_num_seqs), bench.sizes
+    seconds = []
+    for repeat in range(_REPEATS + 1):
+        prompts = random_prompts([sizes.prompt], engine.llm.config.vocab_size, repeat)
+        seconds.append(engine.driver.run(prompts, [sizes.output]).timings[0].tpot or 0.0)
+    context = sizes.prompt + sizes.output // 2
+    step = StepShape(sequences=1, tokens=1, decoding=1, sampled=1, context=context, attended=context)
+    tpot = Spread.of(seconds[1:])  # the first run warms up
+    floor = bench.cost(engine).floor_seconds(step, bench.limits)
+    return {
+        "tokens_per_s": 1e6 / tpot.us,
+        "tpot_us": tpot,
+        "bytes": bench.cost(engine).step_bytes(step),
+        "floor_us": floor * 1e6,
+        "of_floor": floor * 1e6 / tpot.us,
+    }
+
+
+def _measure_prefill(bench: EngineBench, model: str, max_num_seqs: int) -> dict[str, Any]:
+    """One long prompt in one step, from its issue to its first token."""
+    engine, length = bench.open(model, max_num_seqs=max_num_seqs), bench.sizes.long_prompt
+    seconds = []
+    for repeat in range(_REPEATS + 1):
+        prompts = random_prompts([length], engine.llm.config.vocab_size, repeat)
+        seconds.append(engine.driver.run(prompts, [1]).timings[0].ttft)
+    pairs = length * (length + 1) // 2
+    step = StepShape(sequences=1, tokens=length, decoding=0, sampled=1, context=length, attended=pairs)
+    ttft = Spread.of(seconds[1:])
+    floor = bench.cost(engine).floor_seconds(step, bench.limits)
+    return {
+        "tokens": length,
+        "tokens_per_s": length * 1e6 / ttft.us,
+        "ttft_us": ttft,
+        "operations": bench.cost(engine).step_operations(step),
+        "floor_us": floor * 1e6,
+        "of_floor": floor * 1e6 / ttft.us,
+    }
+
+
+def _trace(bench: EngineBench, model: str, max_num_seqs: int, batch: int) -> dict[str, Any]:
+    engine = bench.open(model, max_num_seqs=max_num_seqs)
+    return {"batch": batch} | trace_decode(bench.setting, engine, batch=batch, context=bench.sizes.prompt)
+
+
+def _preset(bench: EngineBench, vocab_size: int) -> tuple[list[RequestShape], list[tuple[int, ...]]]:
+    shapes = bench.sizes.preset.draw(seed=0)
+    return shapes, random_prompts([shape.input_tokens for shape in shapes], vocab_size, seed=0)
+
+
+def _measure_preset(bench: EngineBench) -> dict[str, Any]:
+    engine = bench.open(SMALL, max_num_seqs=bench.sizes.batch)
+    shapes, prompts = _preset(bench, engine.llm.config.vocab_size)
+    engine.driver.run(prompts, [2] * len(prompts))
+    run = engine.driver.run(prompts, [shape.output_tokens for shape in shapes])
+    rates = BatchRates.of(run.timings)
+    return {
+        "preset": PRESET,
+        "requests": len(shapes),
+        "output_tokens_per_s": rates.output,
+        "total_tokens_per_s": rates.total,
+        "run_seconds": max(timing.e2el for timing in run.timings),
+        "engine_ms": statistics.median(step.engine_seconds for step in run.steps) * 1000,
+    }
+
+
+def _measure_transformers(bench: EngineBench) -> dict[str, Any]:
+    bench.shelf.clear()  # both engines take what memory there is
+    config = FAMILIES["qwen3"] if bench.setting.dry_run else SHAPES[SMALL]
+    shapes, prompts = _preset(bench, config["vocab_size"])
+    return run_transformers(
+        config, prompts, shapes, device=bench.setting.device, dtype=bench.setting.dtype, patience=_TRANSFORMERS_SECONDS
+    )

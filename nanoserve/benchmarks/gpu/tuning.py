@@ -1,0 +1,206 @@
+"""Measures candidate configurations of the attention programs, and puts the best ones into the table that is read at
+run time (`triton_ops/gpu/configurations.py`)."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from nanoserve.benchmarks.gpu.batches import AttentionBatch, make_batch
+from nanoserve.benchmarks.gpu.cases import Case
+from nanoserve.benchmarks.gpu.floors import AttentionRow, AttentionShape, decode_rows
+from nanoserve.benchmarks.gpu.kernels import BLOCK_SIZE, GROUPS, Bench
+from nanoserve.benchmarks.gpu.operator_checks import TOLERANCES, compared
+from nanoserve.benchmarks.gpu.results import TUNED_FILE, replace_file
+from nanoserve.benchmarks.report import Report
+from nanoserve.errors import UsageError
+from triton_ops.gpu import configurations
+from triton_ops.gpu.attention import attend
+from triton_ops.gpu.configurations import (
+    ATTENTION,
+    AttentionConfiguration,
+    DecodeConfiguration,
+    PrefillConfiguration,
+)
+from triton_ops.gpu.devices import gpu_of
+
+HEAD_DIMS = (128, 64, 256, 80)
+"""The commonest first, in case time runs out."""
+WIDTH = 2
+"""Bytes of the numbers that are tuned for."""
+DECODE, PREFILL = "decode", "prefill"
+WORK: Mapping[str, Mapping[str, tuple[AttentionRow, ...]]] = {
+    DECODE: {
+        "64 x 4096": decode_rows(64, 4096),
+        "16 x 2048": decode_rows(16, 2048),
+        "1 x 32768": decode_rows(1, 32768),
+    },
+    PREFILL: {"8192": (AttentionRow(8192, 8192),), "512 of 4096": (AttentionRow(512, 4096),) * 4},
+}
+_LINE_LENGTH = 120
+
+Key = tuple[int, int, int]
+"""Generation, bytes of a number, head_dim."""
+Rows = Sequence[Mapping[str, Any]]
+Configuration = DecodeConfiguration | PrefillConfiguration
+
+
+def decode_tiles(now: DecodeConfiguration) -> list[DecodeConfiguration]:
+    """What is tried first: how a row's keys are read. The present configuration is among what is tried."""
+    tried = [
+        DecodeConfiguration(tile, warps, stages, now.keys_per_split, now.programs_per_multiprocessor)
+        for tile, warps, stages in product((32, 64, 128), (4, 8), (2, 3, 4))
+        if now.keys_per_split % tile == 0
+    ]
+    return list(dict.fromkeys([now, *tried]))
+
+
+def decode_splits(best: DecodeConfiguration) -> list[DecodeConfiguration]:
+    """What is tried with the best of those: among how many programs a row's keys are shared out."""
+    measured = (best.keys_per_split, best.programs_per_multiprocessor)
+    return [
+        DecodeConfiguration(best.keys_per_tile, best.num_warps, best.num_stages, keys, programs)
+        for keys, programs in product((128, 256, 512), (2, 4, 8, 16))
+        if keys % best.keys_per_tile == 0 and (keys, programs) != measured
+    ]
+
+
+def prefill_tiles(now: PrefillConfiguration) -> list[PrefillConfiguration]:
+    """The present one, and tiles of 16 rows for each warp: more spill registers."""
+    tried = [
+        PrefillConfiguration(16 * warps, keys, warps, stages)
+        for warps, keys, stages in product((4, 8), (32, 64, 128), (2, 3, 4))
+    ]
+    return list(dict.fromkeys([now, *tried]))
+
+
+@dataclass(frozen=True, slots=True)
+class Tuner:
+    """The cases of tuning for the device of a bench; `rows` are those that were measured, as they come."""
+
+    bench: Bench
+    rows: Rows
+
+    @property
+    def generation(self) -> int:
+        return gpu_of(self.bench.setting.device).generation
+
+    def cases(self) -> Iterator[Case]:
+        """Every candidate, for each head_dim. What is tried later may depend on what was best until then.
+
+        Raises:
+            UsageError: for a GPU that takes the lines of another generation.
+        """
+        known = sorted({generation for generation, _, _ in ATTENTION})
+        if self.generation not in known:
+            generations = ", ".join(map(str, known))
+            raise UsageError(f"the table has lines for compute capability {generations}, not {self.generation}")
+        for head_dim in HEAD_DIMS:
+            key = (self.generation, WIDTH, head_dim)
+            now = ATTENTION[key]
+            yield from self._measured(key, DECODE, decode_tiles(now.decode))
+            best = best_configurations(self.rows).get((key, DECODE), now.decode)
+            assert isinstance(best, DecodeConfiguration)
+            yield from self._measured(key, DECODE, decode_splits(best))
+            yield from self._measured(key, PREFILL, prefill_tiles(now.prefill))
+
+    def _measured(self, key: Key, program: str, candidates: Sequence[Configuration]) -> Iterator[Case]:
+        for candidate in dict.fromkeys(candidates):
+            fields = list(msgspec.to_builtins(candidate).values())
+            yield Case(f"{program}, head_dim {key[2]}, {fields}", partial(self._try, key, program, candidate))
+
+    @torch.inference_mode()
+    def _try(self, key: Key, program: str, candidate: Configuration) -> dict[str, Any]:
+        now = ATTENTION[key]
+        if isinstance(candidate, DecodeConfiguration):
+            tried = AttentionConfiguration(candidate, now.prefill)
+        else:
+            tried = AttentionConfiguration(now.decode, candidate)
+        heads, kv_heads = GROUPS[4]
+        times, ok = {}, True
+        for name, rows in WORK[program].items():
+            shape = AttentionShape(rows=rows, num_heads=heads, num_kv_heads=kv_heads, head_dim=key[2])
+            setting = self.bench.setting
+            batch = make_batch(shape, block_size=BLOCK_SIZE, dtype=setting.dtype, device=setting.device)
+            expected = batch.attend().clone()
+            call = self._call(tried, batch)
+            call()
+            ok = ok and compared(program, batch.out, expected, TOLERANCES[setting.dtype])["ok"]
+            times[name] = self.bench.times({name: call})[name]
+        return {"key": key, "program": program, "candidate": candidate, "times": times, "ok": ok}
+
+    def _call(self, configuration: AttentionConfiguration, batch: AttentionBatch) -> Callable[[], None]:
+        tensors = (
+            batch.out,
+            batch.query,
+            batch.key_cache,
+            batch.value_cache,
+            batch.block_tables,
+            batch.query_starts,
+            batch.context_lengths,
+        )
+        multiprocessors = gpu_of(self.bench.setting.device).multiprocessors
+        scale = batch.query.shape[2] ** -0.5
+        return lambda: attend(configuration, multiprocessors, tensors, scale=scale, sliding_window=0)
+
+
+def best_configurations(rows: Rows) -> dict[tuple[Key, str], Configuration]:
+    """Of each table entry and program, the candidate with the least geometric mean of its times over all work, among
+    those that ran everything and computed rightly."""
+    best: dict[tuple[Key, str], tuple[float, Configuration]] = {}
+    kinds: dict[str, type[Any]] = {DECODE: DecodeConfiguration, PREFILL: PrefillConfiguration}
+    for row in rows:
+        if not row.get("ok"):
+            continue
+        logarithms = [math.log(spread["us"]) for spread in row["times"].values()]
+        mean = sum(logarithms) / len(logarithms)
+        generation, width, head_dim = row["key"]
+        place = ((generation, width, head_dim), row["program"])
+        if place not in best or mean < best[place][0]:
+            best[place] = (mean, msgspec.convert(row["candidate"], kinds[row["program"]]))
+    return {place: candidate for place, (_, candidate) in best.items()}
+
+
+def tuned_source(source: str, rows: Rows) -> str:
+    """The text of configurations.py with the entries replaced for which something was measured."""
+    best = best_configurations(rows)
+    for key in dict.fromkeys(key for key, _ in best):
+        now = ATTENTION[key]
+        decode, prefill = best.get((key, DECODE), now.decode), best.get((key, PREFILL), now.prefill)
+        entry = re.compile(
+            rf"^    {re.escape(str(key))}: AttentionConfiguration\((?:[^\n]+\),|\n(?: {{8}}[^\n]*\n)+ {{4}}\),)$",
+            re.MULTILINE,
+        )
+        text = _entry(key, f"{_written(decode)}, {_written(prefill)}")
+        source, replaced = entry.subn(text, source)
+        if replaced != 1:
+            raise ValueError(f"configurations.py has {replaced} entries for {key}")
+    return source
+
+
+def write_table(report: Report) -> None:
+    """Put the whole of configurations.py, with what was measured until now, beside the report.
+
+    Raises:
+        RuntimeFailure: if it cannot be written.
+    """
+    source = Path(configurations.__file__).read_text(encoding="utf-8")
+    if report.path is not None:
+        replace_file(report.path.with_name(TUNED_FILE), tuned_source(source, report.rows))
+
+
+def _entry(key: Key, inner: str) -> str:
+    """As the formatter would have it."""
+    line = f"    {key}: AttentionConfiguration({inner}),"
+    return line if len(line) <= _LINE_LENGTH else f"    {key}: AttentionConfiguration(\n        {inner}\n    ),"
+
+
+def _written(configuration: Configuration) -> str:
+    return f"{type(configuration).__name__}({', '.join(map(str, msgspec.to_builtins(configuration).values()))})"

@@ -1,0 +1,98 @@
+"""Which device runs the model, and whether it can: what is wrong with a machine is said before anything is loaded."""
+
+import atexit
+import logging
+import os
+import shutil
+from collections.abc import MutableMapping
+from pathlib import Path
+from tempfile import TemporaryFile, mkdtemp
+
+import torch
+
+from nanoserve.config import ModelConfig
+from nanoserve.errors import UsageError
+from nanoserve.models.dtypes import resolve_dtype
+from triton_ops.gpu.configurations import OLDEST_GENERATION, UnsupportedByGpu, attention_configuration
+
+_CACHE_VARIABLE = "TRITON_CACHE_DIR"
+
+
+def usable_device(name: str) -> torch.device:
+    """The device called `name`: cpu, cuda (the current GPU) or cuda:N.
+
+    Raises:
+        UsageError: if there is no such device here, or it is too old.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UsageError(f"unknown device {name!r}; choose cpu, cuda or cuda:N with N the number of a GPU")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    return _usable_gpu(name, device.index)
+
+
+def _usable_gpu(name: str, index: int | None) -> torch.device:
+    if torch.version.cuda is None:
+        raise UsageError(
+            f"--device {name}: torch {torch.__version__} was built without CUDA; install a CUDA build of torch, or"
+            " choose --device cpu"
+        )
+    if not torch.cuda.is_available():
+        raise UsageError(
+            f"--device {name}: no NVIDIA GPU can be used here; see that nvidia-smi lists one and that its driver is"
+            f" recent enough for CUDA {torch.version.cuda}, or choose --device cpu"
+        )
+    count = torch.cuda.device_count()
+    if index is None:
+        index = torch.cuda.current_device()
+    if index >= count:
+        numbers = "there is cuda:0 only" if count == 1 else f"there are cuda:0 to cuda:{count - 1}"
+        raise UsageError(f"--device {name}: no such GPU; {numbers}")
+    device = torch.device("cuda", index)
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < OLDEST_GENERATION:
+        raise UsageError(
+            f"--device {name}: {torch.cuda.get_device_name(device)} is too old, its compute capability is"
+            f" {major}.{minor} and {OLDEST_GENERATION}.0 is needed (A100, RTX 30 and later); choose --device cpu"
+        )
+    return device
+
+
+def check_model(device: torch.device, config: ModelConfig, dtype: str, block_size: int) -> None:
+    """Whether a GPU's attention can run a model in this dtype, named as for `resolve_dtype`.
+
+    Raises:
+        UsageError: if it cannot, with what to change.
+    """
+    width = resolve_dtype(dtype, device, config.dtype).itemsize
+    generation, _ = torch.cuda.get_device_capability(device)
+    try:
+        attention_configuration(generation, width, config.head_dim, block_size)
+    except UnsupportedByGpu as reason:
+        raise UsageError(f"--device {device}: {reason}") from None
+
+
+def use_writable_triton_cache(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have Triton keep what it compiles where that can be written: elsewhere, for this process, if need be."""
+    home = environment.get("HOME") or os.path.expanduser("~")
+    wanted = Path(environment.get(_CACHE_VARIABLE) or Path(home, ".triton", "cache"))
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=wanted):
+            return
+    except OSError as error:
+        reason = error.strerror
+    instead = mkdtemp(prefix="nanoserve-triton-")
+    atexit.register(shutil.rmtree, instead, ignore_errors=True)
+    environment[_CACHE_VARIABLE] = instead
+    logging.getLogger("nanoserve").warning(
+        "nanoserve: kernels are compiled anew in every process: the Triton cache folder %s cannot be written (%s); set"
+        " %s to one of your own",
+        wanted,
+        reason,
+        _CACHE_VARIABLE,
+    )

@@ -1,0 +1,136 @@
+"""Gets a GPU ready for a model: compiles its layers, finds out what steps need, captures the decode steps."""
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+from nanoserve.config import EngineConfig
+from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
+from nanoserve.models.hub import ProgressCallback
+from nanoserve.runtime.decode_graphs import CudaRecorder, DecodeGraphs, StaticInputs, bucket_sizes
+from nanoserve.runtime.largest_step import LargestStep, measured_memory
+from nanoserve.runtime.memory import memory_errors, out_of_memory
+from nanoserve.runtime.model_runner import ModelRunner
+from nanoserve.runtime.traced_layers import TracedLayers
+from nanoserve.sizes import format_size
+
+COMPILING = "compiling layers"
+GRAPH_BYTES = 16 * 2**20
+"""What a graph takes beside the tensors of its step: a driver keeps its kernels' arguments on the device."""
+CAPTURE_WORKSPACE = 64 * 2**20
+"""Products of matrices have a workspace per stream, and graphs are captured on one of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """What getting a GPU ready took.
+
+    Attributes:
+        compiled: whether layers run compiled.
+        warm_up_seconds: of the first step, in which layers and kernels are compiled or loaded.
+        step_memory: bytes that the largest step needs beside weights and KV cache.
+        graphs, graph_seconds, graph_memory: number of captured decode steps, seconds and bytes that they took.
+    """
+
+    compiled: bool
+    warm_up_seconds: float
+    step_memory: int
+    graphs: int = 0
+    graph_seconds: float = 0.0
+    graph_memory: int = 0
+
+    def __str__(self) -> str:
+        layers = "compiled" if self.compiled else "eager"
+        return (
+            f"{layers} layers, warm after {self.warm_up_seconds:.1f} s; a step needs {format_size(self.step_memory)};"
+            f" {self.graphs} decode steps captured in {self.graph_seconds:.1f} s,"
+            f" which takes {format_size(self.graph_memory)}"
+        )
+
+
+class GpuStart:
+    """Between the weights and the KV cache, `measure`; with the cache, `capture`.
+
+    Attributes:
+        run_layer: runs the layers from now on.
+    """
+
+    def __init__(self, decoder: Decoder, config: EngineConfig, device: torch.device) -> None:
+        self._decoder = decoder
+        self._config = config
+        self._device = device
+        self._traced = None if config.eager else TracedLayers(decoder)
+        self.run_layer: LayerFunction = DecoderLayer.__call__ if self._traced is None else self._traced
+        self._buckets = () if config.eager else bucket_sizes(config.max_num_seqs)
+        self._warm_up_seconds = 0.0
+        self._step_memory = 0
+
+    def measure(self, longest: int, progress: ProgressCallback | None) -> int:
+        """Run the largest step twice: to compile what it needs, then to see its memory.
+
+        Args:
+            longest: tokens of the longest sequence.
+
+        Returns:
+            Bytes to keep free for steps, and for capturing them.
+
+        Raises:
+            RuntimeFailure: if there is no room for it.
+        """
+        config = self._config
+        num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
+        step = LargestStep(num_tokens, min(num_tokens, config.max_num_seqs), config.block_size)
+        began = time.monotonic()
+        if progress is not None:
+            progress(COMPILING, 0, 1)
+        advice = "lower --max-num-batched-tokens or --max-num-seqs"
+        with memory_errors(self._device, f"a step of {num_tokens} tokens does not fit", advice):
+            step.run(self._decoder, self.run_layer)
+            torch.cuda.synchronize(self._device)
+            self._warm_up_seconds = time.monotonic() - began
+            self._step_memory = measured_memory(self._device, lambda: step.run(self._decoder, self.run_layer))
+        if progress is not None:
+            progress(COMPILING, 1, 1)
+        if not self._buckets:
+            return self._step_memory
+        # The graphs keep the memory of the largest of their steps, whose activations grow with its tokens at most.
+        activations = -(-self._step_memory * min(self._buckets[-1], num_tokens) // num_tokens)
+        return self._step_memory + activations + CAPTURE_WORKSPACE + GRAPH_BYTES * len(self._buckets)
+
+    def capture(self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None) -> GpuFacts:
+        """Have the runner replay its decode steps from now on, unless all is to run eagerly.
+
+        Raises:
+            RuntimeFailure: if there is no room for it.
+        """
+        free, began, captured = torch.cuda.mem_get_info(self._device)[0], time.monotonic(), 0
+        if self._buckets:
+            captured = len(self._buckets) if self._captured(runner, max_model_len, progress) else 0
+        return GpuFacts(
+            compiled=self._traced is not None and self._traced.loaded,
+            warm_up_seconds=self._warm_up_seconds,
+            step_memory=self._step_memory,
+            graphs=captured,
+            graph_seconds=time.monotonic() - began if captured else 0.0,
+            graph_memory=max(0, free - torch.cuda.mem_get_info(self._device)[0]) if captured else 0,
+        )
+
+    def _captured(self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None) -> bool:
+        most_blocks = -(-max_model_len // self._config.block_size)
+        advice = "lower --max-num-seqs or --kv-cache-memory, or choose --eager"
+        with memory_errors(self._device, f"capturing {len(self._buckets)} decode steps does not fit", advice):
+            static = StaticInputs(most_rows=self._buckets[-1], most_blocks=most_blocks, device=self._device)
+            graphs = DecodeGraphs(runner.forward, static, self._buckets)
+            try:
+                graphs.capture(CudaRecorder(self._device), progress)
+            except RuntimeError as error:  # whatever cannot be captured can still be run
+                if out_of_memory(error):
+                    raise
+                reason = (str(error).strip().splitlines() or [""])[0]
+                notice = "nanoserve: decode steps run uncaptured, which is slower: %s"
+                logging.getLogger("nanoserve").warning(notice, reason)
+                return False
+        runner.forward = graphs
+        return True

@@ -1,0 +1,1 @@
+"""Tests of `nanoserve bench gpu`, none of which needs a GPU."""

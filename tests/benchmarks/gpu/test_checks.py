@@ -1,0 +1,91 @@
+"""A check fails when something is wrong."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoserve.benchmarks.gpu.batches import make_batch
+from nanoserve.benchmarks.gpu.engine_checks import engine_check_cases, same_tokens
+from nanoserve.benchmarks.gpu.engines import EngineShelf
+from nanoserve.benchmarks.gpu.floors import AttentionRow, AttentionShape
+from nanoserve.benchmarks.gpu.operator_checks import compared, operator_cases
+from nanoserve.benchmarks.gpu.setting import Setting, find_setting
+from nanoserve.runtime.local import LocalExecutor
+from triton_ops import paged_attention
+
+NAN = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        ([3.0, 4.0, 0.0, NAN], (True, 0)),
+        ([3.0, 4.06, 0.02, NAN], (True, 0)),  # 1 % of 4, and of the row's root mean square of 2.5, is 0.065
+        ([3.0, 4.07, 0.0, NAN], (False, 0)),
+        ([3.0, 4.0, 0.03, NAN], (False, 0)),
+        ([3.0, NAN, 0.0, NAN], (False, 1)),
+        ([3.0, 4.0, 0.0, 5.0], (False, 1)),
+    ],
+)
+def test_numbers_agree_within_the_tolerance_and_nan_with_nan(found: list[float], verdict: tuple[bool, int]) -> None:
+    fields = compared("it", torch.tensor([found]), torch.tensor([[3.0, 4.0, 0.0, NAN]]), 0.01)
+    assert (fields["ok"], fields["unwanted_nans"]) == verdict
+
+
+def test_what_only_moves_numbers_changes_none() -> None:
+    numbers = torch.tensor([[1.0, NAN]], dtype=torch.bfloat16)
+    assert compared("it", numbers, numbers.clone(), 0.0)["ok"]
+    assert not compared("it", numbers * 1.01, numbers, 0.0)["ok"]
+
+
+def test_other_tokens_are_told_by_their_request() -> None:
+    fields = same_tokens("it", [(1, 2), (3,), (4, 5)], [(1, 2), (3,), (4, 6)])
+    assert (fields["ok"], fields["different_requests"]) == (False, [2])
+
+
+def test_steps_can_be_overlapped_and_not_with_the_same_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU in a GPU's place: two plans in flight, then one."""
+
+    def feeding(*arguments: Any, **settings: Any) -> LocalExecutor:
+        return LocalExecutor(*arguments, **{**settings, "feeds_tokens": True})
+
+    monkeypatch.setattr("nanoserve.assembly.LocalExecutor", feeding)
+    with EngineShelf(find_setting(dry_run=True)) as shelf:
+        _, case = engine_check_cases(shelf, ["qwen3"])
+        fields = case.measure()
+    assert (fields["ok"], fields["in_flight"], fields["requests"]) == (True, 2, 20)
+
+
+def test_what_must_not_be_read_is_poison() -> None:
+    shape = AttentionShape(rows=(AttentionRow(1, 20), AttentionRow(3, 5)), num_heads=4, num_kv_heads=2, head_dim=64)
+    batch = make_batch(shape, block_size=16, dtype=torch.float32, device="cpu", poisoned=True)
+    finite = batch.key_cache.isfinite().all(dim=-1).all(dim=1)  # [blocks, block_size]
+    assert int(finite.sum()) == 20 + 5
+    assert batch.block_tables[1, 1] >= batch.key_cache.shape[0]
+    assert batch.attend().isfinite().all()
+
+
+@pytest.mark.parametrize("longest", [37, 700, 1500])
+def test_attention_that_sees_one_key_too_few_is_found(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(*tensors: Tensor, **settings: float) -> None:
+        *others, contexts = tensors
+        less = (contexts == longest).int() if tensors[0].dtype == torch.bfloat16 else 0  # the reference has 64 bits
+        operator(*others, contexts - less, **settings)
+
+    operator: Any = paged_attention
+    rows = {"decode": (AttentionRow(1, longest), AttentionRow(1, 20))}
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.operator_checks._DRY_ROWS", rows)
+    case = next(operator_cases(find_setting(dry_run=True)))
+    assert case.measure()["ok"]
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.batches.paged_attention", forgetful)
+    assert not case.measure()["ok"]
+
+
+def test_a_gpu_gets_every_head_size_format_and_kind_of_batch() -> None:
+    names = " ".join(case.name for case in operator_cases(Setting(torch.device("cuda"), dry_run=False)))
+    for word in ("head_dim 64", "head_dim 80", "head_dim 128", "head_dim 256", "bfloat16", "float16", "float32"):
+        assert word in names
+    for word in ("decode", "prefill", "mixed", "window 48", "blocks of 32", "8/8 heads", "14/2 heads", "padding rows"):
+        assert word in names

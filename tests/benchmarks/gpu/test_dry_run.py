@@ -1,0 +1,85 @@
+"""The whole command on the CPU, with tiny shapes: every case of every part runs and gives what its table needs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanoserve.benchmarks.gpu.markdown import to_markdown
+from nanoserve.benchmarks.gpu.results import part_file, read_results
+from nanoserve.benchmarks.gpu.setting import find_setting
+from nanoserve.benchmarks.gpu.worker import measure_part
+from nanoserve.benchmarks.report import read_report
+from nanoserve.commands.main import main
+from nanoserve.errors import UsageError
+
+EXPECTED_ABSENT = {"qwen3-0.6b: preset, transformers"}
+
+
+@pytest.mark.parametrize("part", ["kernels", "engine"])
+def test_every_case_of_a_part_runs(tmp_path: Path, part: str) -> None:
+    assert measure_part(tmp_path, part, seconds=300.0, dry_run=True)
+    document = read_report(part_file(tmp_path, part))
+    assert document["complete"]
+    assert document["settings"] == {"dry_run": True}
+    assert "dry run" in document["device"]["name"]
+    assert document["limits"].keys() == {"copy_gb_per_s", "matmul_tflops"}
+    problems = {row["case"]: row for row in document["rows"] if "error" in row or "skipped" in row}
+    assert problems.keys() <= EXPECTED_ABSENT, problems
+    for row in document["rows"]:
+        for name, difference in row.get("differences", {}).items():
+            assert difference < 1e-5, (row["case"], name)
+
+
+def test_the_command_checks_and_says_that_it_is_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "gpu", "--out", str(tmp_path), "--dry-run", "--part", "correctness"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("**Dry run")
+    assert {path.name for path in tmp_path.iterdir()} >= {"correctness.json"}
+    (together,) = tmp_path.glob("dry-run-*.json")
+    results = json.loads(together.read_text())
+    assert results["dry_run"] is True
+    assert list(results["parts"]) == ["correctness"]
+    rows = results["parts"]["correctness"]["rows"]
+    assert all(row["ok"] for row in rows)
+    checks = {row["check"] for row in rows}
+    assert checks == {
+        *("paged_attention", "cache_write", "copy_blocks", "gather_blocks and scatter_blocks", "linear"),
+        *("sparse_experts", "family", "graph against eager", "overlapped against plain"),
+    }
+    assert main(["bench", "gpu", "--table", str(together)]) == 0
+    assert capsys.readouterr().out == printed == to_markdown(read_results(tmp_path))
+    assert "| missed" not in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--out", "x"], "needs an NVIDIA GPU"),
+        (["--out", "x", "--tune"], "needs an NVIDIA GPU"),
+        (["--out", "x", "--tune", "--dry-run"], "--tune measures on a GPU"),
+        (["--dry-run"], "--out DIR is needed"),
+        (["--out", "x", "--dry-run", "--part", "kernel"], "--part 'kernel' is not one of correctness, kernels, engine"),
+        (["--out", "x", "--dry-run", "--budget", "kernels"], "--budget takes PART=SECONDS"),
+        (["--table", "nothing.json"], "cannot read nothing.json"),
+        (["--table", "."], "holds none of correctness.json"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "gpu", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_gpu_that_is_too_old_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "An old GPU")
+    with pytest.raises(UsageError, match=r"An old GPU is too old for bench gpu: its compute capability is 7\.5"):
+        find_setting(dry_run=False)

@@ -1,0 +1,150 @@
+"""What was measured survives whatever happens to the process that measures."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from nanoserve.benchmarks.gpu.cases import CannotRun, Case, run_cases
+from nanoserve.benchmarks.gpu.results import open_part, part_file, read_results
+from nanoserve.benchmarks.gpu.running import PartRunner
+from nanoserve.benchmarks.report import Report, read_report
+from nanoserve.errors import RuntimeFailure, UsageError
+
+SETTINGS = {"dry_run": True}
+BUDGETS = {"kernels": 60.0}
+
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+from nanoserve.benchmarks.gpu.cases import Case, run_cases
+from nanoserve.benchmarks.gpu.results import open_part
+
+def die():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+report = open_part(Path(sys.argv[1]), sys.argv[2], {"dry_run": True})
+report.put("device", {"name": "none"})
+cases = [Case("a", lambda: {"us": 1}), Case("b", MIDDLE), Case("c", lambda: {"us": 3})]
+works = lambda: False
+done = run_cases(cases, report, seconds=float(sys.argv[3]), device_works=works, announce=lambda name: None)
+sys.exit(0 if done else 4)
+"""
+
+
+def runner(tmp_path: Path, middle: str, *, case_seconds: float = 30.0) -> PartRunner:
+    """A part of three cases, of which the second does what `middle` says."""
+    program = WORKER.replace("MIDDLE", middle)
+
+    def words(part: str, seconds: float) -> Sequence[str]:
+        return [sys.executable, "-c", program, str(tmp_path), part, str(seconds)]
+
+    return PartRunner(tmp_path, words, dry_run=True, case_seconds=case_seconds)
+
+
+def rows(tmp_path: Path) -> dict[str, dict[str, object]]:
+    found = read_report(part_file(tmp_path, "kernels"))["rows"]
+    assert len({row["case"] for row in found}) == len(found)
+    return {row["case"]: row for row in found}
+
+
+def fail() -> dict[str, object]:
+    raise ValueError("two\nlines")
+
+
+def absent() -> dict[str, object]:
+    raise CannotRun("is not installed")
+
+
+def run(cases: Sequence[Case], report: Report, *, seconds: float = 60.0, works: bool = True) -> bool:
+    return run_cases(cases, report, seconds=seconds, device_works=lambda: works, announce=lambda name: None)
+
+
+def test_every_case_becomes_a_row_whatever_becomes_of_it(tmp_path: Path) -> None:
+    report = open_part(tmp_path, "kernels", SETTINGS)
+    cases = [Case("good", lambda: {"us": 5}), Case("bad", fail), Case("absent", absent)]
+    assert run(cases, report)
+    found = rows(tmp_path)
+    assert found["good"]["us"] == 5
+    assert found["bad"]["error"] == "ValueError: two lines"
+    assert found["absent"]["skipped"] == "is not installed"
+    assert read_report(part_file(tmp_path, "kernels"))["complete"]
+
+
+def test_a_spent_budget_skips_the_rest_and_another_run_measures_it(tmp_path: Path) -> None:
+    cases = [Case("one", lambda: {"us": 1}), Case("two", lambda: {"us": 2})]
+    assert run(cases[:1], open_part(tmp_path, "kernels", SETTINGS))
+    assert run(cases, open_part(tmp_path, "kernels", SETTINGS), seconds=-1.0)
+    assert "skipped" in rows(tmp_path)["two"]
+    assert run([Case("one", fail), cases[1]], open_part(tmp_path, "kernels", SETTINGS))
+    assert {name: row["us"] for name, row in rows(tmp_path).items()} == {"one": 1, "two": 2}
+
+
+def test_an_interrupted_part_keeps_its_rows_and_goes_on(tmp_path: Path) -> None:
+    def interrupt() -> dict[str, object]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run([Case("one", lambda: {"us": 1}), Case("two", interrupt)], open_part(tmp_path, "kernels", SETTINGS))
+    assert list(rows(tmp_path)) == ["one"]
+    assert run([Case("one", fail), Case("two", lambda: {"us": 2})], open_part(tmp_path, "kernels", SETTINGS))
+    assert [row["us"] for row in rows(tmp_path).values()] == [1, 2]
+
+
+def test_results_of_another_run_are_not_mixed(tmp_path: Path) -> None:
+    open_part(tmp_path, "kernels", SETTINGS)
+    with pytest.raises(UsageError, match=r"settings differ\); give another --out"):
+        open_part(tmp_path, "kernels", {"dry_run": False})
+
+
+def test_a_process_that_dies_costs_one_row(tmp_path: Path) -> None:
+    together = runner(tmp_path, "die").run(["kernels"], BUDGETS)
+    found = rows(tmp_path)
+    assert [found[case].get("us") for case in "abc"] == [1, None, 3]
+    assert "exit code -11" in str(found["b"]["error"])
+    assert together is not None
+    assert len(read_results(together)["parts"]["kernels"]["rows"]) == 3
+
+
+def test_a_case_that_hangs_costs_one_row(tmp_path: Path) -> None:
+    runner(tmp_path, "lambda: time.sleep(60)", case_seconds=2.0).run(["kernels"], BUDGETS)
+    found = rows(tmp_path)
+    assert [found[case].get("us") for case in "abc"] == [1, None, 3]
+    assert found["b"]["error"] == "its process was ended: it took too long"
+
+
+def test_a_device_that_is_lost_gets_a_new_process(tmp_path: Path) -> None:
+    runner(tmp_path, "lambda: 1 / 0").run(["kernels"], BUDGETS)
+    found = rows(tmp_path)
+    assert [found[case].get("us") for case in "abc"] == [1, None, 3]
+    assert str(found["b"]["error"]).startswith("ZeroDivisionError")
+
+
+def test_a_part_that_cannot_begin_is_no_endless_loop(tmp_path: Path) -> None:
+    broken = PartRunner(tmp_path, lambda part, seconds: [sys.executable, "-c", "raise SystemExit(1)"], dry_run=True)
+    with pytest.raises(RuntimeFailure, match=r"kernels: .*exit code 1 outside of any case"):
+        broken.run(["kernels"], BUDGETS)
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from tests.benchmarks.gpu.test_running import runner\n"
+        f"runner(Path({str(tmp_path)!r}), 'lambda: time.sleep(60)').run(['kernels'], {BUDGETS!r})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        path = part_file(tmp_path, "kernels")
+        if path.exists() and read_report(path).get("running") == "b":
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) != 0
+    assert list(rows(tmp_path)) == ["a"]
+    together = [path for path in tmp_path.glob("*.json") if path.name != "kernels.json"]
+    assert [json.loads(path.read_text())["parts"]["kernels"]["complete"] for path in together] == [False]

@@ -1,0 +1,131 @@
+"""Decode steps that are padded to a bucket and replayed give what they give plainly; all others do run plainly."""
+
+import pytest
+import torch
+
+from nanoserve.models.decoder import Decoder
+from nanoserve.runtime.decode_graphs import DecodeGraphs, StaticInputs, bucket_sizes, fill
+from nanoserve.runtime.forward_pass import Caches, ForwardPass
+from nanoserve.runtime.step_inputs import StepInputs
+from tests.runtime.fake_graphs import FakeRecorder
+from tests.runtime.small_model import VOCAB_SIZE, small_config, small_decoder
+
+BLOCK_SIZE, NUM_BLOCKS, MOST_BLOCKS = 4, 40, 3
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [
+        (1, (1,)),
+        (3, (1, 2, 3)),
+        (4, (1, 2, 4)),
+        (8, (1, 2, 4, 8)),
+        (30, (1, 2, 4, 8, 16, 24, 30)),
+        (10_000, (1, 2, 4, *range(8, 257, 8))),
+    ],
+)
+def test_buckets_reach_up_to_what_may_run(max_num_seqs: int, sizes: tuple[int, ...]) -> None:
+    assert bucket_sizes(max_num_seqs) == sizes
+
+
+def random_caches(decoder: Decoder) -> Caches:
+    config, generator = decoder.config, torch.Generator().manual_seed(5)
+    shape = (NUM_BLOCKS, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    keys, values = ([torch.randn(shape, generator=generator) for _ in range(config.num_layers)] for _ in range(2))
+    return Caches(keys, values)
+
+
+def decode_step(rows: int, seed: int, *, most_blocks: int = MOST_BLOCKS) -> StepInputs:
+    """Rows of random contexts; each has blocks of its own, from block 1 on."""
+    generator = torch.Generator().manual_seed(seed)
+    contexts = torch.randint(1, most_blocks * BLOCK_SIZE + 1, (rows,), generator=generator)
+    width = int(contexts.max() - 1) // BLOCK_SIZE + 1
+    order = 1 + torch.randperm(NUM_BLOCKS - 1, generator=generator)
+    tables = order[: rows * width].view(rows, width)
+    last = contexts - 1
+    return StepInputs(
+        token_ids=torch.randint(0, VOCAB_SIZE, (rows,), generator=generator),
+        positions=last,
+        slot_mapping=tables[torch.arange(rows), last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE,
+        block_tables=tables.int(),
+        query_starts=torch.arange(rows + 1, dtype=torch.int32),
+        context_lengths=contexts.int(),
+    )
+
+
+def poison(inputs: StepInputs) -> None:
+    """As if an earlier step had used all rows: its slots, contexts and blocks are in the way."""
+    inputs.token_ids.fill_(7)
+    inputs.positions.fill_(3)
+    inputs.slot_mapping.copy_(torch.arange(len(inputs.slot_mapping)) + BLOCK_SIZE)
+    inputs.context_lengths.fill_(MOST_BLOCKS * BLOCK_SIZE)
+    inputs.block_tables.fill_(NUM_BLOCKS - 1)
+
+
+def test_a_padded_decode_step_equals_the_plain_one() -> None:
+    decoder = small_decoder(small_config(sliding_window=6))
+    caches, plain_caches = random_caches(decoder), random_caches(decoder)
+    for cache in (*caches.keys, *caches.values, *plain_caches.keys, *plain_caches.values):
+        cache[0] = torch.nan  # what padding reads is nobody's business
+    buckets, recorder = bucket_sizes(11), FakeRecorder()
+    static = StaticInputs(most_rows=buckets[-1], most_blocks=MOST_BLOCKS, device=CPU)
+    graphs = DecodeGraphs(ForwardPass(decoder, caches), static, buckets)
+    graphs.capture(recorder)
+    assert recorder.recorded == [11, 8, 4, 2, 1], "the largest first"
+    plain = ForwardPass(decoder, plain_caches)
+    with torch.inference_mode():
+        for rows in [*range(1, 12), 3, 1, 11, 2]:
+            poison(static.first(buckets[-1]))
+            step = decode_step(rows, seed=rows)
+            torch.testing.assert_close(graphs(step), plain(step))
+            bucket = recorder.replayed[-1]
+            assert bucket == min(size for size in buckets if size >= rows)
+    for ours, theirs in zip((*caches.keys, *caches.values), (*plain_caches.keys, *plain_caches.values), strict=True):
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+def test_padding_is_ignored_whatever_it_computes() -> None:
+    static = StaticInputs(most_rows=4, most_blocks=MOST_BLOCKS, device=CPU)
+    bucket = static.first(4)
+    poison(bucket)
+    fill(bucket, decode_step(3, seed=1))
+    assert bucket.slot_mapping.tolist()[3:] == [-1]
+    assert bucket.context_lengths.tolist()[3:] == [1]
+    assert bucket.query_starts.tolist() == [0, 1, 2, 3, 4]
+    assert 0 <= int(bucket.block_tables[3, 0]) < NUM_BLOCKS and 0 <= int(bucket.token_ids[3]) < VOCAB_SIZE
+
+
+def test_all_other_steps_run_plainly() -> None:
+    """More tokens than rows, more rows than the largest bucket, more blocks than a sequence was to have."""
+    decoder = small_decoder()
+    caches, recorder = random_caches(decoder), FakeRecorder()
+    forward = ForwardPass(decoder, caches)
+    graphs = DecodeGraphs(forward, StaticInputs(most_rows=2, most_blocks=MOST_BLOCKS, device=CPU), (1, 2))
+    graphs.capture(recorder)
+    prompt = StepInputs(
+        token_ids=torch.arange(6),
+        positions=torch.tensor([0, 1, 2, 3, 4, 5]),
+        slot_mapping=torch.arange(4, 10),
+        block_tables=torch.tensor([[1, 2]], dtype=torch.int32),
+        query_starts=torch.tensor([0, 6], dtype=torch.int32),
+        context_lengths=torch.tensor([6], dtype=torch.int32),
+    )
+    with torch.inference_mode():
+        long = next(
+            step
+            for seed in range(100)
+            if (step := decode_step(2, seed, most_blocks=MOST_BLOCKS + 1)).block_tables.shape[1] > MOST_BLOCKS
+        )
+        for step in (prompt, decode_step(3, seed=0), long):
+            torch.testing.assert_close(graphs(step), forward(step))
+    assert recorder.replayed == []
+
+
+def test_capturing_tells_how_far_it_is() -> None:
+    told: list[tuple[str, int, int]] = []
+    decoder = small_decoder()
+    static = StaticInputs(most_rows=2, most_blocks=1, device=CPU)
+    graphs = DecodeGraphs(ForwardPass(decoder, random_caches(decoder)), static, (1, 2))
+    graphs.capture(FakeRecorder(), lambda *now: told.append(now))
+    assert told == [("capturing decode steps", done, 2) for done in range(3)]

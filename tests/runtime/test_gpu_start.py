@@ -1,0 +1,160 @@
+"""Getting a GPU ready, on the CPU: the largest step really runs, and what it is told about memory is put to use."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoserve import LLM, assembly
+from nanoserve.config import EngineConfig
+from nanoserve.errors import RuntimeFailure
+from nanoserve.models.attention import AttentionFunction, PagedAttention
+from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.request import SamplingParams
+from nanoserve.runtime import gpu_start
+from nanoserve.runtime.decode_graphs import DecodeGraphs
+from nanoserve.runtime.gpu_start import GpuStart
+from nanoserve.runtime.largest_step import LargestStep
+from nanoserve.runtime.local import LocalExecutor
+from nanoserve.runtime.traced_layers import TracedLayers
+from nanoserve.scheduler.plan import Begin, Row, StepPlan
+from tests.runtime.fake_graphs import FakeRecorder
+from tests.runtime.small_model import dense_greedy, small_config, small_decoder
+
+CPU = torch.device("cpu")
+STEP_MEMORY = 6000
+PROMPT = (7, 3, 58, 21, 9)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRecorder]:
+    """What of CUDA is asked, answered for the CPU; the compiler only traces."""
+    recorder, free = FakeRecorder(), iter(range(10_000, 0, -300))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10_000))
+    monkeypatch.setattr(gpu_start, "CudaRecorder", lambda device: recorder)
+    monkeypatch.setattr(gpu_start, "measured_memory", lambda device, step: (step(), STEP_MEMORY)[1])
+    monkeypatch.setattr(gpu_start, "TracedLayers", lambda decoder: TracedLayers(decoder, backend="eager"))
+    yield recorder
+    torch._dynamo.reset()
+
+
+def executor_of(decoder: Decoder, start: GpuStart) -> LocalExecutor:
+    return LocalExecutor(decoder, decoder.config, num_blocks=8, block_size=4, device=CPU, run_layer=start.run_layer)
+
+
+def greedy(executor: LocalExecutor, count: int) -> list[int]:
+    tokens = list(PROMPT)
+    for step in range(count):
+        start = 0 if step == 0 else len(tokens) - 1
+        begin = (Begin(1, PROMPT, len(PROMPT), 0, 0, SamplingParams(temperature=0.0)),) if step == 0 else ()
+        row = Row(1, start, tuple(tokens[start:]), True, (0, 1, 2) if step == 0 else ())
+        executor.submit(StepPlan(step, begin=begin, rows=(row,)))
+        (result,) = executor.collect(None)
+        tokens += result.answers[0].tokens
+    return tokens[len(PROMPT) :]
+
+
+def test_a_gpu_is_warmed_measured_and_captured(recorder: FakeRecorder) -> None:
+    decoder = small_decoder().requires_grad_(False)
+    config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=12, block_size=4)
+    start, told = GpuStart(decoder, config, CPU), list[tuple[str, int, int]]()
+    reserved = start.measure(128, lambda *now: told.append(now))
+    graphs = 3 * gpu_start.GRAPH_BYTES + gpu_start.CAPTURE_WORKSPACE
+    assert reserved == STEP_MEMORY + STEP_MEMORY * 3 // 12 + graphs
+    executor = executor_of(decoder, start)
+    facts = start.capture(executor.runner, 20, lambda *now: told.append(now))
+    assert (facts.compiled, facts.step_memory, facts.graphs, facts.graph_memory) == (True, STEP_MEMORY, 3, 300)
+    assert [stage for stage, _, _ in told] == ["compiling layers"] * 2 + ["capturing decode steps"] * 4
+    assert greedy(executor, 4) == dense_greedy(decoder, PROMPT, 4)
+    assert recorder.replayed == [1, 1, 1], "the prompt runs plainly"
+    assert "compiled layers" in str(facts) and "3 decode steps captured" in str(facts)
+
+
+def test_an_engine_on_a_gpu_gives_the_answers_of_the_cpu(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, storyteller: LLM
+) -> None:
+    """All that is done for a GPU, with the CPU in its place: steps overlap too."""
+    load = assembly._load
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(assembly, "usable_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(assembly, "check_model", lambda *model: None)
+    monkeypatch.setattr(assembly, "_load", lambda resolved, config, device, progress: load(resolved, config, CPU, None))
+    monkeypatch.setattr(assembly, "GpuStart", lambda decoder, config, device: GpuStart(decoder, config, CPU))
+    monkeypatch.setattr(
+        assembly, "LocalExecutor", lambda *models, device, **options: LocalExecutor(*models, device=CPU, **options)
+    )
+    prompts = ["Once upon a time", "The cat", "One day, a boy named Tim went to"]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=9),
+        SamplingParams(temperature=0.8, top_p=0.9, max_tokens=7, seed=3),
+        SamplingParams(temperature=1.0, top_k=5, repetition_penalty=1.2, max_tokens=11, seed=4),
+    ]
+    expected = [output.outputs[0].token_ids for output in storyteller.generate(prompts, params)]
+    settings = {"dtype": "float32", "kv_cache_memory": 2**24, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    with LLM(device="cuda", **settings) as llm:
+        assert llm.compiled and llm.gpu is not None and llm.gpu.graphs == 3
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
+    assert {1, 2, 4} == set(recorder.replayed)
+
+
+def test_eager_compiles_and_captures_nothing(recorder: FakeRecorder) -> None:
+    decoder = small_decoder()
+    start = GpuStart(decoder, EngineConfig(eager=True, max_num_seqs=3, max_num_batched_tokens=12, block_size=4), CPU)
+    assert start.measure(128, None) == STEP_MEMORY
+    executor = executor_of(decoder, start)
+    facts = start.capture(executor.runner, 20, None)
+    assert not facts.compiled and facts.graphs == facts.graph_memory == 0 and recorder.recorded == []
+    assert not isinstance(executor.runner.forward, DecodeGraphs)
+    assert greedy(executor, 2) == dense_greedy(decoder, PROMPT, 2)
+
+
+def test_what_does_not_fit_is_one_clear_line(recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = small_decoder()
+    start = GpuStart(decoder, EngineConfig(eager=True, max_num_batched_tokens=12, block_size=4), CPU)
+    captured = GpuStart(decoder, EngineConfig(max_num_seqs=2, block_size=4), CPU)
+    executor = executor_of(decoder, start)
+
+    def fail(*arguments: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(decoder, "forward", fail)
+    with pytest.raises(
+        RuntimeFailure, match=r"a step of 12 tokens .* lower --max-num-batched-tokens or --max-num-seqs$"
+    ):
+        start.measure(128, None)
+    with pytest.raises(RuntimeFailure, match=r"capturing 2 decode steps .* lower --max-num-seqs or .* --eager$"):
+        captured.capture(executor.runner, 20, None)
+
+
+def test_what_cannot_be_captured_runs_plainly(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = small_decoder()
+    start = GpuStart(decoder, EngineConfig(max_num_seqs=2, block_size=4), CPU)
+    executor = executor_of(decoder, GpuStart(decoder, EngineConfig(eager=True), CPU))
+
+    def refuse(step: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(recorder, "record", refuse)
+    assert start.capture(executor.runner, 20, None).graphs == 0
+    assert greedy(executor, 2) == dense_greedy(decoder, PROMPT, 2)
+    assert "decode steps run uncaptured" in caplog.text and "not permitted when stream is capturing" in caplog.text
+
+
+def test_the_largest_step_is_as_large_as_a_step_may_be() -> None:
+    decoder, seen = small_decoder(), list[tuple[int, ...]]()
+
+    def run_layer(
+        layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
+    ) -> Tensor:
+        assert isinstance(attention, PagedAttention)
+        seen.append((len(hidden), *attention.context_lengths.tolist()))
+        output: Tensor = layer(hidden, cos, sin, attention)
+        return output
+
+    tokens = LargestStep(num_tokens=11, num_rows=4, block_size=4).run(decoder, run_layer)
+    assert seen == [(11, 8, 1, 1, 1)] * small_config().num_layers
+    assert len(tokens) == 11, "prompt log probabilities may look at every position"
