@@ -10,6 +10,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.hub import ProgressCallback
 from nanoserve.runtime.decode_graphs import CudaRecorder, DecodeGraphs, StaticInputs, bucket_sizes
+from nanoserve.runtime.devices import compiler_errors
 from nanoserve.runtime.largest_step import LargestStep, measured_memory
 from nanoserve.runtime.memory import memory_errors, out_of_memory
 from nanoserve.runtime.model_runner import ModelRunner
@@ -77,7 +78,7 @@ class GpuStart:
             Bytes to keep free for steps, and for capturing them.
 
         Raises:
-            RuntimeFailure: if there is no room for it.
+            RuntimeFailure: if there is no room for it, or its kernels cannot be built.
         """
         config = self._config
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
@@ -86,7 +87,8 @@ class GpuStart:
         if progress is not None:
             progress(COMPILING, 0, 1)
         advice = "lower --max-num-batched-tokens or --max-num-seqs"
-        with memory_errors(self._device, f"a step of {num_tokens} tokens does not fit", advice):
+        problem = f"a step of {num_tokens} tokens does not fit"
+        with memory_errors(self._device, problem, advice), compiler_errors(self._device):
             step.run(self._decoder, self.run_layer)
             torch.cuda.synchronize(self._device)
             self._warm_up_seconds = time.monotonic() - began
