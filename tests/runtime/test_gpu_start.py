@@ -103,7 +103,9 @@ def test_an_engine_on_a_gpu_gives_the_answers_of_the_cpu(
 def test_eager_compiles_and_captures_nothing(recorder: FakeRecorder) -> None:
     decoder = small_decoder()
     start = GpuStart(decoder, EngineConfig(eager=True, max_num_seqs=3, max_num_batched_tokens=12, block_size=4), CPU)
-    assert start.measure(128, None) == STEP_MEMORY
+    told = list[tuple[str, int, int]]()
+    assert start.measure(128, lambda *now: told.append(now)) == STEP_MEMORY
+    assert told == [("warming up", 0, 1), ("warming up", 1, 1)]
     executor = executor_of(decoder, start)
     facts = start.capture(executor.runner, 20, None)
     assert not facts.compiled and facts.graphs == facts.graph_memory == 0 and recorder.recorded == []
