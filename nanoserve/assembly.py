@@ -20,7 +20,7 @@ from nanoserve.runtime.compiled_layers import CompiledLayers
 from nanoserve.runtime.devices import check_model, usable_device, use_writable_triton_cache
 from nanoserve.runtime.gpu_start import GpuFacts, GpuStart
 from nanoserve.runtime.local import LocalExecutor
-from nanoserve.runtime.memory import choose_num_blocks, memory_errors
+from nanoserve.runtime.memory import choose_num_blocks, memory_errors, weights_do_not_fit
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.scheduler import Scheduler
 from triton_ops.cpu import CpuOperators, cpu_operators
@@ -61,9 +61,10 @@ def build_engine(
         torch.cuda.set_device(device)  # kernels of our own are launched on the current one
         use_writable_triton_cache()
         check_model(device, _model_config(resolved), config.dtype, config.block_size)
-    advice = "choose a smaller model or --dtype, or free some memory"
-    with unreadable_as_model_error(), memory_errors(device, "the weights do not fit", advice):
-        decoder, model = _load(resolved, config, device, progress)
+    with unreadable_as_model_error():
+        problem = weights_do_not_fit(resolved.directory)
+        with memory_errors(device, problem, "choose a smaller model or --dtype, or free some memory"):
+            decoder, model = _load(resolved, config, device, progress)
     default_params = _default_params(model.sampling_defaults)
     gpu = GpuStart(decoder, config, device) if device.type == "cuda" else None
     num_blocks = _choose_num_blocks(decoder, model, config, gpu, progress)

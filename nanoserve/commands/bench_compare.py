@@ -47,6 +47,7 @@ def compare(
       nanoserve bench compare --dtype bfloat16 --batch-sizes 1,4 --rounds 5 --json compare.json
       nanoserve bench compare --peers server --batch-sizes 16
     """
+    engine.check_is_for_cpu()
     names = [name.strip() for name in peers.split(",") if name.strip()]
     cases = grid.cases()
     present, missing = _sort_out(names)

@@ -37,6 +37,7 @@ def latency(
     """
     from nanoserve.measures.workloads import RequestShape
 
+    engine.check_is_for_cpu()
     cases = grid.cases()
     report = results.open_report("latency", {"cases": [case.name for case in cases], "repeats": repeats})
     with load_progress() as progress:

@@ -57,6 +57,7 @@ def throughput(
     """
     from nanoserve.measures.workloads import RequestShape
 
+    engine.check_is_for_cpu()
     name, shapes = _work(preset, trace, requests, engine.seed or 0)
     report = results.open_report("throughput", {"work": name, "requests": len(shapes), "repeats": repeats})
     with load_progress() as progress:

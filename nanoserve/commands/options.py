@@ -177,6 +177,17 @@ class EngineOptions:
             settings["seed"] = self.seed
         return settings
 
+    def check_is_for_cpu(self) -> None:
+        """For commands that hold the engine against what this machine's CPU can do at best.
+
+        Raises:
+            UsageError: for another device.
+        """
+        if self.device != _DEFAULTS.device:
+            raise UsageError(
+                f"--device {self.device}: this command measures CPUs; for a GPU there is nanoserve bench gpu"
+            )
+
     def flags(self) -> list[str]:
         """These options as they are typed, all of them, so that no environment variable has a say any more."""
         words = []

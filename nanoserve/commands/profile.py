@@ -40,6 +40,7 @@ def profile(
     """
     from nanoserve.costs.profile import check_writable, write_profile
 
+    engine.check_is_for_cpu()
     if json_file is not None:
         check_writable(json_file)
     with load_progress() as progress:

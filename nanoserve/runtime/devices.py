@@ -4,14 +4,16 @@ import atexit
 import logging
 import os
 import shutil
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import CalledProcessError
 from tempfile import TemporaryFile, mkdtemp
 
 import torch
 
 from nanoserve.config import ModelConfig
-from nanoserve.errors import UsageError
+from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.dtypes import resolve_dtype
 from triton_ops.gpu.configurations import OLDEST_GENERATION, UnsupportedByGpu, attention_configuration
 
@@ -96,3 +98,22 @@ def use_writable_triton_cache(environment: MutableMapping[str, str] = os.environ
         reason,
         _CACHE_VARIABLE,
     )
+
+
+@contextmanager
+def compiler_errors(device: torch.device) -> Iterator[None]:
+    """What Triton lacks to launch its first kernel, which takes a small library that it builds, in one line.
+
+    Raises:
+        RuntimeFailure: within, if there is no C compiler, or it fails.
+    """
+    try:
+        yield
+    except (RuntimeError, CalledProcessError) as error:
+        if not isinstance(error, CalledProcessError) and "C compiler" not in str(error):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise RuntimeFailure(
+            f"kernels cannot be launched on {device}: install gcc and Python's headers, or set CC to a C compiler"
+            f" ({reason})"
+        ) from error

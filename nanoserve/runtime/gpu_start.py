@@ -10,13 +10,14 @@ from nanoserve.config import EngineConfig
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.hub import ProgressCallback
 from nanoserve.runtime.decode_graphs import CudaRecorder, DecodeGraphs, StaticInputs, bucket_sizes
+from nanoserve.runtime.devices import compiler_errors
 from nanoserve.runtime.largest_step import LargestStep, measured_memory
 from nanoserve.runtime.memory import memory_errors, out_of_memory
 from nanoserve.runtime.model_runner import ModelRunner
 from nanoserve.runtime.traced_layers import TracedLayers
 from nanoserve.sizes import format_size
 
-COMPILING = "compiling layers"
+COMPILING, WARMING_UP = "compiling layers", "warming up"
 GRAPH_BYTES = 16 * 2**20
 """What a graph takes beside the tensors of its step: a driver keeps its kernels' arguments on the device."""
 CAPTURE_WORKSPACE = 64 * 2**20
@@ -77,22 +78,23 @@ class GpuStart:
             Bytes to keep free for steps, and for capturing them.
 
         Raises:
-            RuntimeFailure: if there is no room for it.
+            RuntimeFailure: if there is no room for it, or its kernels cannot be built.
         """
         config = self._config
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
         step = LargestStep(num_tokens, min(num_tokens, config.max_num_seqs), config.block_size)
-        began = time.monotonic()
+        began, stage = time.monotonic(), WARMING_UP if self._traced is None else COMPILING
         if progress is not None:
-            progress(COMPILING, 0, 1)
+            progress(stage, 0, 1)
         advice = "lower --max-num-batched-tokens or --max-num-seqs"
-        with memory_errors(self._device, f"a step of {num_tokens} tokens does not fit", advice):
+        problem = f"a step of {num_tokens} tokens does not fit"
+        with memory_errors(self._device, problem, advice), compiler_errors(self._device):
             step.run(self._decoder, self.run_layer)
             torch.cuda.synchronize(self._device)
             self._warm_up_seconds = time.monotonic() - began
             self._step_memory = measured_memory(self._device, lambda: step.run(self._decoder, self.run_layer))
         if progress is not None:
-            progress(COMPILING, 1, 1)
+            progress(stage, 1, 1)
         if not self._buckets:
             return self._step_memory
         # The graphs keep the memory of the largest of their steps, whose activations grow with its tokens at most.

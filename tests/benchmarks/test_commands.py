@@ -71,6 +71,9 @@ def test_throughput_of_a_trace_leaves_out_what_is_too_long(bench: Run, tmp_path:
     [
         (("latency", "--batch-sizes", "0"), "--batch-sizes takes whole numbers"),
         (("latency", "--output", "-3"), "--output takes whole numbers"),
+        (("latency", "--device", "cuda"), "--device cuda: this command measures CPUs"),
+        (("throughput", "--device", "cuda:1"), "--device cuda:1: this command measures CPUs"),
+        (("compare", "--device", "cuda"), "for a GPU there is nanoserve bench gpu"),
         (("latency", "--repeats", "0"), "--repeats"),
         (("latency", "--input", "1048576"), "needs a context of"),
         (("throughput", "--preset", "huge"), "--preset 'huge' is not one of nano-vllm, cpu, cpu-small"),

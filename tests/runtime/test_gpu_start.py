@@ -1,6 +1,7 @@
 """Getting a GPU ready, on the CPU: the largest step really runs, and what it is told about memory is put to use."""
 
 from collections.abc import Iterator
+from subprocess import CalledProcessError
 
 import pytest
 import torch
@@ -102,7 +103,9 @@ def test_an_engine_on_a_gpu_gives_the_answers_of_the_cpu(
 def test_eager_compiles_and_captures_nothing(recorder: FakeRecorder) -> None:
     decoder = small_decoder()
     start = GpuStart(decoder, EngineConfig(eager=True, max_num_seqs=3, max_num_batched_tokens=12, block_size=4), CPU)
-    assert start.measure(128, None) == STEP_MEMORY
+    told = list[tuple[str, int, int]]()
+    assert start.measure(128, lambda *now: told.append(now)) == STEP_MEMORY
+    assert told == [("warming up", 0, 1), ("warming up", 1, 1)]
     executor = executor_of(decoder, start)
     facts = start.capture(executor.runner, 20, None)
     assert not facts.compiled and facts.graphs == facts.graph_memory == 0 and recorder.recorded == []
@@ -126,6 +129,28 @@ def test_what_does_not_fit_is_one_clear_line(recorder: FakeRecorder, monkeypatch
         start.measure(128, None)
     with pytest.raises(RuntimeFailure, match=r"capturing 2 decode steps .* lower --max-num-seqs or .* --eager$"):
         captured.capture(executor.runner, 20, None)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+        CalledProcessError(1, ["gcc", "main.c"]),
+    ],
+)
+def test_kernels_that_cannot_be_built_are_one_clear_line(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    decoder = small_decoder()
+
+    def fail(*arguments: object) -> Tensor:
+        raise error
+
+    monkeypatch.setattr(decoder, "forward", fail)
+    start = GpuStart(decoder, EngineConfig(eager=True, max_num_batched_tokens=12, block_size=4), CPU)
+    with pytest.raises(RuntimeFailure, match=r"install gcc and Python's headers, or set CC to a C compiler \(") as told:
+        start.measure(128, None)
+    assert "\n" not in str(told.value)
 
 
 def test_what_cannot_be_captured_runs_plainly(

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoserve.errors import UsageError
+from nanoserve import LLM
+from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.runtime import memory
 from nanoserve.runtime.memory import available_memory, choose_num_blocks, kv_bytes_per_block
 from nanoserve.sizes import format_size, parse_size
@@ -140,6 +141,25 @@ def test_the_older_control_groups_are_understood(tmp_path: Path) -> None:
     (group / "memory.usage_in_bytes").write_text("950\n")
     (group / "memory.stat").write_text("total_inactive_file 20\n")
     assert memory._control_group_rooms(tmp_path / "absent", tmp_path) == [0]
+
+
+# ------------------------------------------------------------------------------------------ weights that do not fit
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [(None, r"a checkpoint of [\d.]+ MiB does not fit"), ("dummy:smollm2-135m", "the weights do not fit")],
+)
+def test_a_model_beyond_all_memory_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, model: str | None, problem: str
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("nanoserve.models.loading.empty_decoder", fail)
+    monkeypatch.setattr("nanoserve.models.dummy.empty_decoder", fail)
+    with pytest.raises(RuntimeFailure, match=f"^out of memory on cpu: {problem} into .* free; choose a smaller model"):
+        LLM(model)
 
 
 # ---------------------------------------------------------------------------------------------- sizes

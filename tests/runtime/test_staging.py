@@ -54,6 +54,23 @@ def test_staged_arrays_are_tensors_after_the_transfer_and_not_before() -> None:
     assert_equal([later.tensor], expected[1:2])
 
 
+def test_memory_is_used_again_when_its_copy_is_done_and_not_before() -> None:
+    order: list[str] = []
+
+    class Event:
+        def synchronize(self) -> None:
+            order.append("waited")
+
+        def record(self) -> None:
+            order.append("copied")
+
+    buffer = HostBuffer(CPU)
+    buffer._copied = Event()  # type: ignore[assignment]
+    for seed in range(3):
+        assert_equal(buffer.copy(arrays(seed, 4)), arrays(seed, 4))
+    assert order == ["waited", "copied"] * 3
+
+
 def test_on_the_cpu_nothing_is_copied() -> None:
     staging, array = Staging(CPU), np.arange(7)
     staged = staging.add(array)
