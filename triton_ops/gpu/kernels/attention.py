@@ -176,12 +176,13 @@ def attend_single_tokens(
     heads = kv_head * GROUP + in_group
     results = row.to(tl.int64) * tl.num_programs(0) * GROUP * num_splits + heads * num_splits + split
     real = (in_group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    query_offsets = token.to(tl.int64) * query_token_stride + heads[:, None] * query_head_stride + dims[None, :]
+    first_row = query + token.to(tl.int64) * query_token_stride + kv_head * GROUP * query_head_stride
+    query_rows = first_row + in_group[:, None] * query_head_stride + dims[None, :]
     table = block_tables + row.to(tl.int64) * table_stride
     of_head = kv_head * kv_head_stride
     accumulated, highest, total, _ = _attend(
         _first_state(table, begin, end, BLOCK_SIZE, TILE_ROWS, PADDED_HEAD_DIM, KEYS_PER_TILE),
-        tl.load(query + query_offsets, mask=real, other=0.0),
+        tl.load(query_rows, mask=real, other=0.0),
         (key_cache + of_head, value_cache + of_head, table, block_stride, token_stride),
         (tl.full([TILE_ROWS], context - 1, tl.int32), first_seen, end, sliding_window),
         begin,
@@ -302,10 +303,9 @@ def attend_longer_rows(
 
     tile_rows = tl.arange(0, TILE_ROWS)
     dims = tl.arange(0, PADDED_HEAD_DIM)
-    queries = first_query + tile_rows // GROUP
-    heads = kv_head * GROUP + tile_rows % GROUP
+    num_queries = tl.minimum(queries_per_tile, length - first_query)
     first_position = context - length + first_query
-    end = context - length + tl.minimum(first_query + queries_per_tile, length)
+    end = first_position + num_queries
     first_seen = tl.maximum(first_position - sliding_window + 1, 0) if SLIDES else 0
     # Tiles of keys: up to `slid` the window cuts some query off, from `whole` on the diagonal does.
     begin = first_seen // BLOCK_SIZE * BLOCK_SIZE
@@ -315,14 +315,15 @@ def attend_longer_rows(
         slid += tl.cdiv(tl.maximum(end - sliding_window - begin, 0), KEYS_PER_TILE) * KEYS_PER_TILE
         slid = tl.minimum(slid, whole)
 
-    real = ((tile_rows < queries_per_tile * GROUP) & (queries < length))[:, None] & (dims < HEAD_DIM)[None, :]
-    tokens = (start + queries).to(tl.int64)
-    query_offsets = tokens[:, None] * query_token_stride + heads[:, None] * query_head_stride + dims[None, :]
-    tile_query = tl.load(query + query_offsets, mask=real, other=0.0)
+    real = (tile_rows < num_queries * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    token, head = (start + first_query).to(tl.int64), kv_head * GROUP
+    in_query = (tile_rows // GROUP)[:, None] * query_token_stride + (tile_rows % GROUP)[:, None] * query_head_stride
+    first_row = query + token * query_token_stride + head * query_head_stride
+    tile_query = tl.load(first_row + in_query + dims[None, :], mask=real, other=0.0)
     table = block_tables + row.to(tl.int64) * table_stride
     of_head = kv_head * kv_head_stride
     cache = (key_cache + of_head, value_cache + of_head, table, block_stride, token_stride)
-    sight = (context - length + queries, first_seen, end, sliding_window)
+    sight = (first_position + tile_rows // GROUP, first_seen, end, sliding_window)
     state = _first_state(table, begin, end, BLOCK_SIZE, TILE_ROWS, PADDED_HEAD_DIM, KEYS_PER_TILE)
     if SLIDES:
         state = _attend(
@@ -334,5 +335,6 @@ def attend_longer_rows(
     accumulated, _, total, _ = _attend(
         state, tile_query, cache, sight, whole, end, scale, BLOCK_SIZE, HEAD_DIM, KEYS_PER_TILE, SLIDES, True
     )
-    out_offsets = tokens[:, None] * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out + out_offsets, (accumulated / _weight_or_one(total)[:, None]).to(out.dtype.element_ty), mask=real)
+    in_out = (tile_rows // GROUP)[:, None] * out_stride + (tile_rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
+    attended = (accumulated / _weight_or_one(total)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + token * out_stride + head * HEAD_DIM + in_out, attended, mask=real)
