@@ -46,7 +46,7 @@ def check(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
 @pytest.mark.parametrize(("block_size", "window"), [(16, 0), (16, 40), (32, 0), (32, 17)])
 def test_every_shape_in_its_default_configuration(
     dtype: torch.dtype, head_dim: int, block_size: int, window: int
@@ -184,7 +184,7 @@ def test_only_the_programs_that_have_work_are_launched(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim": 96}, "no head_dim 96, only 64, 80, 128, 256"),
+        ({"head_dim": 96}, "no head_dim 96, only 32, 64, 80, 128, 256"),
         ({"block_size": 8}, "no block_size 8, only 16, 32"),
         ({"dtype": torch.float64}, "one of bfloat16, float16 and float32 for all, not torch.float64"),
     ],

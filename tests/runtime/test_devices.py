@@ -91,7 +91,7 @@ def model_refusal(monkeypatch: pytest.MonkeyPatch, *, head_dim: int = 64, block_
     return refusals
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_usual_models_run(monkeypatch: pytest.MonkeyPatch, head_dim: int, block_size: int) -> None:
     assert model_refusal(monkeypatch, head_dim=head_dim, block_size=block_size) == set()
@@ -99,7 +99,7 @@ def test_usual_models_run(monkeypatch: pytest.MonkeyPatch, head_dim: int, block_
 
 def test_models_that_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     (heads,) = model_refusal(monkeypatch, head_dim=512)
-    assert heads.startswith("--device cuda:0: attention on a GPU knows no head_dim 512, only 64,") and "CPU" in heads
+    assert heads.startswith("--device cuda:0: attention on a GPU knows no head_dim 512, only 32, 64,") and "CPU" in heads
     (blocks,) = model_refusal(monkeypatch, block_size=24)
     assert blocks.startswith("--device cuda:0: attention on a GPU knows no block_size 24, only 16, 32;")
 

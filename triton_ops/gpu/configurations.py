@@ -12,7 +12,7 @@ OLDEST_GENERATION = 8
 LATEST_WITH_LARGE_SHARED_MEMORY = 11
 """Generation 12 (Blackwell's consumer GPUs) is back at the 99 KiB a program that generation 8 guarantees."""
 
-HEAD_DIMS = (64, 80, 128, 256)
+HEAD_DIMS = (32, 64, 80, 128, 256)
 BLOCK_SIZES = (16, 32)
 MOST_SPLITS = 64
 REDUCTION_WARPS = 4
@@ -65,6 +65,7 @@ class AttentionShape:
 
 
 _FLOAT32 = {
+    32: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 16, 2)),
     64: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 16, 2)),
     80: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(32, 32, 16, 2)),
     128: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(32, 32, 16, 2)),
@@ -76,14 +77,17 @@ ATTENTION: dict[tuple[int, int, int], AttentionConfiguration] = {
     **{(generation, 4, head_dim): entry for generation in (8, 9, 10) for head_dim, entry in _FLOAT32.items()},
     (10, 4, 80): AttentionConfiguration(DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)),
     (10, 4, 128): AttentionConfiguration(DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)),
+    (8, 2, 32): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
     (8, 2, 64): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
     (8, 2, 80): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
     (8, 2, 128): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
     (8, 2, 256): AttentionConfiguration(DecodeConfiguration(32, 4, 3), PrefillConfiguration(64, 32, 8, 2)),
+    (9, 2, 32): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)),
     (9, 2, 64): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)),
     (9, 2, 80): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
     (9, 2, 128): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 128, 8, 3)),
     (9, 2, 256): AttentionConfiguration(DecodeConfiguration(32, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
+    (10, 2, 32): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)),
     (10, 2, 64): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)),
     (10, 2, 80): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
     (10, 2, 128): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
