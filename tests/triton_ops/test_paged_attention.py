@@ -1,8 +1,6 @@
 """Every operator against an independent float64 reference, on ragged batches with poison in every unused slot."""
 
 import math
-import random
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.triton_ops.batches import Batch, Row, build, reference
 from triton_ops import cache_write, copy_blocks, paged_attention
 
 pytestmark = pytest.mark.usefixtures("implementation")
@@ -17,113 +16,9 @@ pytestmark = pytest.mark.usefixtures("implementation")
 HEAD_DIM = 8
 
 
-@dataclass(frozen=True)
-class Row:
-    """One sequence: how many of its tokens are queries of this step, and how many it has in all."""
-
-    queries: int
-    context: int
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A filled cache with its metadata, and each row's keys and values as plain tensors for the reference."""
-
-    query: Tensor
-    key_cache: Tensor
-    value_cache: Tensor
-    block_tables: Tensor
-    query_starts: Tensor
-    context_lengths: Tensor
-    keys: list[Tensor]
-    values: list[Tensor]
-
-
-def build(
-    rows: list[Row],
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    block_size: int,
-    seed: int,
-    shared: int = 0,
-    head_dim: int = HEAD_DIM,
-    dtype: torch.dtype = torch.float32,
-) -> Batch:
-    """Rows on shuffled blocks; the first `shared` blocks of every row long enough are one and the same."""
-    generator = torch.Generator().manual_seed(seed)
-    order = random.Random(seed)
-    needed = [-(-row.context // block_size) for row in rows]
-    free = list(range(sum(needed) + 4))
-    order.shuffle(free)
-    common = [free.pop() for _ in range(shared)]
-    shape = (len(free) + shared + sum(needed), num_kv_heads, block_size, head_dim)
-    key_cache, value_cache = torch.full(shape, math.nan, dtype=dtype), torch.full(shape, math.nan, dtype=dtype)
-    # Behind a row's last block its table may hold anything: here, a block that does not exist.
-    tables = torch.full((len(rows), max(needed) + 1), 10**6, dtype=torch.int32)
-    keys, values = [], []
-    longest = max(row.context for row in rows)
-    prefix = torch.randn(2, longest, num_kv_heads, head_dim, generator=generator).to(dtype)
-    for index, row in enumerate(rows):
-        blocks = [
-            common[position] if position < shared and (position + 1) * block_size <= row.context else free.pop()
-            for position in range(needed[index])
-        ]
-        tables[index, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        own = torch.randn(2, row.context, num_kv_heads, head_dim, generator=generator).to(dtype)
-        common_tokens = sum(block in common for block in blocks) * block_size
-        own[:, :common_tokens] = prefix[:, :common_tokens]
-        keys.append(own[0])
-        values.append(own[1])
-        for position in range(row.context):
-            block, offset = blocks[position // block_size], position % block_size
-            key_cache[block, :, offset] = own[0, position]
-            value_cache[block, :, offset] = own[1, position]
-    starts = [0]
-    for row in rows:
-        starts.append(starts[-1] + row.queries)
-    return Batch(
-        query=torch.randn(starts[-1], num_heads, head_dim, generator=generator).to(dtype),
-        key_cache=key_cache,
-        value_cache=value_cache,
-        block_tables=tables,
-        query_starts=torch.tensor(starts, dtype=torch.int32),
-        context_lengths=torch.tensor([row.context for row in rows], dtype=torch.int32),
-        keys=keys,
-        values=values,
-    )
-
-
-def reference(batch: Batch, scale: float, window: int) -> Tensor:
-    """Attention by its definition, one query and one head at a time, in float64."""
-    num_heads, num_kv_heads = batch.query.shape[1], batch.key_cache.shape[1]
-    results = torch.empty(batch.query.shape, dtype=torch.float64)
-    for row, (key, value) in enumerate(zip(batch.keys, batch.values, strict=True)):
-        start, end = batch.query_starts[row : row + 2].tolist()
-        for token in range(start, end):
-            position = key.shape[0] - (end - token)
-            first = max(0, position - window + 1) if window else 0
-            for head in range(num_heads):
-                kv_head = head * num_kv_heads // num_heads
-                scores = key[first : position + 1, kv_head].double() @ batch.query[token, head].double() * scale
-                weights = torch.exp(scores - scores.max())
-                results[token, head] = weights @ value[first : position + 1, kv_head].double() / weights.sum()
-    return results.flatten(1)
-
-
 def attend(batch: Batch, scale: float, window: int) -> Tensor:
-    out = torch.full_like(batch.query.flatten(1), math.nan)
-    paged_attention(
-        out,
-        batch.query,
-        batch.key_cache,
-        batch.value_cache,
-        batch.block_tables,
-        batch.query_starts,
-        batch.context_lengths,
-        scale=scale,
-        sliding_window=window,
-    )
+    out = batch.poisoned_out()
+    paged_attention(out, *batch.inputs, scale=scale, sliding_window=window)
     return out
 
 
@@ -148,14 +43,22 @@ def test_attention_is_the_definition_of_attention(
     rows: list[Row], heads: tuple[int, int], block_size: int, window: int, shared: int, seed: int
 ) -> None:
     num_heads, num_kv_heads = heads
-    batch = build(rows, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size, seed=seed, shared=shared)
+    batch = build(
+        rows,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        head_dim=HEAD_DIM,
+        seed=seed,
+        shared=shared,
+    )
     expected = reference(batch, 0.3, window)
     torch.testing.assert_close(attend(batch, 0.3, window).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     rows = [Row(1, 30), Row(7, 20), Row(1, 3)]
-    together = build(rows, num_heads=4, num_kv_heads=2, block_size=4, seed=3)
+    together = build(rows, num_heads=4, num_kv_heads=2, block_size=4, head_dim=HEAD_DIM, seed=3)
     alone = Batch(
         query=together.query[:1],
         key_cache=together.key_cache,
@@ -211,7 +114,7 @@ def test_copies_read_every_source_before_they_write() -> None:
 
 def test_torch_accepts_the_operators_for_tracing() -> None:
     """Schema, fake kernel and functionalization are consistent, as torch.compile relies on."""
-    batch = build([Row(1, 6), Row(3, 5)], num_heads=4, num_kv_heads=2, block_size=4, seed=7)
+    batch = build([Row(1, 6), Row(3, 5)], num_heads=4, num_kv_heads=2, block_size=4, head_dim=HEAD_DIM, seed=7)
     key_cache, value_cache = torch.randn(2, *batch.key_cache.shape).unbind()
     key_cache, value_cache = key_cache.clone(), value_cache.clone()
     out = torch.empty(4, 4 * HEAD_DIM)

@@ -1,0 +1,214 @@
+"""The GPU's paged attention against float64: ragged batches, and poison wherever no row has anything."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tests.triton_ops.batches import Batch, Row, build, reference
+from triton_ops.gpu import attention
+from triton_ops.gpu.configurations import (
+    AttentionConfiguration,
+    DecodeConfiguration,
+    PrefillConfiguration,
+    UnsupportedByGpu,
+)
+
+SCALE = 0.2
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+SMALL = AttentionConfiguration(
+    DecodeConfiguration(keys_per_tile=32, num_warps=4, num_stages=2, keys_per_split=32),
+    PrefillConfiguration(rows_per_tile=32, keys_per_tile=32, num_warps=4, num_stages=2),
+)
+"""Tiles so small that short rows have many."""
+
+MIXED = [Row(1, 150), Row(40, 75), Row(1, 1), Row(3, 33), Row(33, 33)]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_scratch() -> Iterator[None]:
+    """What torch.empty gives is NaN: a split that is read but was never written shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check(
+    batch: Batch, window: int, *, configuration: AttentionConfiguration = SMALL, multiprocessors: int = 2
+) -> None:
+    out = batch.poisoned_out()
+    attention.attend(configuration, multiprocessors, (out, *batch.inputs), scale=SCALE, sliding_window=window)
+    tolerance = TOLERANCES[out.dtype]
+    torch.testing.assert_close(out.double(), reference(batch, SCALE, window), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize(("block_size", "window"), [(16, 0), (16, 40), (32, 0), (32, 17)])
+def test_every_shape_in_its_default_configuration(
+    dtype: torch.dtype, head_dim: int, block_size: int, window: int
+) -> None:
+    batch = build(MIXED, num_heads=4, num_kv_heads=2, block_size=block_size, seed=1, head_dim=head_dim, dtype=dtype)
+    out = batch.poisoned_out()
+    attention.paged_attention(out, *batch.inputs, scale=SCALE, sliding_window=window)
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(out.double(), reference(batch, SCALE, window), atol=tolerance, rtol=tolerance)
+
+
+@st.composite
+def ragged_rows(draw: st.DrawFn) -> list[Row]:
+    """Lengths of one, around the edges of blocks and tiles, and long; decodes, prefills and chunks."""
+    edges = st.sampled_from([1, 2, 15, 16, 17, 31, 32, 33, 48, 64, 65])
+    queries = st.one_of(st.just(1), st.just(1), edges)
+    computed = st.one_of(st.just(0), edges, st.integers(0, 200))
+    rows = draw(st.lists(st.tuples(queries, computed), min_size=1, max_size=5))
+    return [Row(new, new + cached) for new, cached in rows]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    rows=ragged_rows(),
+    heads=st.sampled_from([(2, 2), (4, 2), (5, 1), (20, 1)]),
+    block_size=st.sampled_from([16, 32]),
+    window=st.sampled_from([0, 0, 1, 16, 31, 50]),
+    multiprocessors=st.sampled_from([1, 2, 8]),
+    shared=st.integers(0, 3),
+    seed=st.integers(0, 2**31),
+)
+@example(
+    rows=[Row(1, 16), Row(1, 17), Row(1, 1)], heads=(4, 2), block_size=16, window=0, multiprocessors=1, shared=0, seed=0
+)
+@example(rows=[Row(129, 129)], heads=(5, 1), block_size=16, window=50, multiprocessors=1, shared=0, seed=1)
+def test_ragged_batches(
+    rows: list[Row],
+    heads: tuple[int, int],
+    block_size: int,
+    window: int,
+    multiprocessors: int,
+    shared: int,
+    seed: int,
+) -> None:
+    num_heads, num_kv_heads = heads
+    batch = build(
+        rows,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        seed=seed,
+        shared=shared,
+        head_dim=64,
+    )
+    check(batch, window, multiprocessors=multiprocessors)
+
+
+@pytest.mark.parametrize("window", [0, 700])
+@pytest.mark.parametrize("multiprocessors", [1, 100])
+def test_long_rows_whole_and_in_many_splits(window: int, multiprocessors: int) -> None:
+    rows = [Row(1, 2100), Row(1, 64), Row(1, 700), Row(1, 1)]
+    batch = build(rows, num_heads=4, num_kv_heads=1, block_size=16, seed=2, head_dim=64)
+    configuration = replace(SMALL, decode=replace(SMALL.decode, keys_per_tile=128, keys_per_split=128))
+    check(batch, window, configuration=configuration, multiprocessors=multiprocessors)
+
+
+def test_a_batch_as_wide_as_rows_are_searched() -> None:
+    """Rows of tiles are found 128 at a time: here the longer ones lie on both sides of that, beside rows of nothing."""
+    rows = [Row(1, 5)] * 127 + [Row(3, 20), Row(2, 2), Row(1, 3), Row(17, 40)]
+    batch = build(rows, num_heads=1, num_kv_heads=1, block_size=16, seed=3, head_dim=64)
+    starts = batch.query_starts
+    empty = starts[-1:].expand(3)
+    padded = replace(
+        batch,
+        query_starts=torch.cat([starts, empty]),
+        context_lengths=torch.cat([batch.context_lengths, torch.zeros(3, dtype=torch.int32)]),
+        block_tables=torch.cat(
+            [batch.block_tables, torch.full((3, batch.block_tables.shape[1]), 10**6, dtype=torch.int32)]
+        ),
+    )
+    out = batch.poisoned_out()
+    attention.attend(SMALL, 1, (out, *padded.inputs), scale=SCALE, sliding_window=0)
+    torch.testing.assert_close(out.double(), reference(batch, SCALE, 0), atol=1e-5, rtol=1e-5)
+
+
+def test_blocks_that_a_window_has_left_behind_may_be_gone() -> None:
+    """They may be another row's by now, so neither they nor what the table says of them is looked at."""
+    window, rows = 20, [Row(1, 90), Row(20, 110), Row(50, 64)]
+    batch = build(rows, num_heads=4, num_kv_heads=2, block_size=16, seed=9, head_dim=64)
+    for index, row in enumerate(rows):
+        first_seen = max(0, row.context - row.queries + 1 - window)
+        gone = batch.block_tables[index, : first_seen // 16]
+        batch.key_cache[gone.long()] = batch.value_cache[gone.long()] = torch.nan
+        gone.fill_(10**6)
+    for multiprocessors in (1, 8):
+        check(batch, window, multiprocessors=multiprocessors)
+
+
+def test_tensors_may_be_parts_of_wider_ones() -> None:
+    """Queries as a fused projection hands them over, caches that lie layer by layer in one allocation."""
+    batch = build(MIXED, num_heads=4, num_kv_heads=2, block_size=16, seed=4, head_dim=64)
+    fused = torch.full((batch.query.shape[0], 8, 64), torch.nan)
+    fused[:, 2:6] = batch.query
+    caches = torch.stack([batch.key_cache, batch.value_cache], dim=1)
+    check(replace(batch, query=fused[:, 2:6], key_cache=caches[:, 0], value_cache=caches[:, 1]), 0)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 100])
+def test_padding_rows_of_a_captured_graph_give_numbers(multiprocessors: int) -> None:
+    """A row with nothing in the cache gets zeros; its neighbour with one token gets that token's value."""
+    batch = build([Row(1, 60), Row(1, 1), Row(1, 1)], num_heads=4, num_kv_heads=2, block_size=16, seed=5, head_dim=64)
+    lengths = torch.tensor([60, 1, 0], dtype=torch.int32)
+    tables = batch.block_tables.clone()
+    tables[2] = 10**6
+    out = batch.poisoned_out()
+    tensors = (out, *replace(batch, context_lengths=lengths, block_tables=tables).inputs)
+    attention.attend(SMALL, multiprocessors, tensors, scale=SCALE, sliding_window=0)
+    torch.testing.assert_close(out[:2].double(), reference(batch, SCALE, 0)[:2], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out[1], batch.values[1].repeat_interleave(2, dim=1).flatten(), atol=1e-6, rtol=0)
+    assert torch.count_nonzero(out[2]) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "unused"),
+    [([Row(1, 20), Row(1, 40)], "attend_longer_rows"), ([Row(20, 20)], "attend_single_tokens")],
+    ids=["single tokens", "one longer row"],
+)
+def test_only_the_programs_that_have_work_are_launched(
+    rows: list[Row], unused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(attention, unused)
+    check(build(rows, num_heads=2, num_kv_heads=1, block_size=16, seed=6, head_dim=64), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 96}, "no head_dim 96, only 64, 80, 128, 256"),
+        ({"block_size": 8}, "no block_size 8, only 16, 32"),
+        ({"dtype": torch.float64}, "one of bfloat16, float16 and float32 for all, not torch.float64"),
+    ],
+    ids=["head_dim", "block_size", "dtype"],
+)
+def test_what_no_program_does_is_said_before_any_is_launched(changes: dict[str, object], message: str) -> None:
+    shape = {"head_dim": 64, "block_size": 16, "dtype": torch.float32, **changes}
+    batch = build([Row(1, 5)], num_heads=2, num_kv_heads=1, seed=7, **shape)  # type: ignore[arg-type]
+    out = batch.poisoned_out()
+    with pytest.raises(UnsupportedByGpu, match=message):
+        attention.paged_attention(out, *batch.inputs, scale=SCALE, sliding_window=0)
+    assert bool(out.isnan().all())
+
+
+def test_tensors_that_would_be_read_wrongly_are_refused() -> None:
+    batch = build([Row(1, 5)], num_heads=2, num_kv_heads=1, block_size=16, seed=8, head_dim=64)
+    turned = replace(batch, query=batch.query.mT.contiguous().mT)
+    unlike = replace(batch, value_cache=torch.stack([batch.value_cache] * 2, dim=1)[:, 0])
+    mixed = replace(batch, query=batch.query.half())
+    for wrong, scale, message in (
+        (turned, 1.0, "contiguous"),
+        (unlike, 1.0, "alike"),
+        (mixed, 1.0, "float16"),
+        (batch, -1.0, "scale"),
+    ):
+        with pytest.raises(UnsupportedByGpu, match=message):
+            attention.paged_attention(batch.poisoned_out(), *wrong.inputs, scale=scale, sliding_window=0)

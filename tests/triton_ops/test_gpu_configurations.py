@@ -1,0 +1,73 @@
+"""The table of configurations holds together; what the programs compute with it is seen in tests/interpreter."""
+
+import pytest
+
+from triton_ops.gpu.configurations import (
+    ATTENTION,
+    BLOCK_SIZES,
+    HEAD_DIMS,
+    MOST_SPLITS,
+    DecodeConfiguration,
+    UnsupportedByGpu,
+    attention_configuration,
+    num_splits,
+)
+from triton_ops.gpu.kernels import attention
+from triton_ops.gpu.variants import attention_variants
+
+GENERATIONS = (8, 9, 10)
+
+
+def test_every_generation_has_every_shape_in_whole_blocks() -> None:
+    assert set(ATTENTION) == {(line, width, dim) for line in GENERATIONS for width in (2, 4) for dim in HEAD_DIMS}
+    for configuration in ATTENTION.values():
+        decode, prefill = configuration.decode, configuration.prefill
+        assert decode.keys_per_split % decode.keys_per_tile == 0
+        for block_size in BLOCK_SIZES:
+            assert decode.keys_per_tile % block_size == 0
+            assert prefill.keys_per_tile % block_size == 0
+
+
+def test_16_bit_tiles_of_longer_rows_fill_the_matrix_units_of_a_warp_group() -> None:
+    assert all(entry.prefill.rows_per_tile >= 64 for (_, width, _), entry in ATTENTION.items() if width == 2)
+
+
+@pytest.mark.parametrize(("generation", "line"), [(8, 8), (9, 9), (10, 10), (11, 10), (12, 8), (13, 8)])
+def test_a_generation_without_a_line_takes_one_that_it_can_run(generation: int, line: int) -> None:
+    assert attention_configuration(generation, 2, 128, 16) is ATTENTION[line, 2, 128]
+
+
+def test_a_gpu_that_is_too_old_is_refused() -> None:
+    with pytest.raises(UnsupportedByGpu, match=r"compute capability 8\.0 or newer, this one has 7\.x"):
+        attention_configuration(7, 2, 128, 16)
+
+
+DECODE = DecodeConfiguration(
+    keys_per_tile=64, num_warps=4, num_stages=3, keys_per_split=128, programs_per_multiprocessor=8
+)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "most_keys", "splits"),
+    [
+        pytest.param(512, 4096, 1, id="rows enough to keep every multiprocessor busy"),
+        pytest.param(64, 4096, 2, id="too few"),
+        pytest.param(4, 4096, 25, id="far too few"),
+        pytest.param(4, 1000, 8, id="no split with fewer keys than are worth it"),
+        pytest.param(1, 1 << 20, MOST_SPLITS, id="no more than are added up at once"),
+        pytest.param(1, 16, 1, id="at least one"),
+    ],
+)
+def test_splits_keep_the_gpu_busy(num_rows: int, most_keys: int, splits: int) -> None:
+    found = num_splits(DECODE, multiprocessors=100, num_rows=num_rows, num_kv_heads=8, most_keys=most_keys)
+    assert found == splits
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_variants_name_every_parameter_of_their_program_once(generation: int) -> None:
+    variants = list(attention_variants(generation))
+    assert {variant.constants["HEAD_DIM"] for variant in variants} == set(HEAD_DIMS)
+    for variant in variants:
+        parameters = getattr(attention, variant.program).arg_names
+        assert sorted(parameters) == sorted([*variant.types, *variant.constants])
+        assert variant.divisible <= variant.types.keys()

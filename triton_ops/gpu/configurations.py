@@ -1,0 +1,162 @@
+"""How the GPU's programs are cut for each generation of GPUs: a table that is only read at run time.
+
+A generation is the major number of CUDA's compute capability. The table holds a line for 8 (Ampere, Ada), 9 (Hopper)
+and 10 (data-centre Blackwell); 11 takes 10's line, and newer ones take 8's, whose tiles fit into the least shared
+memory and need no instruction that came later.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+OLDEST_GENERATION = 8
+LATEST_WITH_LARGE_SHARED_MEMORY = 11
+"""Generation 12 (Blackwell's consumer GPUs) is back at the 99 KiB a program that generation 8 guarantees."""
+
+HEAD_DIMS = (64, 80, 128, 256)
+BLOCK_SIZES = (16, 32)
+MOST_SPLITS = 64
+REDUCTION_WARPS = 4
+
+
+class UnsupportedByGpu(ValueError):
+    """No program for the GPU does this; the message says what would have to be different."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfiguration:
+    """Rows of a single token.
+
+    A row's keys are split until `programs_per_multiprocessor` keep the GPU busy, several times what runs at once, so
+    that rows of unlike lengths even out; but no split has fewer than `keys_per_split`, a multiple of `keys_per_tile`.
+    """
+
+    keys_per_tile: int
+    num_warps: int
+    num_stages: int
+    keys_per_split: int = 128
+    programs_per_multiprocessor: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfiguration:
+    """Rows of more tokens: `rows_per_tile` counts queries times the heads of a group."""
+
+    rows_per_tile: int
+    keys_per_tile: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfiguration:
+    """Both programs of paged attention, for one generation, width of a number in bytes, and head_dim."""
+
+    decode: DecodeConfiguration
+    prefill: PrefillConfiguration
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What the programs are compiled for besides their configuration. `group`: query heads per key-value head."""
+
+    head_dim: int
+    block_size: int
+    group: int
+
+
+_FLOAT32 = AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 8, 1))
+"""Exact products leave the matrix units idle: these serve to check the others, and are the same everywhere."""
+
+ATTENTION: dict[tuple[int, int, int], AttentionConfiguration] = {
+    **{(generation, 4, head_dim): _FLOAT32 for generation in (8, 9, 10) for head_dim in HEAD_DIMS},
+    (8, 2, 64): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
+    (8, 2, 80): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
+    (8, 2, 128): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
+    (8, 2, 256): AttentionConfiguration(DecodeConfiguration(32, 4, 3), PrefillConfiguration(64, 32, 8, 3)),
+    (9, 2, 64): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)),
+    (9, 2, 80): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
+    (9, 2, 128): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 128, 8, 3)),
+    (9, 2, 256): AttentionConfiguration(DecodeConfiguration(32, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
+    (10, 2, 64): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)),
+    (10, 2, 80): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
+    (10, 2, 128): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
+    (10, 2, 256): AttentionConfiguration(DecodeConfiguration(32, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
+}
+"""By generation, bytes of a number (float32: 4, bfloat16 and float16: 2) and head_dim."""
+
+
+@cache
+def attention_configuration(generation: int, width: int, head_dim: int, block_size: int) -> AttentionConfiguration:
+    """What to run paged attention with; `width` in bytes. Raises UnsupportedByGpu."""
+    if generation < OLDEST_GENERATION:
+        raise UnsupportedByGpu(
+            f"attention needs a GPU of compute capability {OLDEST_GENERATION}.0 or newer, this one has {generation}.x; "
+            "use another device"
+        )
+    for name, value, supported in (("head_dim", head_dim, HEAD_DIMS), ("block_size", block_size, BLOCK_SIZES)):
+        if value not in supported:
+            choices = ", ".join(map(str, supported))
+            raise UnsupportedByGpu(
+                f"attention on a GPU knows no {name} {value}, only {choices}; use another or the CPU"
+            )
+    line = min(generation, 10) if generation <= LATEST_WITH_LARGE_SHARED_MEMORY else OLDEST_GENERATION
+    return ATTENTION[line, width, head_dim]
+
+
+def num_splits(
+    configuration: DecodeConfiguration, *, multiprocessors: int, num_rows: int, num_kv_heads: int, most_keys: int
+) -> int:
+    """Into how many programs the keys of each row are split.
+
+    It depends on shapes alone (`most_keys` is what a block table has room for): a captured graph keeps it.
+    """
+    wanted = -(-multiprocessors * configuration.programs_per_multiprocessor // (num_rows * num_kv_heads))
+    return max(1, min(wanted, -(-most_keys // configuration.keys_per_split), MOST_SPLITS))
+
+
+def decode_constants(
+    configuration: DecodeConfiguration, shape: AttentionShape, *, slides: bool, splits: bool
+) -> dict[str, int]:
+    """What `attend_single_tokens` is compiled for."""
+    return {
+        **_shape_constants(shape),
+        # The matrix units take at least 16 rows.
+        "TILE_ROWS": power_of_two(max(16, shape.group)),
+        "KEYS_PER_TILE": configuration.keys_per_tile,
+        "KEYS_PER_SPLIT": configuration.keys_per_split,
+        "SLIDES": slides,
+        "SPLITS": splits,
+    }
+
+
+def reduction_constants(head_dim: int, splits: int) -> dict[str, int]:
+    """What `add_up_splits` is compiled for."""
+    return {
+        "HEAD_DIM": head_dim,
+        "PADDED_HEAD_DIM": power_of_two(head_dim),
+        "PADDED_SPLITS": power_of_two(splits),
+    }
+
+
+def prefill_constants(configuration: PrefillConfiguration, shape: AttentionShape, *, slides: bool) -> dict[str, int]:
+    """What `attend_longer_rows` is compiled for."""
+    return {
+        **_shape_constants(shape),
+        "TILE_ROWS": power_of_two(max(configuration.rows_per_tile, shape.group)),
+        "KEYS_PER_TILE": configuration.keys_per_tile,
+        "SLIDES": slides,
+    }
+
+
+def _shape_constants(shape: AttentionShape) -> dict[str, int]:
+    return {
+        "BLOCK_SIZE": shape.block_size,
+        "HEAD_DIM": shape.head_dim,
+        "PADDED_HEAD_DIM": power_of_two(shape.head_dim),
+        "GROUP": shape.group,
+    }
+
+
+def power_of_two(number: int) -> int:
+    """The least that is no smaller: tensors in Triton have no other sizes."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,27 @@
+"""What a launcher wants to know of the GPU it launches on."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """`generation` is the major number of the compute capability; a multiprocessor runs a few programs at a time."""
+
+    generation: int
+    multiprocessors: int
+
+
+INTERPRETED = Gpu(generation=9, multiprocessors=2)
+"""What Triton's interpreter, which runs programs on the CPU, is taken for: a GPU that few programs fill."""
+
+
+@cache
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU behind `device`."""
+    if device.type == "cpu":
+        return INTERPRETED
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(generation=properties.major, multiprocessors=properties.multi_processor_count)

@@ -1,0 +1,401 @@
+"""Attention of new tokens over the paged cache: one program for rows of a single token, one for longer rows.
+
+Both walk over a row's keys in tiles with the online softmax (Milakov and Gimelshein 2018, "Online normalizer
+calculation for softmax"; Dao et al. 2022, "FlashAttention", algorithm 1), in float32 and in powers of two. Both put
+the query heads that share a key-value head (a group) into the rows of one tile, so that a tile of keys is read once for
+all of them. Single tokens read far more than they compute: their keys are split over programs, whose results a third
+program weighs and adds up ("Flash-Decoding", Dao et al. 2023). Longer rows compute far more than they read: their tiles
+are tall enough for the matrix units, and keys that every query of a tile sees are attended without masks.
+
+Least times: of single tokens, the bytes of the keys and values they see over the bandwidth of memory; of longer rows,
+4 * num_heads * head_dim operations for each pair of a query and a key it sees, over the peak of matrix products.
+
+Tensors are those of `triton_ops.paged_attention`, strides count elements, every last dimension is contiguous, and keys
+and values have the same strides. A head_dim that is no power of two is padded to one with masks. Tiles of keys are
+whole blocks.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load_keys_or_values(
+    cache, offsets, used, HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, MASKED: tl.constexpr
+):
+    """A tile [keys, PADDED_HEAD_DIM]; zero where a key is not used, whatever its slot holds."""
+    dims = tl.arange(0, PADDED_HEAD_DIM)[None, :] < HEAD_DIM
+    if MASKED:
+        if PADDED_HEAD_DIM > HEAD_DIM:
+            return tl.load(cache + offsets, mask=used[:, None] & dims, other=0.0)
+        return tl.load(cache + offsets, mask=used[:, None], other=0.0)
+    if PADDED_HEAD_DIM > HEAD_DIM:
+        return tl.load(cache + offsets, mask=dims, other=0.0)
+    return tl.load(cache + offsets)
+
+
+@triton.jit
+def _load_blocks(table, keys, end, BLOCK_SIZE: tl.constexpr):
+    """The block of every key. Behind the last key the table may hold anything: block 0 stands in its place."""
+    return tl.load(table + keys // BLOCK_SIZE, mask=keys < end, other=0)
+
+
+@triton.jit
+def _attend(
+    state,
+    query,
+    positions,
+    key_cache,
+    value_cache,
+    table,
+    tiles_begin,
+    tiles_end,
+    used_begin,
+    used_end,
+    scale,
+    sliding_window,
+    block_stride,
+    token_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KEYS_PER_TILE: tl.constexpr,
+    SLIDES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Attend `query` [rows, PADDED_HEAD_DIM], whose rows are at `positions` [rows], over tiles of keys.
+
+    `state` is what the tiles before have come to: the weighted values [rows, PADDED_HEAD_DIM], the highest score
+    and the sum of weights [rows], and the blocks of the first tile's keys, which are always read one tile ahead so that
+    no address waits for them. Without MASKED every row sees every key of the tiles.
+    """
+    accumulated, highest, total, blocks = state
+    padded_head_dim: tl.constexpr = query.shape[1]
+    in_tile = tl.arange(0, KEYS_PER_TILE)
+    in_block = (in_tile % BLOCK_SIZE)[:, None] * token_stride + tl.arange(0, padded_head_dim)[None, :]
+    for begin in tl.range(tiles_begin, tiles_end, KEYS_PER_TILE):
+        keys = begin + in_tile
+        next_blocks = _load_blocks(table, keys + KEYS_PER_TILE, used_end, BLOCK_SIZE)
+        offsets = blocks.to(tl.int64)[:, None] * block_stride + in_block
+        used = (keys >= used_begin) & (keys < used_end)
+        key = _load_keys_or_values(key_cache, offsets, used, HEAD_DIM, padded_head_dim, MASKED)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if MASKED:
+            seen = keys[None, :] <= positions[:, None]
+            if SLIDES:
+                seen &= keys[None, :] > positions[:, None] - sliding_window
+            scores = tl.where(seen, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
+        # A row that has seen no key yet has no highest score: any finite number keeps its weights at zero.
+        reference = tl.where(new_highest == float("-inf"), 0.0, new_highest) if MASKED else new_highest
+        weights = tl.exp2(scores * scale - reference[:, None])
+        kept = tl.exp2(highest - reference)
+        total = total * kept + tl.sum(weights, 1)
+        value = _load_keys_or_values(value_cache, offsets, used, HEAD_DIM, padded_head_dim, MASKED)
+        accumulated = tl.dot(weights.to(value.dtype), value, accumulated * kept[:, None], input_precision="ieee")
+        highest, blocks = new_highest, next_blocks
+    return accumulated, highest, total, blocks
+
+
+@triton.jit
+def _first_state(
+    table,
+    begin,
+    end,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    KEYS_PER_TILE: tl.constexpr,
+):
+    """Nothing attended yet; the tiles will begin at key `begin`, and the last key used is the one before `end`."""
+    return (
+        tl.zeros([ROWS, PADDED_HEAD_DIM], tl.float32),
+        tl.full([ROWS], float("-inf"), tl.float32),
+        tl.zeros([ROWS], tl.float32),
+        _load_blocks(table, begin + tl.arange(0, KEYS_PER_TILE), end, BLOCK_SIZE),
+    )
+
+
+@triton.jit
+def _weight_or_one(total):
+    """What to divide by: a row that saw no keys, as a captured graph's padding may, has zeros to divide."""
+    return tl.where(total > 0, total, 1.0)
+
+
+@triton.jit(
+    do_not_specialize=["sliding_window", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "query_starts", "context_lengths"],
+)
+def attend_single_tokens(
+    out,
+    split_results,
+    split_weights,
+    query,
+    key_cache,
+    value_cache,
+    block_tables,
+    query_starts,
+    context_lengths,
+    scale,
+    sliding_window,
+    out_stride,
+    query_token_stride,
+    query_head_stride,
+    block_stride,
+    kv_head_stride,
+    token_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    KEYS_PER_TILE: tl.constexpr,
+    KEYS_PER_SPLIT: tl.constexpr,
+    SLIDES: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Rows with one query: its heads of one group over a share of its keys. Grid: (kv_heads, splits, rows).
+
+    With SPLITS fills split_results [rows, num_heads, splits, HEAD_DIM] (not where a split has no keys) and
+    split_weights [rows, num_heads, splits], the logarithm of what each weighs; else fills `out`. A row's keys are
+    shared out evenly, but no split has fewer than KEYS_PER_SPLIT, a multiple of KEYS_PER_TILE, unless it is the last.
+    `scale` is in powers of two.
+    """
+    kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_splits = tl.num_programs(1)
+    token = tl.load(query_starts + row)
+    if tl.load(query_starts + row + 1) - token != 1:
+        return
+    context = tl.load(context_lengths + row)
+    first_seen = tl.maximum(context - sliding_window, 0) if SLIDES else 0
+    first_key = first_seen // BLOCK_SIZE * BLOCK_SIZE
+    tiles_per_split = tl.cdiv(tl.cdiv(context - first_key, num_splits), KEYS_PER_TILE)
+    share = tl.maximum(tiles_per_split * KEYS_PER_TILE, KEYS_PER_SPLIT)
+    begin = first_key + split * share
+    end = tl.minimum(begin + share, context)
+
+    in_group = tl.arange(0, TILE_ROWS)
+    dims = tl.arange(0, PADDED_HEAD_DIM)
+    heads = kv_head * GROUP + in_group
+    results = row.to(tl.int64) * tl.num_programs(0) * GROUP * num_splits + heads * num_splits + split
+    real = (in_group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    query_offsets = token.to(tl.int64) * query_token_stride + heads[:, None] * query_head_stride + dims[None, :]
+    table = block_tables + row.to(tl.int64) * table_stride
+    accumulated, highest, total, _ = _attend(
+        _first_state(table, begin, end, BLOCK_SIZE, TILE_ROWS, PADDED_HEAD_DIM, KEYS_PER_TILE),
+        tl.load(query + query_offsets, mask=real, other=0.0),
+        tl.full([TILE_ROWS], context - 1, tl.int32),
+        key_cache + kv_head * kv_head_stride,
+        value_cache + kv_head * kv_head_stride,
+        table,
+        begin,
+        end,
+        first_seen,
+        end,
+        scale,
+        sliding_window,
+        block_stride,
+        token_stride,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        KEYS_PER_TILE,
+        SLIDES,
+        True,
+    )
+    total = _weight_or_one(total)
+    attended = accumulated / total[:, None]
+    if SPLITS:
+        tl.store(split_results + results[:, None] * HEAD_DIM + dims[None, :], attended, mask=real & (begin < end))
+        tl.store(split_weights + results, highest + tl.log2(total), mask=in_group < GROUP)
+    else:
+        out_offsets = token.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(out + out_offsets, attended.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["query_starts"])
+def add_up_splits(
+    out,
+    split_results,
+    split_weights,
+    query_starts,
+    num_splits,
+    out_stride,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr,
+):
+    """What attend_single_tokens left in splits, weighed and added up into `out`. Grid: (num_heads, rows)."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    token = tl.load(query_starts + row)
+    if tl.load(query_starts + row + 1) - token != 1:
+        return
+    splits = tl.arange(0, PADDED_SPLITS)
+    dims = tl.arange(0, PADDED_HEAD_DIM)
+    results = (row.to(tl.int64) * tl.num_programs(0) + head) * num_splits + splits
+    logarithms = tl.load(split_weights + results, mask=splits < num_splits, other=float("-inf"))
+    has_keys = logarithms > float("-inf")
+    highest = tl.max(logarithms, 0)
+    weights = tl.exp2(logarithms - tl.where(highest > float("-inf"), highest, 0.0))
+    total = tl.sum(weights, 0)
+    partial = tl.load(
+        split_results + results[:, None] * HEAD_DIM + dims[None, :],
+        mask=has_keys[:, None] & (dims < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    attended = tl.sum(partial * weights[:, None], 0) / _weight_or_one(total)
+    out_offsets = token.to(tl.int64) * out_stride + head * HEAD_DIM + dims
+    tl.store(out + out_offsets, attended.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@triton.jit
+def _row_of_tile(query_starts, num_rows, tile, QUERIES_PER_TILE: tl.constexpr, STEP: tl.constexpr):
+    """The row that tile belongs to, if row r's tiles begin at query_starts[r] // QUERIES_PER_TILE + r.
+
+    Every row then has room for its tiles, and at most one to spare: so the host need not know the rows' lengths.
+    """
+    begun = 0
+    for first in range(0, num_rows, STEP):
+        rows = first + tl.arange(0, STEP)
+        starts = tl.load(query_starts + rows, mask=rows < num_rows, other=0)
+        begun += tl.sum(((starts // QUERIES_PER_TILE + rows <= tile) & (rows < num_rows)).to(tl.int32), 0)
+    return begun - 1
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_kv_heads", "sliding_window", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "query_starts", "context_lengths"],
+)
+def attend_longer_rows(
+    out,
+    query,
+    key_cache,
+    value_cache,
+    block_tables,
+    query_starts,
+    context_lengths,
+    num_rows,
+    num_kv_heads,
+    scale,
+    sliding_window,
+    out_stride,
+    query_token_stride,
+    query_head_stride,
+    block_stride,
+    kv_head_stride,
+    token_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    KEYS_PER_TILE: tl.constexpr,
+    SLIDES: tl.constexpr,
+):
+    """Rows with more than one query: a tile of TILE_ROWS // GROUP queries in all heads of one group.
+
+    Grid: (tiles * num_kv_heads), tiles being at least num_tokens // (TILE_ROWS // GROUP) + num_rows. `scale` is in
+    powers of two.
+    """
+    queries_per_tile: tl.constexpr = TILE_ROWS // GROUP
+    kv_head = tl.program_id(0) % num_kv_heads
+    # The last tiles of a row see the most keys: they go first, so that the short ones fill the gaps at the end.
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_kv_heads
+    row = _row_of_tile(query_starts, num_rows, tile, queries_per_tile, 128)
+    start = tl.load(query_starts + row)
+    length = tl.load(query_starts + row + 1) - start
+    first_query = (tile - (start // queries_per_tile + row)) * queries_per_tile
+    if (length == 1) | (first_query >= length):
+        return
+    context = tl.load(context_lengths + row)
+
+    tile_rows = tl.arange(0, TILE_ROWS)
+    dims = tl.arange(0, PADDED_HEAD_DIM)
+    queries = first_query + tile_rows // GROUP
+    heads = kv_head * GROUP + tile_rows % GROUP
+    first_position = context - length + first_query
+    end = context - length + tl.minimum(first_query + queries_per_tile, length)
+    first_seen = tl.maximum(first_position - sliding_window + 1, 0) if SLIDES else 0
+    # Tiles of keys: up to `slid` the window cuts some query off, from `whole` on the diagonal does.
+    begin = first_seen // BLOCK_SIZE * BLOCK_SIZE
+    whole = begin + (first_position + 1 - begin) // KEYS_PER_TILE * KEYS_PER_TILE
+    slid = begin
+    if SLIDES:
+        slid += tl.cdiv(tl.maximum(end - sliding_window - begin, 0), KEYS_PER_TILE) * KEYS_PER_TILE
+        slid = tl.minimum(slid, whole)
+
+    real = ((tile_rows < queries_per_tile * GROUP) & (queries < length))[:, None] & (dims < HEAD_DIM)[None, :]
+    tokens = (start + queries).to(tl.int64)
+    query_offsets = tokens[:, None] * query_token_stride + heads[:, None] * query_head_stride + dims[None, :]
+    tile_query = tl.load(query + query_offsets, mask=real, other=0.0)
+    positions = context - length + queries
+    table = block_tables + row.to(tl.int64) * table_stride
+    keys = key_cache + kv_head * kv_head_stride
+    values = value_cache + kv_head * kv_head_stride
+    state = _first_state(table, begin, end, BLOCK_SIZE, TILE_ROWS, PADDED_HEAD_DIM, KEYS_PER_TILE)
+    if SLIDES:
+        state = _attend(
+            state,
+            tile_query,
+            positions,
+            keys,
+            values,
+            table,
+            begin,
+            slid,
+            first_seen,
+            end,
+            scale,
+            sliding_window,
+            block_stride,
+            token_stride,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            KEYS_PER_TILE,
+            SLIDES,
+            True,
+        )
+    state = _attend(
+        state,
+        tile_query,
+        positions,
+        keys,
+        values,
+        table,
+        slid,
+        whole,
+        first_seen,
+        end,
+        scale,
+        sliding_window,
+        block_stride,
+        token_stride,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        KEYS_PER_TILE,
+        SLIDES,
+        False,
+    )
+    accumulated, _, total, _ = _attend(
+        state,
+        tile_query,
+        positions,
+        keys,
+        values,
+        table,
+        whole,
+        end,
+        first_seen,
+        end,
+        scale,
+        sliding_window,
+        block_stride,
+        token_stride,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        KEYS_PER_TILE,
+        SLIDES,
+        True,
+    )
+    out_offsets = tokens[:, None] * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out + out_offsets, (accumulated / _weight_or_one(total)[:, None]).to(out.dtype.element_ty), mask=real)

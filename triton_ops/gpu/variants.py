@@ -1,0 +1,88 @@
+"""Every form in which the GPU's programs are compiled by default, to compile them ahead of time without a GPU."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from triton_ops.gpu.configurations import (
+    ATTENTION,
+    MOST_SPLITS,
+    REDUCTION_WARPS,
+    AttentionConfiguration,
+    AttentionShape,
+    decode_constants,
+    prefill_constants,
+    reduction_constants,
+)
+
+BLOCK_SIZE = 16
+GROUP = 4
+"""Query heads per key-value head; up to 16 fit in the same tile of a single token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One form of a program: the arguments of `triton.compiler.ASTSource`, by the names of the program's parameters.
+
+    `types` holds Triton's name for the type of every parameter that is no constant. Those in `divisible` are multiples
+    of 16 (pointers: in bytes), as a launch would find out. `module` is a file in `triton_ops/gpu/kernels`.
+    """
+
+    module: str
+    program: str
+    label: str
+    types: Mapping[str, str]
+    divisible: frozenset[str]
+    constants: Mapping[str, int]
+    num_warps: int
+    num_stages: int
+
+
+_STRIDES = ("out_stride", "query_token_stride", "query_head_stride", "block_stride", "kv_head_stride", "token_stride")
+_METADATA = {"block_tables": "*i32", "query_starts": "*i32", "context_lengths": "*i32"}
+_PARTIAL = {"split_results": "*fp32", "split_weights": "*fp32"}
+
+
+def attention_variants(generation: int) -> Iterator[Variant]:
+    """Paged attention in the configurations of one generation: 8, 9 or 10 of the table."""
+    for (line, width, head_dim), configuration in ATTENTION.items():
+        if line == generation:
+            shape = AttentionShape(head_dim, BLOCK_SIZE, GROUP)
+            yield from _attention_variants(configuration, shape, "fp32" if width == 4 else "bf16")
+
+
+def _attention_variants(configuration: AttentionConfiguration, shape: AttentionShape, dtype: str) -> Iterator[Variant]:
+    tensors = dict.fromkeys(("out", "query", "key_cache", "value_cache"), f"*{dtype}")
+    numbers = {"scale": "fp32", "sliding_window": "i32", "table_stride": "i32", **dict.fromkeys(_STRIDES, "i32")}
+    aligned = frozenset({*tensors, *_PARTIAL, *_STRIDES})
+    for slides, splits in ((False, False), (False, True), (True, True)):
+        yield Variant(
+            module="attention",
+            program="attend_single_tokens",
+            label=f"{dtype} head_dim {shape.head_dim}{', splits' * splits}{', slides' * slides}",
+            types={**tensors, **_PARTIAL, **_METADATA, **numbers},
+            divisible=aligned,
+            constants=decode_constants(configuration.decode, shape, slides=slides, splits=splits),
+            num_warps=configuration.decode.num_warps,
+            num_stages=configuration.decode.num_stages,
+        )
+    for slides in (False, True):
+        yield Variant(
+            module="attention",
+            program="attend_longer_rows",
+            label=f"{dtype} head_dim {shape.head_dim}{', slides' * slides}",
+            types={**tensors, **_METADATA, **numbers, "num_rows": "i32", "num_kv_heads": "i32"},
+            divisible=aligned - _PARTIAL.keys(),
+            constants=prefill_constants(configuration.prefill, shape, slides=slides),
+            num_warps=configuration.prefill.num_warps,
+            num_stages=configuration.prefill.num_stages,
+        )
+    yield Variant(
+        module="attention",
+        program="add_up_splits",
+        label=f"{dtype} head_dim {shape.head_dim}",
+        types={"out": f"*{dtype}", **_PARTIAL, "query_starts": "*i32", "num_splits": "i32", "out_stride": "i32"},
+        divisible=frozenset({"out", *_PARTIAL, "out_stride"}),
+        constants=reduction_constants(shape.head_dim, MOST_SPLITS),
+        num_warps=REDUCTION_WARPS,
+        num_stages=1,
+    )
