@@ -44,31 +44,28 @@ def _load_blocks(table, keys, end, BLOCK_SIZE: tl.constexpr):
 def _attend(
     state,
     query,
-    positions,
-    key_cache,
-    value_cache,
-    table,
+    cache,
+    sight,
     tiles_begin,
     tiles_end,
-    used_begin,
-    used_end,
     scale,
-    sliding_window,
-    block_stride,
-    token_stride,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     KEYS_PER_TILE: tl.constexpr,
     SLIDES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Attend `query` [rows, PADDED_HEAD_DIM], whose rows are at `positions` [rows], over tiles of keys.
+    """Attend `query` [rows, PADDED_HEAD_DIM] over the tiles of keys from `tiles_begin` to `tiles_end`.
 
-    `state` is what the tiles before have come to: the weighted values [rows, PADDED_HEAD_DIM], the highest score
-    and the sum of weights [rows], and the blocks of the first tile's keys, which are always read one tile ahead so that
-    no address waits for them. Without MASKED every row sees every key of the tiles.
+    `state` is what the tiles before have come to: the weighted values [rows, PADDED_HEAD_DIM], the highest score and
+    the sum of weights [rows], and the blocks of the first tile's keys, which are always read one tile ahead so that no
+    address waits for them. `cache` says where keys, values and the row's block table are, and the strides by block
+    and by token; `sight` the queries' positions [rows], which keys any of them uses (begin and end), and the
+    window. Without MASKED every query sees every key of the tiles.
     """
     accumulated, highest, total, blocks = state
+    key_cache, value_cache, table, block_stride, token_stride = cache
+    positions, used_begin, used_end, sliding_window = sight
     padded_head_dim: tl.constexpr = query.shape[1]
     in_tile = tl.arange(0, KEYS_PER_TILE)
     in_block = (in_tile % BLOCK_SIZE)[:, None] * token_stride + tl.arange(0, padded_head_dim)[None, :]
@@ -164,9 +161,9 @@ def attend_single_tokens(
     kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(1)
     token = tl.load(query_starts + row)
+    context = tl.load(context_lengths + row)
     if tl.load(query_starts + row + 1) - token != 1:
         return
-    context = tl.load(context_lengths + row)
     first_seen = tl.maximum(context - sliding_window, 0) if SLIDES else 0
     first_key = first_seen // BLOCK_SIZE * BLOCK_SIZE
     tiles_per_split = tl.cdiv(tl.cdiv(context - first_key, num_splits), KEYS_PER_TILE)
@@ -179,23 +176,18 @@ def attend_single_tokens(
     heads = kv_head * GROUP + in_group
     results = row.to(tl.int64) * tl.num_programs(0) * GROUP * num_splits + heads * num_splits + split
     real = (in_group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    query_offsets = token.to(tl.int64) * query_token_stride + heads[:, None] * query_head_stride + dims[None, :]
+    first_row = query + token.to(tl.int64) * query_token_stride + kv_head * GROUP * query_head_stride
+    query_rows = first_row + in_group[:, None] * query_head_stride + dims[None, :]
     table = block_tables + row.to(tl.int64) * table_stride
+    of_head = kv_head * kv_head_stride
     accumulated, highest, total, _ = _attend(
         _first_state(table, begin, end, BLOCK_SIZE, TILE_ROWS, PADDED_HEAD_DIM, KEYS_PER_TILE),
-        tl.load(query + query_offsets, mask=real, other=0.0),
-        tl.full([TILE_ROWS], context - 1, tl.int32),
-        key_cache + kv_head * kv_head_stride,
-        value_cache + kv_head * kv_head_stride,
-        table,
+        tl.load(query_rows, mask=real, other=0.0),
+        (key_cache + of_head, value_cache + of_head, table, block_stride, token_stride),
+        (tl.full([TILE_ROWS], context - 1, tl.int32), first_seen, end, sliding_window),
         begin,
         end,
-        first_seen,
-        end,
         scale,
-        sliding_window,
-        block_stride,
-        token_stride,
         BLOCK_SIZE,
         HEAD_DIM,
         KEYS_PER_TILE,
@@ -304,17 +296,16 @@ def attend_longer_rows(
     row = _row_of_tile(query_starts, num_rows, tile, queries_per_tile, 128)
     start = tl.load(query_starts + row)
     length = tl.load(query_starts + row + 1) - start
+    context = tl.load(context_lengths + row)
     first_query = (tile - (start // queries_per_tile + row)) * queries_per_tile
     if (length == 1) | (first_query >= length):
         return
-    context = tl.load(context_lengths + row)
 
     tile_rows = tl.arange(0, TILE_ROWS)
     dims = tl.arange(0, PADDED_HEAD_DIM)
-    queries = first_query + tile_rows // GROUP
-    heads = kv_head * GROUP + tile_rows % GROUP
+    num_queries = tl.minimum(queries_per_tile, length - first_query)
     first_position = context - length + first_query
-    end = context - length + tl.minimum(first_query + queries_per_tile, length)
+    end = first_position + num_queries
     first_seen = tl.maximum(first_position - sliding_window + 1, 0) if SLIDES else 0
     # Tiles of keys: up to `slid` the window cuts some query off, from `whole` on the diagonal does.
     begin = first_seen // BLOCK_SIZE * BLOCK_SIZE
@@ -324,78 +315,26 @@ def attend_longer_rows(
         slid += tl.cdiv(tl.maximum(end - sliding_window - begin, 0), KEYS_PER_TILE) * KEYS_PER_TILE
         slid = tl.minimum(slid, whole)
 
-    real = ((tile_rows < queries_per_tile * GROUP) & (queries < length))[:, None] & (dims < HEAD_DIM)[None, :]
-    tokens = (start + queries).to(tl.int64)
-    query_offsets = tokens[:, None] * query_token_stride + heads[:, None] * query_head_stride + dims[None, :]
-    tile_query = tl.load(query + query_offsets, mask=real, other=0.0)
-    positions = context - length + queries
+    real = (tile_rows < num_queries * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    token, head = (start + first_query).to(tl.int64), kv_head * GROUP
+    in_query = (tile_rows // GROUP)[:, None] * query_token_stride + (tile_rows % GROUP)[:, None] * query_head_stride
+    first_row = query + token * query_token_stride + head * query_head_stride
+    tile_query = tl.load(first_row + in_query + dims[None, :], mask=real, other=0.0)
     table = block_tables + row.to(tl.int64) * table_stride
-    keys = key_cache + kv_head * kv_head_stride
-    values = value_cache + kv_head * kv_head_stride
+    of_head = kv_head * kv_head_stride
+    cache = (key_cache + of_head, value_cache + of_head, table, block_stride, token_stride)
+    sight = (first_position + tile_rows // GROUP, first_seen, end, sliding_window)
     state = _first_state(table, begin, end, BLOCK_SIZE, TILE_ROWS, PADDED_HEAD_DIM, KEYS_PER_TILE)
     if SLIDES:
         state = _attend(
-            state,
-            tile_query,
-            positions,
-            keys,
-            values,
-            table,
-            begin,
-            slid,
-            first_seen,
-            end,
-            scale,
-            sliding_window,
-            block_stride,
-            token_stride,
-            BLOCK_SIZE,
-            HEAD_DIM,
-            KEYS_PER_TILE,
-            SLIDES,
-            True,
+            state, tile_query, cache, sight, begin, slid, scale, BLOCK_SIZE, HEAD_DIM, KEYS_PER_TILE, SLIDES, True
         )
     state = _attend(
-        state,
-        tile_query,
-        positions,
-        keys,
-        values,
-        table,
-        slid,
-        whole,
-        first_seen,
-        end,
-        scale,
-        sliding_window,
-        block_stride,
-        token_stride,
-        BLOCK_SIZE,
-        HEAD_DIM,
-        KEYS_PER_TILE,
-        SLIDES,
-        False,
+        state, tile_query, cache, sight, slid, whole, scale, BLOCK_SIZE, HEAD_DIM, KEYS_PER_TILE, SLIDES, False
     )
     accumulated, _, total, _ = _attend(
-        state,
-        tile_query,
-        positions,
-        keys,
-        values,
-        table,
-        whole,
-        end,
-        first_seen,
-        end,
-        scale,
-        sliding_window,
-        block_stride,
-        token_stride,
-        BLOCK_SIZE,
-        HEAD_DIM,
-        KEYS_PER_TILE,
-        SLIDES,
-        True,
+        state, tile_query, cache, sight, whole, end, scale, BLOCK_SIZE, HEAD_DIM, KEYS_PER_TILE, SLIDES, True
     )
-    out_offsets = tokens[:, None] * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out + out_offsets, (accumulated / _weight_or_one(total)[:, None]).to(out.dtype.element_ty), mask=real)
+    in_out = (tile_rows // GROUP)[:, None] * out_stride + (tile_rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
+    attended = (accumulated / _weight_or_one(total)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + token * out_stride + head * HEAD_DIM + in_out, attended, mask=real)
