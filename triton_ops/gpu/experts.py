@@ -36,5 +36,6 @@ def multiply_in_groups(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up
     shares = hidden[order // experts.shape[1]]
     gate, up = functional.grouped_mm(shares, gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
     outputs = functional.grouped_mm(functional.silu(gate) * up, down.transpose(1, 2), offs=ends)
-    by_token = torch.empty_like(outputs).index_copy_(0, order, outputs).unflatten(0, experts.shape)
-    return (by_token * weights[..., None]).sum(1).to(hidden.dtype)
+    by_token = torch.empty_like(outputs).index_copy_(0, order, outputs).view(*experts.shape, -1)
+    weighted: Tensor = by_token * weights[..., None]
+    return weighted.sum(1).to(hidden.dtype)
