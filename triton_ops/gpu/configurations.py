@@ -70,10 +70,12 @@ _FLOAT32 = {
     128: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(32, 32, 16, 2)),
     256: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 16, 2)),
 }
-"""Exact products leave the matrix units idle: these serve to check the others, and are the same everywhere."""
+"""Exact products leave the matrix units idle: these serve to check the others, and only have to hold in registers."""
 
 ATTENTION: dict[tuple[int, int, int], AttentionConfiguration] = {
     **{(generation, 4, head_dim): entry for generation in (8, 9, 10) for head_dim, entry in _FLOAT32.items()},
+    (10, 4, 80): AttentionConfiguration(DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)),
+    (10, 4, 128): AttentionConfiguration(DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)),
     (8, 2, 64): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
     (8, 2, 80): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
     (8, 2, 128): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
