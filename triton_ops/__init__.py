@@ -3,7 +3,7 @@ product of a few rows with 16-bit weights, and experts that each get as many tok
 
 Each is registered with torch as `nanoserve::<name>` (`torch.ops.nanoserve`): such an operator costs a few microseconds
 a call and torch.compile treats it as opaque on every device. Each has an implementation in plain torch; the CPU's own,
-in C++, are built on first use (`triton_ops.cpu`), and NVIDIA GPUs have theirs in Triton (`triton_ops.gpu`).
+in C++, are built on first use (`triton_ops.cpu`), and NVIDIA GPUs have theirs (`triton_ops.gpu`).
 """
 
 from triton_ops.attention import paged_attention
@@ -20,6 +20,7 @@ OPERATORS.implement("cache_write", "CUDA", on_first_call("cache", "cache_write")
 OPERATORS.implement("copy_blocks", "CUDA", on_first_call("cache", "copy_blocks"))
 OPERATORS.implement("gather_blocks", "CUDA", on_first_call("cache", "gather_blocks"))
 OPERATORS.implement("scatter_blocks", "CUDA", on_first_call("cache", "scatter_blocks"))
+OPERATORS.implement("sparse_experts", "CUDA", on_first_call("experts", "sparse_experts"))
 
 __all__ = [
     "cache_write",

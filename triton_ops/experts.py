@@ -16,7 +16,7 @@ def sparse_experts(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Te
     Returns [T, hidden_size].
     """
     if gate_up.requires_grad:  # an operator cannot be differentiated
-        return _share_out(hidden, weights, experts, gate_up, down)
+        return share_out(hidden, weights, experts, gate_up, down)
     return _sparse_experts(hidden, weights, experts, gate_up, down)
 
 
@@ -27,10 +27,10 @@ def _fake_sparse_experts(hidden: Tensor, weights: Tensor, experts: Tensor, gate_
 @OPERATORS.define(fake=_fake_sparse_experts)
 def _sparse_experts(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """An operator, because a compiler cannot follow sizes that the data decide."""
-    return _share_out(hidden, weights, experts, gate_up, down)
+    return share_out(hidden, weights, experts, gate_up, down)
 
 
-def _share_out(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def share_out(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """The loop goes over experts, never over tokens: the pairs (token, expert) are sorted by expert once, and each
     expert multiplies its contiguous share."""
     order = experts.flatten().argsort(stable=True)

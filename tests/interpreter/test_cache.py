@@ -82,6 +82,14 @@ def _compare_writes(key: Tensor, value: Tensor, caches: tuple[Tensor, Tensor], s
         assert torch.equal(found, wanted)
 
 
+def test_keys_that_do_not_fit_the_cache_are_refused() -> None:
+    caches = _caches("contiguous", (4, 3, 16, 8), torch.float32)
+    key = filled(2, 3, 8, seed=1)
+    for bad_key, slots in ((key[:, :2], 2), (key[..., :4], 2), (key, 3)):
+        with pytest.raises(ValueError, match="cannot be written"):
+            gpu.cache_write(bad_key, bad_key, *caches, torch.arange(slots))
+
+
 @pytest.mark.parametrize("pairs", [[], [[4, 1]], [[0, 1], [1, 2], [2, 0]], [[3, 0], [3, 1], [3, 2]]], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_copies_read_every_source_before_they_write(pairs: list[list[int]], dtype: torch.dtype) -> None:

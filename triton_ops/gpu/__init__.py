@@ -1,4 +1,4 @@
-"""The operators on NVIDIA GPUs, in Triton.
+"""The operators on NVIDIA GPUs: in Triton, and one by a product of torch that only GPUs have use for.
 
 `kernels/` holds the programs that run on the GPU and imports nothing but Triton, so that they can be compiled where
 there is neither a GPU nor torch; the modules beside it choose grids and configurations and launch them. All of it is

@@ -5,39 +5,44 @@ Nothing here waits for the GPU, and every grid follows from shapes alone: all of
 
 from collections.abc import Sequence
 
+import torch
 import triton
 from torch import Tensor
 
 from triton_ops.cache import check_staged
+from triton_ops.gpu.cache_constants import NUM_WARPS, move_constants, write_constants
 from triton_ops.gpu.kernels.cache import move_blocks, write_slots
-
-ELEMENTS_PER_PROGRAM = 1024  # of keys, and as many of values: 16 bytes a load for each of 128 threads, in 16-bit types
-NUM_WARPS = 4
 
 
 def cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """`triton_ops.cache_write`, for any strides of all tensors: a program per token and group of heads."""
+    """`triton_ops.cache_write`, for any strides of all tensors: a program per token and group of heads.
+
+    Raises:
+        ValueError: if the shapes do not fit together; the programs would read and write what is not theirs.
+    """
     _, num_kv_heads, block_size, head_dim = key_cache.shape
-    dims = triton.next_power_of_2(head_dim)
-    heads = min(max(1, ELEMENTS_PER_PROGRAM // dims), triton.next_power_of_2(num_kv_heads))
-    write_slots[(slot_mapping.shape[0], triton.cdiv(num_kv_heads, heads))](
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        *key.stride(),
-        *value.stride(),
-        *key_cache.stride(),
-        *value_cache.stride(),
-        *slot_mapping.stride(),
-        NUM_KV_HEADS=num_kv_heads,
-        BLOCK_SIZE=block_size,
-        HEAD_DIM=head_dim,
-        HEADS=heads,
-        DIMS=dims,
-        num_warps=NUM_WARPS,
-    )
+    stored = (slot_mapping.shape[0], num_kv_heads, head_dim)
+    if key.shape != stored or value.shape != stored or value_cache.shape != key_cache.shape:
+        raise ValueError(
+            f"keys {tuple(key.shape)} and values {tuple(value.shape)} cannot be written to {stored[0]} slots of caches "
+            f"{tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
+        )
+    constants = write_constants(num_kv_heads, block_size, head_dim)
+    with torch.cuda.device_of(key_cache):  # type: ignore[no-untyped-call]
+        write_slots[(slot_mapping.shape[0], triton.cdiv(num_kv_heads, constants["HEADS"]))](
+            key,
+            value,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            *key.stride(),
+            *value.stride(),
+            *key_cache.stride(),
+            *value_cache.stride(),
+            *slot_mapping.stride(),
+            **constants,
+            num_warps=NUM_WARPS,
+        )
 
 
 def copy_blocks(key_cache: Tensor, value_cache: Tensor, pairs: Tensor) -> None:
@@ -86,22 +91,20 @@ def _move(
 ) -> None:
     check_staged(staged, key_caches, value_caches, blocks, first_head)
     _, _, num_blocks, num_heads, block_size, head_dim = staged.shape
-    for staged_layer, key_cache, value_cache in zip(staged.unbind(), key_caches, value_caches, strict=True):
-        moved_keys = key_cache.narrow(1, first_head, num_heads)
-        moved_values = value_cache.narrow(1, first_head, num_heads)
-        move_blocks[(num_blocks, num_heads)](
-            moved_keys,
-            moved_values,
-            staged_layer,
-            blocks,
-            *moved_keys.stride(),
-            *moved_values.stride(),
-            *staged_layer.stride(),
-            *blocks.stride(),
-            BLOCK_SIZE=block_size,
-            HEAD_DIM=head_dim,
-            SLOTS=triton.next_power_of_2(block_size),
-            DIMS=triton.next_power_of_2(head_dim),
-            INTO_CACHE=into_cache,
-            num_warps=NUM_WARPS,
-        )
+    constants = move_constants(block_size, head_dim, into_cache=into_cache)
+    with torch.cuda.device_of(key_caches[0]):  # type: ignore[no-untyped-call]
+        for staged_layer, key_cache, value_cache in zip(staged.unbind(), key_caches, value_caches, strict=True):
+            moved_keys = key_cache.narrow(1, first_head, num_heads)
+            moved_values = value_cache.narrow(1, first_head, num_heads)
+            move_blocks[(num_blocks, num_heads)](
+                moved_keys,
+                moved_values,
+                staged_layer,
+                blocks,
+                *moved_keys.stride(),
+                *moved_values.stride(),
+                *staged_layer.stride(),
+                *blocks.stride(),
+                **constants,
+                num_warps=NUM_WARPS,
+            )

@@ -2,9 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 
+from triton_ops.gpu import cache_constants
 from triton_ops.gpu.configurations import (
     ATTENTION,
+    BLOCK_SIZES,
+    HEAD_DIMS,
     MOST_SPLITS,
     REDUCTION_WARPS,
     AttentionConfiguration,
@@ -36,6 +40,10 @@ class Variant:
     num_warps: int
     num_stages: int
 
+
+NUM_KV_HEADS = 8
+LARGEST_BLOCK = max(BLOCK_SIZES)  # a program moves a block: this one needs the most registers
+_CACHE_STRIDES = {"key_cache": "block head slot", "value_cache": "block head slot"}
 
 _STRIDES = ("out_stride", "query_token_stride", "query_head_stride", "block_stride", "kv_head_stride", "token_stride")
 _METADATA = {"block_tables": "*i32", "query_starts": "*i32", "context_lengths": "*i32"}
@@ -84,5 +92,45 @@ def _attention_variants(configuration: AttentionConfiguration, shape: AttentionS
         divisible=frozenset({"out", *_PARTIAL, "out_stride"}),
         constants=reduction_constants(shape.head_dim, MOST_SPLITS),
         num_warps=REDUCTION_WARPS,
+        num_stages=1,
+    )
+
+
+def cache_variants() -> Iterator[Variant]:
+    """Writes into the cache and moves of its blocks, which are the same for every generation."""
+    for dtype, head_dim in product(("bf16", "fp32"), HEAD_DIMS):
+        label = f"{dtype} head_dim {head_dim}"
+        yield _moving_variant(
+            "write_slots",
+            label,
+            dict.fromkeys(("key", "value", "key_cache", "value_cache"), f"*{dtype}") | {"slot_mapping": "*i64"},
+            {"key": "token head", "value": "token head", **_CACHE_STRIDES},
+            cache_constants.write_constants(NUM_KV_HEADS, LARGEST_BLOCK, head_dim),
+        )
+        for direction in ("gathers", "scatters"):
+            yield _moving_variant(
+                "move_blocks",
+                f"{label}, {direction}",
+                dict.fromkeys(("key_cache", "value_cache", "staged"), f"*{dtype}") | {"blocks": "*i64"},
+                {"staged": "kind block head slot", **_CACHE_STRIDES},
+                cache_constants.move_constants(LARGEST_BLOCK, head_dim, into_cache=direction == "scatters"),
+            )
+
+
+def _moving_variant(
+    program: str, label: str, pointers: dict[str, str], strides: dict[str, str], constants: dict[str, int]
+) -> Variant:
+    """`pointers`: tensors, then the list of indices. `strides`: a tensor's dimensions but for the last, which is
+    contiguous: a launch makes a stride of 1 a constant."""
+    *tensors, indices = pointers
+    numbers = [f"{tensor}_stride_{dimension}" for tensor, names in strides.items() for dimension in names.split()]
+    return Variant(
+        module="cache",
+        program=program,
+        label=label,
+        types={**pointers, **dict.fromkeys(numbers, "i32")},
+        divisible=frozenset([*tensors, *numbers]),
+        constants={**constants, f"{indices}_stride": 1, **{f"{tensor}_stride_dim": 1 for tensor in strides}},
+        num_warps=cache_constants.NUM_WARPS,
         num_stages=1,
     )

@@ -39,11 +39,12 @@ def write_slots(
     DIMS: tl.constexpr,
 ):
     """Program (t, g): key and value of token t, heads g * HEADS and after; tokens without a slot are skipped."""
-    token = tl.program_id(0).to(tl.int64)  # 64 bits: a cache and a long prompt's keys may have more than 2^31 elements
+    # 64 bits: caches have more than 2^31 elements, and any dimension may be the outermost in memory.
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_mapping + token * slot_mapping_stride)
     if slot >= 0:
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+        heads = group * HEADS + tl.arange(0, HEADS)[:, None]
         dims = tl.arange(0, DIMS)[None, :]
         used = (heads < NUM_KV_HEADS) & (dims < HEAD_DIM)
 
@@ -84,7 +85,7 @@ def move_blocks(
     INTO_CACHE: tl.constexpr,
 ):
     """Program (n, h): keys and values of head h between block blocks[n] of the cache and the n-th staged block."""
-    index, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     block = tl.load(blocks + index * blocks_stride).to(tl.int64)
     slots, dims = tl.arange(0, SLOTS)[:, None], tl.arange(0, DIMS)[None, :]
     used = (slots < BLOCK_SIZE) & (dims < HEAD_DIM)
@@ -93,7 +94,7 @@ def move_blocks(
     key_cache_tile += slots * key_cache_stride_slot + dims * key_cache_stride_dim
     value_cache_tile = value_cache + block * value_cache_stride_block + head * value_cache_stride_head
     value_cache_tile += slots * value_cache_stride_slot + dims * value_cache_stride_dim
-    staged_keys = staged + index * staged_stride_block + head.to(tl.int64) * staged_stride_head
+    staged_keys = staged + index * staged_stride_block + head * staged_stride_head
     staged_keys += slots * staged_stride_slot + dims * staged_stride_dim
     staged_values = staged_keys + staged_stride_kind
     if INTO_CACHE:

@@ -1,0 +1,163 @@
+"""Compiles every default form of the GPU's programs ahead of time and prints what each needs of a GPU.
+
+``python scripts/compile_kernels.py`` needs neither a GPU nor torch, only triton (and numpy, which triton asks for). It
+ends with 1, and a line for each, if a program does not compile, if its registers do not suffice and values spill into
+memory, or if it needs more shared memory than a program may have on its target.
+"""
+
+import contextlib
+import importlib
+import importlib.metadata
+import io
+import os
+import re
+import sys
+import tempfile
+import types
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from triton_ops.gpu.variants import Variant
+
+ROOT = Path(__file__).resolve().parent.parent
+KIBIBYTE = 1024
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU by its compute capability times ten, and the bytes of shared memory that one program may have there."""
+
+    capability: int
+    shared_memory: int
+
+    @property
+    def generation(self) -> int:
+        return self.capability // 10
+
+
+TARGETS = (
+    # 163 KiB on sm_80 itself, but its configurations serve sm_86 and sm_89 too, which have less.
+    Target(80, 99 * KIBIBYTE),
+    Target(90, 227 * KIBIBYTE),
+    Target(100, 227 * KIBIBYTE),
+)
+
+
+@dataclass(frozen=True)
+class Build:
+    """What the assembler said about one program. `stack` and `spills` in bytes, `shared_memory` as a launch asks."""
+
+    target: Target
+    variant: "Variant"
+    registers: int = 0
+    stack: int = 0
+    spills: int = 0
+    shared_memory: int = 0
+    products: str = ""
+    failure: str = ""
+
+    def breaches(self) -> list[str]:
+        """What must not be, a line for each; empty for a program that may be shipped."""
+        found = []
+        if self.failure:
+            found.append(f"does not compile: {self.failure}")
+        if self.spills or self.stack:
+            found.append(f"spills: {self.spills} bytes of loads and stores, a stack of {self.stack} bytes")
+        if self.shared_memory > self.target.shared_memory:
+            found.append(f"needs {self.shared_memory} bytes of shared memory, the limit is {self.target.shared_memory}")
+        return [f"sm_{self.target.capability} {self.variant.program} {self.variant.label} {line}" for line in found]
+
+
+def prepare(cache_folder: str) -> None:
+    """Make `triton_ops` importable without its operators, which need torch, and have Triton compile everything anew."""
+    package = types.ModuleType("triton_ops")
+    package.__path__ = [str(ROOT / "triton_ops")]
+    sys.modules["triton_ops"] = package
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ["TRITON_CACHE_DIR"] = cache_folder
+    os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
+
+
+def build(target: Target, variant: "Variant") -> Build:
+    """Compile one program, in a process that was prepared."""
+    log = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(log):
+            compiled = _compile(target, variant)
+    except Exception as error:
+        return Build(target, variant, failure=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    text = log.getvalue()
+    return Build(
+        target,
+        variant,
+        registers=_most(r"Used (\d+) registers", text),
+        stack=_most(r"(\d+) bytes stack frame", text),
+        spills=_most(r"(\d+) bytes spill stores", text) + _most(r"(\d+) bytes spill loads", text),
+        shared_memory=compiled.metadata.shared,
+        products=next((name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in compiled.asm["ptx"]), ""),
+    )
+
+
+def _compile(target: Target, variant: "Variant"):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    program = getattr(importlib.import_module(f"triton_ops.gpu.kernels.{variant.module}"), variant.program)
+    names = program.arg_names
+    source = ASTSource(
+        fn=program,
+        signature={name: "constexpr" if name in variant.constants else variant.types[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in variant.constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in variant.divisible},
+    )
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", target.capability, 32), options=options)
+
+
+def _most(pattern: str, log: str) -> int:
+    """The greatest number that the assembler gave, one for each function of the program."""
+    numbers = [int(number) for number in re.findall(pattern, log)]
+    if not numbers:
+        raise LookupError(f"the assembler's log has nothing like {pattern!r}")
+    return max(numbers)
+
+
+def build_all() -> list[Build]:
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(folder)
+        from triton_ops.gpu.variants import attention_variants, cache_variants
+
+        jobs = [
+            (target, variant)
+            for target in TARGETS
+            for variant in (*attention_variants(target.generation), *cache_variants())
+        ]
+        with ProcessPoolExecutor(initializer=prepare, initargs=(folder,)) as pool:
+            return list(pool.map(build, *zip(*jobs, strict=True)))
+
+
+def table(builds: list[Build]) -> str:
+    rows = [("target", "program", "form", "warps", "stages", "registers", "stack", "spills", "shared", "products")]
+    for each in builds:
+        form = each.variant
+        numbers = (form.num_warps, form.num_stages, each.registers, each.stack, each.spills, each.shared_memory)
+        rows.append((f"sm_{each.target.capability}", form.program, form.label, *map(str, numbers), each.products))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def main() -> int:
+    builds = build_all()
+    breaches = [line for each in builds for line in each.breaches()]
+    print(f"triton {importlib.metadata.version('triton')}; stack, spills and shared memory in bytes")
+    print(table(builds))
+    print(*breaches, sep="\n", file=sys.stderr, end="\n" if breaches else "")
+    return 1 if breaches else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

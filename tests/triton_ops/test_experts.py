@@ -1,0 +1,73 @@
+"""A mixture of experts: every way to compute it against the definition, in float64 and one token at a time."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.nn import functional
+
+from triton_ops import sparse_experts
+from triton_ops.experts import share_out
+from triton_ops.gpu import experts as gpu
+
+HIDDEN, INTERMEDIATE = 32, 16
+
+Mixture = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def mixture(num_tokens: int, num_experts: int, per_token: int, dtype: torch.dtype, hidden: int = HIDDEN) -> Mixture:
+    """Tokens, weights, chosen experts (the last one by nobody) and the experts' matrices."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    used = max(per_token, num_experts - 1)
+    tokens = torch.randn(num_tokens, hidden, generator=generator)
+    scores, chosen = torch.rand(num_tokens, used, generator=generator).topk(per_token)
+    gate_up = torch.randn(num_experts, 2 * INTERMEDIATE, hidden, generator=generator) / hidden**0.5
+    down = torch.randn(num_experts, hidden, INTERMEDIATE, generator=generator) / INTERMEDIATE**0.5
+    return tokens.to(dtype), scores / scores.sum(1, keepdim=True), chosen, gate_up.to(dtype), down.to(dtype)
+
+
+def definition(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    rows = []
+    for token, row_weights, row_experts in zip(hidden.double(), weights.double(), experts.tolist(), strict=True):
+        row = torch.zeros_like(token)
+        for weight, expert in zip(row_weights, row_experts, strict=True):
+            gate, up = (gate_up[expert].double() @ token).chunk(2)
+            row += weight * (down[expert].double() @ (functional.silu(gate) * up))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("compute", [sparse_experts, gpu.multiply_in_groups, gpu.sparse_experts])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=str)
+@pytest.mark.parametrize(("num_tokens", "num_experts", "per_token"), [(1, 2, 1), (3, 4, 2), (40, 8, 3), (7, 3, 3)])
+def test_every_way_is_the_definition(
+    num_tokens: int,
+    num_experts: int,
+    per_token: int,
+    dtype: torch.dtype,
+    error: float,
+    compute: Callable[..., Tensor],
+) -> None:
+    inputs = mixture(num_tokens, num_experts, per_token, dtype)
+    found = compute(*inputs)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), definition(*inputs), atol=error, rtol=error)
+
+
+def test_widths_that_the_grouped_product_does_not_take_are_computed_another_way() -> None:
+    inputs = mixture(5, 4, 2, torch.bfloat16, hidden=20)
+    with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+        gpu.multiply_in_groups(*inputs)
+    torch.testing.assert_close(gpu.sparse_experts(*inputs).double(), definition(*inputs), atol=3e-2, rtol=3e-2)
+
+
+def test_sizes_of_groups_stay_on_the_gpu() -> None:
+    """Fake tensors have no numbers: shapes that depend on some, as those for which one waits for a GPU, are refused."""
+    inputs = mixture(6, 4, 2, torch.bfloat16)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in inputs]
+        assert gpu.multiply_in_groups(*fakes).shape == (6, HIDDEN)
+        with pytest.raises(DynamicOutputShapeException):
+            share_out(*fakes)

@@ -1,0 +1,31 @@
+"""What the programs that move keys and values are compiled for: the same on every generation of GPUs, for they only
+load and store, as many bytes a thread at once as any GPU can.
+"""
+
+from triton_ops.gpu.configurations import power_of_two
+
+NUM_WARPS = 4
+ELEMENTS_PER_PROGRAM = 1024  # of keys, and as many of values: 16 bytes a load for each of 128 threads, in 16-bit types
+
+
+def write_constants(num_kv_heads: int, block_size: int, head_dim: int) -> dict[str, int]:
+    """What `write_slots` is compiled for."""
+    dims = power_of_two(head_dim)
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "BLOCK_SIZE": block_size,
+        "HEAD_DIM": head_dim,
+        "HEADS": min(max(1, ELEMENTS_PER_PROGRAM // dims), power_of_two(num_kv_heads)),
+        "DIMS": dims,
+    }
+
+
+def move_constants(block_size: int, head_dim: int, *, into_cache: bool) -> dict[str, int]:
+    """What `move_blocks` is compiled for."""
+    return {
+        "BLOCK_SIZE": block_size,
+        "HEAD_DIM": head_dim,
+        "SLOTS": power_of_two(block_size),
+        "DIMS": power_of_two(head_dim),
+        "INTO_CACHE": into_cache,
+    }

@@ -1,0 +1,41 @@
+"""A mixture of experts on a GPU, by torch's product of groups of rows with a matrix each."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from triton_ops.experts import share_out
+from triton_ops.gpu.devices import gpu_of
+
+_GENERATIONS_WITH_GROUPED_PRODUCTS = (9, 10)
+"""Elsewhere, and in other types than bfloat16, torch multiplies group by group and waits to learn their sizes."""
+
+_ALIGNMENT = 8  # elements of bfloat16 in the 16 bytes at which the product's rows must begin
+
+
+def sparse_experts(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """`triton_ops.sparse_experts`, without waiting for the GPU wherever torch has a product that does not."""
+    widths = (hidden.shape[1], down.shape[2])
+    if (
+        hidden.dtype == gate_up.dtype == torch.bfloat16
+        and gpu_of(hidden.device).generation in _GENERATIONS_WITH_GROUPED_PRODUCTS
+        and all(width % _ALIGNMENT == 0 for width in widths)
+    ):
+        return multiply_in_groups(hidden, weights, experts, gate_up, down)
+    return share_out(hidden, weights, experts, gate_up, down)
+
+
+def multiply_in_groups(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The pairs (token, expert) sorted by expert are one group of rows for each; where a group ends stays on the GPU.
+
+    Shapes as in `triton_ops.sparse_experts`, hidden_size and intermediate_size in multiples of 16 bytes.
+    """
+    pairs, order = experts.flatten().sort(stable=True)
+    all_experts = torch.arange(gate_up.shape[0], device=pairs.device)
+    ends = torch.searchsorted(pairs, all_experts, right=True, out_int32=True)
+    shares = hidden[order // experts.shape[1]]
+    gate, up = functional.grouped_mm(shares, gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+    outputs = functional.grouped_mm(functional.silu(gate) * up, down.transpose(1, 2), offs=ends)
+    by_token = torch.empty_like(outputs).index_copy_(0, order, outputs).view(*experts.shape, -1)
+    weighted: Tensor = by_token * weights[..., None]
+    return weighted.sum(1).to(hidden.dtype)
