@@ -99,7 +99,9 @@ def test_usual_models_run(monkeypatch: pytest.MonkeyPatch, head_dim: int, block_
 
 def test_models_that_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     (heads,) = model_refusal(monkeypatch, head_dim=512)
-    assert heads.startswith("--device cuda:0: attention on a GPU knows no head_dim 512, only 32, 64,") and "CPU" in heads
+    assert (
+        heads.startswith("--device cuda:0: attention on a GPU knows no head_dim 512, only 32, 64,") and "CPU" in heads
+    )
     (blocks,) = model_refusal(monkeypatch, block_size=24)
     assert blocks.startswith("--device cuda:0: attention on a GPU knows no block_size 24, only 16, 32;")
 
