@@ -7,7 +7,7 @@ from typing import Any
 from nanoserve.benchmarks.gpu.cases import Case
 from nanoserve.benchmarks.gpu.engines import EngineSettings, EngineShelf
 from nanoserve.benchmarks.gpu.families import FAMILIES, VOCAB_SIZE
-from nanoserve.benchmarks.workloads import random_prompts
+from nanoserve.measures.workloads import random_prompts
 
 SPARSE = ("mixtral", "qwen3_moe")
 CHECKED = ("qwen3", "mistral", "qwen3_moe")

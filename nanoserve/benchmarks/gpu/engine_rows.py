@@ -18,8 +18,8 @@ from nanoserve.benchmarks.gpu.setting import Setting
 from nanoserve.benchmarks.gpu.step_traces import trace_decode
 from nanoserve.benchmarks.gpu.timing import Spread
 from nanoserve.benchmarks.gpu.transformers_peer import run_transformers
-from nanoserve.benchmarks.metrics import BatchRates
-from nanoserve.benchmarks.workloads import PRESETS, Preset, RequestShape, random_prompts
+from nanoserve.measures.metrics import BatchRates
+from nanoserve.measures.workloads import PRESETS, Preset, RequestShape, random_prompts
 from nanoserve.models.shapes import SHAPES
 
 SMALL, MIDDLE, LARGE = "qwen3-0.6b", "llama-3.1-8b", "qwen2.5-14b"

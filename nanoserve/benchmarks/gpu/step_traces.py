@@ -15,9 +15,9 @@ from nanoserve.benchmarks.gpu.engines import OpenEngine
 from nanoserve.benchmarks.gpu.setting import Setting
 from nanoserve.benchmarks.gpu.timing import Spread
 from nanoserve.benchmarks.gpu.trace import STEP_MARK, StepTrace, summarize_trace
-from nanoserve.benchmarks.workloads import random_prompts
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
+from nanoserve.measures.workloads import random_prompts
 from nanoserve.request import Request, SamplingParams
 
 _SETTLING_STEPS = 8

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 
 from nanoserve.benchmarks.gpu.cases import CannotRun
-from nanoserve.benchmarks.workloads import RequestShape
+from nanoserve.measures.workloads import RequestShape
 
 _POLL_SECONDS = 0.2
 
