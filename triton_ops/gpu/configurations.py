@@ -75,6 +75,7 @@ _FLOAT32 = {
 
 ATTENTION: dict[tuple[int, int, int], AttentionConfiguration] = {
     **{(generation, 4, head_dim): entry for generation in (8, 9, 10) for head_dim, entry in _FLOAT32.items()},
+    (10, 4, 32): AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 8, 2)),
     (10, 4, 80): AttentionConfiguration(DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)),
     (10, 4, 128): AttentionConfiguration(DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)),
     (8, 2, 32): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
