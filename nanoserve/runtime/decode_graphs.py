@@ -41,6 +41,7 @@ class StaticInputs:
         most_blocks: of a row, for the longest sequence.
     """
 
+    @torch.inference_mode()  # as steps run: compiled code is made for tensors of one mode
     def __init__(self, *, most_rows: int, most_blocks: int, device: torch.device) -> None:
         self.most_blocks = most_blocks
         self._token_ids = torch.zeros(most_rows, dtype=torch.int64, device=device)
@@ -134,11 +135,15 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        self._stream.wait_stream(torch.cuda.current_stream())
+        usual = torch.cuda.current_stream()
+        self._stream.wait_stream(usual)
         with torch.cuda.stream(self._stream):
             step()  # what happens once, such as compiling a kernel or claiming a workspace, must not be recorded
-        torch.cuda.current_stream().wait_stream(self._stream)
+        usual.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            hidden = step()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                hidden = step()
+        finally:
+            torch.cuda.set_stream(usual)  # a recording that fails leaves its own in place
         return graph.replay, hidden

@@ -128,8 +128,9 @@ class ModelRunner:
         self.device = device
         shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
         dtype = decoder.embedding.weight.dtype
-        self.key_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.value_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        with torch.inference_mode():  # as steps run: compiled code is made for tensors of one mode
+            self.key_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+            self.value_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.forward: ForwardFunction = ForwardPass(decoder, Caches(self.key_caches, self.value_caches), run_layer)
         self._grammars = grammars
         self._inputs = InputBuilder(block_size)

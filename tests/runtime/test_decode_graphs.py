@@ -85,6 +85,7 @@ def test_a_padded_decode_step_equals_the_plain_one() -> None:
         torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
+@torch.inference_mode()
 def test_padding_is_ignored_whatever_it_computes() -> None:
     static = StaticInputs(most_rows=4, most_blocks=MOST_BLOCKS, device=CPU)
     bucket = static.first(4)

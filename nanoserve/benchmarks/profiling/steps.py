@@ -62,8 +62,9 @@ class StepTimer:
         self._runner = ModelRunner(
             decoder, num_blocks=self._blocks, block_size=block_size, device=device, run_layer=self._clock
         )
-        for cache in (*self._runner.key_caches, *self._runner.value_caches):
-            cache.normal_()  # numbers as a step finds them; memory nobody has written is neither cold nor full of them
+        with torch.inference_mode():
+            for cache in (*self._runner.key_caches, *self._runner.value_caches):
+                cache.normal_()  # numbers as a step finds them: memory nobody has written is neither cold nor full
         generator = random.Random(0)
         self._tokens = tuple(generator.randrange(config.vocab_size) for _ in range(max(max_tokens, _PROMPT + 1)))
         self._begun: set[int] = set()
