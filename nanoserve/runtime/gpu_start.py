@@ -16,6 +16,7 @@ from nanoserve.runtime.memory import memory_errors, out_of_memory
 from nanoserve.runtime.model_runner import ModelRunner
 from nanoserve.runtime.traced_layers import TracedLayers
 from nanoserve.sizes import format_size
+from triton_ops.gpu.experts import never_waits
 
 COMPILING, WARMING_UP = "compiling layers", "warming up"
 GRAPH_BYTES = 16 * 2**20
@@ -64,7 +65,8 @@ class GpuStart:
         self._device = device
         self._traced = None if config.eager else TracedLayers(decoder)
         self.run_layer: LayerFunction = DecoderLayer.__call__ if self._traced is None else self._traced
-        self._buckets = () if config.eager else bucket_sizes(config.max_num_seqs)
+        captures = not config.eager and _can_be_captured(decoder, device)
+        self._buckets = bucket_sizes(config.max_num_seqs) if captures else ()
         self._warm_up_seconds = 0.0
         self._step_memory = 0
 
@@ -136,3 +138,12 @@ class GpuStart:
                 return False
         runner.forward = graphs
         return True
+
+
+def _can_be_captured(decoder: Decoder, device: torch.device) -> bool:
+    """Whether nothing in a decode step waits for the device. To try is no way to find out: a recording that fails
+    leaves torch's allocator in a state in which memory cannot be given back."""
+    config = decoder.config
+    if config.moe is None or not any(config.is_sparse(layer) for layer in range(config.num_layers)):
+        return True
+    return never_waits(decoder.embedding.weight.dtype, device, (config.hidden_size, config.moe.intermediate_size))

@@ -30,6 +30,8 @@ class TracedLayers:
         kinds = [layer_config(decoder.config, layer.index) for layer in _layers(decoder)]
         functions = {kind: _compiled(kind, decoder.embedding.weight.dtype, backend) for kind in dict.fromkeys(kinds)}
         self._of_layer = [functions[kind] for kind in kinds]
+        self._kinds = kinds
+        self._ran: set[ModelConfig] = set()
         self._weights = [list(layer.parameters()) for layer in _layers(decoder)]
 
     @property
@@ -45,7 +47,7 @@ class TracedLayers:
             try:
                 return self._run(layer.index, hidden, cos, sin, attention)
             except Exception as error:  # whatever torch's compiler stumbles over, the layers run without it
-                if out_of_memory(error):
+                if out_of_memory(error) or not self._failed_to_compile(layer, error):
                     raise
                 self._give_up(error)
         output: Tensor = layer(hidden, cos, sin, attention)  # writes the cache once more, with the same numbers
@@ -65,7 +67,14 @@ class TracedLayers:
         )
         for tensor in step:
             _mark_any_length(tensor)
-        return self._of_layer[index](*step, self._weights[index])
+        output = self._of_layer[index](*step, self._weights[index])
+        self._ran.add(self._kinds[index])
+        return output
+
+    def _failed_to_compile(self, layer: DecoderLayer, error: Exception) -> bool:
+        """Whether the compiler is to blame: what has run once fails for another reason, unless torch says otherwise."""
+        of_compiler = isinstance(error, torch._dynamo.exc.TorchDynamoException)
+        return of_compiler or self._kinds[layer.index] not in self._ran
 
     def _give_up(self, error: Exception) -> None:
         cause = getattr(error, "inner_exception", error)  # torch wraps what its backends raise

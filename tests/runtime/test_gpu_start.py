@@ -1,6 +1,7 @@
 """Getting a GPU ready, on the CPU: the largest step really runs, and what it is told about memory is put to use."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from subprocess import CalledProcessError
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoserve import LLM, assembly
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, MoeConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.attention import AttentionFunction, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer
@@ -98,6 +99,35 @@ def test_an_engine_on_a_gpu_gives_the_answers_of_the_cpu(
         assert llm.compiled and llm.gpu is not None and llm.gpu.graphs == 3
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
     assert {1, 2, 4} == set(recorder.replayed)
+
+
+def test_each_kind_of_layer_is_compiled_once(recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the largest step; capturing, prompts and decodes find it done."""
+    compiled = []
+
+    def count(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    monkeypatch.setattr(gpu_start, "TracedLayers", lambda decoder: TracedLayers(decoder, backend=count))
+    decoder = small_decoder().requires_grad_(False)
+    start = GpuStart(decoder, EngineConfig(max_num_seqs=3, max_num_batched_tokens=12, block_size=4), CPU)
+    start.measure(128, None)
+    executor = executor_of(decoder, start)
+    assert start.capture(executor.runner, 20, None).graphs == 3
+    assert greedy(executor, 4) == dense_greedy(decoder, PROMPT, 4)
+    assert len(compiled) == 1
+
+
+def test_steps_with_experts_that_wait_for_the_gpu_are_not_captured(recorder: FakeRecorder) -> None:
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=12, block_size=4)
+    moe = MoeConfig(4, 2, 16, normalize_weights=True, sparse_layers=frozenset({1}))
+    for dtype, graphs in ((torch.float32, 0), (torch.bfloat16, 2)):
+        decoder = Decoder(replace(small_config(), moe=moe)).to(dtype).requires_grad_(False)
+        start = GpuStart(decoder, config, CPU)  # which counts as a GPU of generation 9
+        start.measure(128, None)
+        assert start.capture(executor_of(decoder, start).runner, 20, None).graphs == graphs
+    assert recorder.recorded == [2, 1]
 
 
 def test_eager_compiles_and_captures_nothing(recorder: FakeRecorder) -> None:

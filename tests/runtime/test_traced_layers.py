@@ -94,3 +94,20 @@ def test_a_lack_of_memory_is_no_reason_to_run_eagerly(monkeypatch: pytest.Monkey
     with pytest.raises(torch.OutOfMemoryError):
         ForwardPass(decoder, caches(decoder.config, 4), layers)(step_of(1, 3, torch.Generator().manual_seed(1)))
     assert layers.loaded
+
+
+def test_what_has_run_once_and_fails_is_no_matter_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = small_decoder().requires_grad_(False)
+    layers = TracedLayers(decoder, backend="eager")
+    forward = ForwardPass(decoder, caches(decoder.config, 4), layers)
+    step = step_of(1, 3, torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        forward(step)
+
+        def fail(*arguments: object) -> torch.Tensor:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        monkeypatch.setattr(layers, "_of_layer", [fail] * decoder.config.num_layers)
+        with pytest.raises(RuntimeError, match="not permitted"):
+            forward(step)
+    assert layers.loaded

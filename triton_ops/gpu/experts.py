@@ -16,13 +16,19 @@ _ALIGNMENT = 8  # elements of bfloat16 in the 16 bytes at which the product's ro
 def sparse_experts(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """`triton_ops.sparse_experts`, without waiting for the GPU wherever torch has a product that does not."""
     widths = (hidden.shape[1], down.shape[2])
-    if (
-        hidden.dtype == gate_up.dtype == torch.bfloat16
-        and gpu_of(hidden.device).generation in _GENERATIONS_WITH_GROUPED_PRODUCTS
-        and all(width % _ALIGNMENT == 0 for width in widths)
-    ):
+    if hidden.dtype == gate_up.dtype and never_waits(hidden.dtype, hidden.device, widths):
         return multiply_in_groups(hidden, weights, experts, gate_up, down)
     return share_out(hidden, weights, experts, gate_up, down)
+
+
+def never_waits(dtype: torch.dtype, device: torch.device, widths: tuple[int, int]) -> bool:
+    """Whether experts of that dtype, with a hidden_size and an intermediate_size, are multiplied without waiting for
+    the GPU: a step with others cannot be captured."""
+    return (
+        dtype == torch.bfloat16
+        and gpu_of(device).generation in _GENERATIONS_WITH_GROUPED_PRODUCTS
+        and all(width % _ALIGNMENT == 0 for width in widths)
+    )
 
 
 def multiply_in_groups(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
