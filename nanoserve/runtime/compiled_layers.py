@@ -13,9 +13,9 @@ from torch import Tensor
 import nanoserve
 import triton_ops
 from nanoserve.config import ModelConfig
-from nanoserve.models.attention import AttentionFunction, PagedAttention
+from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import Decoder, DecoderLayer
-from nanoserve.runtime.layer_compiler import LayerJob, layer_config
+from nanoserve.runtime.layer_compiler import LayerJob, layer_config, step_arguments
 from triton_ops.cpu import BackgroundLibrary, CannotBuild, CpuOperators, cache_directory
 
 _SOURCES = (
@@ -108,21 +108,7 @@ class CompiledLayers:
         if library is None or not library.loaded:
             output: Tensor = layer(hidden, cos, sin, attention)
             return output
-        assert isinstance(attention, PagedAttention), "layers are compiled with a paged cache"
-        return library.run(
-            [
-                hidden,
-                cos,
-                sin,
-                attention.key_caches[index],
-                attention.value_caches[index],
-                attention.block_tables,
-                attention.query_starts,
-                attention.context_lengths,
-                attention.slot_mapping,
-                *self._weights[index],
-            ]
-        )
+        return library.run([*step_arguments(index, hidden, cos, sin, attention), *self._weights[index]])
 
 
 def _make_job(config: ModelConfig, dtype: torch.dtype, block_size: int, operators: CpuOperators) -> LayerJob:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoserve.config import ModelConfig, RopeConfig
-from nanoserve.models.attention import PagedAttention
+from nanoserve.models.attention import AttentionFunction, PagedAttention
 from nanoserve.models.decoder import DecoderLayer
 from triton_ops.cpu import CannotBuild, Shelf
 
@@ -100,6 +100,24 @@ class FunctionalLayer(nn.Module):
         named = dict(zip(self._names, weights, strict=True))
         output: Tensor = torch.func.functional_call(layer, named, (hidden, cos, sin, attention))
         return output
+
+
+def step_arguments(
+    index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
+) -> tuple[Tensor, ...]:
+    """What `FunctionalLayer` takes before the weights, for the layer of that index."""
+    assert isinstance(attention, PagedAttention), "layers are compiled with a paged cache"
+    return (
+        hidden,
+        cos,
+        sin,
+        attention.key_caches[index],
+        attention.value_caches[index],
+        attention.block_tables,
+        attention.query_starts,
+        attention.context_lengths,
+        attention.slot_mapping,
+    )
 
 
 def compile_layer(job: LayerJob, temporary: Path) -> Path:

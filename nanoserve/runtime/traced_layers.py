@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
-from nanoserve.models.attention import AttentionFunction, PagedAttention
+from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import Decoder, DecoderLayer
-from nanoserve.runtime.layer_compiler import FunctionalLayer, layer_config
+from nanoserve.runtime.layer_compiler import FunctionalLayer, layer_config, step_arguments
 from nanoserve.runtime.memory import out_of_memory
 
 
@@ -43,9 +43,9 @@ class TracedLayers:
         self, layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
     ) -> Tensor:
         if self.problem is None:
-            assert isinstance(attention, PagedAttention), "layers are compiled with a paged cache"
+            step = step_arguments(layer.index, hidden, cos, sin, attention)
             try:
-                return self._run(layer.index, hidden, cos, sin, attention)
+                return self._run(layer.index, step)
             except Exception as error:  # whatever torch's compiler stumbles over, the layers run without it
                 if out_of_memory(error) or not self._failed_to_compile(layer, error):
                     raise
@@ -53,18 +53,7 @@ class TracedLayers:
         output: Tensor = layer(hidden, cos, sin, attention)  # writes the cache once more, with the same numbers
         return output
 
-    def _run(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attention: PagedAttention) -> Tensor:
-        step = (
-            hidden,
-            cos,
-            sin,
-            attention.key_caches[index],
-            attention.value_caches[index],
-            attention.block_tables,
-            attention.query_starts,
-            attention.context_lengths,
-            attention.slot_mapping,
-        )
+    def _run(self, index: int, step: tuple[Tensor, ...]) -> Tensor:
         for tensor in step:
             _mark_any_length(tensor)
         output = self._of_layer[index](*step, self._weights[index])
