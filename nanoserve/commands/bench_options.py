@@ -1,5 +1,6 @@
 """What the benchmarks share: where results go, and keeping what was measured when they are interrupted."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from nanoserve.commands.options import option
 from nanoserve.commands.terminal import remark
+from nanoserve.errors import RuntimeFailure
 from nanoserve.interrupts import deferred_interrupts
 from nanoserve.threads import prepare_threads
 
@@ -137,3 +139,13 @@ def print_steps(report: "Report") -> None:
     floor = f"{facts['limit_read_gb_per_s']:.1f} GB/s and {facts['limit_gflops']:,.0f} GFLOP/s"
     rows = [{"case": row["case"], "kind": kind, **steps} for row in report.rows for kind, steps in row["steps"].items()]
     print_table(f"steps, against the floor of their bytes and operations at {floor}", columns, rows)
+
+
+def make_directory(directory: Path) -> None:
+    """Have a directory to write into, before anything runs that takes minutes. Raises RuntimeFailure."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RuntimeFailure(f"cannot make the directory {directory}: {error.strerror or error}") from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise RuntimeFailure(f"cannot write into the directory {directory}: no permission")

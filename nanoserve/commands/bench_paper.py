@@ -1,6 +1,5 @@
 """``nanoserve bench paper``: a paper's figures and claims, simulated, beside the paper's own numbers."""
 
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, kept, print_head, work_option
+from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, kept, make_directory, print_head, work_option
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option, switch
 from nanoserve.commands.terminal import is_terminal
-from nanoserve.errors import RuntimeFailure
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
@@ -81,7 +79,7 @@ def paper(
     figures = chosen.chosen(runs.figure)
     check_plotting(plot)
     if plot is not None:
-        _make_directory(plot)
+        make_directory(plot)
     scale = Scale(seeds=tuple(range(runs.seeds)), full=runs.full)
     settings = {"paper": name, "figure": runs.figure, "seeds": runs.seeds, "full": runs.full}
     settings |= {"size": scale.pick(*chosen.setting)}
@@ -104,16 +102,6 @@ def _keep(report: "Report", figure: "PaperFigure", found: "Finding") -> None:
     report.put(f"figure {figure.number}", {"title": figure.title, "rows": found.rows, "chart": found.chart})
     for claim in found.claims:
         report.add({"case": f"{claim.figure}: {claim.says}", **claim.row()})
-
-
-def _make_directory(directory: Path) -> None:
-    """Before anything runs: figures take minutes."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RuntimeFailure(f"cannot make the directory {directory}: {error.strerror or error}") from error
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise RuntimeFailure(f"cannot write into the directory {directory}: no permission")
 
 
 def _show(report: "Report", paper: "Paper", findings: "Mapping[str, Finding]") -> None:
