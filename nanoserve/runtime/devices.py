@@ -102,17 +102,22 @@ def use_writable_triton_cache(environment: MutableMapping[str, str] = os.environ
 
 @contextmanager
 def compiler_errors(device: torch.device) -> Iterator[None]:
-    """What Triton lacks to launch its first kernel, which takes a small library that it builds, in one line.
+    """What keeps Triton from launching a kernel for the first time, in one line: it builds a small library then, and
+    finds out what the kernel needs.
 
     Raises:
-        RuntimeFailure: within, if there is no C compiler, or it fails.
+        RuntimeFailure: within, if there is no C compiler, or it fails, or the GPU is too small for the kernel.
     """
     try:
         yield
-    except (RuntimeError, CalledProcessError) as error:
-        if not isinstance(error, CalledProcessError) and "C compiler" not in str(error):
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        if type(error).__name__ == "OutOfResources":  # Triton's, which is not installed everywhere
+            raise RuntimeFailure(f"{device} is too small for a kernel: {reason}; choose --device cpu") from error
+        if not isinstance(error, CalledProcessError) and not (
+            "C compiler" in reason and isinstance(error, RuntimeError)
+        ):
             raise
-        reason = str(error).strip().splitlines()[0]
         raise RuntimeFailure(
             f"kernels cannot be launched on {device}: install gcc and Python's headers, or set CC to a C compiler"
             f" ({reason})"

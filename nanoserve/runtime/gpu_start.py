@@ -124,15 +124,19 @@ class GpuStart:
     def _captured(self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None) -> bool:
         most_blocks = -(-max_model_len // self._config.block_size)
         advice = "lower --max-num-seqs or --kv-cache-memory, or choose --eager"
-        with memory_errors(self._device, f"capturing {len(self._buckets)} decode steps does not fit", advice):
+        problem = f"capturing {len(self._buckets)} decode steps does not fit"
+        with memory_errors(self._device, problem, advice), compiler_errors(self._device):
             static = StaticInputs(most_rows=self._buckets[-1], most_blocks=most_blocks, device=self._device)
             graphs = DecodeGraphs(runner.forward, static, self._buckets)
             try:
                 graphs.capture(CudaRecorder(self._device), progress)
             except RuntimeError as error:  # whatever cannot be captured can still be run
-                if out_of_memory(error):
-                    raise
-                reason = (str(error).strip().splitlines() or [""])[0]
+                # Ending a recording that failed fails as well, and that error comes in the place of the first.
+                first = error.__context__ or error
+                for each in (first, error):
+                    if out_of_memory(each):
+                        raise each from None
+                reason = (str(first).strip().splitlines() or [""])[0]
                 notice = "nanoserve: decode steps run uncaptured, which is slower: %s"
                 logging.getLogger("nanoserve").warning(notice, reason)
                 return False

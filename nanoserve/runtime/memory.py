@@ -157,7 +157,12 @@ def memory_errors(device: torch.device, problem: str, advice: str) -> Iterator[N
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there is no memory left."""
-    # On the CPU torch raises a plain RuntimeError from its allocator, as CUDA's libraries do where they have their own.
+    # On the CPU torch raises a plain RuntimeError from its allocator, as CUDA's libraries and Triton do.
     kinds = (torch.OutOfMemoryError, MemoryError)
-    told = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    told = (
+        "DefaultCPUAllocator",
+        "CUDA error: out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "Triton Error [CUDA]: out of memory",
+    )
     return isinstance(error, kinds) or any(words in str(error) for words in told)

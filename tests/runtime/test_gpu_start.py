@@ -199,6 +199,45 @@ def test_what_cannot_be_captured_runs_plainly(
     assert "decode steps run uncaptured" in caplog.text and "not permitted when stream is capturing" in caplog.text
 
 
+@pytest.mark.parametrize("first", [ValueError("experts must wait"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_the_first_error_of_a_recording_is_told_and_not_how_it_ended(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, first: Exception
+) -> None:
+    """As `torch.cuda.graph` does it, whose end fails where the step in it has failed."""
+    start = GpuStart(small_decoder(), EngineConfig(max_num_seqs=2, block_size=4), CPU)
+    executor = executor_of(small_decoder(), GpuStart(small_decoder(), EngineConfig(eager=True), CPU))
+
+    def fail(step: object) -> None:
+        try:
+            raise first
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(recorder, "record", fail)
+    if isinstance(first, torch.OutOfMemoryError):
+        with pytest.raises(RuntimeFailure, match="out of memory on cpu: capturing 2 decode steps does not fit"):
+            start.capture(executor.runner, 20, None)
+    else:
+        assert start.capture(executor.runner, 20, None).graphs == 0
+        assert "decode steps run uncaptured, which is slower: experts must wait" in caplog.text
+
+
+def test_a_kernel_that_is_too_large_for_the_gpu_is_one_clear_line(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OutOfResources(Exception):
+        """By the name of Triton's, which is no RuntimeError either."""
+
+    def fail(*arguments: object) -> Tensor:
+        raise OutOfResources("out of resource: shared memory, Required: 240000, Hardware limit: 101376.")
+
+    decoder = small_decoder()
+    monkeypatch.setattr(decoder, "forward", fail)
+    start = GpuStart(decoder, EngineConfig(eager=True, max_num_batched_tokens=12, block_size=4), CPU)
+    with pytest.raises(RuntimeFailure, match=r"cpu is too small for a kernel: out of resource: .* --device cpu$"):
+        start.measure(128, None)
+
+
 def test_the_largest_step_is_as_large_as_a_step_may_be() -> None:
     decoder, seen = small_decoder(), list[tuple[int, ...]]()
 

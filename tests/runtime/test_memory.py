@@ -8,7 +8,7 @@ import torch
 from nanoserve import LLM
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.runtime import memory
-from nanoserve.runtime.memory import available_memory, choose_num_blocks, kv_bytes_per_block
+from nanoserve.runtime.memory import available_memory, choose_num_blocks, kv_bytes_per_block, out_of_memory
 from nanoserve.sizes import format_size, parse_size
 from tests.runtime.small_model import small_config
 
@@ -144,6 +144,19 @@ def test_the_older_control_groups_are_understood(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------ weights that do not fit
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: invalid argument"), False),
+        (ValueError("out of range"), False),
+    ],
+)
+def test_who_says_that_memory_is_out(error: Exception, *, told: bool) -> None:
+    assert out_of_memory(error) == told
 
 
 @pytest.mark.parametrize(
