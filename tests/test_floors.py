@@ -49,7 +49,7 @@ FLOORS: dict[str, set[str]] = {
     "grammar": {"errors", "text"},
     "outputs": {"errors", "request", "text"},
     "models": {"errors", "files", "config", "costs", "triton_ops"},
-    "runtime": {"errors", "config", "sizes", "request", "scheduler", "grammar", "models", "triton_ops"},
+    "runtime": {"errors", "config", "sizes", "request", "measures", "scheduler", "grammar", "models", "triton_ops"},
     "client": {"errors"},
     "benchmarks": {
         *("client", "errors", "files", "config", "request", "measures", "costs", "scheduler", "engine", "interrupts"),
