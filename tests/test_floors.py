@@ -36,6 +36,7 @@ FLOORS: dict[str, set[str]] = {
     "files": {"errors"},
     "sizes": {"errors"},
     "threads": set(),
+    "lifeline": set(),
     "request": {"errors"},
     "config": {"errors", "files"},
     "measures": {"errors"},
@@ -49,7 +50,9 @@ FLOORS: dict[str, set[str]] = {
     "grammar": {"errors", "text"},
     "outputs": {"errors", "request", "text"},
     "models": {"errors", "files", "config", "costs", "triton_ops"},
-    "runtime": {"errors", "config", "sizes", "request", "scheduler", "grammar", "models", "triton_ops"},
+    "runtime": {
+        *("errors", "files", "config", "sizes", "lifeline", "request", "scheduler", "grammar", "models", "triton_ops"),
+    },
     "client": {"errors"},
     "benchmarks": {
         *("client", "errors", "files", "config", "request", "measures", "costs", "scheduler", "engine", "interrupts"),
@@ -60,7 +63,7 @@ FLOORS: dict[str, set[str]] = {
         "triton_ops",
     },
     "server": {
-        *("errors", "files", "config", "request", "scheduler", "engine", "text", "grammar", "outputs", "models"),
+        *("errors", "lifeline", "files", "config", "request", "scheduler", "engine", "text", "grammar", "outputs", "models"),
         "assembly",
     },
     "triton_ops": set(),
