@@ -14,6 +14,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
 
     Attributes:
         rank: which worker it is.
+        local_rank: which of those on its machine.
         plans, reports: ZeroMQ addresses of the engine: plans come from the first, reports go to the second.
         init_method: where the workers meet, as torch.distributed is told.
         directory: removed with everything in it when the engine is gone; None where that is not the worker's business.
@@ -23,6 +24,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
     """
 
     rank: int
+    local_rank: int
     plans: str
     reports: str
     init_method: str
@@ -42,9 +44,7 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Load or compile what makes steps faster; with ``wait``, before anything else is done."""
-
-    wait: bool
+    """Load or compile what makes steps faster; it takes over between two steps."""
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):

@@ -1,8 +1,7 @@
-"""A worker process, from its first line of input to its loop."""
+"""A worker process, from its first line of input on. The tie to its parent is there before torch is imported."""
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -10,7 +9,7 @@ import msgspec
 from nanoserve import __version__
 from nanoserve.errors import NanoserveError, RuntimeFailure
 from nanoserve.lifeline import Lifeline, own_pipes, read_line
-from nanoserve.runtime.workers.messages import Allocate, Failed, Hello, Loaded, Loading, Ready, WorkerStart
+from nanoserve.runtime.workers.messages import Failed, Hello, WorkerStart
 from nanoserve.runtime.workers.station import Station
 
 
@@ -28,10 +27,12 @@ def run_worker(start: WorkerStart) -> None:
     """Work for the engine until this process is ended, or cannot go on."""
     import torch
 
+    from nanoserve.runtime.workers.building import build_worker
+
     station = Station(start)
     station.introduce(Hello(start.rank, (__version__, torch.__version__)))
     try:
-        _work(start, station)
+        build_worker(start, station).run()
     except NanoserveError as error:
         failed = Failed(start.rank, str(error), error.exit_code)
     except Exception as error:
@@ -40,19 +41,4 @@ def run_worker(start: WorkerStart) -> None:
         failed = Failed(start.rank, f"{type(error).__name__}: {reason}", RuntimeFailure.exit_code)
     station.report(failed)
     station.close()
-    sys.exit(failed.exit_code)
-
-
-def _work(start: WorkerStart, station: Station) -> None:
-    """Load this worker's part of the model, and run plans."""
-    from nanoserve.models.hub import ResolvedModel
-    from nanoserve.runtime.shard_loading import load_shard
-    from nanoserve.runtime.workers.activations import Activations
-    from nanoserve.runtime.workers.ranks import Ranks, meet
-    from nanoserve.runtime.workers.worker import Worker
-
-    config = start.config
-    ranks = Ranks(start.rank, config.pipeline_parallel, config.tensor_parallel)
-    directory = None if start.model_directory is None else Path(start.model_directory)
-    resolved = ResolvedModel(start.name, directory, Path(start.tokenizer_directory))
-    ...
+    os._exit(failed.exit_code)  # at once: torch would wait for the other workers

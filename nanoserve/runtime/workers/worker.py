@@ -76,7 +76,7 @@ class Worker:
             elif isinstance(message, Follow):
                 self._take_coupled(self._plan_decoder.decode(self._activations.receive_plan()), began)
             elif isinstance(message, Prepare):
-                self._make_faster(message)
+                self._make_faster()
 
     def _prepare(self, plan: StepPlan, received: float) -> Turn:
         """The host's part of a step, and a place for its hidden states."""
@@ -126,13 +126,10 @@ class Worker:
             self._activations.send_plan(msgspec.msgpack.encode(plan))
         self._take(self._prepare(plan, began), time.monotonic())
 
-    def _make_faster(self, wanted: Prepare) -> None:
-        """Load or compile the layers."""
+    def _make_faster(self) -> None:
+        """Load the layers, or have them compiled in the background."""
         if self._layers is not None:
             self._layers.start()
-        if wanted.wait:
-            for built in self._built:
-                built.wait()
         self._preparing = True
         self._tell_prepared()
 
