@@ -123,8 +123,8 @@ def _choose_num_blocks(
     return choose_num_blocks(
         model,
         block_size=config.block_size,
-        dtype=decoder.embedding.weight.dtype,
-        device=decoder.embedding.weight.device,
+        dtype=decoder.dtype,
+        device=decoder.device,
         kv_cache_memory=config.kv_cache_memory,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,

@@ -151,4 +151,4 @@ def _can_be_captured(decoder: Decoder, device: torch.device) -> bool:
     config = decoder.config
     if config.moe is None or not any(config.is_sparse(layer) for layer in range(config.num_layers)):
         return True
-    return never_waits(decoder.embedding.weight.dtype, device, (config.hidden_size, config.moe.intermediate_size))
+    return never_waits(decoder.dtype, device, (config.hidden_size, config.moe.intermediate_size))

@@ -149,7 +149,7 @@ class ModelRunner:
         self.config = config
         self.device = device
         shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
-        dtype = decoder.embedding.weight.dtype
+        dtype = decoder.dtype
         with torch.inference_mode():  # as steps run: compiled code is made for tensors of one mode
             self.key_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
             self.value_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
