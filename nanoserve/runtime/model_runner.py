@@ -221,7 +221,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, step: PreparedStep, hidden: Tensor | None) -> LaunchedStep:
-        """Issue the work behind the last layer: logits and samples of what `compute` returned."""
+        """Issue the work behind the last layer: logits and samples of what `compute` returned in the last stage.
+
+        All ranks of a tensor-parallel group do so; what comes of it is known to the first.
+        """
         fetching = step.fetching
         launched = LaunchedStep(fetching)
         if step.rows is not None and hidden is not None:
@@ -241,16 +244,18 @@ class ModelRunner:
         for row, record in zip(rows, records, strict=True):
             record.take(row)
         tables = [record.block_table for record in records]
+        samples = self.decoder.shard.is_last
         return _StagedRows(
             inputs=next(self._inputs).stage(rows, tables, self._staging),
             fed=self._last_tokens.stage(rows, self._staging),
-            scorings=self._stage_scorings(rows, records),
-            sampling=self._stage_sampling(rows, records),
+            scorings=self._stage_scorings(rows, records) if samples else [],
+            sampling=self._stage_sampling(rows, records) if samples else None,
         )
 
     def _grammar(self, begin: Begin) -> SequenceGrammar | None:
         schema = begin.params.json_schema
-        if schema is None:
+        shard = self.decoder.shard
+        if schema is None or not (shard.is_last and shard.rank == 0):  # who does not sample needs none
             return None
         if self._grammars is None:
             raise RuntimeError("this executor has no grammars")
@@ -303,12 +308,16 @@ class ModelRunner:
             part = targets[start : start + chunk]
             first = scoring.first_token + start
             logits = self.decoder.compute_logits(hidden[first : first + len(part)])
+            if not len(logits):  # they are gathered by another rank
+                continue
             finite.append(fetching.fetch(torch.isfinite(logits.amax(dim=1)).all()))
             parts.append(LogprobColumns.of(logits, part, scoring.top).through(fetching.fetch))
         return ScoredPrompt(scoring.sequence, parts, finite, scoring.top)
 
-    def _sample(self, sampling: _Sampling, hidden: Tensor, fetching: Fetching) -> SampledTokens:
+    def _sample(self, sampling: _Sampling, hidden: Tensor, fetching: Fetching) -> SampledTokens | None:
         logits = self.decoder.compute_logits(hidden[sampling.last_tokens.tensor])
+        if not len(logits):  # they are gathered by another rank
+            return None
         sampled = sample(logits, sampling.settings)
         self._last_tokens.keep(sampling.sequences, sampled.tokens)
         logprobs = None

@@ -62,11 +62,11 @@ class WorkerChild:
     def killed(self) -> str | None:
         """By which signal it died; None if it lives or ended by itself."""
         code = self._process.poll()
-        return None if code is None or code >= 0 else f"was killed by {_signal_name(-code)}"
+        return None if code is None or code >= 0 else _ending(code)
 
     def ending(self) -> str:
         """How it ended; to be asked of one that has."""
-        return self.killed() or f"ended with exit code {self._process.wait()}"
+        return _ending(self._process.wait())
 
     def let_go(self) -> None:
         """Let go of it: it ends itself and all that it has started, or is killed."""
@@ -77,17 +77,17 @@ class WorkerChild:
 
     def wait(self, until: float) -> None:
         """Until it is gone: by itself at best, else killed at that monotonic time."""
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass
         with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left; macOS: none but the dead
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
-def _signal_name(number: int) -> str:
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
     try:
-        return signal.Signals(number).name
+        return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
-        return f"signal {number}"
+        return f"was killed by signal {-code}"

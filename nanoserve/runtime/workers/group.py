@@ -1,6 +1,7 @@
 """One life of all workers: started together, spoken to, watched, and ended together when one of them dies."""
 
 import contextlib
+import math
 import shutil
 import tempfile
 import time
@@ -130,7 +131,7 @@ class WorkerGroup:
         Raises:
             WorkersDied: if one is dead or cannot go on. What was said before is lost with it.
         """
-        ready = dict(self._poller.poll(None if seconds is None else 1000 * max(0.0, seconds)))
+        ready = dict(self._poller.poll(None if seconds is None else math.ceil(1000 * seconds)))
         heard = [*self._received(self._plans, ready), *self._received(self._reports, ready)]
         for message in heard:
             if isinstance(message, Failed):

@@ -1,7 +1,6 @@
 """A worker process, from its first line of input on. The tie to its parent is there before torch is imported."""
 
 import os
-import sys
 from pathlib import Path
 
 import msgspec
@@ -30,7 +29,7 @@ def run_worker(start: WorkerStart) -> None:
     from nanoserve.runtime.workers.building import build_worker
 
     station = Station(start)
-    station.introduce(Hello(start.rank, (__version__, torch.__version__)))
+    station.introduce(Hello(start.rank, (__version__, str(torch.__version__))))
     try:
         build_worker(start, station).run()
     except NanoserveError as error:

@@ -30,7 +30,8 @@ class Station:
 
     def hear(self) -> ToWorker:
         """Wait for a message; until an `Intake` has taken the socket over."""
-        return self._decoder.decode(self.plans.recv())
+        message: ToWorker = self._decoder.decode(self.plans.recv())
+        return message
 
     def report(self, message: FromWorker) -> None:
         """Put a message on its way. From the worker's own thread only."""

@@ -18,7 +18,6 @@ from nanoserve.runtime.workers.station import Station
 from nanoserve.scheduler.plan import StepPlan, StepResult
 from triton_ops.cpu import CpuOperators
 
-
 _BUILDING_SECONDS = 0.5
 """How often to look, with nothing else to do, whether something has been built."""
 
@@ -139,4 +138,3 @@ class Worker:
             self._preparing = False
             compiled = self._layers is not None and self._layers.loaded
             self._station.report(Prepared(self._ranks.rank, compiled))
-
