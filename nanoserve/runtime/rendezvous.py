@@ -5,7 +5,7 @@ No torch here but under torchrun, whose store is torch.distributed's.
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
@@ -20,7 +20,7 @@ class SocketKeys:
     """The engine's half of ZeroMQ's CURVE, as Z85 text; the public key is given only to workers."""
 
     public: str
-    secret: str
+    secret: str = field(repr=False)
 
     @classmethod
     def random(cls) -> "SocketKeys":

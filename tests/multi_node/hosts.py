@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 
 class Program:
-    """A running program, at the head of a session of its own. Its words go to files: pipes that nobody reads fill up."""
+    """A running program in a session of its own. Its words go to files: pipes that nobody reads fill up."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         # Open as long as the program may write.
