@@ -58,8 +58,9 @@ class Draft:
         """Whether it is worth a plan."""
         return bool(self.rows or self.host_rows) or self._tiers.has_news or self.transition is not None
 
-    def plan(self, step: int, layout: int, strategy: Strategy) -> StepPlan:
-        """The finished plan."""
+    def plan(self, step: int, layout: int, *, any_under_way: bool) -> StepPlan:
+        """The finished plan; ``any_under_way`` says whether host sequences wait for a token."""
+        strategy = self._strategy(any_under_way=any_under_way)  # before what the draft does is taken out of it
         return StepPlan(
             step=step,
             begin=tuple(self._begin),
@@ -71,6 +72,14 @@ class Draft:
             strategy=strategy,
             transition=self.transition,
         )
+
+    def _strategy(self, *, any_under_way: bool) -> Strategy:
+        """As decided where it concerns anyone; an idle device lets the host sequences under way go on."""
+        if not self.does_something:
+            return "overlap"
+        if self.host_rows:
+            return self.decision.strategy
+        return "overlap" if self.decision.strategy == "overlap" and self.rows and any_under_way else "device"
 
     # ---- decodes ----------------------------------------------------------------------------------------------
 
@@ -205,6 +214,20 @@ class Draft:
         return chunk
 
     # ---- what must move ---------------------------------------------------------------------------------------
+
+    def drain(self, *, nothing_in_flight: bool) -> None:
+        """No rows, until nothing runs; then the device is emptied; then its layout changes.
+
+        The oldest move to the host as far as it has room, the others and partly computed prompts are computed again.
+        """
+        lifecycle = self._lifecycle
+        if any(sequence.in_flight for sequence in lifecycle.running):
+            return
+        for sequence in list(lifecycle.running):
+            if sequence.status is not _DECODE or not self._tiers.move_out(sequence):
+                lifecycle.preempt(sequence)
+        if nothing_in_flight and not len(self._tiers):
+            self.transition = self.decision.layout
 
     def force_oldest(self) -> None:
         """Nothing is in flight and the decision moved nothing: run the oldest sequence, whatever that takes."""
