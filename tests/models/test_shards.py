@@ -169,6 +169,16 @@ def test_a_shard_reads_only_its_own(tmp_path: Path) -> None:
         assert sum(totals) == whole + (tensor_parallel - 1) * norms
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_checkpoint_read_in_pieces_is_the_same(degree: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_checkpoint("glm", tmp_path)
+    shard = make_shards(config, pipeline_parallel=2, tensor_parallel=degree)[-1]
+    at_once, _ = load_model(tmp_path, "fp32", shard=shard, group=ThreadGroup.alone())
+    monkeypatch.setattr("nanoserve.models.loading._MAPPED_BYTES", 1000)
+    in_pieces, _ = load_model(tmp_path, "fp32", shard=shard, group=ThreadGroup.alone())
+    assert all(map(torch.equal, at_once.parameters(), in_pieces.parameters()))
+
+
 def test_a_shard_checks_the_whole_checkpoint(tmp_path: Path) -> None:
     config = write_checkpoint("llama", tmp_path)
     first, last = make_shards(replace(config, num_layers=4), pipeline_parallel=2, tensor_parallel=1)
