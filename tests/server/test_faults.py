@@ -23,7 +23,7 @@ import zmq
 import nanoserve
 from nanoserve.server.sockets import COMMANDS, REPORTS
 from tests.server.conftest import MODEL
-from tests.server.fake_engine import BROKEN, POISON_TOKEN
+from tests.server.fake_engine import BROKEN, POISON_TOKEN, WORKER_POISON_TOKEN
 from tests.server.starting import (
     ROOT,
     Server,
@@ -229,6 +229,43 @@ def test_when_restarts_keep_failing_the_server_stays_up_and_says_so(tmp_path: Pa
         (model / BROKEN).unlink()
         wait_until(lambda: server.get("/ready").status_code == 200)
         assert _whole(server, LONG)
+
+
+# ------------------------------------------------------------------------------------- its workers die
+
+
+def test_streams_go_on_when_workers_die(fake: Server, whole: str) -> None:
+    restarts = fake.metric("nanoserve:engine_restarts_total")
+    losses = fake.metric("nanoserve:worker_losses_total")
+    readers = [Reader(fake, body) for body in (LONG, LONG | {"n": 2})]
+    for reader in readers:
+        reader.wait_begun()
+    answer = fake.post(COMPLETION, {"prompt": [WORKER_POISON_TOKEN, 2], "max_tokens": 3})
+    assert answer.status_code == 200, answer.text
+    for reader in readers:
+        reader.join()
+    assert readers[0].text == whole and len(readers[1].text) == 2 * len(whole)
+    assert fake.metric("nanoserve:worker_losses_total") == losses + 2
+    assert fake.metric("nanoserve:engine_restarts_total") == restarts
+    assert "worker 1 was killed by SIGKILL; new workers are started" in fake.log
+    fake.wait_idle()
+
+
+def test_when_no_workers_come_any_more_the_server_stays_up_and_says_so() -> None:
+    with running_fake(RETRY_SECONDS="5") as server:
+        whole = _whole(server, LONG)
+        reader = Reader(server, LONG | {"max_tokens": 480})
+        reader.wait_begun()
+        died = server.post(COMPLETION, {"prompt": [WORKER_POISON_TOKEN, 9], "max_tokens": 3})
+        refused = server.post(COMPLETION, LONG)
+        for answer in (died, refused, server.get("/health"), server.get("/ready")):
+            assert answer.status_code == 503, answer.text
+            assert "the workers died 3 times; the last time worker 1 was killed" in answer.json()["error"]["message"]
+        reader.join()
+        assert "the workers died 3 times" in reader.data and reader.data.endswith("data: [DONE]\n\n")
+        wait_until(lambda: server.get("/ready").status_code == 200)
+        assert _whole(server, LONG) == whole
+        assert server.get("/health").status_code == 200
 
 
 # ------------------------------------------------------------------------------------- templates
