@@ -15,7 +15,7 @@ class Engine:
         vocab_size: width of the logits; every token id of a request must be below it.
 
     Attributes:
-        losses: why workers died, each time that they did and new ones were started.
+        losses: how often the executor's workers died and new ones were started.
         failure: why the executor runs nothing any more; None while it does.
 
     Raises:
@@ -28,7 +28,7 @@ class Engine:
         self.scheduler = scheduler
         self.executor = executor
         self.vocab_size = vocab_size
-        self.losses: list[str] = []
+        self.losses = 0
         self.failure: str | None = None
 
     @property
@@ -78,8 +78,7 @@ class Engine:
             self._submit_plans()
             if self.scheduler.awaits_results:
                 for result in self.executor.collect(until):
-                    if result.lost is not None:
-                        self.losses.append(result.lost)
+                    self.losses += result.lost is not None
                     updates += self.scheduler.apply(result, self.executor.now())
         except WorkersFailed as error:
             self.failure = str(error)

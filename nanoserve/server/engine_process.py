@@ -95,7 +95,6 @@ class EngineLoop:
         self._engine = engine
         self._mailbox = mailbox
         self._added = 0
-        self._losses_told = 0
         self._told: dict[Sequence, _Told] = {}
 
     def run(self) -> None:
@@ -110,15 +109,8 @@ class EngineLoop:
         updates = [update for command in commands for update in self._obey(command)]
         if self._engine.has_work:
             updates += self._engine.step(self._engine.now() + COMMAND_SECONDS)
-            self._tell_losses()
         if (updates or commands) and self._engine.failure is None:
             self._report(updates)
-
-    def _tell_losses(self) -> None:
-        """Whoever runs the server sees that workers died, though no client does."""
-        for cause in self._engine.losses[self._losses_told :]:
-            print(f"nanoserve: {cause}; new workers are started", file=sys.stderr, flush=True)
-        self._losses_told = len(self._engine.losses)
 
     def _obey(self, command: Command) -> list[SequenceUpdate]:
         if isinstance(command, Stop):
@@ -146,7 +138,7 @@ class EngineLoop:
             total_blocks=scheduler.pool.num_blocks,
             preemptions=scheduler.preemptions,
             steps=scheduler.steps,
-            losses=len(self._engine.losses),
+            losses=self._engine.losses,
         )
         self._mailbox.send(Report(tuple(self._as_message(update) for update in updates), stats))
 

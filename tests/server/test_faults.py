@@ -247,7 +247,6 @@ def test_streams_go_on_when_workers_die(fake: Server, whole: str) -> None:
     assert readers[0].text == whole and len(readers[1].text) == 2 * len(whole)
     assert fake.metric("nanoserve:worker_losses_total") == losses + 2
     assert fake.metric("nanoserve:engine_restarts_total") == restarts
-    assert "worker 1 was killed by SIGKILL; new workers are started" in fake.log
     fake.wait_idle()
 
 
