@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import ModelError
 from nanoserve.files import read_json_object
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dtypes import resolve_dtype
-from nanoserve.models.weights import TensorPart, may_be_ignored, tensor_parts
+from nanoserve.models.shards import Shard, TensorParallelGroup
+from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -36,7 +38,6 @@ class _StoredTensor:
     path: Path
     shape: tuple[int, ...]
     dtype: str
-    num_bytes: int
 
 
 def load_model(
@@ -44,11 +45,15 @@ def load_model(
     dtype: str = "auto",
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
+    *,
+    shard: Shard | None = None,
+    group: TensorParallelGroup | None = None,
 ) -> tuple[Decoder, ModelConfig]:
-    """The decoder of a model directory with its weights, ready for inference, and its config.
+    """The decoder of a model directory with its weights, ready for inference, and the whole model's config.
 
-    `dtype` as in `resolve_dtype`. Raises ModelError, one line naming the file (and the tensor); UsageError for an
-    unknown dtype.
+    `dtype` as in `resolve_dtype`; `shard` and `group` as in `Decoder`. Of a shard no more is read than it needs, but
+    all that the checkpoint's headers say is checked. Raises ModelError, one line naming the file (and the tensor);
+    UsageError for an unknown dtype.
     """
     path, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(path)
@@ -56,21 +61,32 @@ def load_model(
         handles = {file: files.enter_context(_open(file)) for file in _weight_files(path)}
         stored = _stored_tensors(path, handles)
         parts = _check(tensor_parts(config), stored, config, path)
-        decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device)
-        _fill(decoder, parts, stored, handles, progress)
+        decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device, shard=shard, group=group)
+        _fill(decoder, list(shard_parts(parts, config, decoder.shard)), stored, handles, progress)
     return decoder, config
 
 
-def empty_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A decoder whose parameters are allocated, not initialized, and not trainable."""
+def empty_decoder(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    shard: Shard | None = None,
+    group: TensorParallelGroup | None = None,
+) -> Decoder:
+    """A decoder whose parameters are allocated and not trainable. They are not initialized, except that those of a
+    tensor-parallel rank are zero: no tensor fills padding, nor biases that another rank adds."""
     # Not on the meta device first: torch imports its compiler for that, which takes longer than loading a small model.
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            decoder = Decoder(config, initialize=False)
+            decoder = Decoder(config, initialize=False, shard=shard, group=group)
     finally:
         torch.set_default_dtype(usual)
+    if decoder.shard.degree > 1:
+        for parameter in decoder.parameters():
+            nn.init.zeros_(parameter)
     return decoder.requires_grad_(False).eval()
 
 
@@ -113,8 +129,7 @@ def _stored_tensors(directory: Path, handles: Mapping[Path, Any]) -> dict[str, _
             shape, dtype = tuple(header.get_shape()), header.get_dtype()
             if name in stored:
                 raise ModelError(f"{path}: tensor {name} is also in {stored[name].path.name}")
-            num_bytes = _STORED_BYTES.get(dtype, 0) * torch.Size(shape).numel()
-            stored[name] = _StoredTensor(path, shape, dtype, num_bytes)
+            stored[name] = _StoredTensor(path, shape, dtype)
     index = directory / INDEX_NAME
     if index.is_file():
         for name, file in _weight_map(index).items():
@@ -158,11 +173,12 @@ def _fill(
     progress: Progress | None,
 ) -> None:
     parameters = dict(decoder.named_parameters())
-    total, done = sum(stored[part.name].num_bytes for part in parts), 0
+    num_bytes = {part: part.size * _STORED_BYTES[stored[part.name].dtype] for part in parts}
+    total, done = sum(num_bytes.values()), 0
     for part in sorted(parts, key=lambda part: stored[part.name].path):
         source = stored[part.name]
         try:
-            tensor = handles[source.path].get_tensor(part.name)
+            tensor = handles[source.path].get_slice(part.name)[part.source]
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{source.path}: tensor {part.name} cannot be read ({error})") from error
         region = part.region(parameters[part.parameter])
@@ -173,6 +189,6 @@ def _fill(
                 f"{source.path}: tensor {part.name} has NaN or infinite values as {dtype};"
                 " the file is damaged, or --dtype is too narrow for it"
             )
-        done += source.num_bytes
+        done += num_bytes[part]
         if progress is not None:
             progress(done, total)

@@ -64,7 +64,7 @@ class LocalExecutor:
         self.feeds_tokens = feeds_tokens
         self.max_in_flight = 2 if feeds_tokens else 1
         self._device = torch.device(device)
-        size = num_blocks * kv_bytes_per_block(config, block_size, decoder.embedding.weight.dtype)
+        size = num_blocks * kv_bytes_per_block(config, block_size, decoder.dtype)
         decoder.eval()
         with memory_errors(self._device, f"a KV cache of {format_size(size)} does not fit", "lower --kv-cache-memory"):
             self._runner: ModelRunner | None = ModelRunner(

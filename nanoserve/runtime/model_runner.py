@@ -1,11 +1,13 @@
 """Runs plans on one device: keeps the sequences' records and the KV cache, computes rows, samples.
 
-A plan is launched, then answered. Launching hands all work to the device and asks it nothing, so that on a GPU the next
-plan can be launched while this one computes; only its answers wait.
+A plan is prepared, computed, sampled, then answered. None of the first three asks the device anything, so that on a GPU
+the next plan can be launched while this one computes; only its answers wait. Preparing is the host's work alone: in a
+pipeline another thread does it while the plan before is computed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from nanoserve.runtime.logprobs import LogprobColumns, rows_per_chunk
 from nanoserve.runtime.sampling import SamplingRows, SamplingState, sample
 from nanoserve.runtime.staging import Staged, Staging
 from nanoserve.runtime.step_inputs import BlockTable, InputBuilder, StagedInputs
-from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan
+from nanoserve.scheduler.plan import Answer, Begin, Row, StepPlan
 from triton_ops import copy_blocks
 
 
@@ -101,6 +103,26 @@ class _StagedRows:
     sampling: _Sampling | None
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A plan whose inputs are on their way to the device.
+
+    Attributes:
+        copies: int64 [number of copies, 2], source and target blocks.
+        rows: None if the plan has none.
+    """
+
+    plan: StepPlan
+    fetching: Fetching
+    copies: Staged
+    rows: _StagedRows | None
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens of all its rows."""
+        return 0 if self.rows is None else len(self.rows.inputs.token_ids.array)
+
+
 class ModelRunner:
     """Executes plans in order; `run_layer` runs the decoder's layers, `grammars` compiles JSON schemas.
 
@@ -127,13 +149,13 @@ class ModelRunner:
         self.config = config
         self.device = device
         shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
-        dtype = decoder.embedding.weight.dtype
+        dtype = decoder.dtype
         with torch.inference_mode():  # as steps run: compiled code is made for tensors of one mode
             self.key_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
             self.value_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.forward: ForwardFunction = ForwardPass(decoder, Caches(self.key_caches, self.value_caches), run_layer)
         self._grammars = grammars
-        self._inputs = InputBuilder(block_size)
+        self._inputs = cycle((InputBuilder(block_size), InputBuilder(block_size)))
         self._staging = Staging(device)
         self._last_tokens = LastTokens()
         self._records: dict[int, SequenceRecord] = {}
@@ -146,9 +168,21 @@ class ModelRunner:
         """
         return self.launch(plan).answers()
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Hand one plan to the device; nothing in here waits for it. On the CPU it is done when this returns.
+
+        Raises:
+            RuntimeError: as `prepare` does.
+        """
+        step = self.prepare(plan)
+        return self.sample(step, self.compute(step))
+
+    @torch.inference_mode()
+    def prepare(self, plan: StepPlan) -> PreparedStep:
+        """The host's part of a plan: what its rows need is on its way to the device when this returns.
+
+        Another thread may do so while the step prepared before is being computed, but not any that comes before that:
+        two sets of buffers take turns.
 
         Raises:
             RuntimeError: if the plan uses a host tier or grammars where there are none, or sequences or tokens unknown
@@ -160,42 +194,68 @@ class ModelRunner:
             self._records.pop(sequence, None)
         for begin in plan.begin:
             self._records[begin.sequence] = SequenceRecord(begin, self.config.vocab_size, self._grammar(begin))
-        fetching = Fetching(self.device)
         pairs = self._staging.add(np.array([(copy.source, copy.target) for copy in plan.copies], np.int64))
         rows = self._stage(plan.rows) if plan.rows else None
         self._staging.transfer()
-        self._copy(plan.copies, pairs)
-        step = LaunchedStep(fetching) if rows is None else self._compute(rows, fetching)
+        return PreparedStep(plan, Fetching(self.device), pairs, rows)
+
+    @torch.inference_mode()
+    def compute(self, step: PreparedStep, entering: Tensor | None = None) -> Tensor | None:
+        """Issue the work of a step's layers.
+
+        Args:
+            entering: hidden states of its tokens, [T, hidden_size], from the stage before; None in the first stage.
+
+        Returns:
+            hidden states of its tokens, [T, hidden_size], which are good until the next step; None without rows.
+        """
+        step.fetching.begin()
+        if step.plan.copies:
+            self._copy(step.copies)
+        if step.rows is None:
+            return None
+        inputs = step.rows.inputs.tensors()
+        if step.rows.fed is not None:
+            step.rows.fed.write_into(inputs.token_ids)
+        return self.forward(inputs if entering is None else replace(inputs, entering=entering))
+
+    @torch.inference_mode()
+    def sample(self, step: PreparedStep, hidden: Tensor | None) -> LaunchedStep:
+        """Issue the work behind the last layer: logits and samples of what `compute` returned in the last stage.
+
+        All ranks of a tensor-parallel group do so; what comes of it is known to the first.
+        """
+        fetching = step.fetching
+        launched = LaunchedStep(fetching)
+        if step.rows is not None and hidden is not None:
+            prompts = [self._score(scoring, hidden, fetching) for scoring in step.rows.scorings]
+            sampled = None
+            if step.rows.sampling is None:
+                self._last_tokens.keep([], None)
+            else:
+                sampled = self._sample(step.rows.sampling, hidden, fetching)
+            launched = LaunchedStep(fetching, prompts, sampled)
         fetching.end()
-        return step
+        return launched
 
     def _stage(self, rows: Sequence[Row]) -> _StagedRows:
         """Put together what the device must be told of these rows."""
         records = [self._record(row.sequence) for row in rows]
         for row, record in zip(rows, records, strict=True):
             record.take(row)
+        tables = [record.block_table for record in records]
+        samples = self.decoder.shard.is_last
         return _StagedRows(
-            inputs=self._inputs.stage(rows, [record.block_table for record in records], self._staging),
+            inputs=next(self._inputs).stage(rows, tables, self._staging),
             fed=self._last_tokens.stage(rows, self._staging),
-            scorings=self._stage_scorings(rows, records),
-            sampling=self._stage_sampling(rows, records),
+            scorings=self._stage_scorings(rows, records) if samples else [],
+            sampling=self._stage_sampling(rows, records) if samples else None,
         )
-
-    def _compute(self, rows: _StagedRows, fetching: Fetching) -> LaunchedStep:
-        """Issue the device's work for rows that were transferred to it."""
-        inputs = rows.inputs.tensors()
-        if rows.fed is not None:
-            rows.fed.write_into(inputs.token_ids)
-        hidden = self.forward(inputs)
-        prompts = [self._score(scoring, hidden, fetching) for scoring in rows.scorings]
-        if rows.sampling is None:
-            self._last_tokens.keep([], None)
-            return LaunchedStep(fetching, prompts)
-        return LaunchedStep(fetching, prompts, self._sample(rows.sampling, hidden, fetching))
 
     def _grammar(self, begin: Begin) -> SequenceGrammar | None:
         schema = begin.params.json_schema
-        if schema is None:
+        shard = self.decoder.shard
+        if schema is None or not (shard.is_last and shard.rank == 0):  # who does not sample needs none
             return None
         if self._grammars is None:
             raise RuntimeError("this executor has no grammars")
@@ -206,10 +266,9 @@ class ModelRunner:
             raise RuntimeError(f"sequence {sequence} is in a plan without having begun")
         return self._records[sequence]
 
-    def _copy(self, copies: Sequence[Copy], pairs: Staged) -> None:
-        if copies:
-            for key_cache, value_cache in zip(self.key_caches, self.value_caches, strict=True):
-                copy_blocks(key_cache, value_cache, pairs.tensor)
+    def _copy(self, pairs: Staged) -> None:
+        for key_cache, value_cache in zip(self.key_caches, self.value_caches, strict=True):
+            copy_blocks(key_cache, value_cache, pairs.tensor)
 
     def _stage_scorings(self, rows: Sequence[Row], records: Sequence[SequenceRecord]) -> list[_Scoring]:
         """Of the rows with prompt tokens that are to be scored."""
@@ -249,12 +308,16 @@ class ModelRunner:
             part = targets[start : start + chunk]
             first = scoring.first_token + start
             logits = self.decoder.compute_logits(hidden[first : first + len(part)])
+            if not len(logits):  # they are gathered by another rank
+                continue
             finite.append(fetching.fetch(torch.isfinite(logits.amax(dim=1)).all()))
             parts.append(LogprobColumns.of(logits, part, scoring.top).through(fetching.fetch))
         return ScoredPrompt(scoring.sequence, parts, finite, scoring.top)
 
-    def _sample(self, sampling: _Sampling, hidden: Tensor, fetching: Fetching) -> SampledTokens:
+    def _sample(self, sampling: _Sampling, hidden: Tensor, fetching: Fetching) -> SampledTokens | None:
         logits = self.decoder.compute_logits(hidden[sampling.last_tokens.tensor])
+        if not len(logits):  # they are gathered by another rank
+            return None
         sampled = sample(logits, sampling.settings)
         self._last_tokens.keep(sampling.sequences, sampled.tokens)
         logprobs = None

@@ -39,6 +39,7 @@ class StepInputs:
         block_tables: int32 [R, most blocks of a row].
         query_starts: int32 [R + 1].
         context_lengths: int32 [R], tokens in the cache once this step has written.
+        entering: [T, hidden_size], hidden states from the stage before; None in the first stage.
     """
 
     token_ids: Tensor
@@ -47,6 +48,7 @@ class StepInputs:
     block_tables: Tensor
     query_starts: Tensor
     context_lengths: Tensor
+    entering: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import zmq
 
 from nanoserve.engine import Engine
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, WorkersFailed
+from nanoserve.lifeline import Lifeline, own_pipes, read_line
 from nanoserve.request import Request, Sequence, SequenceUpdate
-from nanoserve.server.lifeline import Lifeline
 from nanoserve.server.messages import (
     Command,
     Ending,
@@ -174,8 +174,8 @@ def main(build: Build | None = None) -> None:
 
     Stdin brings the EngineStart and is the lifeline, stdout the directory's name and the heartbeats.
     """
-    parent, pulse = _own_pipes()
-    start = msgspec.json.decode(_read_line(parent), type=EngineStart)
+    parent, pulse = own_pipes()
+    start = msgspec.json.decode(read_line(parent), type=EngineStart)
     directory = Path(tempfile.mkdtemp(prefix="nanoserve-"))  # mode 0700
     os.environ["TMPDIR"] = str(directory)  # what a compiler leaves that is killed goes with the rest
     mailbox = Mailbox(directory)  # before the watch begins, which may remove the directory at any moment
@@ -190,27 +190,6 @@ def main(build: Build | None = None) -> None:
     engine.close()
     mailbox.close()
     sys.exit(WorkersFailed.exit_code)
-
-
-def _own_pipes() -> tuple[int, int]:
-    """Take stdin and stdout away from everyone else: children must not hold them open, libraries not write to them."""
-    parent, pulse = os.dup(0), os.dup(1)
-    nowhere = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nowhere, 0)
-    os.dup2(2, 1)
-    os.close(nowhere)
-    return parent, pulse
-
-
-def _read_line(descriptor: int) -> bytes:
-    """Byte by byte, so that nothing behind the line is swallowed. Ends the process if the front end is gone."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = os.read(descriptor, 1)
-        if not byte:
-            sys.exit(0)
-        line += byte
-    return bytes(line)
 
 
 def build_from_model(start: EngineStart, mailbox: Mailbox) -> Engine:
