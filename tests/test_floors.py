@@ -51,7 +51,8 @@ FLOORS: dict[str, set[str]] = {
     "outputs": {"errors", "request", "text"},
     "models": {"errors", "files", "config", "costs", "triton_ops"},
     "runtime": {
-        *("errors", "files", "config", "sizes", "lifeline", "request", "scheduler", "grammar", "models", "triton_ops"),
+        *("errors", "files", "config", "sizes", "lifeline", "request", "measures", "scheduler", "grammar", "models"),
+        "triton_ops",
     },
     "client": {"errors"},
     "benchmarks": {

@@ -30,3 +30,8 @@ class StageTimes(msgspec.Struct, frozen=True, array_like=True):
     arrived: float
     computed: float
     sent: float
+
+    @property
+    def started(self) -> float:
+        """When the device's work could begin: the worker was free, its inputs ready and the activations there."""
+        return max(self.began, self.arrived, self.prepared)

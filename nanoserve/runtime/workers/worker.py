@@ -63,17 +63,17 @@ class Worker:
             Exception: whatever a step fails with; hidden states that other workers wait for are then missing.
         """
         while True:
+            free = time.monotonic()
             message = self._intake.next(_BUILDING_SECONDS if self._preparing else None)
-            began = time.monotonic()
             for built in self._built:
                 built.poll()
             self._tell_prepared()
             if isinstance(message, Turn):
-                self._take(message, began)
+                self._take(message, max(free, message.received))
             elif isinstance(message, Run):
-                self._take_coupled(message.plan, began)
+                self._take_coupled(message.plan)
             elif isinstance(message, Follow):
-                self._take_coupled(self._plan_decoder.decode(self._activations.receive_plan()), began)
+                self._take_coupled(self._plan_decoder.decode(self._activations.receive_plan()))
             elif isinstance(message, Prepare):
                 self._make_faster()
 
@@ -119,11 +119,12 @@ class Worker:
             self._station.report(Answered(result))
         return computed
 
-    def _take_coupled(self, plan: StepPlan, began: float) -> None:
+    def _take_coupled(self, plan: StepPlan) -> None:
         """A plan of which nothing was known before: prepare its inputs now, after the stage behind has been told."""
+        received = time.monotonic()
         if self._ranks.behind is not None:
             self._activations.send_plan(msgspec.msgpack.encode(plan))
-        self._take(self._prepare(plan, began), time.monotonic())
+        self._take(self._prepare(plan, received), received)
 
     def _make_faster(self) -> None:
         """Load the layers, or have them compiled in the background."""
