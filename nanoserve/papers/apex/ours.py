@@ -21,17 +21,15 @@ from nanoserve.papers.apex.settings import (
     HostCase,
     HostOutcome,
     Platform,
-    over_seeds,
     ratio,
-    spread,
     throughput,
     tuned,
-    with_budget,
 )
 from nanoserve.papers.apex.throughput import Backlogs, Setting, backlogs, figure_7_settings, osc_settings
 from nanoserve.papers.charts import Chart, Curve, Panel
 from nanoserve.papers.claims import Claim, Spread
 from nanoserve.papers.framework import Finding, Outcomes, Run, Scale
+from nanoserve.papers.tuning import over_seeds, spread, with_budget
 
 BELOW, ABOVE = 0.5, 1.2
 """Rates of the fixed list, over what the device alone can serve."""
