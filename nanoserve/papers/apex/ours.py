@@ -4,8 +4,8 @@ The fixed list: both platforms, mean outputs from 50 to 1000, three loads: half 
 fifth more than it can, and everything at once.
 """
 
-import math
 from collections.abc import Mapping, Sequence
+from statistics import geometric_mean
 
 from msgspec.structs import replace
 
@@ -91,7 +91,7 @@ def _list_claims(ratios: Sequence[float], worst: Mapping[str, object]) -> list[C
             figure="list",
             says="the same, geometric mean",
             paper="ours",
-            ours=Spread.of([math.exp(sum(map(math.log, ratios)) / len(ratios))]),
+            ours=Spread.of([geometric_mean(ratios)]),
             form="{:.3f}x",
             at_least=1.0,
             assumption="the list: how much of it is above what the device can serve",
