@@ -133,9 +133,10 @@ def test_a_prompt_whose_chunk_is_in_flight_gives_way_before_its_next_one() -> No
     ]
 
 
-def test_one_that_is_to_be_preempted_is_not_planned_ahead() -> None:
-    engine = make_engine()
-    engine.add(request("r", 1, 2, 3))
+@pytest.mark.parametrize("length", [3, 16])
+def test_a_decode_or_a_prompt_that_is_to_be_preempted_is_not_planned_ahead(length: int) -> None:
+    engine = make_engine(budget=4)
+    engine.add(request("r", *[7] * length))
     step_until_two_are_in_flight(engine)
     engine.step()
     (sequence,) = engine.scheduler.running
