@@ -10,9 +10,9 @@ from torch import Tensor
 from triton_ops.gpu.configurations import (
     REDUCTION_WARPS,
     AttentionConfiguration,
-    AttentionShape,
     DecodeConfiguration,
     PrefillConfiguration,
+    ProgramShape,
     UnsupportedByGpu,
     attention_configuration,
     decode_constants,
@@ -91,7 +91,7 @@ class _Launch:
         self.num_tokens, self.num_heads, head_dim = self.query.shape
         _, self.num_kv_heads, block_size, _ = self.key_cache.shape
         self.num_rows = self.query_starts.shape[0] - 1
-        self.shape = AttentionShape(head_dim, block_size, self.num_heads // self.num_kv_heads)
+        self.shape = ProgramShape(head_dim, block_size, self.num_heads // self.num_kv_heads)
         self.strides = (
             self.out.stride(0),
             *self.query.stride()[:2],

@@ -56,7 +56,7 @@ class AttentionConfiguration:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionShape:
+class ProgramShape:
     """What the programs are compiled for besides their configuration. `group`: query heads per key-value head."""
 
     head_dim: int
@@ -127,7 +127,7 @@ def num_splits(
 
 
 def decode_constants(
-    configuration: DecodeConfiguration, shape: AttentionShape, *, slides: bool, splits: bool
+    configuration: DecodeConfiguration, shape: ProgramShape, *, slides: bool, splits: bool
 ) -> dict[str, int]:
     """What `attend_single_tokens` is compiled for."""
     return {
@@ -150,7 +150,7 @@ def reduction_constants(head_dim: int, splits: int) -> dict[str, int]:
     }
 
 
-def prefill_constants(configuration: PrefillConfiguration, shape: AttentionShape, *, slides: bool) -> dict[str, int]:
+def prefill_constants(configuration: PrefillConfiguration, shape: ProgramShape, *, slides: bool) -> dict[str, int]:
     """What `attend_longer_rows` is compiled for."""
     return {
         **_shape_constants(shape),
@@ -160,7 +160,7 @@ def prefill_constants(configuration: PrefillConfiguration, shape: AttentionShape
     }
 
 
-def _shape_constants(shape: AttentionShape) -> dict[str, int]:
+def _shape_constants(shape: ProgramShape) -> dict[str, int]:
     return {
         "BLOCK_SIZE": shape.block_size,
         "HEAD_DIM": shape.head_dim,
