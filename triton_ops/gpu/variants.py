@@ -20,7 +20,7 @@ from triton_ops.gpu.configurations import (
 
 BLOCK_SIZE = 16
 GROUP = 4
-"""Query heads per key-value head; up to 16 fit in the same tile of a single token."""
+"""Query heads per key-value head; all that are taken fit in the same tile of a single token."""
 
 
 @dataclass(frozen=True, slots=True)
