@@ -12,6 +12,7 @@ from nanoserve.benchmarks.gpu.worker import measure_part
 from nanoserve.benchmarks.report import read_report
 from nanoserve.commands.main import main
 from nanoserve.errors import UsageError
+from tests.runtime.test_devices import pretend
 
 EXPECTED_ABSENT = {"qwen3-0.6b: preset, transformers"}
 
@@ -55,8 +56,8 @@ def test_the_command_checks_and_says_that_it_is_a_dry_run(tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--out", "x"], "needs an NVIDIA GPU"),
-        (["--out", "x", "--tune"], "needs an NVIDIA GPU"),
+        (["--out", "x"], "bench gpu: no NVIDIA GPU can be used here"),
+        (["--out", "x", "--tune"], "or try it on the CPU with --dry-run"),
         (["--out", "x", "--tune", "--dry-run"], "--tune measures on a GPU"),
         (["--dry-run"], "--out DIR is needed"),
         (["--out", "x", "--dry-run", "--part", "kernel"], "--part 'kernel' is not one of correctness, kernels, engine"),
@@ -69,6 +70,7 @@ def test_what_cannot_be_done_is_one_line(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["bench", "gpu", *words]) == 2
     error = capsys.readouterr().err
@@ -78,8 +80,6 @@ def test_what_cannot_be_done_is_one_line(
 
 
 def test_a_gpu_that_is_too_old_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "An old GPU")
-    with pytest.raises(UsageError, match=r"An old GPU is too old for bench gpu: its compute capability is 7\.5"):
+    pretend(monkeypatch, gpus=1, capability=(7, 5))
+    with pytest.raises(UsageError, match=r"^bench gpu: Tesla V100 is too old, .* 7\.5 and .*; try it .* --dry-run$"):
         find_setting(dry_run=False)
