@@ -40,6 +40,9 @@ def _head(results: Document) -> Iterator[str]:
     unfinished = [name for name, part in results["parts"].items() if not part["complete"]]
     if unfinished:
         yield f"Interrupted, and not complete: {', '.join(unfinished)}."
+    notes = [f"* {note}" for part in results["parts"].values() for note in part.get("notes", ())]
+    if notes:
+        yield "\n".join(notes)
 
 
 def _correctness(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
