@@ -1,5 +1,6 @@
 """Where the measurements run, and whether they are meant."""
 
+import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,18 @@ class Setting:
         """Wait until the device has done everything; raises torch's error if it failed at that."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def give_back(self) -> bool:
+        """Give memory that torch keeps for nothing back to the device; False if the device, or what is left of torch
+        after an error, cannot even do that: only a new process can go on then."""
+        try:
+            self.synchronize()
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        except RuntimeError:  # a kernel's error stays until the process ends, as does an allocator's failed recording
+            return False
+        return True
 
     def facts(self) -> dict[str, Any]:
         """What the device is, for the head of a report."""

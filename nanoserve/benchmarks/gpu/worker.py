@@ -60,7 +60,7 @@ def measure_part(directory: Path, part: str, *, seconds: float, dry_run: bool) -
             cases,
             report,
             seconds=seconds - (time.monotonic() - began),
-            device_works=lambda: _works(setting),
+            device_works=setting.give_back,
             announce=lambda name: print(f"{part}: {name}", file=sys.stderr, flush=True),
         )
 
@@ -73,9 +73,9 @@ def _correctness(setting: "Setting", report: Report) -> Iterator[Iterable[Case]]
     from nanoserve.benchmarks.gpu.operator_checks import operator_cases
 
     with EngineShelf(setting) as shelf:
-        yield chain(  # the engine's first check ahead of what the budget may cut off
-            operator_cases(setting),
+        yield chain(  # Triton compiles so much for the operators that the budget may end there
             engine_check_cases(shelf, CHECKED[:1]),
+            operator_cases(setting),
             model_cases(setting),
             engine_check_cases(shelf, () if setting.dry_run else CHECKED[1:]),
         )
@@ -118,14 +118,6 @@ def _limits(setting: "Setting", report: Report) -> Limits:
 
 # A part imports what it needs when it begins: the kernels can be timed where the engine's packages are missing.
 _PARTS = {"correctness": _correctness, "kernels": _kernels, "engine": _engine, TUNING: _tuning}
-
-
-def _works(setting: "Setting") -> bool:
-    try:
-        setting.synchronize()
-    except RuntimeError:  # an error of an earlier kernel stays until the process ends
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from nanoserve.benchmarks.floors import Limits
+from nanoserve.benchmarks.gpu.kernels import Bench, kernel_cases
 from nanoserve.benchmarks.gpu.markdown import to_markdown
 from nanoserve.benchmarks.gpu.results import part_file, read_results
 from nanoserve.benchmarks.gpu.setting import find_setting
+from nanoserve.benchmarks.gpu.timing import HostClock
 from nanoserve.benchmarks.gpu.worker import measure_part
 from nanoserve.benchmarks.report import read_report
 from nanoserve.commands.main import main
@@ -43,6 +46,7 @@ def test_the_command_checks_and_says_that_it_is_a_dry_run(tmp_path: Path, capsys
     assert list(results["parts"]) == ["correctness"]
     rows = results["parts"]["correctness"]["rows"]
     assert all(row["ok"] for row in rows)
+    assert rows[0]["check"] == "graph against eager"  # ahead of what may use up the budget
     checks = {row["check"] for row in rows}
     assert checks == {
         *("paged_attention", "cache_write", "copy_blocks", "gather_blocks and scatter_blocks", "linear"),
@@ -51,6 +55,12 @@ def test_the_command_checks_and_says_that_it_is_a_dry_run(tmp_path: Path, capsys
     assert main(["bench", "gpu", "--table", str(together)]) == 0
     assert capsys.readouterr().out == printed == to_markdown(read_results(tmp_path))
     assert "| missed" not in printed
+
+
+def test_what_has_to_be_compiled_for_comes_behind_what_takes_a_moment() -> None:
+    bench = Bench(find_setting(dry_run=True), HostClock(), Limits(1.0, 1.0))
+    kinds = list(dict.fromkeys(case.name.split()[0] for case in kernel_cases(bench)))
+    assert kinds == ["cache_write", "copy_blocks", "gather_blocks", "scatter_blocks", "prefill", "decode", "mixed"]
 
 
 @pytest.mark.parametrize(
