@@ -71,10 +71,12 @@ def _correctness(setting: "Setting", report: Report) -> Iterator[Iterable[Case]]
     from nanoserve.benchmarks.gpu.engines import EngineShelf
     from nanoserve.benchmarks.gpu.model_checks import model_cases
     from nanoserve.benchmarks.gpu.operator_checks import operator_cases
+    from nanoserve.benchmarks.gpu.sampling_checks import sampling_cases
 
     with EngineShelf(setting) as shelf:
         yield chain(  # Triton compiles so much for the operators that the budget may end there
             engine_check_cases(shelf, CHECKED[:1]),
+            sampling_cases(setting),
             operator_cases(setting),
             model_cases(setting),
             engine_check_cases(shelf, () if setting.dry_run else CHECKED[1:]),

@@ -50,7 +50,7 @@ def test_the_command_checks_and_says_that_it_is_a_dry_run(tmp_path: Path, capsys
     checks = {row["check"] for row in rows}
     assert checks == {
         *("paged_attention", "cache_write", "copy_blocks", "gather_blocks and scatter_blocks", "linear"),
-        *("sparse_experts", "family", "graph against eager", "overlapped against plain"),
+        *("sampling", "sparse_experts", "family", "graph against eager", "overlapped against plain"),
     }
     assert main(["bench", "gpu", "--table", str(together)]) == 0
     assert capsys.readouterr().out == printed == to_markdown(read_results(tmp_path))
