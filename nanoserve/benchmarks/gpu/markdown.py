@@ -89,7 +89,8 @@ def _complaint(row: Mapping[str, Any]) -> str:
     if "error" in row:
         return str(row["error"])
     names = [name for name in _DIFFERENCES if row.get(name) not in (None, 0, [])]
-    return ", ".join(f"{name.replace('_', ' ')} {row[name]}" for name in names)
+    told = [f"{name.replace('_', ' ')} {row[name]}" for name in names]
+    return ", ".join([*told, row["problem"]] if row.get("problem") else told)
 
 
 def _limits(part: Mapping[str, Any]) -> str:
