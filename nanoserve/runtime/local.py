@@ -4,7 +4,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -149,7 +149,10 @@ class LocalExecutor:
             self._runner = None
             gc.collect()
             if self._device.type == "cuda":
-                torch.cuda.empty_cache()
+                # After a kernel's error, or a recording that failed, torch refuses even this: the process has to end,
+                # and what it ends with is the first error and not this one.
+                with suppress(RuntimeError):
+                    torch.cuda.empty_cache()
 
     def _open_runner(self) -> ModelRunner:
         if self._runner is None:
