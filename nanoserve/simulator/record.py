@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 
 from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.engine import Engine
+from nanoserve.errors import RuntimeFailure
 from nanoserve.request import Request
 from nanoserve.scheduler.plan import Answer, Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
@@ -52,7 +54,10 @@ class RecordingExecutor:
         self._tick()
 
     def _tick(self) -> None:
-        self._now = max(self._now, round(self._executor.now() * _TICKS_PER_SECOND) / _TICKS_PER_SECOND)
+        # Upwards: a request whose time has come on the executor's clock has come on this one, too. And no two moments
+        # are the same, or a replay could not know which of a result and an arrival was first.
+        ticks = ceil(self._executor.now() * _TICKS_PER_SECOND)
+        self._now = max(self._now + 1 / _TICKS_PER_SECOND, ticks / _TICKS_PER_SECOND)
 
     def submit(self, plan: StepPlan) -> None:
         """Note the plan and pass it on."""
@@ -66,10 +71,13 @@ class RecordingExecutor:
 
         Raises:
             ValueError: for a result that ends no plan.
+            RuntimeFailure: if what was in flight is lost.
         """
         results = self._executor.collect(until)
         self._tick()
         for result in results:
+            if result.lost is not None:
+                raise RuntimeFailure(result.lost)
             if result.step is None:
                 raise ValueError("a result that ends no plan cannot be replayed")
             self.record.results[result.step] = result
