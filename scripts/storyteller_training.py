@@ -135,7 +135,7 @@ def train(
 ) -> Progress:
     """Train in place until the recipe's time is over; `report` is called about every `report_seconds`."""
     random_source = random.Random(recipe.seed)
-    device = decoder.embedding.weight.device
+    device = decoder.device
     share = 0.0
 
     def draw() -> Document:
@@ -235,7 +235,7 @@ def nats_per_byte(decoder: Decoder, tokenizer: Tokenizer, text: str, every: int 
         document = encode_text(tokenizer, piece)
         total_bytes += len(piece.encode())
         for begin in range(0, len(document) - 1, LONG_ROW):
-            window = torch.tensor([document[begin : begin + LONG_ROW + 1]], device=decoder.embedding.weight.device)
+            window = torch.tensor([document[begin : begin + LONG_ROW + 1]], device=decoder.device)
             total_nats += sequence_loss(decoder, window).item() * (window.shape[1] - 1)
     decoder.train(was_training)
     return total_nats / total_bytes

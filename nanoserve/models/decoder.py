@@ -1,7 +1,8 @@
 """The decoder: every supported family is this code with other fields in its ModelConfig.
 
 A layer is two pieces with attention between them. Attention is a callable passed in, so the same layers train,
-serve from a paged cache, or hand attention to another device.
+serve from a paged cache, or hand attention to another device. A decoder may be one shard of a model: some of the
+layers, and of each some of the heads and of the inner size. A layer knows that from its config and its group alone.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,10 +15,12 @@ from torch.nn import functional
 from nanoserve.config import ModelConfig
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.experts import SparseExperts
-from nanoserve.models.linear import Embedding, Linear
+from nanoserve.models.linear import Linear, VocabularyEmbedding
 from nanoserve.models.rotary import RotaryEmbedding, rotate
+from nanoserve.models.shards import Shard, SingleRank, TensorParallelGroup, divided, shard_config, whole_model
 
 INITIAL_STANDARD_DEVIATION = 0.02
+_SINGLE_RANK = SingleRank()
 
 
 class RMSNorm(nn.Module):
@@ -49,12 +52,17 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One transformer layer, split where attention happens."""
+    """One transformer layer, split where attention happens.
 
-    def __init__(self, config: ModelConfig, index: int) -> None:
+    `config` has the sizes of this rank. What the ranks of its group compute in `output` and in the feed-forward part
+    are addends of the whole layer's; their biases are one rank's, and zero on the others.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, group: TensorParallelGroup = _SINGLE_RANK) -> None:
         super().__init__()
         self.config = config
         self.index = index
+        self.group = group
         self.query_size = config.num_heads * config.head_dim
         self.kv_size = config.num_kv_heads * config.head_dim
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -92,9 +100,9 @@ class DecoderLayer(nn.Module):
     def post_attention(self, attention_output: Tensor, residual: Tensor) -> Tensor:
         """attention_output [T, num_heads * head_dim] and residual [T, hidden_size] -> [T, hidden_size]"""
         four_norms = self.config.norms_per_layer == 4
-        attended: Tensor = self.output(attention_output)
+        attended = self.group.all_reduce(self.output(attention_output))
         residual = residual + (self.attention_output_norm(attended) if four_norms else attended)
-        fed: Tensor = self.feed_forward(self.feed_forward_norm(residual))
+        fed = self.group.all_reduce(self.feed_forward(self.feed_forward_norm(residual)))
         return residual + (self.feed_forward_output_norm(fed) if four_norms else fed)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction) -> Tensor:
@@ -111,45 +119,93 @@ class Decoder(nn.Module):
 
     Built on torch's default device and dtype with random weights (normal, 0.02), ready to train; without
     `initialize` the weights are whatever was in memory, and `load_model` fills them from a checkpoint.
+
+    Attributes:
+        config: of this decoder: the model's, or that of its shard.
+        model_config: of the whole model.
+        shard: which part of the model this is. Only the first stage has an `embedding`, only the last one a
+            `final_norm` and a `lm_head`; `layers` are the stage's, counted from 0.
     """
 
-    def __init__(self, config: ModelConfig, *, initialize: bool = True) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        initialize: bool = True,
+        shard: Shard | None = None,
+        group: TensorParallelGroup | None = None,
+    ) -> None:
+        """config: of the whole model, of which `shard` (None: all of it) is made; `group`: of the shard's ranks."""
         super().__init__()
-        self.config = config
-        self.embedding = Embedding(config.vocab_size, config.hidden_size)
+        self.model_config = config
+        self.shard = shard or whole_model(config)
+        if self.shard.degree > 1 and group is None:
+            raise ValueError("ranks that compute a stage together need a group")
+        self.group = group or _SINGLE_RANK
+        self.config = config = shard_config(config, self.shard)
+        rows = divided(config.vocab_size, self.shard.degree)
+        if self.shard.is_first:
+            self.embedding = VocabularyEmbedding(rows, config.hidden_size, first_row=self.shard.rank * rows)
         self.rotary = RotaryEmbedding(config.rope)
-        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
-        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.rotary.to(self.embedding.weight.device)
+        self.layers = nn.ModuleList(DecoderLayer(config, index, self.group) for index in range(config.num_layers))
+        if self.shard.is_last:
+            self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.lm_head = Linear(config.hidden_size, rows, bias=False)
+        self.rotary.to(self.device)
         if initialize:
             self.apply(_initialize)
-        if config.tie_word_embeddings:
+        if config.tie_word_embeddings and self.shard.is_first and self.shard.is_last:
             self.lm_head.weight = self.embedding.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, hidden states and cache."""
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return next(self.parameters()).device
 
     def forward(
         self,
-        token_ids: Tensor,
+        entering: Tensor,
         positions: Tensor,
         attention: AttentionFunction,
         run_layer: LayerFunction = DecoderLayer.__call__,
     ) -> Tensor:
-        """token_ids and positions, int64 [T] -> hidden states [T, hidden_size] after the final norm.
+        """entering -> hidden states [T, hidden_size], after the final norm in the last stage.
 
-        The T tokens may belong to any number of sequences: only `attention` knows which.
+        What enters the first stage are token ids, int64 [T], and later ones the hidden states of the stage before,
+        [T, hidden_size]; positions: int64 [T]. The T tokens may belong to any number of sequences: only `attention`
+        knows which.
         """
-        hidden: Tensor = self.embedding(token_ids)
+        hidden = self._embed(entering) if self.shard.is_first else entering
         cos, sin = self.rotary(positions)
         cos, sin = cos.to(hidden.dtype), sin.to(hidden.dtype)
         for layer in cast(Iterable[DecoderLayer], self.layers):
             hidden = run_layer(layer, hidden, cos, sin, attention)
+        if not self.shard.is_last:
+            return hidden
         normed: Tensor = self.final_norm(hidden)
         return normed
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, hidden_size] -> logits, float32 [N, vocab_size]"""
-        logits: Tensor = self.lm_head(hidden)
-        return logits.float()
+        """hidden [N, hidden_size] -> logits, float32 [N, vocab_size], in the last stage.
+
+        All ranks of its group must call this; those but the first get none: [0, vocab_size].
+        """
+        vocab_size = self.config.vocab_size
+        logits = self.group.gather(self.lm_head(hidden))
+        if logits is None:
+            return hidden.new_empty(0, vocab_size, dtype=torch.float32)
+        return logits[:, :vocab_size].float()
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self.shard.degree == 1:
+            hidden: Tensor = self.embedding(token_ids)
+            return hidden
+        return self.group.all_reduce(self.embedding.known(token_ids))
 
 
 def _initialize(module: nn.Module) -> None:

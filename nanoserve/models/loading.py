@@ -6,24 +6,31 @@ Only safetensors are read: a `.bin` checkpoint is a pickle, and unpickling can r
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import ModelError
 from nanoserve.files import read_json_object
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dtypes import resolve_dtype
-from nanoserve.models.weights import TensorPart, may_be_ignored, tensor_parts
+from nanoserve.models.shards import Shard, TensorParallelGroup
+from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 # What a checkpoint may store its numbers in, as safetensors calls them, and how many bytes each takes.
 _STORED_BYTES: Mapping[str, int] = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+
+# Files are read through mappings, whose pages count as this process's memory until they are closed: so much is read
+# before a file is opened anew.
+_MAPPED_BYTES = 64 << 20
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all) while a checkpoint is read."""
@@ -36,7 +43,6 @@ class _StoredTensor:
     path: Path
     shape: tuple[int, ...]
     dtype: str
-    num_bytes: int
 
 
 def load_model(
@@ -44,33 +50,47 @@ def load_model(
     dtype: str = "auto",
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
+    *,
+    shard: Shard | None = None,
+    group: TensorParallelGroup | None = None,
 ) -> tuple[Decoder, ModelConfig]:
-    """The decoder of a model directory with its weights, ready for inference, and its config.
+    """The decoder of a model directory with its weights, ready for inference, and the whole model's config.
 
-    `dtype` as in `resolve_dtype`. Raises ModelError, one line naming the file (and the tensor); UsageError for an
-    unknown dtype.
+    `dtype` as in `resolve_dtype`; `shard` and `group` as in `Decoder`. Of a shard no more is read than it needs, but
+    all that the checkpoint's headers say is checked. Raises ModelError, one line naming the file (and the tensor);
+    UsageError for an unknown dtype.
     """
     path, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(path)
     with ExitStack() as files:
-        handles = {file: files.enter_context(_open(file)) for file in _weight_files(path)}
-        stored = _stored_tensors(path, handles)
-        parts = _check(tensor_parts(config), stored, config, path)
-        decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device)
-        _fill(decoder, parts, stored, handles, progress)
+        stored = _stored_tensors(path, {file: files.enter_context(_open(file)) for file in _weight_files(path)})
+    parts = _check(tensor_parts(config), stored, config, path)
+    decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device, shard=shard, group=group)
+    _fill(decoder, list(shard_parts(parts, config, decoder.shard)), stored, progress)
     return decoder, config
 
 
-def empty_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A decoder whose parameters are allocated, not initialized, and not trainable."""
+def empty_decoder(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    shard: Shard | None = None,
+    group: TensorParallelGroup | None = None,
+) -> Decoder:
+    """A decoder whose parameters are allocated and not trainable. They are not initialized, except that those of a
+    tensor-parallel rank are zero: no tensor fills padding, nor biases that another rank adds."""
     # Not on the meta device first: torch imports its compiler for that, which takes longer than loading a small model.
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            decoder = Decoder(config, initialize=False)
+            decoder = Decoder(config, initialize=False, shard=shard, group=group)
     finally:
         torch.set_default_dtype(usual)
+    if decoder.shard.degree > 1:
+        for parameter in decoder.parameters():
+            nn.init.zeros_(parameter)
     return decoder.requires_grad_(False).eval()
 
 
@@ -113,8 +133,7 @@ def _stored_tensors(directory: Path, handles: Mapping[Path, Any]) -> dict[str, _
             shape, dtype = tuple(header.get_shape()), header.get_dtype()
             if name in stored:
                 raise ModelError(f"{path}: tensor {name} is also in {stored[name].path.name}")
-            num_bytes = _STORED_BYTES.get(dtype, 0) * torch.Size(shape).numel()
-            stored[name] = _StoredTensor(path, shape, dtype, num_bytes)
+            stored[name] = _StoredTensor(path, shape, dtype)
     index = directory / INDEX_NAME
     if index.is_file():
         for name, file in _weight_map(index).items():
@@ -151,28 +170,34 @@ def _check(
 
 
 def _fill(
-    decoder: Decoder,
-    parts: list[TensorPart],
-    stored: Mapping[str, _StoredTensor],
-    handles: Mapping[Path, Any],
-    progress: Progress | None,
+    decoder: Decoder, parts: list[TensorPart], stored: Mapping[str, _StoredTensor], progress: Progress | None
 ) -> None:
-    parameters = dict(decoder.named_parameters())
-    total, done = sum(stored[part.name].num_bytes for part in parts), 0
-    for part in sorted(parts, key=lambda part: stored[part.name].path):
-        source = stored[part.name]
-        try:
-            tensor = handles[source.path].get_tensor(part.name)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{source.path}: tensor {part.name} cannot be read ({error})") from error
-        region = part.region(parameters[part.parameter])
-        region.copy_(tensor)
-        if not all(extreme.isfinite() for extreme in region.aminmax()):  # NaN spreads to both; nothing is allocated
-            dtype = str(region.dtype).removeprefix("torch.")
-            raise ModelError(
-                f"{source.path}: tensor {part.name} has NaN or infinite values as {dtype};"
-                " the file is damaged, or --dtype is too narrow for it"
-            )
-        done += source.num_bytes
-        if progress is not None:
-            progress(done, total)
+    parameters, degree = dict(decoder.named_parameters()), decoder.shard.degree
+    pieces = [piece for part in parts for piece in part.pieces(_MAPPED_BYTES // 8)]
+    pieces.sort(key=lambda piece: stored[piece.name].path)
+    # Bytes read when each piece has been.
+    progressed = list(accumulate(piece.size * _STORED_BYTES[stored[piece.name].dtype] for piece in pieces))
+
+    def portion(reading: tuple[TensorPart, int]) -> tuple[Path, int]:
+        piece, done = reading
+        return stored[piece.name].path, done * degree // _MAPPED_BYTES  # other ranks' columns are on the same pages
+
+    for (path, _), portion_pieces in groupby(zip(pieces, progressed, strict=True), portion):
+        with _open(path) as file:
+            for piece, done in portion_pieces:
+                _read(piece, piece.region(parameters[piece.parameter]), file, path)
+                if progress is not None:
+                    progress(done, progressed[-1])
+
+
+def _read(part: TensorPart, region: Tensor, file: Any, path: Path) -> None:
+    try:
+        region.copy_(file.get_slice(part.name)[part.source])
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: tensor {part.name} cannot be read ({error})") from error
+    if not all(extreme.isfinite() for extreme in region.aminmax()):  # NaN spreads to both; nothing is allocated
+        dtype = str(region.dtype).removeprefix("torch.")
+        raise ModelError(
+            f"{path}: tensor {part.name} has NaN or infinite values as {dtype};"
+            " the file is damaged, or --dtype is too narrow for it"
+        )

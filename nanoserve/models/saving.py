@@ -20,7 +20,7 @@ def save_hf(decoder: Decoder, config: ModelConfig, directory: str | Path, *, dty
     """
     if config.family != "llama" or config.rope.kind != "default":
         raise UsageError(f"only Llama models without rope scaling can be saved, not {config.family}/{config.rope.kind}")
-    dtype = dtype or decoder.embedding.weight.dtype
+    dtype = dtype or decoder.dtype
     parameters = dict(decoder.named_parameters())
     tensors = {
         part.name: part.region(parameters[part.parameter]).detach().to("cpu", dtype).contiguous().clone()

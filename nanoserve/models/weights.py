@@ -1,31 +1,67 @@
 """Which tensor of a Hugging Face checkpoint fills which rows of which parameter: one table, used to load and to save.
 
 The decoder keeps query, key and value in one matrix, gate and up in another, and all experts of a layer in two; a
-checkpoint holds them apart (or, for some families, together). A `TensorPart` is one tensor of the checkpoint.
+checkpoint holds them apart (or, for some families, together). A `TensorPart` is one tensor of the checkpoint, or what
+one shard of the model needs of it.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 from nanoserve.config import ModelConfig, MoeConfig
+from nanoserve.models.shards import Shard, divided
+
+_FANNING_IN = frozenset({"output", "down"})
+"""Matrices divided by columns; what the ranks compute with them are addends."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A tensor of the checkpoint: its name, its shape, and the rows of a parameter that it fills."""
+    """A tensor of the checkpoint, or a part of it, and the rows of a parameter that it fills.
+
+    Attributes:
+        name, shape: of the tensor.
+        rows, columns: that are taken of it; None takes all.
+        parameter, expert: where they go, from `first_row` and the first column on.
+    """
 
     name: str
     parameter: str
     shape: tuple[int, ...]
     first_row: int = 0
     expert: int | None = None
+    rows: range | None = None
+    columns: range | None = None
+
+    @property
+    def source(self) -> tuple[slice, ...]:
+        """What is taken of the tensor: an index into it."""
+        taken = (self.rows, self.columns)[: len(self.shape)]
+        return tuple(slice(None) if span is None else slice(span.start, span.stop) for span in taken)
+
+    @property
+    def size(self) -> int:
+        """How many numbers are taken."""
+        taken = zip(self.shape, (self.rows, self.columns), strict=False)
+        return math.prod(length if span is None else len(span) for length, span in taken)
 
     def region(self, parameter: Tensor) -> Tensor:
-        """The view of the parameter that this tensor fills."""
+        """The view of the parameter that they fill."""
         rows = parameter if self.expert is None else parameter[self.expert]
-        return rows[self.first_row : self.first_row + self.shape[0]]
+        filled = rows[self.first_row : self.first_row + (self.shape[0] if self.rows is None else len(self.rows))]
+        return filled if self.columns is None else filled[:, : len(self.columns)]
+
+    def pieces(self, most: int) -> Iterator["TensorPart"]:
+        """Itself, in runs of rows that hold at most so many numbers, or in single rows."""
+        rows = self.rows or range(self.shape[0])
+        run = max(1, most // math.prod(self.shape[1:]))
+        for first in rows[::run]:
+            taken = range(first, min(first + run, rows.stop))
+            yield replace(self, rows=taken, first_row=self.first_row + first - rows.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +135,13 @@ def tensor_parts(config: ModelConfig) -> Iterator[TensorPart]:
         yield TensorPart(names.lm_head, "lm_head.weight", vocabulary)
 
 
+def shard_parts(parts: Iterable[TensorPart], config: ModelConfig, shard: Shard) -> Iterator[TensorPart]:
+    """What a shard needs of the whole model's `parts`, and where that goes in the shard's own parameters."""
+    for part in parts:
+        for parameter in _parameters_in(shard, part.parameter, config):
+            yield from _cut(replace(part, parameter=parameter), config, shard)
+
+
 def may_be_ignored(name: str, config: ModelConfig) -> bool:
     """Whether an extra tensor means nothing: rotary tables of old checkpoints, a written copy of a tied matrix."""
     if name.endswith(("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")):
@@ -152,3 +195,73 @@ def _expert_parts(moe: MoeConfig, layer: LayerNames, prefix: str, target: str, h
         for block, matrix in enumerate(layer.expert_gate_up):
             yield TensorPart(f"{name}.{matrix}.weight", f"{target}gate_up", (inner, hidden), block * inner, expert)
         yield TensorPart(f"{name}.{layer.expert_down}.weight", f"{target}down", (hidden, inner), 0, expert)
+
+
+def _parameters_in(shard: Shard, parameter: str, config: ModelConfig) -> list[str]:
+    """What a parameter of the whole model is called in the shard; it may not be there, or twice."""
+    if parameter == "embedding.weight":
+        apart = config.tie_word_embeddings and shard.is_last and not shard.is_first
+        return [parameter] * shard.is_first + ["lm_head.weight"] * apart
+    if not parameter.startswith("layers."):
+        return [parameter] * shard.is_last
+    _, index, rest = parameter.split(".", 2)
+    return [f"layers.{int(index) - shard.layers.start}.{rest}"] * (int(index) in shard.layers)
+
+
+class _Block(NamedTuple):
+    """Rows (or columns) of a whole parameter that are divided together: how many, those that a rank has, and how many
+    rows of the rank's own parameter are theirs; the last of these may be padding."""
+
+    size: int
+    kept: range
+    width: int
+
+
+def _cut(part: TensorPart, config: ModelConfig, shard: Shard) -> Iterator[TensorPart]:
+    """The rows or columns of a part that belong to this rank."""
+    matrix = part.parameter.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    blocks = _blocks(matrix, part, config, shard) if shard.degree > 1 else ()
+    if not blocks:
+        yield part
+    elif matrix in _FANNING_IN:
+        (block,) = blocks
+        if len(part.shape) == 1 and shard.rank == 0:
+            yield part  # a bias: what the ranks compute is added up, and it must be added once
+        elif len(part.shape) == 2 and block.kept:
+            yield replace(part, columns=block.kept)
+    else:
+        yield from _cut_rows(part, blocks)
+
+
+def _cut_rows(part: TensorPart, blocks: Iterable[_Block]) -> Iterator[TensorPart]:
+    """Of every block, the kept rows that this part fills: a fused tensor fills several blocks, another only one."""
+    whole, own = 0, 0
+    for block in blocks:
+        first = max(whole + block.kept.start, part.first_row)
+        after = min(whole + block.kept.stop, part.first_row + part.shape[0])
+        if first < after:
+            rows = range(first - part.first_row, after - part.first_row)
+            yield replace(part, rows=rows, first_row=own + first - (whole + block.kept.start))
+        whole, own = whole + block.size, own + block.width
+
+
+def _blocks(matrix: str, part: TensorPart, config: ModelConfig, shard: Shard) -> tuple[_Block, ...]:
+    """How a matrix of the decoder is divided; not at all if there are no blocks."""
+
+    def evenly(size: int) -> _Block:
+        return _Block(size, shard.share(size), divided(size, shard.degree))
+
+    if matrix in ("embedding", "lm_head"):
+        return (evenly(config.vocab_size),)
+    query = evenly(config.num_heads * config.head_dim)
+    if matrix == "output":
+        return (query,)
+    if matrix == "qkv":
+        heads, size = shard.kv_heads(config.num_kv_heads), config.head_dim
+        kept = range(heads.start * size, heads.stop * size)
+        return query, *[_Block(config.num_kv_heads * size, kept, len(kept))] * 2
+    if matrix not in ("gate_up", "down"):
+        return ()
+    of_expert = config.moe if part.expert is not None else None
+    inner = evenly((of_expert or config).intermediate_size)
+    return (inner,) if matrix == "down" else (inner, inner)

@@ -68,7 +68,7 @@ class CompiledLayers:
     """
 
     def __init__(self, decoder: Decoder, *, block_size: int, operators: CpuOperators) -> None:
-        config, dtype = decoder.config, decoder.embedding.weight.dtype
+        config, dtype = decoder.config, decoder.dtype
         self.libraries: dict[ModelConfig, LayerLibrary] = {}
         kinds = [layer_config(config, index) for index in range(config.num_layers)]
         if operators.problem is None:  # else a compiler is missing that is needed here too, and that has been said

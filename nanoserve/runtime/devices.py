@@ -15,7 +15,7 @@ import torch
 from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.dtypes import resolve_dtype
-from triton_ops.gpu.configurations import OLDEST_GENERATION, UnsupportedByGpu, attention_configuration
+from triton_ops.gpu.configurations import OLDEST_GENERATION, ProgramShape, UnsupportedByGpu, attention_configuration
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
 
@@ -90,7 +90,7 @@ def check_model(device: torch.device, config: ModelConfig, dtype: str, block_siz
     width = resolve_dtype(dtype, device, config.dtype).itemsize
     generation, _ = torch.cuda.get_device_capability(device)
     try:
-        attention_configuration(generation, width, config.head_dim, block_size)
+        attention_configuration(generation, width, ProgramShape(config.head_dim, block_size, config.group_size))
     except UnsupportedByGpu as reason:
         raise UsageError(f"--device {device}: {reason}") from None
 

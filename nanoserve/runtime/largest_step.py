@@ -37,7 +37,7 @@ class LargestStep:
         what comes out is meaningless."""
         with torch.inference_mode():
             forward = ForwardPass(decoder, self._caches(decoder), run_layer)
-            hidden = forward(self._inputs(decoder.embedding.weight.device))
+            hidden = forward(self._inputs(decoder.device))
             vocab_size = decoder.config.vocab_size
             # Log probabilities of a prompt's tokens are computed for so many positions at a time.
             num_sampled = min(self.num_tokens, max(self.num_rows, rows_per_chunk(vocab_size)))
@@ -49,10 +49,10 @@ class LargestStep:
             return sample(decoder.compute_logits(hidden[last_tokens.tensor]), settings).tokens
 
     def _caches(self, decoder: Decoder) -> Caches:
-        config, weight = decoder.config, decoder.embedding.weight
+        config = decoder.config
         shape = (1, config.num_kv_heads, self.block_size, config.head_dim)
         keys, values = (
-            [torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(config.num_layers)]
+            [torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in range(config.num_layers)]
             for _ in range(2)
         )
         return Caches(keys, values)

@@ -28,7 +28,7 @@ class TracedLayers:
         """backend: of torch.compile."""
         self.problem: str | None = None
         kinds = [layer_config(decoder.config, layer.index) for layer in _layers(decoder)]
-        functions = {kind: _compiled(kind, decoder.embedding.weight.dtype, backend) for kind in dict.fromkeys(kinds)}
+        functions = {kind: _compiled(kind, decoder.dtype, backend) for kind in dict.fromkeys(kinds)}
         self._of_layer = [functions[kind] for kind in kinds]
         self._kinds = kinds
         self._ran: set[ModelConfig] = set()

@@ -77,7 +77,7 @@ def _with_weights(config: ModelConfig, weights: dict[str, Tensor], dtype: torch.
 @torch.inference_mode()
 def stepwise_logits(decoder: Decoder, tokens: Tensor, device: torch.device) -> Tensor:
     """Logits of one sequence whose tokens come in CHUNKS, on shuffled blocks of a poisoned cache: [T, vocab_size]."""
-    config, dtype = decoder.config, decoder.embedding.weight.dtype
+    config, dtype = decoder.config, decoder.dtype
     num_blocks = -(-len(tokens) // _BLOCK_SIZE) + 2
     blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(2)).to(device)
     shape = (2, config.num_layers, num_blocks, config.num_kv_heads, _BLOCK_SIZE, config.head_dim)

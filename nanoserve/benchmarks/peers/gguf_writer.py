@@ -40,7 +40,7 @@ def check_exportable(config: ModelConfig) -> None:
 def write_gguf(decoder: Decoder, config: ModelConfig, path: Path) -> None:
     """Matrices in the decoder's number format, norms and biases in float32."""
     architecture = _ARCHITECTURES[config.family]
-    storage, file_type = _STORAGE[decoder.embedding.weight.dtype]
+    storage, file_type = _STORAGE[decoder.dtype]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     _write_settings(writer, config, file_type)
     names = gguf.get_tensor_name_map(architecture, config.num_layers)

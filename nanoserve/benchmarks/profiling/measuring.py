@@ -56,7 +56,7 @@ def measure_profile(llm: LLM, announce: Callable[[str], None]) -> Profile:
     llm.prepare(lambda stage, done, _: None if done else announce(f"{stage}, once on this machine ..."))
     announce("reading and multiplying, to know what the machine does at best ...")
     runner, pool = executor.runner, llm.engine.scheduler.pool
-    dtype = runner.decoder.embedding.weight.dtype
+    dtype = runner.decoder.dtype
     host = _processor(dtype)
     device = host if runner.device.type == "cpu" else _accelerator(runner.device, dtype)
     probes, foreign = _probes(llm, runner), ForeignLoad()
@@ -107,7 +107,7 @@ def _probes(llm: LLM, runner: ModelRunner) -> dict[str, Sampling]:
         llm.config,
         keys=keys,
         block_size=config.block_size,
-        dtype=runner.decoder.embedding.weight.dtype,
+        dtype=runner.decoder.dtype,
     )
     attention = timer(device=str(device))
     steps = StepTimer(

@@ -1,0 +1,124 @@
+"""Which layers each pipeline stage gets: the dearest stage is as cheap as can be, for it sets the pace of a pipeline.
+
+The cost of a layer, of the embedding and of the head is the mean of its shares in two steps, one of each kind that a
+server runs:
+
+- a decode step, bound by memory: all its bytes. The head counts fully: each of its weights is read, as in a layer.
+- a mixed step, bound by computation: all its operations. The head counts for the few tokens that are sampled.
+
+Both are counted exactly (counts.py): keys, values and windows included, of experts those that the tokens reach. The
+embedding is a look-up: rows are read, nothing is computed. A head as dear as nine layers in the one step and as half of
+one in the other so counts as four, a compromise that neither kind of step suffers much from. Tensor parallelism divides
+everything alike and is left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from nanoserve.config import ModelConfig
+from nanoserve.costs.counts import LayerKind, ModelCounts, Operator
+from nanoserve.costs.work import StepWork
+from nanoserve.errors import UsageError
+
+_DECODES, _CONTEXT, _TOKENS = 64, 1024, 2048
+"""Rows of both steps, the keys that each reads, and all tokens of the mixed step: 3 % of them are sampled."""
+_UNITS = 10**9
+"""Costs are integers, so that equal stages are equal: parts in a billion of the whole model."""
+
+
+def stage_layers(
+    model: ModelConfig, pipeline_parallel: int, pipeline_split: Sequence[int] | None = None
+) -> tuple[range, ...]:
+    """The layers of each stage: as many as `pipeline_split` says, or divided by cost.
+
+    Raises:
+        UsageError: if the stages cannot be filled, or the split is not one of this model's layers.
+    """
+    if pipeline_parallel < 1:
+        raise UsageError(f"--pp must be at least 1, not {pipeline_parallel}")
+    if pipeline_parallel > model.num_layers:
+        raise UsageError(
+            f"--pp {pipeline_parallel}: the model has {model.num_layers} layers,"
+            f" so there are at most {model.num_layers} stages"
+        )
+    if pipeline_split is not None:
+        _check_split(pipeline_split, pipeline_parallel, model.num_layers)
+    sizes = pipeline_split or divide_layers(model, pipeline_parallel)
+    return tuple(range(first, after) for first, after in pairwise(accumulate(sizes, initial=0)))
+
+
+def divide_layers(model: ModelConfig, stages: int) -> tuple[int, ...]:
+    """How many layers each of so many stages gets; the embedding belongs to the first, the head to the last."""
+    decode, mixed = _shares(model, "bytes"), _shares(model, "flops")
+    embedding, *layers, head = (round(_UNITS * sum(both) / 2) for both in zip(decode, mixed, strict=True))
+    layers[0] += embedding
+    layers[-1] += head
+    return divide(layers, stages)
+
+
+def divide(costs: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Cut a row of costs into so many pieces, none empty: how many entries each has.
+
+    The dearest piece is as cheap as can be; of those divisions the most even one is taken (least sum of squares, so
+    that keys and values are spread well too), and of equally even ones that with the smaller first pieces.
+    O(stages * len(costs)^2).
+    """
+    sums = list(accumulate(costs, initial=0))
+    # By position: the least that the dearest piece can cost if so many pieces end there; then the best such division.
+    dearest: list[float] = [0] + [float("inf")] * len(costs)
+    for stage in range(1, stages + 1):
+        dearest = [
+            min((max(dearest[cut], sums[end] - sums[cut]) for cut in range(stage - 1, end)), default=float("inf"))
+            for end in range(len(sums))
+        ]
+    most = dearest[-1]
+    divisions: list[tuple[float, tuple[int, ...]]] = [(0, ())] + [(float("inf"), ())] * len(costs)
+    for stage in range(1, stages + 1):
+        divisions = [
+            min(
+                (
+                    (divisions[cut][0] + (sums[end] - sums[cut]) ** 2, (*divisions[cut][1], end - cut))
+                    for cut in range(stage - 1, end)
+                    if sums[end] - sums[cut] <= most
+                ),
+                default=(float("inf"), ()),
+            )
+            for end in range(len(sums))
+        ]
+    return divisions[-1][1]
+
+
+def _check_split(split: Sequence[int], pipeline_parallel: int, num_layers: int) -> None:
+    told = f"--pp-split {','.join(map(str, split))}"
+    if len(split) != pipeline_parallel:
+        raise UsageError(f"{told} names {len(split)} stages, but --pp is {pipeline_parallel}")
+    if min(split) < 1:
+        raise UsageError(f"{told}: every stage needs at least one layer")
+    if sum(split) != num_layers:
+        raise UsageError(f"{told} adds up to {sum(split)} layers, but the model has {num_layers}")
+
+
+def _shares(model: ModelConfig, measure: str) -> list[float]:
+    """What the embedding, each layer and the head cost, as shares of the whole: a decode step's bytes, or a mixed
+    step's operations ("flops")."""
+    kinds = [LayerKind(model.sliding_window(layer), model.is_sparse(layer)) for layer in range(model.num_layers)]
+    chunks = [(0, _TOKENS - _DECODES)] if measure == "flops" else []
+    costs = {kind: _layer_cost(model, kind, chunks, measure) for kind in dict.fromkeys(kinds)}
+    counts = ModelCounts(model)
+    head = counts.head.operator(_DECODES + len(chunks), 1, counts.precision.other_bytes)
+    embedding = counts.embedding(_TOKENS if chunks else _DECODES)
+    parts = [_cost(embedding, measure), *(costs[kind] for kind in kinds), _cost(head, measure)]
+    return [part / sum(parts) for part in parts]
+
+
+def _layer_cost(model: ModelConfig, kind: LayerKind, chunks: list[tuple[int, int]], measure: str) -> float:
+    """Of a model of one such layer, all that is the layer's."""
+    moe = replace(model.moe, sparse_layers=frozenset({0})) if model.moe is not None and kind.sparse else None
+    counts = ModelCounts(replace(model, num_layers=1, sliding_windows=(kind.window,), moe=moe))
+    work = StepWork.of([_CONTEXT] * _DECODES, chunks, sampled=0, windows=counts.windows)
+    return sum(_cost(operator, measure) for operator in counts.operators(work, 0) if operator.name != "embedding")
+
+
+def _cost(operator: Operator, measure: str) -> float:
+    return operator.bytes if measure == "bytes" else operator.flops

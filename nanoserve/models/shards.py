@@ -1,0 +1,146 @@
+"""A model divided over devices: pipeline stages of whole layers, each stage over the ranks of a tensor-parallel group.
+
+Within a stage, as in Megatron-LM (arXiv 1909.08053, section 3): the matrices that fan out (query, key and value; gate
+and up) are divided by rows of the weight, those that fan in (output, down) by columns, so that a layer needs two sums
+over the ranks and nothing else. Key-value heads are divided as long as there are enough of them and replicated beyond.
+The vocabulary's rows are divided too. Norms and routers are replicated.
+
+A mixture of experts is divided inside each expert, like a dense layer, and not by giving each rank some experts: every
+rank then has the same work whichever experts the tokens choose, and one sum serves both kinds of layers.
+
+What does not divide evenly is padded with zeros, which change no result: inner sizes and the vocabulary. No torch here.
+"""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from nanoserve.config import ModelConfig
+from nanoserve.costs.counts import tensor_degrees
+from nanoserve.costs.stages import stage_layers
+from nanoserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One device's part of a model.
+
+    Attributes:
+        layers: of the whole model, those of its stage.
+        stage, num_stages: its place in the pipeline.
+        rank, degree: its place in its stage's tensor-parallel group.
+    """
+
+    layers: range
+    stage: int = 0
+    num_stages: int = 1
+    rank: int = 0
+    degree: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether its stage embeds tokens."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its stage computes logits."""
+        return self.stage == self.num_stages - 1
+
+    def share(self, size: int) -> range:
+        """What this rank gets of so many rows or columns: equal parts, except that the last may be shorter."""
+        part = divided(size, self.degree)
+        return range(min(self.rank * part, size), min((self.rank + 1) * part, size))
+
+    def kv_heads(self, num_kv_heads: int) -> range:
+        """The key-value heads that this rank's query heads use. With more ranks than heads, several use the same."""
+        first = self.rank * num_kv_heads // self.degree
+        return range(first, first + max(1, num_kv_heads // self.degree))
+
+
+class TensorParallelGroup(Protocol):
+    """The ranks that compute one stage together. All of them call the same methods in the same order."""
+
+    def all_reduce(self, tensor: "Tensor") -> "Tensor":
+        """The sum of the ranks' tensors, on every rank. May reuse its argument."""
+        ...
+
+    def gather(self, tensor: "Tensor") -> "Tensor | None":
+        """[N, C] of every rank -> [N, degree * C] on rank 0, side by side in the order of ranks; None elsewhere."""
+        ...
+
+
+class SingleRank:
+    """A TensorParallelGroup of one: what it computes is the result."""
+
+    def all_reduce(self, tensor: "Tensor") -> "Tensor":
+        return tensor
+
+    def gather(self, tensor: "Tensor") -> "Tensor | None":
+        return tensor
+
+
+def whole_model(config: ModelConfig) -> Shard:
+    """The only shard of a model on one device."""
+    return Shard(range(config.num_layers))
+
+
+def make_shards(
+    config: ModelConfig,
+    *,
+    pipeline_parallel: int,
+    tensor_parallel: int,
+    pipeline_split: tuple[int, ...] | None = None,
+) -> list[Shard]:
+    """The shards of a model by rank: rank = stage * tensor_parallel + rank in the group.
+
+    Args:
+        pipeline_split: layers of each stage; None divides them by cost.
+
+    Raises:
+        UsageError: if the model cannot be divided so; the line names --pp, --pp-split or --tp.
+    """
+    stages = stage_layers(config, pipeline_parallel, pipeline_split)
+    _check_degree(config, tensor_parallel)
+    return [
+        Shard(layers, stage, len(stages), rank, tensor_parallel)
+        for stage, layers in enumerate(stages)
+        for rank in range(tensor_parallel)
+    ]
+
+
+def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
+    """The shard as a model of its own: layers counted from 0, its own heads and inner sizes, the whole vocabulary."""
+    moe = config.moe
+    if moe is not None:
+        sparse = frozenset(layer - shard.layers.start for layer in moe.sparse_layers if layer in shard.layers)
+        inner = divided(moe.intermediate_size, shard.degree)
+        moe = replace(moe, sparse_layers=sparse, intermediate_size=inner)
+    return replace(
+        config,
+        num_layers=len(shard.layers),
+        num_heads=config.num_heads // shard.degree,
+        num_kv_heads=max(1, config.num_kv_heads // shard.degree),
+        intermediate_size=divided(config.intermediate_size, shard.degree),
+        sliding_windows=config.sliding_windows[shard.layers.start : shard.layers.stop],
+        moe=moe,
+    )
+
+
+def divided(size: int, degree: int) -> int:
+    """One of `degree` equal parts of `size`, the last one padded."""
+    return -(-size // degree)
+
+
+def _check_degree(config: ModelConfig, degree: int) -> None:
+    if degree < 1:
+        raise UsageError(f"--tp must be at least 1, not {degree}")
+    if degree in (possible := tensor_degrees(config)):
+        return
+    heads = config.num_heads
+    problem = f"{heads} attention heads" if heads % degree else f"{config.num_kv_heads} key-value heads evenly"
+    *others, last = map(str, possible)
+    choice = f"{', '.join(others)} or {last}" if others else last
+    raise UsageError(f"--tp {degree} does not divide {problem}; choose {choice}")
