@@ -1,29 +1,32 @@
 """Put a model and an engine together: LLM does so in its own process, a server in its engine process."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-
-import torch
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanoserve.config import EngineConfig, ModelConfig, SamplingDefaults
 from nanoserve.engine import Engine
 from nanoserve.errors import ModelError, UsageError
-from nanoserve.files import unreadable_as_model_error
 from nanoserve.grammar.compiler import GrammarCompiler
+from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.models.decoder import Decoder, DecoderLayer
-from nanoserve.models.dummy import make_dummy_model
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
-from nanoserve.models.loading import load_model
-from nanoserve.models.shapes import dummy_config
+from nanoserve.models.shards import make_shards
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compiled_layers import CompiledLayers
-from nanoserve.runtime.devices import check_model, usable_device, use_writable_triton_cache
+from nanoserve.runtime.devices import usable_device
 from nanoserve.runtime.gpu_start import GpuFacts, GpuStart
 from nanoserve.runtime.local import LocalExecutor
-from nanoserve.runtime.memory import choose_num_blocks, memory_errors, weights_do_not_fit
+from nanoserve.runtime.memory import choose_num_blocks
+from nanoserve.runtime.model_loading import load_decoder, read_config
+from nanoserve.runtime.traced_executor import TracedExecutor
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.scheduler import Scheduler
 from triton_ops.cpu import CpuOperators, cpu_operators
+
+if TYPE_CHECKING:
+    from nanoserve.runtime.workers.executor import RemoteLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class BuiltEngine:
     max_model_len: int
     default_params: SamplingParams
     operators: CpuOperators | None
-    layers: CompiledLayers | None
+    layers: "CompiledLayers | RemoteLayers | None"
     gpu: GpuFacts | None
 
 
@@ -54,18 +57,31 @@ def build_engine(
     Raises:
         ModelError: if the model cannot be used.
         UsageError: if a setting makes no sense for it.
-        RuntimeFailure: if the memory does not suffice.
+        RuntimeFailure: if the memory does not suffice, or the trace cannot be written.
     """
-    device = usable_device(config.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # kernels of our own are launched on the current one
-        use_writable_triton_cache()
-        check_model(device, _model_config(resolved), config.dtype, config.block_size)
-    with unreadable_as_model_error():
-        problem = weights_do_not_fit(resolved.directory)
-        with memory_errors(device, problem, "choose a smaller model or --dtype, or free some memory"):
-            decoder, model = _load(resolved, config, device, progress)
+    model = read_config(resolved)
     default_params = _default_params(model.sampling_defaults)
+    longest = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
+    build = _build_here if config.num_workers == 1 else _build_on_workers
+    if config.trace is None:
+        return build(resolved, config, progress, default_params)
+    with ExitStack() as failing:
+        file = failing.enter_context(ChromeTraceFile(Path(config.trace)))  # told at once if it cannot be written
+        built = build(resolved, config, progress, default_params)
+        engine = built.engine
+        engine.executor = TracedExecutor(engine.executor, file, tensor_parallel=config.tensor_parallel)
+        failing.pop_all()  # the executor closes it
+    return built
+
+
+def _build_here(
+    resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None, default_params: SamplingParams
+) -> BuiltEngine:
+    """On one device, in this process."""
+    device = usable_device(config.device)
+    decoder, model = load_decoder(resolved, config, device, progress)
     gpu = GpuStart(decoder, config, device) if device.type == "cuda" else None
     num_blocks = _choose_num_blocks(decoder, model, config, gpu, progress)
     max_model_len = min(config.max_model_len or model.max_position_embeddings, num_blocks * config.block_size)
@@ -85,27 +101,33 @@ def build_engine(
         feeds_tokens=gpu is not None and not config.eager,
     )
     facts = None if gpu is None else gpu.capture(executor.runner, max_model_len, progress)
-    engine = Engine(
-        _make_scheduler(config, num_blocks, max_model_len, feeds_tokens=executor.feeds_tokens),
-        executor,
-        vocab_size=model.vocab_size,
-    )
+    scheduler = _make_scheduler(config, num_blocks, max_model_len, feeds_tokens=executor.feeds_tokens)
+    engine = Engine(scheduler, executor, vocab_size=model.vocab_size)
     return BuiltEngine(engine, model, max_model_len, default_params, operators, layers, facts)
 
 
-def _model_config(resolved: ResolvedModel) -> ModelConfig:
-    with unreadable_as_model_error():
-        if resolved.directory is None:
-            return dummy_config(resolved.name)
-        return ModelConfig.from_directory(resolved.directory)
+def _build_on_workers(
+    resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None, default_params: SamplingParams
+) -> BuiltEngine:
+    """On several devices, each with a process of its own."""
+    from nanoserve.runtime.workers.executor import WorkersExecutor  # which needs ZeroMQ; one device does not
 
-
-def _load(
-    resolved: ResolvedModel, config: EngineConfig, device: torch.device, progress: ProgressCallback | None
-) -> tuple[Decoder, ModelConfig]:
-    if resolved.directory is None:
-        return make_dummy_model(resolved.name, config.dtype, device)
-    return load_model(resolved.directory, config.dtype, device, None if progress is None else partial(progress, "load"))
+    model = read_config(resolved)
+    make_shards(  # what cannot be divided is refused before any process is started
+        model,
+        pipeline_parallel=config.pipeline_parallel,
+        tensor_parallel=config.tensor_parallel,
+        pipeline_split=config.pipeline_split,
+    )
+    make_policy(config.policy, config.max_num_batched_tokens)  # likewise
+    longest = model.max_position_embeddings
+    executor = WorkersExecutor(
+        resolved, config, longest=longest, progress=progress, observe_times=config.trace is not None
+    )
+    max_model_len = min(config.max_model_len or longest, executor.num_blocks * config.block_size)
+    scheduler = _make_scheduler(config, executor.num_blocks, max_model_len, feeds_tokens=False)
+    engine = Engine(scheduler, executor, vocab_size=model.vocab_size)
+    return BuiltEngine(engine, model, max_model_len, default_params, None, executor.layers, None)
 
 
 def _choose_num_blocks(
@@ -116,8 +138,6 @@ def _choose_num_blocks(
     progress: ProgressCallback | None,
 ) -> int:
     longest = model.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
     reserved = 0 if gpu is None else gpu.measure(config.max_model_len or longest, progress)
     return choose_num_blocks(
         model,
@@ -139,6 +159,7 @@ def _make_scheduler(config: EngineConfig, num_blocks: int, max_model_len: int, *
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         prefix_caching=config.enable_prefix_caching,
+        pipeline_depth=config.pipeline_parallel,
         feeds_tokens=feeds_tokens,
     )
 

@@ -128,6 +128,9 @@ class ModelConfig:
 
 # ------------------------------------------------------------------------------------------------ Engine
 
+MOST_PARALLEL = 64
+"""Stages of a pipeline, and ranks of a tensor-parallel group: more than a layout of use has."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -146,9 +149,13 @@ class EngineConfig:
         eager: never run compiled layers or captured steps.
         offline: never use the network.
         seed: makes the seeds repeatable that requests without one are given.
+        pipeline_parallel: stages that the layers are divided over, each in a worker process of its own.
+        tensor_parallel: workers that share the heads and channels of each stage.
+        pipeline_split: layers of each stage, all of the model's together; None divides by cost.
+        trace: file that the Chrome trace of the run is written to.
 
     Raises:
-        UsageError: if a number is out of range.
+        UsageError: if a number is out of range, or the split is not one of so many stages.
     """
 
     dtype: str = "auto"
@@ -163,6 +170,15 @@ class EngineConfig:
     eager: bool = False
     offline: bool = False
     seed: int | None = None
+    pipeline_parallel: int = 1
+    tensor_parallel: int = 1
+    pipeline_split: tuple[int, ...] | None = None
+    trace: str | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """Devices that compute, each in a process of its own when there are several."""
+        return self.pipeline_parallel * self.tensor_parallel
 
     def __post_init__(self) -> None:
         bounds = {
@@ -171,7 +187,20 @@ class EngineConfig:
             "block_size": (self.block_size, 1, 1024),
             "max_num_seqs": (self.max_num_seqs, 1, 65536),
             "max_num_batched_tokens": (self.max_num_batched_tokens, 1, 2**31),
+            "pipeline_parallel": (self.pipeline_parallel, 1, MOST_PARALLEL),
+            "tensor_parallel": (self.tensor_parallel, 1, MOST_PARALLEL),
         }
         for name, (value, low, high) in bounds.items():
             if value is not None and not low <= value <= high:
                 raise UsageError(f"{name} must be from {low} to {high}, not {value}")
+        if self.pipeline_split is not None:
+            self._check_split(self.pipeline_split)
+
+    def _check_split(self, split: tuple[int, ...]) -> None:
+        if len(split) != self.pipeline_parallel:
+            raise UsageError(
+                f"pipeline_split gives layers for {len(split)} stages, but pipeline_parallel is "
+                f"{self.pipeline_parallel}: give one number for each stage"
+            )
+        if min(split) < 1:
+            raise UsageError("pipeline_split: every stage needs at least one layer")

@@ -1,6 +1,6 @@
 """Engine: the loop intake -> schedule -> submit -> collect -> output, and nothing else."""
 
-from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.errors import RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.request import FinishReason, Request, SequenceUpdate
 from nanoserve.scheduler.plan import Executor
 from nanoserve.scheduler.scheduler import Scheduler
@@ -14,6 +14,10 @@ class Engine:
         executor: runs; it is closed with the engine.
         vocab_size: width of the logits; every token id of a request must be below it.
 
+    Attributes:
+        losses: how often the executor's workers died and new ones were started.
+        failure: why the executor runs nothing any more; None while it does.
+
     Raises:
         ValueError: if the scheduler would plan rows that the executor does not take.
     """
@@ -24,6 +28,8 @@ class Engine:
         self.scheduler = scheduler
         self.executor = executor
         self.vocab_size = vocab_size
+        self.losses = 0
+        self.failure: str | None = None
 
     @property
     def has_work(self) -> bool:
@@ -62,6 +68,7 @@ class Engine:
 
         Where two may be, the device computes the second while the answers of the first are taken in and a third plan is
         made. A step that fails (out of memory, say) ends all sequences in flight with an error; the engine goes on.
+        Where no step can run any more, all sequences end so, and ``failure`` says why.
 
         Args:
             until: wait for a result at most until this time; None waits for one.
@@ -71,7 +78,11 @@ class Engine:
             self._submit_plans()
             if self.scheduler.awaits_results:
                 for result in self.executor.collect(until):
+                    self.losses += result.lost is not None
                     updates += self.scheduler.apply(result, self.executor.now())
+        except WorkersFailed as error:
+            self.failure = str(error)
+            updates += self.scheduler.fail_all(self.failure, self.executor.now())
         except RuntimeFailure as error:
             updates += self.scheduler.fail_steps(str(error), self.executor.now())
         return updates

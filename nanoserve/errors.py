@@ -11,6 +11,10 @@ class RuntimeFailure(NanoserveError):
     """Something failed while running (out of memory, an unwritable file, an executor that died)."""
 
 
+class WorkersFailed(RuntimeFailure):
+    """The processes that run the model died again and again: nothing runs any more, and the message says why."""
+
+
 class UsageError(NanoserveError, ValueError):
     """The caller asked for something that is not allowed; the message says what to change."""
 

@@ -30,6 +30,17 @@ def prepare_threads(threads: int | None = None, environment: MutableMapping[str,
         variables.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
 
 
+def threads_of_each(workers: int, environment: MutableMapping[str, str] | None = None) -> int:
+    """OMP_NUM_THREADS for each of so many processes that together take what one would have taken; at least 1.
+
+    After `prepare_threads`. Of a list, which OpenMP allows for nested regions, the first number counts.
+    """
+    variables = os.environ if environment is None else environment
+    first = variables.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    together = int(first) if first.isascii() and first.isdigit() else physical_cores()
+    return max(1, together // workers)
+
+
 def physical_cores(processors: Path = _PROCESSORS, quota: Path = _QUOTA) -> int:
     """Cores that this process may use: two threads of one core count once, and a container's limit counts."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)

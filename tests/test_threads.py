@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.threads import SPIN_COUNT, physical_cores, prepare_threads
+from nanoserve.threads import SPIN_COUNT, physical_cores, prepare_threads, threads_of_each
 
 SHOW = """
 import json, os
@@ -67,3 +67,8 @@ def test_two_threads_of_a_core_count_once_and_a_limit_counts(tmp_path: Path) -> 
     assert physical_cores(tmp_path, tmp_path / "missing") == 1
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     assert physical_cores(tmp_path / "missing", tmp_path / "cpu.max") == 1
+
+
+@pytest.mark.parametrize(("together", "each"), [("8", 2), ("9", 2), ("2", 1), ("8,2", 2)])
+def test_the_workers_of_a_machine_share_its_threads(together: str, each: int) -> None:
+    assert threads_of_each(4, {"OMP_NUM_THREADS": together}) == each

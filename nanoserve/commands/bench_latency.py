@@ -12,8 +12,8 @@ from nanoserve.commands.bench_options import (
     work_option,
 )
 from nanoserve.commands.failures import EXIT_OK
-from nanoserve.commands.options import EngineOptions
 from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.workers_options import WorkersOptions
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
@@ -23,7 +23,7 @@ def latency(
     *,
     grid: GridOptions,
     repeats: Annotated[int, work_option("--repeats", help="Measured runs of each case.", min=1)] = 3,
-    engine: EngineOptions,
+    engine: WorkersOptions,
     results: ResultOptions,
 ) -> int:
     """Time batches of equal requests: first token, each token after it, tokens per second.

@@ -10,6 +10,7 @@ from nanoserve.commands.bench_options import MOST_REQUESTS, ResultOptions, engin
 from nanoserve.commands.failures import EXIT_OK, say
 from nanoserve.commands.options import EngineOptions, ServerOptions
 from nanoserve.commands.terminal import remark
+from nanoserve.commands.workers_options import WorkersOptions
 from nanoserve.errors import RuntimeFailure, UsageError
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def serve(
         float, work_option("--timeout", help="For a whole answer; a later one has failed.", metavar="SECONDS", min=0.1)
     ] = 1800.0,
     server: ServerOptions,
-    engine: EngineOptions,
+    engine: WorkersOptions,
     results: ResultOptions,
 ) -> int:
     """Send requests to a server and see how long its clients wait: ours, or any that speaks OpenAI's API.

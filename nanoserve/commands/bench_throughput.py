@@ -13,8 +13,8 @@ from nanoserve.commands.bench_options import (
     work_option,
 )
 from nanoserve.commands.failures import EXIT_OK
-from nanoserve.commands.options import EngineOptions
 from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.workers_options import WorkersOptions
 from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def throughput(
         int | None, work_option("--requests", help="Only so many of them.", min=1, max=MOST_REQUESTS)
     ] = None,
     repeats: Annotated[int, work_option("--repeats", help="Measured runs.", min=1)] = 1,
-    engine: EngineOptions,
+    engine: WorkersOptions,
     results: ResultOptions,
 ) -> int:
     """Give the engine all requests at once and see how fast it gets through them.

@@ -18,6 +18,7 @@ from nanoserve.commands.printers import AnswerPrinter, MarkdownPrinter, PlainPri
 from nanoserve.commands.prompt import ChatPrompt, edit_text, history_path
 from nanoserve.commands.terminal import StopOnInterrupt, is_terminal, load_progress, read_stdin, remark, without_echo
 from nanoserve.commands.usage import envelope
+from nanoserve.commands.workers_options import ServingOptions
 from nanoserve.errors import NanoserveError, UsageError
 
 PANEL = "Chat"
@@ -38,7 +39,7 @@ def chat(
     hide_thinking: Annotated[bool, switch("--hide-thinking", panel=PANEL, help="Do not show <think> blocks.")] = False,
     no_history: Annotated[bool, switch("--no-history", panel=PANEL, help="Keep no history of input lines.")] = False,
     server: ServerOptions,
-    engine: EngineOptions,
+    engine: ServingOptions,
     sampling: SamplingOptions,
 ) -> int:
     """Talk with a model: on a terminal a conversation, else one answer to what is piped in.

@@ -14,6 +14,7 @@ from nanoserve.commands.options import EngineOptions, SamplingOptions, check_utf
 from nanoserve.commands.printers import PlainPrinter
 from nanoserve.commands.terminal import load_progress, read_stdin
 from nanoserve.commands.usage import Usage, envelope
+from nanoserve.commands.workers_options import ServingOptions
 from nanoserve.errors import RuntimeFailure, UsageError
 
 PANEL = "Input and output"
@@ -39,7 +40,7 @@ def generate(
         option("--output", "-o", panel=PANEL, metavar="FILE", help="Results of --file, one JSON row per prompt."),
     ] = None,
     json_output: Annotated[bool, switch("--json", panel=PANEL, help="One JSON object instead of text.")] = False,
-    engine: EngineOptions,
+    engine: ServingOptions,
     sampling: SamplingOptions,
 ) -> int:
     """Go on with a text exactly as given, without a chat template.

@@ -57,7 +57,7 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
     return check
 
 
-def _at_most(most: int) -> Callable[[int | None], int | None]:
+def at_most(most: int) -> Callable[[int | None], int | None]:
     """An upper bound that help does not show: beside it, the names of variables would not fit into 80 columns."""
 
     def check(value: int | None) -> int | None:
@@ -144,9 +144,9 @@ class EngineOptions:
         option(
             "--threads",
             panel=ENGINE_PANEL,
-            help="CPU threads; default: one per physical core.",
+            help="CPU threads, which the workers of a machine share; default: one per physical core.",
             min=1,
-            callback=_at_most(MOST_THREADS),
+            callback=at_most(MOST_THREADS),
         ),
     ] = None
     seed: Annotated[

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions, Progress, option, switch
 from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.workers_options import ServingOptions
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.threads import prepare_threads
 
@@ -92,7 +93,7 @@ def serve(
     *,
     http: HttpOptions,
     limits: LimitOptions,
-    engine: EngineOptions,
+    engine: ServingOptions,
 ) -> int:
     """Serve a model over HTTP, as OpenAI does.
 

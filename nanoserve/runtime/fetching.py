@@ -14,13 +14,16 @@ class Fetching:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._began, self._ended = self._mark(), self._mark()
-        if self._began is not None:
-            self._began.record(self._stream)
 
     def _mark(self) -> "torch.cuda.Event | None":
         if self._stream is None:
             return None
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """The step's work is issued from here on."""
+        if self._began is not None:
+            self._began.record(self._stream)
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """A tensor on the host that holds the same numbers, once `wait` has returned."""

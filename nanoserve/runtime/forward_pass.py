@@ -39,5 +39,6 @@ class ForwardPass:
             context_lengths=inputs.context_lengths,
             slot_mapping=inputs.slot_mapping,
         )
-        hidden: Tensor = self._decoder(inputs.token_ids, inputs.positions, attention, self._run_layer)
+        entering = inputs.token_ids if inputs.entering is None else inputs.entering
+        hidden: Tensor = self._decoder(entering, inputs.positions, attention, self._run_layer)
         return hidden

@@ -65,7 +65,8 @@ class GpuStart:
         self._device = device
         self._traced = None if config.eager else TracedLayers(decoder)
         self.run_layer: LayerFunction = DecoderLayer.__call__ if self._traced is None else self._traced
-        captures = not config.eager and _can_be_captured(decoder, device)
+        # A stage's steps begin with hidden states that come from elsewhere: they run compiled, and uncaptured.
+        captures = not config.eager and config.num_workers == 1 and _can_be_captured(decoder, device)
         self._buckets = bucket_sizes(config.max_num_seqs) if captures else ()
         self._warm_up_seconds = 0.0
         self._step_memory = 0

@@ -94,13 +94,44 @@ def choose_num_blocks(
     Raises:
         UsageError: if one request of full length does not fit, or more is asked for than is free.
     """
-    length = max_model_len or config.max_position_embeddings
-    per_block = kv_bytes_per_block(config, block_size, dtype)
+    share = CPU_SHARE if torch.device(device).type == "cpu" else CUDA_SHARE
+    return blocks_that_fit(
+        kv_bytes_per_block(config, block_size, dtype),
+        max(0, available_memory(device) - reserved),
+        share=share,
+        block_size=block_size,
+        longest=config.max_position_embeddings,
+        kv_cache_memory=kv_cache_memory,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+    )
+
+
+def blocks_that_fit(
+    per_block: int,
+    free: int,
+    *,
+    share: float,
+    block_size: int,
+    longest: int,
+    kv_cache_memory: int | None,
+    max_model_len: int | None,
+    max_num_seqs: int,
+) -> int:
+    """How many blocks of so many bytes the KV cache gets out of what is free.
+
+    Args:
+        share: of what is free, for a cache whose size was not asked for.
+        longest: the model's own limit.
+        kv_cache_memory, max_model_len, max_num_seqs: as in `choose_num_blocks`.
+
+    Raises:
+        UsageError: as it does.
+    """
+    length = max_model_len or longest
     per_request = -(-length // block_size)
-    free = max(0, available_memory(device) - reserved)
     if kv_cache_memory is not None:
         return _explicit(kv_cache_memory, free, per_block, per_request, length, block_size)
-    share = CPU_SHARE if torch.device(device).type == "cpu" else CUDA_SHARE
     affordable = int(free * share) // per_block
     if max_model_len is not None:
         affordable = max(affordable, per_request)  # asked for by name: more than the usual share, if it is there

@@ -1,11 +1,13 @@
 """Runs plans on one device: keeps the sequences' records and the KV cache, computes rows, samples.
 
-A plan is launched, then answered. Launching hands all work to the device and asks it nothing, so that on a GPU the next
-plan can be launched while this one computes; only its answers wait.
+A plan is prepared, computed, sampled, then answered. None of the first three asks the device anything, so that on a GPU
+the next plan can be launched while this one computes; only its answers wait. Preparing is the host's work alone: in a
+pipeline another thread does it while the plan before is computed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from nanoserve.runtime.launched_step import LaunchedStep, SampledTokens, ScoredP
 from nanoserve.runtime.logprobs import LogprobColumns, rows_per_chunk
 from nanoserve.runtime.sampling import SamplingRows, SamplingState, sample
 from nanoserve.runtime.staging import Staged, Staging
-from nanoserve.runtime.step_inputs import BlockTable, InputBuilder, StagedInputs
+from nanoserve.runtime.step_inputs import BlockTable, InputBuilder, StagedInputs, row_ends
 from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan
 from triton_ops import copy_blocks
 
@@ -45,14 +47,13 @@ class SequenceRecord:
         end = row.start + len(row.tokens)
         if end > self.num_known:
             raise RuntimeError(f"sequence {row.sequence}: a row goes beyond its {self.num_known} known tokens")
-        self.block_table.extend(row.new_blocks)
+        if row.new_blocks:
+            self.block_table.extend(row.new_blocks)
         if row.sample:
             self.num_known = max(self.num_known, end + 1)
 
     def prompt_targets(self, row: Row) -> np.ndarray:
-        """The prompt tokens that the row's logits predict, where their log probabilities are asked for."""
-        if self.params.prompt_logprobs is None:
-            return self.prompt[:0]
+        """The prompt tokens that the row's logits predict."""
         return self.prompt[row.start + 1 : row.start + 1 + len(row.tokens)]
 
 
@@ -80,7 +81,7 @@ class _Sampling:
         last_tokens: int64 [N], the place of each one's last token in the step.
         asked: places among them of those that want log probabilities, each with how many of the likeliest tokens to
             name.
-        asked_places: int64 [number of these].
+        asked_places: int64 [number of these], if there are any.
     """
 
     sequences: list[int]
@@ -88,7 +89,7 @@ class _Sampling:
     last_tokens: Staged
     settings: SamplingRows
     asked: list[tuple[int, int]]
-    asked_places: Staged
+    asked_places: Staged | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,26 @@ class _StagedRows:
     fed: FedTokens | None
     scorings: list[_Scoring]
     sampling: _Sampling | None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A plan whose inputs are on their way to the device.
+
+    Attributes:
+        copies: int64 [number of copies, 2], source and target blocks; None if the plan has none.
+        rows: None if the plan has none.
+    """
+
+    plan: StepPlan
+    fetching: Fetching
+    copies: Staged | None
+    rows: _StagedRows | None
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens of all its rows."""
+        return 0 if self.rows is None else len(self.rows.inputs.token_ids.array)
 
 
 class ModelRunner:
@@ -133,7 +154,7 @@ class ModelRunner:
             self.value_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.forward: ForwardFunction = ForwardPass(decoder, Caches(self.key_caches, self.value_caches), run_layer)
         self._grammars = grammars
-        self._inputs = InputBuilder(block_size)
+        self._inputs = cycle((InputBuilder(block_size), InputBuilder(block_size)))
         self._staging = Staging(device)
         self._last_tokens = LastTokens()
         self._records: dict[int, SequenceRecord] = {}
@@ -146,9 +167,21 @@ class ModelRunner:
         """
         return self.launch(plan).answers()
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Hand one plan to the device; nothing in here waits for it. On the CPU it is done when this returns.
+
+        Raises:
+            RuntimeError: as `prepare` does.
+        """
+        step = self.prepare(plan)
+        return self.sample(step, self.compute(step))
+
+    @torch.inference_mode()
+    def prepare(self, plan: StepPlan) -> PreparedStep:
+        """The host's part of a plan: what its rows need is on its way to the device when this returns.
+
+        Another thread may do so while the step prepared before is being computed, but not any that comes before that:
+        two sets of buffers take turns.
 
         Raises:
             RuntimeError: if the plan uses a host tier or grammars where there are none, or sequences or tokens unknown
@@ -160,42 +193,68 @@ class ModelRunner:
             self._records.pop(sequence, None)
         for begin in plan.begin:
             self._records[begin.sequence] = SequenceRecord(begin, self.config.vocab_size, self._grammar(begin))
-        fetching = Fetching(self.device)
-        pairs = self._staging.add(np.array([(copy.source, copy.target) for copy in plan.copies], np.int64))
+        pairs = self._stage_copies(plan.copies) if plan.copies else None
         rows = self._stage(plan.rows) if plan.rows else None
         self._staging.transfer()
-        self._copy(plan.copies, pairs)
-        step = LaunchedStep(fetching) if rows is None else self._compute(rows, fetching)
+        return PreparedStep(plan, Fetching(self.device), pairs, rows)
+
+    @torch.inference_mode()
+    def compute(self, step: PreparedStep, entering: Tensor | None = None) -> Tensor | None:
+        """Issue the work of a step's layers.
+
+        Args:
+            entering: hidden states of its tokens, [T, hidden_size], from the stage before; None in the first stage.
+
+        Returns:
+            hidden states of its tokens, [T, hidden_size], which are good until the next step; None without rows.
+        """
+        step.fetching.begin()
+        if step.copies is not None:
+            self._copy(step.copies)
+        if step.rows is None:
+            return None
+        inputs = step.rows.inputs.tensors()
+        if step.rows.fed is not None:
+            step.rows.fed.write_into(inputs.token_ids)
+        return self.forward(inputs if entering is None else replace(inputs, entering=entering))
+
+    @torch.inference_mode()
+    def sample(self, step: PreparedStep, hidden: Tensor | None) -> LaunchedStep:
+        """Issue the work behind the last layer: logits and samples of what `compute` returned in the last stage.
+
+        All ranks of a tensor-parallel group do so; what comes of it is known to the first.
+        """
+        fetching = step.fetching
+        launched = LaunchedStep(fetching)
+        if step.rows is not None and hidden is not None:
+            prompts = [self._score(scoring, hidden, fetching) for scoring in step.rows.scorings]
+            sampled = None
+            if step.rows.sampling is None:
+                self._last_tokens.keep([], None)
+            else:
+                sampled = self._sample(step.rows.sampling, hidden, fetching)
+            launched = LaunchedStep(fetching, prompts, sampled)
         fetching.end()
-        return step
+        return launched
 
     def _stage(self, rows: Sequence[Row]) -> _StagedRows:
         """Put together what the device must be told of these rows."""
         records = [self._record(row.sequence) for row in rows]
         for row, record in zip(rows, records, strict=True):
             record.take(row)
+        ends, tables = row_ends(rows), [record.block_table for record in records]
+        samples = self.decoder.shard.is_last
         return _StagedRows(
-            inputs=self._inputs.stage(rows, [record.block_table for record in records], self._staging),
-            fed=self._last_tokens.stage(rows, self._staging),
-            scorings=self._stage_scorings(rows, records),
-            sampling=self._stage_sampling(rows, records),
+            inputs=next(self._inputs).stage(rows, ends, tables, self._staging),
+            fed=self._last_tokens.stage(rows, ends, self._staging),
+            scorings=self._stage_scorings(rows, ends, records) if samples else [],
+            sampling=self._stage_sampling(rows, ends, records) if samples else None,
         )
-
-    def _compute(self, rows: _StagedRows, fetching: Fetching) -> LaunchedStep:
-        """Issue the device's work for rows that were transferred to it."""
-        inputs = rows.inputs.tensors()
-        if rows.fed is not None:
-            rows.fed.write_into(inputs.token_ids)
-        hidden = self.forward(inputs)
-        prompts = [self._score(scoring, hidden, fetching) for scoring in rows.scorings]
-        if rows.sampling is None:
-            self._last_tokens.keep([], None)
-            return LaunchedStep(fetching, prompts)
-        return LaunchedStep(fetching, prompts, self._sample(rows.sampling, hidden, fetching))
 
     def _grammar(self, begin: Begin) -> SequenceGrammar | None:
         schema = begin.params.json_schema
-        if schema is None:
+        shard = self.decoder.shard
+        if schema is None or not (shard.is_last and shard.rank == 0):  # who does not sample needs none
             return None
         if self._grammars is None:
             raise RuntimeError("this executor has no grammars")
@@ -206,28 +265,33 @@ class ModelRunner:
             raise RuntimeError(f"sequence {sequence} is in a plan without having begun")
         return self._records[sequence]
 
-    def _copy(self, copies: Sequence[Copy], pairs: Staged) -> None:
-        if copies:
-            for key_cache, value_cache in zip(self.key_caches, self.value_caches, strict=True):
-                copy_blocks(key_cache, value_cache, pairs.tensor)
+    def _stage_copies(self, copies: Sequence[Copy]) -> Staged:
+        """As pairs of source and target, int64 [number of copies, 2]."""
+        return self._staging.add(np.array([(copy.source, copy.target) for copy in copies]))
 
-    def _stage_scorings(self, rows: Sequence[Row], records: Sequence[SequenceRecord]) -> list[_Scoring]:
+    def _copy(self, pairs: Staged) -> None:
+        for key_cache, value_cache in zip(self.key_caches, self.value_caches, strict=True):
+            copy_blocks(key_cache, value_cache, pairs.tensor)
+
+    def _stage_scorings(
+        self, rows: Sequence[Row], ends: np.ndarray, records: Sequence[SequenceRecord]
+    ) -> list[_Scoring]:
         """Of the rows with prompt tokens that are to be scored."""
-        scorings, end = [], 0
-        for row, record in zip(rows, records, strict=True):
-            begin, end = end, end + len(row.tokens)
-            targets = record.prompt_targets(row)
-            if len(targets):
-                top = record.params.prompt_logprobs or 0
-                scorings.append(_Scoring(row.sequence, begin, self._staging.add(targets), top))
+        scorings = []
+        for place, record in enumerate(records):
+            top = record.params.prompt_logprobs
+            if top is not None and len(targets := record.prompt_targets(rows[place])):
+                begin = int(ends[place]) - len(rows[place].tokens)
+                scorings.append(_Scoring(rows[place].sequence, begin, self._staging.add(targets), top))
         return scorings
 
-    def _stage_sampling(self, rows: Sequence[Row], records: Sequence[SequenceRecord]) -> _Sampling | None:
+    def _stage_sampling(
+        self, rows: Sequence[Row], ends: np.ndarray, records: Sequence[SequenceRecord]
+    ) -> _Sampling | None:
         """Of the rows that are to be sampled; None if none is."""
         places = [place for place, row in enumerate(rows) if row.sample]
         if not places:
             return None
-        ends = np.cumsum([len(row.tokens) for row in rows])
         states = [records[place].sampling for place in places]
         asked = [(place, top) for place, state in enumerate(states) if (top := state.params.logprobs) is not None]
         positions = [rows[place].start + len(rows[place].tokens) for place in places]
@@ -237,7 +301,7 @@ class ModelRunner:
             last_tokens=self._staging.add(ends[places] - 1),
             settings=SamplingRows.stage(states, positions, self._staging),
             asked=asked,
-            asked_places=self._staging.add(np.array([place for place, _ in asked], np.int64)),
+            asked_places=self._staging.add(np.array([place for place, _ in asked])) if asked else None,
         )
 
     def _score(self, scoring: _Scoring, hidden: Tensor, fetching: Fetching) -> ScoredPrompt:
@@ -249,16 +313,20 @@ class ModelRunner:
             part = targets[start : start + chunk]
             first = scoring.first_token + start
             logits = self.decoder.compute_logits(hidden[first : first + len(part)])
+            if not len(logits):  # they are gathered by another rank
+                continue
             finite.append(fetching.fetch(torch.isfinite(logits.amax(dim=1)).all()))
             parts.append(LogprobColumns.of(logits, part, scoring.top).through(fetching.fetch))
         return ScoredPrompt(scoring.sequence, parts, finite, scoring.top)
 
-    def _sample(self, sampling: _Sampling, hidden: Tensor, fetching: Fetching) -> SampledTokens:
+    def _sample(self, sampling: _Sampling, hidden: Tensor, fetching: Fetching) -> SampledTokens | None:
         logits = self.decoder.compute_logits(hidden[sampling.last_tokens.tensor])
+        if not len(logits):  # they are gathered by another rank
+            return None
         sampled = sample(logits, sampling.settings)
         self._last_tokens.keep(sampling.sequences, sampled.tokens)
         logprobs = None
-        if sampling.asked:
+        if sampling.asked_places is not None:
             places = sampling.asked_places.tensor
             most = max(top for _, top in sampling.asked)
             logprobs = LogprobColumns.of(logits[places], sampled.tokens[places], most).through(fetching.fetch)

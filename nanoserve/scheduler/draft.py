@@ -58,8 +58,9 @@ class Draft:
         """Whether it is worth a plan."""
         return bool(self.rows or self.host_rows) or self._tiers.has_news or self.transition is not None
 
-    def plan(self, step: int, layout: int, strategy: Strategy) -> StepPlan:
-        """The finished plan."""
+    def plan(self, step: int, layout: int, *, any_under_way: bool) -> StepPlan:
+        """The finished plan; ``any_under_way`` says whether host sequences wait for a token."""
+        strategy = self._strategy(any_under_way=any_under_way)  # before what the draft does is taken out of it
         return StepPlan(
             step=step,
             begin=tuple(self._begin),
@@ -71,6 +72,14 @@ class Draft:
             strategy=strategy,
             transition=self.transition,
         )
+
+    def _strategy(self, *, any_under_way: bool) -> Strategy:
+        """As decided where it concerns anyone; an idle device lets the host sequences under way go on."""
+        if not self.does_something:
+            return "overlap"
+        if self.host_rows:
+            return self.decision.strategy
+        return "overlap" if self.decision.strategy == "overlap" and self.rows and any_under_way else "device"
 
     # ---- decodes ----------------------------------------------------------------------------------------------
 
@@ -102,10 +111,10 @@ class Draft:
             or self._blocks.pool.free_blocks > self._kept_free
         )
 
-    def begin_host_tokens(self, ready: list[Sequence]) -> list[Sequence]:
-        """Asynchronous overlap: so many host sequences begin a token. Returns those for which there is room."""
-        ready = ready[: self.decision.host_decodes[0]]
-        return [sequence for sequence in ready if self._add_host_row(sequence, 0)]
+    def begin_host_tokens(self, ready: list[Sequence]) -> None:
+        """Asynchronous overlap: as many host sequences as decided begin a token, if there is room for it."""
+        for sequence in ready[: self.decision.host_decodes[0]]:
+            self._add_host_row(sequence, 0)
 
     def finish_host_tokens(self, under_way: Iterable[Sequence], ready: list[Sequence]) -> None:
         """Two sub-batches of host sequences, which have their token when the step ends: first those under way."""
@@ -117,10 +126,10 @@ class Draft:
         for sequence in ready[: first + second - len(self.host_rows)]:
             self._add_host_row(sequence, int(len(self.host_rows) >= first))
 
-    def _add_host_row(self, sequence: Sequence, sub_batch: int) -> bool:
-        """The next token of a ready host sequence; False if no room can be made for it."""
+    def _add_host_row(self, sequence: Sequence, sub_batch: int) -> None:
+        """The next token of a ready host sequence; it sits out if no room can be made for it."""
         if sequence.status is not _DECODE or not self._make_host_room(sequence):
-            return False
+            return
         start, length = sequence.computed, len(sequence.tokens)
         new_blocks = self._host.reserve(sequence, length)
         if not sequence.begun:
@@ -137,7 +146,6 @@ class Draft:
         )
         sequence.in_flight += 1
         sequence.computed = length
-        return True
 
     def _make_host_room(self, sequence: Sequence) -> bool:
         """As for the device: newer host sequences give way to older ones, newest first, and are computed again."""
@@ -205,6 +213,20 @@ class Draft:
         return chunk
 
     # ---- what must move ---------------------------------------------------------------------------------------
+
+    def drain(self, *, nothing_in_flight: bool) -> None:
+        """No rows, until nothing runs; then the device is emptied; then its layout changes.
+
+        The oldest move to the host as far as it has room, the others and partly computed prompts are computed again.
+        """
+        lifecycle = self._lifecycle
+        if any(sequence.in_flight for sequence in lifecycle.running):
+            return
+        for sequence in list(lifecycle.running):
+            if sequence.status is not _DECODE or not self._tiers.move_out(sequence):
+                lifecycle.preempt(sequence)
+        if nothing_in_flight and not len(self._tiers):
+            self.transition = self.decision.layout
 
     def force_oldest(self) -> None:
         """Nothing is in flight and the decision moved nothing: run the oldest sequence, whatever that takes."""

@@ -48,6 +48,11 @@ class HostCohorts:
         if not self._members[step]:
             del self._members[step], self._layers[step]
 
+    def clear(self) -> None:
+        """None is under way any more, and no progress will be told of those that were."""
+        for of_all in (self._layers, self._members, self._plan_of):
+            of_all.clear()
+
     def _by_progress(self) -> list[int]:
         return sorted(self._layers, key=lambda step: (-self._layers[step], step))
 

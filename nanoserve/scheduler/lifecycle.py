@@ -155,6 +155,20 @@ class Lifecycle:
         sequence.preempt_when_answered = False
         self.unadmit(sequence)
 
+    def begin_anew(self) -> None:
+        """No KV is left anywhere and nothing in flight will be answered, but swaps, which are over already.
+
+        Who held KV waits to be recomputed; who has ended is gone. Of neither there is anyone to be told.
+        """
+        self.blocks.pool.forget_cache()
+        for sequence in list(self.sequences.values()):
+            sequence.in_flight = 0
+            if sequence.status is _FINISHED:
+                self._retire(sequence)
+            elif sequence.place is not Place.NONE:
+                self.preempt(sequence)
+        self._ended.clear()
+
     def owe_blocks(self, sequence: Sequence) -> None:
         """It sits out until others have given way to it."""
         self._owed = sequence, sequence.computed

@@ -150,6 +150,10 @@ class StepResult(msgspec.Struct, frozen=True):
         swapped: ids of swaps that are done.
         cohorts: progress of the host sequences under way.
         seconds: device time of the step.
+        lost: the workers died, and why; such a result says nothing else. No plan that was submitted before it was
+            collected will be answered, and nothing is left of what the executor knew of sequences and blocks, on either
+            tier. New workers are on their way, in the layout of the last transition that was answered: plans may be
+            submitted at once, and wait.
     """
 
     step: int | None
@@ -157,6 +161,7 @@ class StepResult(msgspec.Struct, frozen=True):
     swapped: tuple[int, ...] = ()
     cohorts: tuple[CohortProgress, ...] = ()
     seconds: float = 0.0
+    lost: str | None = None
 
 
 class Executor(Protocol):
@@ -172,10 +177,18 @@ class Executor(Protocol):
     feeds_tokens: bool
 
     def submit(self, plan: StepPlan) -> None:
-        """Take a plan; never blocks on the device."""
+        """Take a plan; never blocks on the device.
+
+        Raises:
+            RuntimeFailure: if what is in flight will never be answered; later plans may be.
+            WorkersFailed: if no plan will be any more.
+        """
 
     def collect(self, until: float | None) -> list[StepResult]:
-        """Results in order of becoming known; waits for the first one, at most until that time on ``now()``."""
+        """Results in order of becoming known; waits for the first one, at most until that time on ``now()``.
+
+        Raises: as `submit` does.
+        """
 
     def now(self) -> float:
         """Seconds on this executor's clock, real or virtual."""

@@ -23,7 +23,7 @@ from nanoserve.scheduler.growth import Forecaster
 from nanoserve.scheduler.host_cohorts import HostCohorts
 from nanoserve.scheduler.layouts import LayoutCapacity, Layouts
 from nanoserve.scheduler.lifecycle import Lifecycle
-from nanoserve.scheduler.load import Decision, Load, Policy, Predictor, Strategy
+from nanoserve.scheduler.load import Decision, Load, Policy, Predictor
 from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
 from nanoserve.scheduler.tiers import Tiers
 
@@ -76,7 +76,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.pipeline_depth = pipeline_depth
         self.feeds_tokens = feeds_tokens
-        self.forced_steps = 0
+        self.steps = self.forced_steps = 0
         self.host_pool = (host_tier := HostTier(host_blocks, block_size)).pool
         self._lifecycle = Lifecycle(
             SequenceBlocks(self.pool),
@@ -95,7 +95,6 @@ class Scheduler:
         self._chunks_before: dict[int, Row] = {}  # the older of two, where it is a chunk of a prompt and not sampled
         self._plans_in_flight: dict[int, StepPlan] = {}
         self._previous: Decision | None = None
-        self._next_step = 0
         self._forecaster = Forecaster(wanted=getattr(policy, "reads_forecast", False))
 
     @property
@@ -171,11 +170,10 @@ class Scheduler:
 
     def _submit(self, draft: Draft) -> StepPlan:
         """The draft's plan, which is in flight from now on."""
-        strategy = self._strategy(draft)
-        plan = draft.plan(self._next_step, self._layouts.current, strategy)
-        self._next_step += 1
+        plan = draft.plan(self.steps, self._layouts.current, any_under_way=bool(self._cohorts))
+        self.steps += 1
         self._previous = draft.decision
-        if plan.rows or plan.transition is not None or strategy == "overlap":  # else it holds nothing but swaps
+        if plan.rows or plan.transition is not None or plan.strategy == "overlap":  # else it holds nothing but swaps
             self._plans_in_flight[plan.step] = plan
         self._chunks_before |= {key: self._rows_in_flight[key] for key in draft.chunks_behind}
         self._rows_in_flight |= draft.rows
@@ -187,22 +185,13 @@ class Scheduler:
         self._forecaster.add(self._lifecycle.sequences[begin.sequence] for begin in plan.begin)
         return plan
 
-    def _strategy(self, draft: Draft) -> Strategy:
-        """The plan's: as decided where it concerns anyone; an idle device lets the host sequences under way go on."""
-        if not draft.does_something:
-            return "overlap"
-        if draft.host_rows:
-            return draft.decision.strategy
-        goes_on = draft.decision.strategy == "overlap" and draft.rows and self._cohorts
-        return "overlap" if goes_on else "device"
-
     def _draft(self, now: float, *, admits: bool = True) -> Draft:
         """Ask the policy and carry its answer out, as far as the blocks go."""
         load, decodes, prefills, ready_host = self._survey()
         decision = self.policy.decide(load)
         draft = Draft(self._lifecycle, self._tiers, decision, now, running_decodes=load.running_decodes, admits=admits)
         if self._layouts.drains_for(decision.layout):
-            self._drain(draft)
+            draft.drain(nothing_in_flight=not self._rows_in_flight and not self._plans_in_flight)
             return draft
         if decision.swap_out:
             decodes = self._tiers.swap_out(decodes, decision.swap_out)
@@ -220,20 +209,6 @@ class Scheduler:
             draft.finish_host_tokens(() if overlapping else self._cohorts.most_advanced(), ready_host)
         draft.add_prefills(prefills)
         return draft
-
-    def _drain(self, draft: Draft) -> None:
-        """No rows, until nothing runs; then the device is emptied; then its layout changes.
-
-        The oldest move to the host as far as it has room, the others and partly computed prompts are computed again.
-        """
-        lifecycle = self._lifecycle
-        if any(sequence.in_flight for sequence in self.running):
-            return
-        for sequence in list(self.running):
-            if sequence.status is not _DECODE or not self._tiers.move_out(sequence):
-                lifecycle.preempt(sequence)
-        if not self._rows_in_flight and not self.awaits_results:
-            draft.transition = draft.decision.layout
 
     def _break_deadlock(self, now: float, draft: Draft) -> Draft:
         """Nothing is in flight and the decision moved nothing, so nothing would ever change.
@@ -270,7 +245,7 @@ class Scheduler:
                 partial_tokens += sequence.remaining
                 if not sequence.in_flight or may_go_on(sequence):
                     prefills.append(sequence)
-        growth, longest = self._forecaster.look(self._next_step, self.running)
+        growth, longest = self._forecaster.look(self.steps, self.running)
         on_host, host_pool = self._lifecycle.on_host, self.host_pool
         ready_host = [sequence for sequence in on_host if not sequence.in_flight]
         free_slots = self._lifecycle.free_slots
@@ -310,6 +285,9 @@ class Scheduler:
 
     def apply(self, result: StepResult, now: float) -> list[SequenceUpdate]:
         """Take in what an executor found out; returns what each sequence gained."""
+        if result.lost is not None:
+            self._begin_anew()
+            return []
         updates = []
         lifecycle, rows = self._lifecycle, self._rows_in_flight
         for progress in result.cohorts:
@@ -365,6 +343,24 @@ class Scheduler:
             if not sequence.finished:
                 updates.append(self._take_tokens(sequence, Answer(sequence.sequence_id, error=error), now))
         self._tiers.abandon()
+        return updates
+
+    def _begin_anew(self) -> None:
+        """Nothing in flight will be answered and no KV is left: every sequence is recomputed from the tokens it has."""
+        for in_flight in (self._plans_in_flight, self._rows_in_flight, self._chunks_before):
+            in_flight.clear()
+        self._cohorts.clear()
+        self._layouts.abandon()
+        self._tiers.abandon()
+        self._lifecycle.begin_anew()
+
+    def fail_all(self, error: str, now: float) -> list[SequenceUpdate]:
+        """Nothing will ever be answered again: every sequence ends with an error, whether it ran or waited."""
+        self._begin_anew()
+        unfinished = list(self._lifecycle.sequences.values())
+        updates = [self._take_tokens(one, Answer(one.sequence_id, error=error), now) for one in unfinished]
+        for sequence in unfinished:
+            self._lifecycle.release_siblings(sequence)
         return updates
 
     def _take_tokens(self, sequence: Sequence, answer: Answer, now: float) -> SequenceUpdate:

@@ -145,7 +145,7 @@ class Tiers:
             self._lifecycle.arrive(sequence, Place.DEVICE)
 
     def abandon(self) -> None:
-        """Swaps under way will never be answered; the caller has ended their sequences."""
+        """Swaps under way will never be answered; the caller has ended their sequences, or has them recomputed."""
         self._begun.clear()
         for swap_id in list(self._under_way):
             self.answered(swap_id)

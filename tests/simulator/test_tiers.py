@@ -123,7 +123,7 @@ def test_host_link_cpu_and_transitions_have_tracks_of_their_own(tmp_path: Path) 
         _run(TwoLayouts(), times, 1, 3, other_layouts=[OtherLayout(times, 20)], tier_observers=[trace])
         _run(ParkThenAttend("overlap"), TierTimes(host_key=0.1), 1, 2, tier_observers=[trace])
     events = json.loads(path.read_text())
-    tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert list(tracks.values()) == ["link out", "link in", "CPU"]
     bars = [(tracks[event["tid"]], event["name"]) for event in events if event["ph"] == "X"]
     assert bars[:3] == [("link out", "4 tokens out"), ("link in", "weights of layout 1"), ("link in", "4 tokens in")]

@@ -7,12 +7,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nanoserve.benchmarks.gpu import worker
 from nanoserve.benchmarks.gpu.cases import CannotRun, Case, run_cases
 from nanoserve.benchmarks.gpu.results import open_part, part_file, read_results
-from nanoserve.benchmarks.gpu.running import PartRunner
+from nanoserve.benchmarks.gpu.running import PartRunner, worker_command
+from nanoserve.benchmarks.gpu.setting import Setting, find_setting
 from nanoserve.benchmarks.report import Report, read_report
 from nanoserve.errors import RuntimeFailure, UsageError
 
@@ -22,6 +25,8 @@ BUDGETS = {"kernels": 60.0}
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
+from typing import Any
+from nanoserve.benchmarks.gpu import worker
 from nanoserve.benchmarks.gpu.cases import Case, run_cases
 from nanoserve.benchmarks.gpu.results import open_part
 
@@ -30,6 +35,7 @@ def die():
 
 report = open_part(Path(sys.argv[1]), sys.argv[2], {"dry_run": True})
 report.put("device", {"name": "none"})
+BEFORE
 cases = [Case("a", lambda: {"us": 1}), Case("b", MIDDLE), Case("c", lambda: {"us": 3})]
 works = lambda: False
 done = run_cases(cases, report, seconds=float(sys.argv[3]), device_works=works, announce=lambda name: None)
@@ -37,9 +43,9 @@ sys.exit(0 if done else 4)
 """
 
 
-def runner(tmp_path: Path, middle: str, *, case_seconds: float = 30.0) -> PartRunner:
+def runner(tmp_path: Path, middle: str, *, case_seconds: float = 30.0, before: str = "") -> PartRunner:
     """A part of three cases, of which the second does what `middle` says."""
-    program = WORKER.replace("MIDDLE", middle)
+    program = WORKER.replace("MIDDLE", middle).replace("BEFORE", before)
 
     def words(part: str, seconds: float) -> Sequence[str]:
         return [sys.executable, "-c", program, str(tmp_path), part, str(seconds)]
@@ -118,6 +124,46 @@ def test_a_case_that_hangs_costs_one_row(tmp_path: Path) -> None:
     assert found["b"]["error"] == "its process was ended: it took too long"
 
 
+def test_the_budget_cuts_a_case_off_and_another_run_measures_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.running.OVERTIME_SECONDS", 0.5)
+    together = runner(tmp_path, "lambda: time.sleep(60)").run(["kernels"], {"kernels": 6.0})
+    found = rows(tmp_path)
+    assert found["a"]["us"] == 1
+    assert found["b"]["skipped"] == found["c"]["skipped"] == "the time budget was spent"
+    assert together is not None
+    part = read_results(together)["parts"]["kernels"]
+    (note,) = part["notes"]
+    assert part["complete"] and note.startswith("b: cut off after")
+    runner(tmp_path, "lambda: {'us': 2}").run(["kernels"], BUDGETS)
+    assert [row["us"] for row in rows(tmp_path).values()] == [1, 2, 3]
+    assert read_report(part_file(tmp_path, "kernels"))["notes"] == []
+
+
+def test_a_process_may_take_longer_to_begin_than_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.running.OVERTIME_SECONDS", 0.0)
+    runner(tmp_path, "lambda: {'us': 2}", before="time.sleep(0.5)").run(["kernels"], {"kernels": 0.0})
+    assert [row["skipped"] for row in rows(tmp_path).values()] == ["the time budget was spent"] * 3
+
+
+def test_to_begin_is_part_of_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def slow(*, dry_run: bool) -> Setting:
+        time.sleep(0.1)
+        return find_setting(dry_run=dry_run)
+
+    def run_none(*_: object, seconds: float, **__: object) -> bool:
+        given.append(seconds)
+        return True
+
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.setting.find_setting", slow)
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.worker.run_cases", run_none)
+    assert worker.measure_part(tmp_path, "kernels", seconds=60.0, dry_run=True)
+    assert given[0] <= 60.0 - 0.1
+
+
 def test_a_device_that_is_lost_gets_a_new_process(tmp_path: Path) -> None:
     runner(tmp_path, "lambda: 1 / 0").run(["kernels"], BUDGETS)
     found = rows(tmp_path)
@@ -129,6 +175,38 @@ def test_a_part_that_cannot_begin_is_no_endless_loop(tmp_path: Path) -> None:
     broken = PartRunner(tmp_path, lambda part, seconds: [sys.executable, "-c", "raise SystemExit(1)"], dry_run=True)
     with pytest.raises(RuntimeFailure, match=r"kernels: .*exit code 1 outside of any case"):
         broken.run(["kernels"], BUDGETS)
+
+
+@pytest.mark.parametrize(("code", "error"), [(2, UsageError), (130, KeyboardInterrupt)])
+def test_a_worker_that_refuses_or_is_interrupted_ends_the_run(
+    tmp_path: Path, code: int, error: type[BaseException]
+) -> None:
+    ended = PartRunner(tmp_path, lambda part, seconds: [sys.executable, "-c", f"exit({code})"], dry_run=True)
+    with pytest.raises(error):
+        ended.run(["kernels", "engine"], {**BUDGETS, "engine": 60.0})
+    assert read_report(part_file(tmp_path, "engine"))["rows"] == []
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"), [(True, 0), (False, 4), (KeyboardInterrupt(), 130), (UsageError("no GPU"), 2)]
+)
+def test_a_worker_ends_with_what_became_of_it(
+    outcome: Any,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measure(directory: Path, part: str, *, seconds: float, dry_run: bool) -> bool:
+        assert (directory, part, seconds, dry_run) == (tmp_path, "kernels", 12.5, True)
+        if isinstance(outcome, bool):
+            return outcome
+        raise outcome
+
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.worker.measure_part", measure)
+    monkeypatch.setattr("sys.argv", ["worker", *worker_command(tmp_path, dry_run=True)("kernels", 12.5)[3:]])
+    assert worker.main() == code
+    assert capsys.readouterr().err == ("nanoserve: no GPU\n" if code == 2 else "")
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""A model on its device: what the engine's own process and a worker do alike."""
+
+from functools import partial
+
+import torch
+
+from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.files import unreadable_as_model_error
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.dummy import make_dummy_model
+from nanoserve.models.hub import ProgressCallback, ResolvedModel
+from nanoserve.models.loading import load_model
+from nanoserve.models.shapes import dummy_config
+from nanoserve.models.shards import Shard, TensorParallelGroup
+from nanoserve.runtime.devices import check_model, use_writable_triton_cache
+from nanoserve.runtime.memory import memory_errors, weights_do_not_fit
+
+
+def read_config(resolved: ResolvedModel) -> ModelConfig:
+    """The model's shape; nothing else of it is read.
+
+    Raises:
+        ModelError: if it cannot be used.
+    """
+    with unreadable_as_model_error():
+        if resolved.directory is None:
+            return dummy_config(resolved.name)
+        return ModelConfig.from_directory(resolved.directory)
+
+
+def load_decoder(
+    resolved: ResolvedModel,
+    config: EngineConfig,
+    device: torch.device,
+    progress: ProgressCallback | None,
+    *,
+    shard: Shard | None = None,
+    group: TensorParallelGroup | None = None,
+) -> tuple[Decoder, ModelConfig]:
+    """The decoder with its weights, or a shard of it, and the config of the whole model.
+
+    Raises:
+        ModelError: if the model cannot be used.
+        UsageError: if a setting makes no sense for it.
+        RuntimeFailure: if the memory does not suffice.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels of our own are launched on the current one
+        use_writable_triton_cache()
+        check_model(device, read_config(resolved), config.dtype, config.block_size)
+    problem, advice = weights_do_not_fit(resolved.directory), "choose a smaller model or --dtype, or free some memory"
+    with unreadable_as_model_error(), memory_errors(device, problem, advice):
+        if resolved.directory is None:
+            return make_dummy_model(resolved.name, config.dtype, device, shard=shard, group=group)
+        told = None if progress is None else partial(progress, "load")
+        return load_model(resolved.directory, config.dtype, device, told, shard=shard, group=group)

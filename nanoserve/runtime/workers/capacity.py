@@ -1,0 +1,41 @@
+"""How many KV blocks all workers can have: each keeps its own part of every block."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from nanoserve.config import EngineConfig
+from nanoserve.runtime.memory import CPU_SHARE, CUDA_SHARE, blocks_that_fit
+from nanoserve.runtime.workers.messages import Loaded
+
+
+def common_num_blocks(workers: Sequence[Loaded], config: EngineConfig, longest: int) -> int:
+    """Blocks of the KV cache. Workers on the CPUs of one machine share its memory; GPUs have their own.
+
+    Args:
+        longest: the model's own limit, in tokens.
+
+    Raises:
+        UsageError: if a request of full length does not fit, or more is asked for than is free.
+    """
+    per_block: defaultdict[str, int] = defaultdict(int)
+    free: dict[str, int] = {}
+    for worker in workers:
+        per_block[worker.memory] += worker.block_bytes
+        free[worker.memory] = min(worker.free_bytes, free.get(worker.memory, worker.free_bytes))
+    asked = config.kv_cache_memory
+    total = sum(per_block.values())
+    fitting = [
+        blocks_that_fit(
+            per_block[memory],
+            free[memory],
+            share=CPU_SHARE if config.device == "cpu" else CUDA_SHARE,
+            block_size=config.block_size,
+            longest=longest,
+            # Asked for is the whole cache, of which this memory holds its part.
+            kv_cache_memory=None if asked is None else asked * per_block[memory] // total,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+        )
+        for memory in free
+    ]
+    return min(fitting)

@@ -1,0 +1,173 @@
+"""One life of all workers: started together, spoken to, watched, and ended together when one of them dies."""
+
+import contextlib
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from nanoserve.config import EngineConfig
+from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
+from nanoserve.models.hub import ResolvedModel
+from nanoserve.runtime.workers.child import GRACE_SECONDS, WorkerChild
+from nanoserve.runtime.workers.messages import Failed, FromWorker, ToWorker, WorkerStart
+from nanoserve.runtime.workers.station import identity, prepare_socket
+from nanoserve.threads import threads_of_each
+
+_FIRST_DEATH_SECONDS = 0.5
+"""A worker that fails because another has died may be heard of first."""
+_ERRORS: dict[int, type[NanoserveError]] = {kind.exit_code: kind for kind in (RuntimeFailure, UsageError, ModelError)}
+
+
+class WorkersDied(Exception):
+    """A worker is dead or cannot go on; the message says which and why.
+
+    Attributes:
+        error: what it said of it, if it said anything.
+    """
+
+    def __init__(self, reason: str, error: NanoserveError | None = None) -> None:
+        super().__init__(reason)
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What all workers are told.
+
+    Attributes:
+        coupled, observe_times: as in WorkerStart.
+    """
+
+    resolved: ResolvedModel
+    config: EngineConfig
+    coupled: bool
+    observe_times: bool
+
+
+class WorkerGroup:
+    """Processes and sockets; ``end`` it in any case.
+
+    Raises:
+        RuntimeFailure: if no process can be started, or there is no place for the sockets.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._children: list[WorkerChild] = []
+        self._directory: Path | None = None
+        self._context = zmq.Context(io_threads=1)
+        self._plans = self._context.socket(zmq.ROUTER)
+        self._reports = self._context.socket(zmq.PULL)
+        self._poller = zmq.Poller()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromWorker)
+        try:
+            self._start()
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(self) -> None:
+        config = self._settings.config
+        threads = threads_of_each(config.num_workers)
+        try:
+            self._children = [WorkerChild(rank, threads) for rank in range(config.num_workers)]
+            # Only now: from here on there is always someone who removes it.
+            directory = self._directory = Path(tempfile.mkdtemp(prefix="nanoserve-"))  # mode 0700
+        except OSError as error:
+            raise RuntimeFailure(f"the workers cannot be started: {error.strerror or error}") from error
+        for socket, address in self._addresses(directory):
+            prepare_socket(socket)
+            try:
+                socket.bind(address)
+            except zmq.ZMQError as error:
+                raise RuntimeFailure(
+                    f"the workers cannot be spoken to through {address}: {error.strerror}; set TMPDIR to a folder that"
+                    " can be written and has a short name"
+                ) from error
+            self._poller.register(socket, zmq.POLLIN)
+        for child in self._children:
+            self._poller.register(child.pulse, zmq.POLLIN)
+            child.begin(self._start_of(child.rank, directory))
+
+    def _addresses(self, directory: Path) -> Iterator[tuple["zmq.Socket[bytes]", str]]:
+        yield self._plans, f"ipc://{directory / 'plans'}"
+        yield self._reports, f"ipc://{directory / 'reports'}"
+
+    def _start_of(self, rank: int, directory: Path) -> WorkerStart:
+        resolved = self._settings.resolved
+        return WorkerStart(
+            rank=rank,
+            local_rank=rank,
+            plans=f"ipc://{directory / 'plans'}",
+            reports=f"ipc://{directory / 'reports'}",
+            init_method=f"file://{directory / 'meeting'}",
+            directory=str(directory),
+            name=resolved.name,
+            model_directory=None if resolved.directory is None else str(resolved.directory),
+            tokenizer_directory=str(resolved.tokenizer_directory),
+            config=self._settings.config,
+            coupled=self._settings.coupled,
+            observe_times=self._settings.observe_times,
+        )
+
+    def send(self, message: ToWorker, ranks: Iterable[int] | None = None) -> None:
+        """Put a message on its way to these workers, or to all; each has been heard of. Never waits."""
+        data = self._encoder.encode(message)
+        for rank in range(self._settings.config.num_workers) if ranks is None else ranks:
+            with contextlib.suppress(zmq.ZMQError):  # it is gone: the next `hear` says so
+                self._plans.send_multipart((identity(rank), data), zmq.NOBLOCK, copy=False)
+
+    def hear(self, seconds: float | None) -> list[FromWorker]:
+        """What the workers say, in order; waits for something at most so long.
+
+        Raises:
+            WorkersDied: if one is dead or cannot go on. What was said before is lost with it.
+        """
+        ready = dict(self._poller.poll(None if seconds is None else math.ceil(1000 * seconds)))
+        heard = [*self._received(self._plans, ready), *self._received(self._reports, ready)]
+        for message in heard:
+            if isinstance(message, Failed):
+                raise self._failure(message)
+        for child in self._children:
+            if child.pulse in ready and not child.beats():
+                raise WorkersDied(f"worker {child.rank} {child.ending()}")
+        return heard
+
+    def _received(self, socket: "zmq.Socket[bytes]", ready: Mapping[object, int]) -> Iterator[FromWorker]:
+        if socket not in ready:
+            return
+        with contextlib.suppress(zmq.Again):
+            while True:
+                *_, data = socket.recv_multipart(zmq.NOBLOCK)
+                yield self._decoder.decode(data)
+
+    def _failure(self, failed: Failed) -> WorkersDied:
+        """What to say of a worker that cannot go on, unless it is because another is dead."""
+        until = time.monotonic() + _FIRST_DEATH_SECONDS
+        while time.monotonic() < until:
+            for child in self._children:
+                if killed := child.killed():
+                    return WorkersDied(f"worker {child.rank} {killed}")
+            time.sleep(0.01)
+        error = _ERRORS.get(failed.exit_code, RuntimeFailure)(failed.message)
+        return WorkersDied(f"worker {failed.rank} failed: {failed.message}", error)
+
+    def end(self) -> None:
+        """End all processes, and leave nothing of them behind."""
+        for child in self._children:
+            child.let_go()
+        until = time.monotonic() + GRACE_SECONDS
+        for child in self._children:
+            child.wait(until)
+        self._children = []
+        self._context.destroy(linger=0)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)

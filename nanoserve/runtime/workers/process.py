@@ -1,0 +1,43 @@
+"""A worker process, from its first line of input on. The tie to its parent is there before torch is imported."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from nanoserve import __version__
+from nanoserve.errors import NanoserveError, RuntimeFailure
+from nanoserve.lifeline import Lifeline, own_pipes, read_line
+from nanoserve.runtime.workers.messages import Failed, Hello, WorkerStart
+from nanoserve.runtime.workers.station import Station
+
+
+def main() -> None:
+    """Entry point of a worker that the engine starts: stdin brings the WorkerStart and is the lifeline."""
+    parent, pulse = own_pipes()
+    start = msgspec.json.decode(read_line(parent), type=WorkerStart)
+    assert start.directory is not None
+    Lifeline(parent, pulse, Path(start.directory)).start()
+    os.environ["TMPDIR"] = start.directory  # what a compiler leaves that is killed goes with the rest
+    run_worker(start)
+
+
+def run_worker(start: WorkerStart) -> None:
+    """Work for the engine until this process is ended, or cannot go on."""
+    import torch
+
+    from nanoserve.runtime.workers.building import build_worker
+
+    station = Station(start)
+    station.introduce(Hello(start.rank, (__version__, str(torch.__version__))))
+    try:
+        build_worker(start, station).run()
+    except NanoserveError as error:
+        failed = Failed(start.rank, str(error), error.exit_code)
+    except Exception as error:
+        # Workers that wait for another's hidden states fail with it: the engine knows who was the first.
+        reason = (str(error).strip().splitlines() or [""])[0]
+        failed = Failed(start.rank, f"{type(error).__name__}: {reason}", RuntimeFailure.exit_code)
+    station.report(failed)
+    station.close()
+    os._exit(failed.exit_code)  # at once: torch would wait for the other workers

@@ -1,0 +1,91 @@
+"""Who is who among the workers, and how they talk: the process groups of torch.distributed."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """One worker's place among all. Ranks are stage-major: ``stage * degree + tensor_rank``.
+
+    Attributes:
+        rank: this worker's.
+        num_stages: N, of the pipeline.
+        degree: M, tensor-parallel ranks in each stage.
+    """
+
+    rank: int
+    num_stages: int
+    degree: int
+
+    @property
+    def world_size(self) -> int:
+        return self.num_stages * self.degree
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.degree
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.degree
+
+    @property
+    def before(self) -> int | None:
+        """The rank that sends hidden states to this one; None in the first stage."""
+        return self.rank - self.degree if self.stage > 0 else None
+
+    @property
+    def behind(self) -> int | None:
+        """The rank that this one sends hidden states to; None in the last stage."""
+        return self.rank + self.degree if self.stage < self.num_stages - 1 else None
+
+    @property
+    def answers(self) -> bool:
+        """Whether it samples and answers: the first rank of the last stage does."""
+        return self.behind is None and self.tensor_rank == 0
+
+
+class RankGroup:
+    """A TensorParallelGroup of processes: the ranks of one stage."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        """To be made by all workers at the same time, once they have met."""
+        self._ranks = ranks
+        for stage in range(ranks.num_stages):  # every process takes part in making every group
+            members = range(stage * ranks.degree, (stage + 1) * ranks.degree)
+            group = dist.new_group(list(members))
+            if stage == ranks.stage:
+                self._group = group
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place of the argument."""
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor | None:
+        """[N, columns] of every rank -> [N, degree * columns] on rank 0; None elsewhere."""
+        ranks = self._ranks
+        parts = None
+        if ranks.tensor_rank == 0:
+            parts = [torch.empty_like(tensor) for _ in range(ranks.degree)]
+        dist.gather(tensor.contiguous(), parts, dst=ranks.stage * ranks.degree, group=self._group)
+        return None if parts is None else torch.cat(parts, dim=1)
+
+
+def meet(ranks: Ranks, init_method: str, device: torch.device) -> RankGroup | None:
+    """Join the other workers; returns this stage's tensor-parallel group, None if it has one rank.
+
+    Raises:
+        RuntimeError: torch's, if they cannot be reached.
+    """
+    # Workers of one machine that meet in a file talk over its own interface: a host name may lead nowhere.
+    if init_method.startswith("file:"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=init_method, rank=ranks.rank, world_size=ranks.world_size)
+    return RankGroup(ranks) if ranks.degree > 1 else None

@@ -1,0 +1,55 @@
+"""A worker's two sockets to the engine."""
+
+import msgspec
+import zmq
+
+from nanoserve.runtime.workers.messages import FromWorker, Hello, ToWorker, WorkerStart
+
+_HEARTBEAT_MILLISECONDS, _SILENCE_MILLISECONDS = 1000, 10_000
+"""ZeroMQ's own, by threads that Python does not hold up: a machine that is gone closes no connection."""
+
+
+class Station:
+    """Where a worker hears from the engine and answers it. Nothing that is said waits."""
+
+    def __init__(self, start: WorkerStart) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self.plans = self._context.socket(zmq.DEALER)
+        self._reports = self._context.socket(zmq.PUSH)
+        self.plans.set(zmq.IDENTITY, identity(start.rank))
+        for socket, address in ((self.plans, start.plans), (self._reports, start.reports)):
+            prepare_socket(socket)
+            socket.set(zmq.LINGER, 1000)
+            socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+
+    def introduce(self, hello: Hello) -> None:
+        """The first word, over the socket that plans come from: the engine can only send them to whom it has heard."""
+        self.plans.send(self._encoder.encode(hello))
+
+    def hear(self) -> ToWorker:
+        """Wait for a message; until an `Intake` has taken the socket over."""
+        message: ToWorker = self._decoder.decode(self.plans.recv())
+        return message
+
+    def report(self, message: FromWorker) -> None:
+        """Put a message on its way. From the worker's own thread only."""
+        self._reports.send(self._encoder.encode(message))
+
+    def close(self) -> None:
+        """Send what is on its way, and close."""
+        self._context.destroy(linger=1000)
+
+
+def identity(rank: int) -> bytes:
+    """A worker's name among the engine's peers."""
+    return f"worker {rank}".encode()
+
+
+def prepare_socket(socket: "zmq.Socket[bytes]") -> None:
+    """No bounds on what is queued, since plans in flight are bounded, and a sign of life now and then."""
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MILLISECONDS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MILLISECONDS)

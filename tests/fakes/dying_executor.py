@@ -1,0 +1,60 @@
+"""An executor whose workers die when a test says so: nothing of what they knew is left, and new ones come."""
+
+from collections.abc import Collection
+from typing import Any
+
+from nanoserve.scheduler.plan import StepPlan, StepResult
+from tests.fakes.memory_checking_executor import POISON, MemoryCheckingExecutor
+
+CAUSE = "worker 1 was killed by SIGKILL"
+
+
+class DyingExecutor(MemoryCheckingExecutor):
+    """A MemoryCheckingExecutor that loses everything at some of its calls, `submit` and `collect` counted together.
+
+    Args:
+        deaths: the numbers of these calls. In a `submit` the plan is the first that nobody runs; in a `collect` what
+            was known before comes along.
+        settings: those of the MemoryCheckingExecutor.
+    """
+
+    def __init__(self, *sizes: int, deaths: Collection[int] = (), **settings: Any) -> None:
+        super().__init__(*sizes, **settings)
+        self._deaths = frozenset(deaths)
+        self._calls = 0
+        self._dead = False
+        self.losses = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        if self._dies_now():
+            self.die()
+        if self._dead:  # plans wait for new workers, and are lost with the news
+            self.plans.append(plan)
+        else:
+            super().submit(plan)
+
+    def collect(self, until: float | None) -> list[StepResult]:
+        known = super().collect(until)
+        if self._dies_now():
+            self.die()
+        if not self._dead:
+            return known
+        self._dead = False
+        return [*known, StepResult(None, lost=CAUSE)]
+
+    def _dies_now(self) -> bool:
+        self._calls += 1
+        return self._calls in self._deaths
+
+    def die(self) -> None:
+        """Every block holds nothing, and nobody knows of any sequence; a layout that nobody heard of is not there."""
+        transition = self.plans[-1].transition is not None if self._results and self.plans else False
+        if transition:
+            self._layout = self.plans[-1].layout
+        self.forget_what_is_in_flight()
+        self._records.clear()
+        blocks = {"device": self._layouts[self._layout], "host": len(self._memory["host"])}
+        for tier in self._memory:
+            self._memory[tier] = [[POISON] * self.block_size for _ in range(blocks[tier])]
+        self._dead = True
+        self.losses += 1

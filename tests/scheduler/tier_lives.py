@@ -1,0 +1,148 @@
+"""Random lives with a host tier and several parallel layouts, perhaps of workers that die, and policies for them."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from hypothesis import strategies as st
+
+from nanoserve.engine import Engine
+from nanoserve.scheduler.layouts import LayoutCapacity
+from nanoserve.scheduler.load import Decision, Load, Policy
+from nanoserve.scheduler.scheduler import Scheduler
+from tests.fakes.dying_executor import DyingExecutor
+from tests.scheduler.lives import check_outputs, live
+
+COUNTS = st.sampled_from([0, 0, 1, 1, 2, 9])
+
+
+@st.composite
+def decisions(draw: st.DrawFn) -> Decision:
+    return Decision(
+        prefill_tokens=draw(st.sampled_from([0, 1, 3, 8, 64])),
+        decodes=draw(COUNTS),
+        whole_prompts=draw(st.booleans()),
+        strategy=draw(st.sampled_from(["device", "asymmetric", "overlap"])),
+        host_decodes=(draw(COUNTS), draw(COUNTS)),
+        swap_out=draw(COUNTS),
+        swap_in=draw(COUNTS),
+        park=draw(st.booleans()),
+        preempt_to_host=draw(st.booleans()),
+        layout=draw(st.sampled_from([0, 0, 0, 1, 2])),
+    )
+
+
+@dataclass
+class AtRandom:
+    """Answers with one decision after the other, round and round, whatever the load."""
+
+    decisions: list[Decision]
+    asked: int = 0
+
+    def decide(self, load: Load) -> Decision:
+        self.asked += 1
+        return self.decisions[self.asked % len(self.decisions)]
+
+
+@dataclass(frozen=True)
+class AlsoUsingTheHost:
+    """A policy's decision, and what two tiers add to it: prompts are parked, half of the host sequences decode."""
+
+    inner: Policy
+
+    def decide(self, load: Load) -> Decision:
+        decision = self.inner.decide(load)
+        halves = (load.ready_host // 2, load.ready_host // 4)
+        return replace(
+            decision,
+            strategy="overlap" if load.preemptions % 2 else "asymmetric",
+            host_decodes=halves,
+            swap_in=load.ready_host // 2,
+            park=load.free_fraction < 0.5,
+            preempt_to_host=True,
+        )
+
+
+@dataclass(frozen=True)
+class Times:
+    """A Predictor with one time for everything of a kind; seconds."""
+
+    linear: float
+    attention: float
+    host_attention: float
+    moving: float
+    num_layers: int = 2
+
+    def linear_seconds(self, tokens: int) -> float:
+        return self.linear * (10 + tokens)
+
+    def attention_seconds(self, context_tokens: int) -> float:
+        return self.attention * context_tokens
+
+    def prefill_attention_seconds(self, tokens: int) -> float:
+        return self.attention * tokens
+
+    def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
+        return self.host_attention * (sequences + context_tokens)
+
+    def step_overhead_seconds(self) -> float:
+        return 0.0
+
+    def swap_seconds(self, context_tokens: int) -> float:
+        return self.moving * context_tokens
+
+    def transition_seconds(self, layout: int) -> float:
+        return self.moving * 100
+
+
+SECONDS = st.sampled_from([0.01, 1.0, 30.0])
+
+
+@st.composite
+def tiers(draw: st.DrawFn) -> dict:
+    return {
+        "host_blocks": draw(st.sampled_from([0, 1, 3, 8, 40])),
+        "other_layouts": draw(st.lists(st.builds(LayoutCapacity, st.integers(3, 14), st.integers(1, 3)), max_size=2)),
+        "swap_delay": draw(st.integers(0, 3)),
+        "num_layers": draw(st.integers(1, 3)),
+        "times": draw(st.one_of(st.none(), st.builds(Times, SECONDS, SECONDS, SECONDS, SECONDS))),
+    }
+
+
+def check(policy: Policy, life: dict, tiers: dict, deaths: Collection[int] = ()) -> None:
+    """Every request gets the tokens that it would get alone, and all blocks come back."""
+    layouts = [LayoutCapacity(life["num_blocks"], life["depth"]), *tiers["other_layouts"]]
+    if life["feeds_tokens"]:
+        layouts = [replace(layout, pipeline_depth=1) for layout in layouts]
+    executor = DyingExecutor(
+        life["num_blocks"],
+        life["block_size"],
+        host_blocks=tiers["host_blocks"],
+        depth=max(layout.pipeline_depth for layout in layouts),
+        feeds_tokens=life["feeds_tokens"],
+        other_layouts=[layout.num_blocks for layout in layouts[1:]],
+        swap_delay=tiers["swap_delay"],
+        num_layers=tiers["num_layers"],
+        deaths=deaths,
+    )
+    longest = min(life["max_model_len"], min(layout.num_blocks for layout in layouts) * life["block_size"] + 1)
+    arrivals = [one for one in life["arrivals"] if len(one.request.prompt) + one.request.params.min_tokens <= longest]
+    arrivals = [one for one in arrivals if len(one.request.prompt) < longest]
+    scheduler = Scheduler(
+        policy,
+        num_blocks=life["num_blocks"],
+        block_size=life["block_size"],
+        max_model_len=longest,
+        max_num_seqs=life["max_num_seqs"],
+        prefix_caching=life["prefix_caching"],
+        pipeline_depth=life["depth"],
+        host_blocks=tiers["host_blocks"],
+        other_layouts=layouts[1:],
+        feeds_tokens=life["feeds_tokens"],
+        predictors=[tiers["times"]] * len(layouts) if tiers["times"] else (),
+    )
+    if not arrivals:
+        return
+    outputs, reasons = live(Engine(scheduler, executor, vocab_size=50), arrivals)
+    check_outputs(arrivals, longest, outputs, reasons)
+    assert scheduler.pool.free_blocks == layouts[scheduler.layout].num_blocks
+    assert scheduler.host_pool.free_blocks == tiers["host_blocks"]
