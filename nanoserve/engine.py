@@ -15,6 +15,7 @@ class Engine:
         vocab_size: width of the logits; every token id of a request must be below it.
 
     Attributes:
+        losses: how often the executor's workers died and new ones were started.
         failure: why the executor runs nothing any more; None while it does.
 
     Raises:
@@ -27,6 +28,7 @@ class Engine:
         self.scheduler = scheduler
         self.executor = executor
         self.vocab_size = vocab_size
+        self.losses = 0
         self.failure: str | None = None
 
     @property
@@ -76,6 +78,7 @@ class Engine:
             self._submit_plans()
             if self.scheduler.awaits_results:
                 for result in self.executor.collect(until):
+                    self.losses += result.lost is not None
                     updates += self.scheduler.apply(result, self.executor.now())
         except WorkersFailed as error:
             self.failure = str(error)

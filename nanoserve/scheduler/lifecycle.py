@@ -161,7 +161,6 @@ class Lifecycle:
         Who held KV waits to be recomputed; who has ended is gone. Of neither there is anyone to be told.
         """
         self.blocks.pool.forget_cache()
-        self._owed = None
         for sequence in list(self.sequences.values()):
             sequence.in_flight = 0
             if sequence.status is _FINISHED:

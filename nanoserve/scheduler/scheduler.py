@@ -76,7 +76,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.pipeline_depth = pipeline_depth
         self.feeds_tokens = feeds_tokens
-        self.forced_steps = 0
+        self.steps = self.forced_steps = 0
         self.host_pool = (host_tier := HostTier(host_blocks, block_size)).pool
         self._lifecycle = Lifecycle(
             SequenceBlocks(self.pool),
@@ -95,7 +95,6 @@ class Scheduler:
         self._chunks_before: dict[int, Row] = {}  # the older of two, where it is a chunk of a prompt and not sampled
         self._plans_in_flight: dict[int, StepPlan] = {}
         self._previous: Decision | None = None
-        self._next_step = 0
         self._forecaster = Forecaster(wanted=getattr(policy, "reads_forecast", False))
 
     @property
@@ -171,8 +170,8 @@ class Scheduler:
 
     def _submit(self, draft: Draft) -> StepPlan:
         """The draft's plan, which is in flight from now on."""
-        plan = draft.plan(self._next_step, self._layouts.current, any_under_way=bool(self._cohorts))
-        self._next_step += 1
+        plan = draft.plan(self.steps, self._layouts.current, any_under_way=bool(self._cohorts))
+        self.steps += 1
         self._previous = draft.decision
         if plan.rows or plan.transition is not None or plan.strategy == "overlap":  # else it holds nothing but swaps
             self._plans_in_flight[plan.step] = plan
@@ -246,7 +245,7 @@ class Scheduler:
                 partial_tokens += sequence.remaining
                 if not sequence.in_flight or may_go_on(sequence):
                     prefills.append(sequence)
-        growth, longest = self._forecaster.look(self._next_step, self.running)
+        growth, longest = self._forecaster.look(self.steps, self.running)
         on_host, host_pool = self._lifecycle.on_host, self.host_pool
         ready_host = [sequence for sequence in on_host if not sequence.in_flight]
         free_slots = self._lifecycle.free_slots

@@ -17,6 +17,7 @@ from nanoserve.server.messages import (
     EngineMessage,
     EngineStart,
     EngineStats,
+    Failed,
     Loading,
     Ready,
     Refused,
@@ -54,6 +55,10 @@ class EngineState(Enum):
 
 class EngineUnavailable(NanoserveError):
     """There is no engine that could take or finish a request."""
+
+
+class EngineFailed(NanoserveError):
+    """The engine said itself that it runs nothing any more."""
 
 
 class QueueFull(NanoserveError):
@@ -182,6 +187,11 @@ class EngineClient:
                 except NanoserveError as error:
                     if self.facts is None:
                         raise
+                    if isinstance(error, EngineFailed):
+                        _LOG.warning("the engine gave up: %s; the next one is started in %g s", error, RETRY_SECONDS)
+                        self._failures = MAX_RESTARTS  # and one more, if the next one dies young
+                        await self._rest(str(error))
+                        continue
                     death = f"cannot start: {error}"
                 if self.facts is None:
                     raise RuntimeFailure(f"the engine process {death} while it was loading the model")
@@ -196,20 +206,27 @@ class EngineClient:
 
     async def _after_death(self, death: str) -> None:
         _LOG.warning("the engine %s; another one is started", death)
-        self.restarts += 1
-        self.stats = EngineStats()
-        self._sent = 0
         if self._failures > MAX_RESTARTS:
-            self.state, self.reason = EngineState.FAILED, f"the last one {death}"
-            self._fail_all(EngineUnavailable(self.describe_state()))
-            await asyncio.sleep(RETRY_SECONDS)
+            await self._rest(f"the last one {death}")
             return
-        self.state, self.reason = EngineState.RESTARTING, f"the last one {death}"
+        self._expect_another(EngineState.RESTARTING, f"the last one {death}")
         for stream in list(self._streams.values()):
             stream.engines_lost += 1
             if stream.engines_lost >= MAX_ENGINES_LOST:
                 stream.fail(RuntimeFailure("the engine died too often while this request ran"))
                 del self._streams[stream.request_id]
+
+    async def _rest(self, reason: str) -> None:
+        """Engines keep failing: whoever waits is told, and the next attempt is some time away."""
+        self._expect_another(EngineState.FAILED, reason)
+        self._fail_all(EngineUnavailable(self.describe_state()))
+        await asyncio.sleep(RETRY_SECONDS)
+
+    def _expect_another(self, state: EngineState, reason: str) -> None:
+        self.state, self.reason = state, reason
+        self.restarts += 1
+        self.stats = EngineStats()
+        self._sent = 0
 
     async def _run_engine(self) -> str:
         """One engine's whole life; returns how it died."""
@@ -247,6 +264,8 @@ class EngineClient:
         elif isinstance(message, Loading):
             if self._on_progress is not None:
                 self._on_progress(message.stage, message.done, message.total)
+        elif isinstance(message, Failed):
+            raise EngineFailed(message.message)
         elif isinstance(message, StartFailed):
             raise _START_ERRORS.get(message.exit_code, RuntimeFailure)(message.message)
         else:

@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from nanoserve.engine import Engine
-from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
+from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.lifeline import Lifeline, own_pipes, read_line
 from nanoserve.request import Request, Sequence, SequenceUpdate
 from nanoserve.server.messages import (
@@ -23,6 +23,7 @@ from nanoserve.server.messages import (
     EngineMessage,
     EngineStart,
     EngineStats,
+    Failed,
     Loading,
     Ready,
     Refused,
@@ -34,6 +35,8 @@ from nanoserve.server.messages import (
 from nanoserve.server.sockets import COMMANDS, REPORTS
 
 MAX_COMMAND_BYTES = 64 << 20
+COMMAND_SECONDS = 0.1
+"""Commands wait no longer while nothing becomes known: long steps of other processes, or new ones being started."""
 
 
 class Mailbox:
@@ -92,22 +95,21 @@ class EngineLoop:
         self._engine = engine
         self._mailbox = mailbox
         self._added = 0
-        self._steps = 0
         self._told: dict[Sequence, _Told] = {}
 
     def run(self) -> None:
-        """Serve until the process is ended."""
-        while True:
+        """Serve until the process is ended, or the engine runs nothing any more; the front end is told that."""
+        while self._engine.failure is None:
             self.turn()
+        self._mailbox.send(Failed(self._engine.failure))
 
     def turn(self) -> None:
         """Take commands in, waiting for one if there is nothing to do; then make a step."""
         commands = self._mailbox.receive(wait=not self._engine.has_work)
         updates = [update for command in commands for update in self._obey(command)]
         if self._engine.has_work:
-            updates += self._engine.step()
-            self._steps += 1
-        if updates or commands:
+            updates += self._engine.step(self._engine.now() + COMMAND_SECONDS)
+        if (updates or commands) and self._engine.failure is None:
             self._report(updates)
 
     def _obey(self, command: Command) -> list[SequenceUpdate]:
@@ -135,7 +137,8 @@ class EngineLoop:
             free_blocks=scheduler.pool.free_blocks,
             total_blocks=scheduler.pool.num_blocks,
             preemptions=scheduler.preemptions,
-            steps=self._steps,
+            steps=scheduler.steps,
+            losses=self._engine.losses,
         )
         self._mailbox.send(Report(tuple(self._as_message(update) for update in updates), stats))
 
@@ -184,6 +187,9 @@ def main(build: Build | None = None) -> None:
         mailbox.close()
         sys.exit(error.exit_code)
     EngineLoop(engine, mailbox).run()
+    engine.close()
+    mailbox.close()
+    sys.exit(WorkersFailed.exit_code)
 
 
 def build_from_model(start: EngineStart, mailbox: Mailbox) -> Engine:

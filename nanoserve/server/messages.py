@@ -124,6 +124,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
         free_blocks, total_blocks: of the KV cache; blocks that are cached but without an owner are free.
         preemptions: since the start.
         steps: since the start.
+        losses: times that its workers died, since the start.
     """
 
     added: int = 0
@@ -134,6 +135,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     total_blocks: int = 0
     preemptions: int = 0
     steps: int = 0
+    losses: int = 0
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
@@ -150,4 +152,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-EngineMessage = Loading | Ready | StartFailed | Report | Refused
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine runs nothing any more, and why; the process ends."""
+
+    message: str
+
+
+EngineMessage = Loading | Ready | StartFailed | Report | Refused | Failed

@@ -105,6 +105,7 @@ class _EngineCollector(Collector):
             self._gauge("nanoserve:engine_ready", "1 if there is an engine.", self._engine.state is EngineState.READY),
             self._counter("vllm:generation_tokens", "Generated tokens.", self._engine.generated_tokens),
             self._counter("vllm:num_preemptions", "Preemptions of this engine process.", stats.preemptions),
+            self._counter("nanoserve:worker_losses", "Times that workers of this engine died.", stats.losses),
             self._counter("nanoserve:engine_steps", "Steps of this engine process.", stats.steps),
             self._counter("nanoserve:engine_restarts", "Engines started after the first.", self._engine.restarts),
             self._counter("nanoserve:dropped_messages", "Messages that made no sense.", self._engine.dropped),

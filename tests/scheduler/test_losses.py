@@ -16,6 +16,7 @@ from nanoserve.scheduler.plan import StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.dying_executor import CAUSE, DyingExecutor
 from tests.fakes.reference import expected_tokens
+from tests.scheduler import tiered
 from tests.scheduler.lives import check_outputs, live, lives
 from tests.scheduler.tier_lives import AlsoUsingTheHost, AtRandom, check, decisions, tiers
 
@@ -150,6 +151,21 @@ def test_a_request_given_up_while_in_flight_is_gone_with_the_workers() -> None:
     assert not bench.engine.has_work
     bench.add("a")  # its name is free again
     assert bench.finish()[-1].finished
+
+
+def test_host_sequences_whose_token_was_under_way_are_computed_again() -> None:
+    bench = tiered.Bench()
+    for name in "ab":
+        bench.add(name, 4, 4)
+    bench.step(Decision(64, 0, park=True))
+    bench.step(Decision(64, 0))
+    bench.step(Decision(64, 64, strategy="overlap", host_decodes=(1, 0)))
+    bench.executor.die()
+    bench.step()
+    assert bench.scheduler.host_pool.free_blocks == bench.scheduler.host_pool.num_blocks
+    bench.step()
+    assert (bench.load.cohorts, bench.load.host_decodes, bench.load.running_decodes) == ((), 0, 0)
+    bench.finish()
 
 
 # ----------------------------------------------------------------------------------------- no workers any more

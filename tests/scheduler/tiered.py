@@ -9,7 +9,7 @@ from nanoserve.scheduler.layouts import LayoutCapacity
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
-from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
+from tests.fakes.dying_executor import DyingExecutor
 from tests.fakes.reference import expected_tokens
 
 BLOCK_SIZE = 2
@@ -35,7 +35,7 @@ class Bench:
         self, *, num_blocks: int = 8, host_blocks: int = 8, other: int = 8, swap_delay: int = 0, **scheduler: Any
     ) -> None:
         self.policy = Remote(Decision(64, 64))
-        self.executor = MemoryCheckingExecutor(
+        self.executor = DyingExecutor(
             num_blocks, BLOCK_SIZE, host_blocks=host_blocks, other_layouts=[other], swap_delay=swap_delay
         )
         self.scheduler = Scheduler(

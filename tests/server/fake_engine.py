@@ -5,20 +5,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanoserve.engine import Engine
-from nanoserve.errors import ModelError
+from nanoserve.errors import ModelError, WorkersFailed
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.baselines import ChunkedPrefill
 from nanoserve.scheduler.plan import Begin, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.server import engine_process
 from nanoserve.server.messages import EngineStart, Ready
-from tests.fakes.memory_checking_executor import MemoryCheckingExecutor, next_token
+from tests.fakes.dying_executor import CAUSE, DyingExecutor
+from tests.fakes.memory_checking_executor import next_token
 
 PROGRAM = "from tests.server.fake_engine import main; main()"
 BROKEN = "broken"
 """A file of this name in the model's directory keeps the engine from starting."""
 POISON_TOKEN = 666
 """A prompt that begins with it kills the engine."""
+WORKER_POISON_TOKEN = 667
+"""A prompt that begins with it kills workers as often as its second token says; at the third time none come again."""
+MAX_LOSSES = 3
+WORKER_START_SECONDS = 0.5
 CONTEXT = 512
 VOCAB_SIZE = 4096
 END_TOKENS = (0, 1)
@@ -31,18 +36,33 @@ def word(prefix: Sequence[int], begin: Begin) -> int:
     return 300 + next_token(prefix, begin, vocab_size=200)
 
 
-class PacedExecutor(MemoryCheckingExecutor):
-    """Takes a while for each step, on the real clock."""
+class PacedExecutor(DyingExecutor):
+    """Takes a while for each step, and for new workers to come, on the real clock."""
+
+    _workers_come = 0.0
 
     def submit(self, plan: StepPlan) -> None:
-        if any(begin.tokens[0] == POISON_TOKEN for begin in plan.begin):
-            raise MemoryError("poisoned")
+        for begin in plan.begin:
+            if begin.tokens[0] == POISON_TOKEN:
+                raise MemoryError("poisoned")
+            if begin.tokens[0] == WORKER_POISON_TOKEN and self.losses < begin.tokens[1]:
+                self.die()
         super().submit(plan)
         self.plans.clear()
 
+    def die(self) -> None:
+        super().die()
+        self._workers_come = self.now() + WORKER_START_SECONDS
+
     def collect(self, until: float | None) -> list[StepResult]:
+        if self.losses == MAX_LOSSES:
+            raise WorkersFailed(f"the workers died {MAX_LOSSES} times; the last time {CAUSE}")
         time.sleep(STEP_SECONDS)
-        return super().collect(until)
+        if self._dead or self.now() >= self._workers_come:
+            return super().collect(until)
+        assert until is not None, "whoever waits for ever hears no command"
+        time.sleep(max(0.0, min(until, self._workers_come) - self.now()))
+        return []
 
     def now(self) -> float:
         return time.monotonic()

@@ -13,12 +13,14 @@ import zmq
 from nanoserve.engine import Engine
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.scheduler.baselines import ChunkedPrefill
+from nanoserve.scheduler.plan import StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.server.engine_process import EngineLoop, Mailbox
-from nanoserve.server.messages import Add, Command, EngineMessage, EngineStats, Refused, Report, Stop
+from nanoserve.server.messages import Add, Command, EngineMessage, EngineStats, Failed, Refused, Report, Stop
 from nanoserve.server.sockets import COMMANDS, REPORTS
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.fakes.reference import expected_tokens
+from tests.server.fake_engine import WORKER_POISON_TOKEN, PacedExecutor
 
 CONTEXT = 64
 
@@ -122,6 +124,42 @@ def test_a_sample_that_ended_before_is_not_run_again(wire: Wire) -> None:
     wire.send(Add(again, finished=(0,)))
     updates = [update for report in wire.finish() for update in report.updates]
     assert [token for update in updates for token in update.tokens] == whole[1][2:]
+
+
+class _Silent(MemoryCheckingExecutor):
+    """Nothing becomes known, as long as new workers are being started."""
+
+    def collect(self, until: float | None) -> list[StepResult]:
+        assert until is not None, "whoever waits for ever hears no command"
+        return []
+
+
+def test_commands_are_taken_while_no_step_ends(wire: Wire) -> None:
+    wire.engine.executor = _Silent(32, 4)
+    wire.send(Add(_request(max_tokens=50)))
+    wire.loop.turn()
+    assert wire.report().stats.running == 1
+    wire.send(Stop("r"))
+    while True:
+        wire.loop.turn()
+        if wire.reports.poll(0):
+            (update,) = wire.report().updates
+            assert update.ending is not None and update.ending.reason is FinishReason.ABORT
+            return
+
+
+def test_the_last_word_is_why_the_engine_runs_nothing_any_more(wire: Wire) -> None:
+    executor = PacedExecutor(32, 4)
+    wire.engine.executor = executor
+    wire.send(Add(Request("r", (WORKER_POISON_TOKEN, 3), SamplingParams(), seed=0)))
+    wire.loop.run()
+    messages = [wire.hear()]
+    while not isinstance(messages[-1], Failed):
+        messages.append(wire.hear())
+    assert messages[-1].message.startswith("the workers died 3 times")
+    reports = [message for message in messages if isinstance(message, Report)]
+    assert not any(report.updates for report in reports), "what ends so is answered with that word"
+    assert wire.engine.losses == 2
 
 
 RUBBISH = [

@@ -23,7 +23,7 @@ import zmq
 import nanoserve
 from nanoserve.server.sockets import COMMANDS, REPORTS
 from tests.server.conftest import MODEL
-from tests.server.fake_engine import BROKEN, POISON_TOKEN
+from tests.server.fake_engine import BROKEN, POISON_TOKEN, WORKER_POISON_TOKEN
 from tests.server.starting import (
     ROOT,
     Server,
@@ -73,7 +73,8 @@ class Reader(threading.Thread):
         wait_until(lambda: self.data.count("data:") > 20)
 
 
-def _whole(server: Server, body: dict[str, Any]) -> str:
+def whole_text(server: Server, body: dict[str, Any]) -> str:
+    """What is answered in one piece."""
     answer = server.post(COMPLETION, body)
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["text"]
@@ -90,7 +91,7 @@ def fake() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def whole(fake: Server) -> str:
     """The text of LONG, which every fake engine answers alike."""
-    return _whole(fake, LONG)
+    return whole_text(fake, LONG)
 
 
 # ------------------------------------------------------------------------------------- the front end dies
@@ -142,7 +143,7 @@ def test_a_compiler_ends_with_the_engine_it_works_for(tmp_path: Path) -> None:
     model = [word for word in MODEL if word != "--eager"]
     with running(*model, XDG_CACHE_HOME=str(tmp_path)) as server:
         body = LONG | {"max_tokens": 150}
-        expected = _whole(server, body)  # answered while the libraries are being built
+        expected = whole_text(server, body)  # answered while the libraries are being built
 
         wait_until(lambda: len(_builders(server)) > 0)
         first = _builders(server)
@@ -207,7 +208,7 @@ def test_a_stopped_engine_is_treated_like_a_dead_one(fake: Server, whole: str) -
 def test_a_request_that_kills_engines_is_given_up_and_the_others_go_on(fake: Server, whole: str) -> None:
     answer = fake.post(COMPLETION, {"prompt": [POISON_TOKEN, 5], "max_tokens": 3})
     assert answer.status_code == 500 and "died too often" in answer.json()["error"]["message"]
-    assert _whole(fake, LONG) == whole
+    assert whole_text(fake, LONG) == whole
     assert fake.get("/health").status_code == 200
 
 
@@ -228,7 +229,43 @@ def test_when_restarts_keep_failing_the_server_stays_up_and_says_so(tmp_path: Pa
         assert '"error"' in reader.data and reader.data.endswith("data: [DONE]\n\n")
         (model / BROKEN).unlink()
         wait_until(lambda: server.get("/ready").status_code == 200)
-        assert _whole(server, LONG)
+        assert whole_text(server, LONG)
+
+
+# ------------------------------------------------------------------------------------- its workers die
+
+
+def test_streams_go_on_when_workers_die(fake: Server, whole: str) -> None:
+    restarts = fake.metric("nanoserve:engine_restarts_total")
+    losses = fake.metric("nanoserve:worker_losses_total")
+    readers = [Reader(fake, body) for body in (LONG, LONG | {"n": 2})]
+    for reader in readers:
+        reader.wait_begun()
+    answer = fake.post(COMPLETION, {"prompt": [WORKER_POISON_TOKEN, 2], "max_tokens": 3})
+    assert answer.status_code == 200, answer.text
+    for reader in readers:
+        reader.join()
+    assert readers[0].text == whole and len(readers[1].text) == 2 * len(whole)
+    assert fake.metric("nanoserve:worker_losses_total") == losses + 2
+    assert fake.metric("nanoserve:engine_restarts_total") == restarts
+    fake.wait_idle()
+
+
+def test_when_no_workers_come_any_more_the_server_stays_up_and_says_so() -> None:
+    with running_fake(RETRY_SECONDS="5") as server:
+        whole = whole_text(server, LONG)
+        reader = Reader(server, LONG | {"max_tokens": 480})
+        reader.wait_begun()
+        died = server.post(COMPLETION, {"prompt": [WORKER_POISON_TOKEN, 9], "max_tokens": 3})
+        refused = server.post(COMPLETION, LONG)
+        for answer in (died, refused, server.get("/health"), server.get("/ready")):
+            assert answer.status_code == 503, answer.text
+            assert "the workers died 3 times; the last time worker 1 was killed" in answer.json()["error"]["message"]
+        reader.join()
+        assert "the workers died 3 times" in reader.data and reader.data.endswith("data: [DONE]\n\n")
+        wait_until(lambda: server.get("/ready").status_code == 200)
+        assert whole_text(server, LONG) == whole
+        assert server.get("/health").status_code == 200
 
 
 # ------------------------------------------------------------------------------------- templates
@@ -286,7 +323,7 @@ def test_rubbish_at_the_sockets_is_dropped_and_counted(fake: Server, whole: str)
                 push.close(linger=10_000)
     reader.join()
     assert reader.text == whole
-    assert _whole(fake, LONG) == whole, "the engine tells what it dropped with its next report"
+    assert whole_text(fake, LONG) == whole, "the engine tells what it dropped with its next report"
     # Or more: ZeroMQ takes the pickle for frames of its first version.
     wait_until(lambda: fake.metric("nanoserve:dropped_messages_total") >= before + 2 * len(RUBBISH), 10)
 
@@ -357,7 +394,7 @@ def test_an_answer_that_takes_too_long_is_ended() -> None:
 def test_streams_that_do_not_fit_together_take_turns() -> None:
     bodies = [LONG | {"prompt": [10 + number] * 64, "max_tokens": 120} for number in range(3)]
     with running_fake("--kv-cache-memory", "320") as server:  # 20 blocks; each of them needs 12
-        alone = [_whole(server, body) for body in bodies]
+        alone = [whole_text(server, body) for body in bodies]
         readers = [Reader(server, body) for body in bodies]
         for reader in readers:
             reader.join()

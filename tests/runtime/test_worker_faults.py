@@ -1,0 +1,100 @@
+"""Workers are killed in the middle of generation: nobody who reads the tokens can tell."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from nanoserve import LLM
+from nanoserve.request import SamplingParams, SequenceUpdate
+from tests.processes import MARK, kill, new_mark, workers
+
+MODEL = {"dtype": "float32", "eager": True, "kv_cache_memory": 1 << 20, "max_model_len": 128}
+NOTICED_SECONDS = 2.0
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=40, seed=3, n=2)
+ASKED = [
+    ("Once upon a time", GREEDY),
+    ("Once upon a time there was a little dog. He liked to run and to jump and to play in the park.", GREEDY),
+    ("Once upon a time there was a little dog. He liked to run and to jump. One day he", SAMPLED),
+    ("Lily and Ben went to the", SAMPLED),
+]
+
+
+class Workers:
+    """A model on worker processes, and what it answers when nothing happens to them."""
+
+    def __init__(self, **parallel: int) -> None:
+        self._patch = pytest.MonkeyPatch()
+        self.mark = new_mark()
+        self._patch.setenv(MARK, self.mark)
+        self.llm = LLM(**MODEL, max_num_batched_tokens=24, **parallel)
+        self.expected = self.answers()
+
+    def answers(self) -> list[tuple[int, ...]]:
+        """The tokens of all samples."""
+        prompts, params = zip(*ASKED, strict=True)
+        outputs = self.llm.generate(list(prompts), list(params))
+        assert not any(sample.error for output in outputs for sample in output.outputs)
+        return [sample.token_ids for output in outputs for sample in output.outputs]
+
+    def answers_while_dying(self, rank: int, after_tokens: int) -> tuple[list[tuple[int, ...]], float]:
+        """The same with a worker killed on the way, and how many seconds later the engine knew."""
+        engine, step = self.llm.engine, self.llm.engine.step
+        losses, seen = engine.losses, 0
+        killed = noticed = 0.0
+
+        def disturbed(until: float | None = None) -> list[SequenceUpdate]:
+            nonlocal seen, killed, noticed
+            updates = step(until)
+            seen += sum(len(update.new_tokens) for update in updates)
+            if not killed and seen >= after_tokens:
+                killed = time.monotonic()
+                kill(workers(self.mark)[rank])
+            if not noticed and engine.losses > losses:
+                noticed = time.monotonic()
+            return updates
+
+        with pytest.MonkeyPatch().context() as patch:
+            patch.setattr(engine, "step", disturbed)
+            answers = self.answers()
+        assert engine.losses == losses + 1
+        return answers, noticed - killed
+
+    def close(self) -> None:
+        self.llm.close()
+        assert workers(self.mark) == []
+        self._patch.undo()
+
+
+@pytest.fixture(scope="module")
+def two_stages() -> Iterator[Workers]:
+    running = Workers(pipeline_parallel=2)
+    yield running
+    running.close()
+
+
+@pytest.mark.parametrize(("rank", "after_tokens"), [(0, 60), (1, 3)])
+def test_tokens_are_the_same_when_a_worker_is_killed(two_stages: Workers, rank: int, after_tokens: int) -> None:
+    answers, _ = two_stages.answers_while_dying(rank, after_tokens)
+    assert answers == two_stages.expected
+
+
+def test_the_answers_are_those_of_one_process(two_stages: Workers) -> None:
+    with LLM(**MODEL) as llm:
+        prompts, params = zip(*ASKED, strict=True)
+        outputs = llm.generate(list(prompts), list(params))
+    assert [sample.token_ids for output in outputs for sample in output.outputs] == two_stages.expected
+
+
+@pytest.mark.slow
+def test_every_worker_of_two_stages_by_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoserve.runtime.workers.executor.DEATHS_SECONDS", 0.0)
+    running = Workers(pipeline_parallel=2, tensor_parallel=2)
+    for rank in range(4):
+        answers, seconds = running.answers_while_dying(rank, after_tokens=10 + 20 * rank)
+        assert answers == running.expected
+        assert seconds < NOTICED_SECONDS
+        print(f"worker {rank}: noticed after {1000 * seconds:.0f} ms")
+    running.close()
