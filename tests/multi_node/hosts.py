@@ -84,6 +84,11 @@ class Host:
         """Start a program there."""
         return Program(["ip", "netns", "exec", self.name, *words], environment or {})
 
+    def processes(self, word: str = "") -> list[int]:
+        """The ids of those that run there with this word in their command line."""
+        inside = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True)
+        return [int(number) for number in inside.stdout.split() if word in _command_line(number)]
+
     def shape(self, rate: str) -> None:
         """Let no more than so much leave, as tc writes it: 100mbit."""
         _ip("netns", "exec", self.name, "tc", "qdisc", "add", "dev", self.interface, "root", *_bucket(rate))
@@ -94,13 +99,20 @@ def _written(file: IO[bytes]) -> str:
     return os.pread(file.fileno(), 1 << 24, 0).decode()
 
 
+def _command_line(process: str) -> str:
+    try:
+        return Path("/proc", process, "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:  # gone meanwhile
+        return ""
+
+
 def _bucket(rate: str) -> list[str]:
     """A token bucket: `burst` is what 5 ms carry at 100 Mbit/s."""
     return ["tbf", "rate", rate, "burst", "64kb", "latency", "200ms"]
 
 
 def torchrun(
-    hosts: Sequence[Host], words: Sequence[str], environment: Mapping[str, str] | None = None
+    hosts: Sequence[Host], words: Sequence[str], environments: Sequence[Mapping[str, str]] = ({}, {})
 ) -> list[Program]:
     """Start the same command on all hosts, one process on each; the first host is torchrun's master."""
     return [
@@ -113,7 +125,7 @@ def torchrun(
             ],
             environment,
         )
-        for number, host in enumerate(hosts)
+        for number, (host, environment) in enumerate(zip(hosts, environments, strict=True))
     ]
 
 
