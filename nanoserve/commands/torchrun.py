@@ -57,6 +57,6 @@ def _keep_worker(process: TorchrunProcess, engine: WorkersOptions) -> int:
         with load_progress() as progress:
             return resolve_model(engine.model, offline=engine.offline, progress=progress)
 
-    remark(f"worker {process.rank} of 0 to {process.world_size - 1}, for the engine on {process.master_address}")
+    remark(f"worker {process.rank} of the engine on {process.master_address}")
     Keeper(process, SharedKeys.of_torchrun(process), resolve).keep()
     return EXIT_OK

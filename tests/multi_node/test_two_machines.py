@@ -61,7 +61,7 @@ def test_the_tokens_of_two_machines_are_those_of_one_process(
 
     assert (first.code, second.code) == (0, 0), first.errors + second.errors
     assert texts(tmp_path / "results.jsonl") == expected
-    assert "worker 1 of 0 to 1, for the engine on 10.199" in second.errors
+    assert "worker 1 of the engine on 10.199" in second.errors
     assert not hosts[0].processes() and not hosts[1].processes()
 
 
