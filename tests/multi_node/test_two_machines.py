@@ -5,12 +5,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.multi_node.hosts import Host, torchrun, two_hosts, wait
+from scripts.two_hosts import Host, torchrun, wait
 
 pytestmark = pytest.mark.slow
 
@@ -18,12 +17,6 @@ PROMPTS = ["Once upon a time", "The little dog", "Lily and Ben"]
 SETTINGS = ["--dtype", "float32", "--kv-cache-memory", "64MiB", "--threads", "1", "--eager", "-t", "0", "-n", "400"]
 WORKER = "nanoserve.runtime.workers.process"
 """In the command line of a worker process."""
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[Host, Host]]:
-    with two_hosts() as joined:
-        yield joined
 
 
 @pytest.fixture(scope="module")
