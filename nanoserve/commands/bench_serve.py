@@ -10,6 +10,7 @@ from nanoserve.commands.bench_options import MOST_REQUESTS, ResultOptions, engin
 from nanoserve.commands.failures import EXIT_OK, say
 from nanoserve.commands.options import EngineOptions, ServerOptions
 from nanoserve.commands.terminal import remark
+from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import WorkersOptions
 from nanoserve.errors import RuntimeFailure, UsageError
 
@@ -129,6 +130,7 @@ class WorkOptions:
         return Work(name, replace(preset, requests=self.requests or preset.requests).draw(seed))
 
 
+@on_all_machines
 def serve(
     *,
     load: LoadOptions,

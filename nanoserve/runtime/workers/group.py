@@ -3,7 +3,6 @@
 import contextlib
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,14 @@ import zmq
 from nanoserve.config import EngineConfig
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
 from nanoserve.models.hub import ResolvedModel
+from nanoserve.runtime.rendezvous import (
+    Addresses,
+    Rendezvous,
+    bind,
+    guard_engine,
+    open_rendezvous,
+    private_directory,
+)
 from nanoserve.runtime.workers.child import GRACE_SECONDS, WorkerChild
 from nanoserve.runtime.workers.messages import Failed, FromWorker, ToWorker, WorkerStart
 from nanoserve.runtime.workers.station import identity, prepare_socket
@@ -55,6 +62,7 @@ class WorkerGroup:
     """Processes and sockets; ``end`` it in any case.
 
     Raises:
+        UsageError: if torchrun started another number of processes.
         RuntimeFailure: if no process can be started, or there is no place for the sockets.
     """
 
@@ -62,6 +70,7 @@ class WorkerGroup:
         self._settings = settings
         self._children: list[WorkerChild] = []
         self._directory: Path | None = None
+        self._rendezvous: Rendezvous | None = None
         self._context = zmq.Context(io_threads=1)
         self._plans = self._context.socket(zmq.ROUTER)
         self._reports = self._context.socket(zmq.PULL)
@@ -76,39 +85,35 @@ class WorkerGroup:
 
     def _start(self) -> None:
         config = self._settings.config
-        threads = threads_of_each(config.num_workers)
+        rendezvous = self._rendezvous = open_rendezvous(config.num_workers, self._settings.resolved.name)
+        threads = threads_of_each(rendezvous.workers_here)
         try:
-            self._children = [WorkerChild(rank, threads) for rank in range(config.num_workers)]
-            # Only now: from here on there is always someone who removes it.
-            directory = self._directory = Path(tempfile.mkdtemp(prefix="nanoserve-"))  # mode 0700
+            self._children = [WorkerChild(rank, threads) for rank in rendezvous.spawned]
         except OSError as error:
             raise RuntimeFailure(f"the workers cannot be started: {error.strerror or error}") from error
-        for socket, address in self._addresses(directory):
+        directory = self._directory = private_directory()  # only now is there always someone who removes it
+        addresses = rendezvous.addresses(directory)
+        for socket, address in ((self._plans, addresses.plans), (self._reports, addresses.reports)):
             prepare_socket(socket)
-            try:
-                socket.bind(address)
-            except zmq.ZMQError as error:
-                raise RuntimeFailure(
-                    f"the workers cannot be spoken to through {address}: {error.strerror}; set TMPDIR to a folder that"
-                    " can be written and has a short name"
-                ) from error
+            guard_engine(socket, addresses.keys)
+            bind(socket, address)
             self._poller.register(socket, zmq.POLLIN)
         for child in self._children:
             self._poller.register(child.pulse, zmq.POLLIN)
-            child.begin(self._start_of(child.rank, directory))
+            child.begin(self._start_of(child.rank, addresses, directory))
+        for rank in set(range(config.num_workers)).difference(rendezvous.spawned):
+            rendezvous.hand_out(rank, msgspec.json.encode(self._start_of(rank, addresses, directory)))
 
-    def _addresses(self, directory: Path) -> Iterator[tuple["zmq.Socket[bytes]", str]]:
-        yield self._plans, f"ipc://{directory / 'plans'}"
-        yield self._reports, f"ipc://{directory / 'reports'}"
-
-    def _start_of(self, rank: int, directory: Path) -> WorkerStart:
+    def _start_of(self, rank: int, addresses: Addresses, directory: Path) -> WorkerStart:
+        """For a worker of this machine; another machine puts its own directories in."""
         resolved = self._settings.resolved
         return WorkerStart(
             rank=rank,
             local_rank=rank,
-            plans=f"ipc://{directory / 'plans'}",
-            reports=f"ipc://{directory / 'reports'}",
-            init_method=f"file://{directory / 'meeting'}",
+            plans=addresses.plans,
+            reports=addresses.reports,
+            engine_key=None if addresses.keys is None else addresses.keys.public,
+            init_method=addresses.init_method,
             directory=str(directory),
             name=resolved.name,
             model_directory=None if resolved.directory is None else str(resolved.directory),
@@ -169,5 +174,7 @@ class WorkerGroup:
             child.wait(until)
         self._children = []
         self._context.destroy(linger=0)
+        if self._rendezvous is not None:
+            self._rendezvous.end()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)

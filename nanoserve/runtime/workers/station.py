@@ -3,6 +3,7 @@
 import msgspec
 import zmq
 
+from nanoserve.runtime.rendezvous import guard_worker
 from nanoserve.runtime.workers.messages import FromWorker, Hello, ToWorker, WorkerStart
 
 _HEARTBEAT_MILLISECONDS, _SILENCE_MILLISECONDS = 1000, 10_000
@@ -19,6 +20,7 @@ class Station:
         self.plans.set(zmq.IDENTITY, identity(start.rank))
         for socket, address in ((self.plans, start.plans), (self._reports, start.reports)):
             prepare_socket(socket)
+            guard_worker(socket, start.engine_key)
             socket.set(zmq.LINGER, 1000)
             socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
