@@ -52,7 +52,7 @@ FLOORS: dict[str, set[str]] = {
     "models": {"errors", "files", "config", "costs", "triton_ops"},
     "runtime": {
         *("errors", "files", "config", "sizes", "lifeline", "request", "measures", "scheduler", "grammar", "models"),
-        "triton_ops",
+        *("threads", "triton_ops"),
     },
     "client": {"errors"},
     "benchmarks": {

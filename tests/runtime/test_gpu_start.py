@@ -78,11 +78,11 @@ def test_an_engine_on_a_gpu_gives_the_answers_of_the_cpu(
     recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, storyteller: LLM
 ) -> None:
     """All that is done for a GPU, with the CPU in its place: steps overlap too."""
-    load = assembly._load
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    load = assembly.load_decoder
     monkeypatch.setattr(assembly, "usable_device", lambda name: torch.device("cuda", 0))
-    monkeypatch.setattr(assembly, "check_model", lambda *model: None)
-    monkeypatch.setattr(assembly, "_load", lambda resolved, config, device, progress: load(resolved, config, CPU, None))
+    monkeypatch.setattr(
+        assembly, "load_decoder", lambda resolved, config, device, progress: load(resolved, config, CPU, None)
+    )
     monkeypatch.setattr(assembly, "GpuStart", lambda decoder, config, device: GpuStart(decoder, config, CPU))
     monkeypatch.setattr(
         assembly, "LocalExecutor", lambda *models, device, **options: LocalExecutor(*models, device=CPU, **options)
