@@ -37,6 +37,8 @@ from nanoserve.server.sockets import COMMANDS, REPORTS
 MAX_COMMAND_BYTES = 64 << 20
 COMMAND_SECONDS = 0.1
 """Commands wait no longer while nothing becomes known: long steps of other processes, or new ones being started."""
+WATCH_SECONDS = 1.0
+"""How often an idle engine sees whether its workers live."""
 
 
 class Mailbox:
@@ -61,13 +63,13 @@ class Mailbox:
         """Put a message on its way; never waits."""
         self._reports.send(self._encoder.encode(message), zmq.NOBLOCK)
 
-    def receive(self, *, wait: bool) -> list[Command]:
-        """All commands that have come; with ``wait``, at least one message has come when this returns."""
+    def receive(self, seconds: float) -> list[Command]:
+        """All commands that have come; waits for the first so long."""
         commands: list[Command] = []
+        self._commands.poll(int(1000 * seconds))
         try:
             while True:
-                data = self._commands.recv(0 if wait else zmq.NOBLOCK)
-                wait = False
+                data = self._commands.recv(zmq.NOBLOCK)
                 try:
                     commands.append(self._decoder.decode(data))
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, NanoserveError):
@@ -104,11 +106,10 @@ class EngineLoop:
         self._mailbox.send(Failed(self._engine.failure))
 
     def turn(self) -> None:
-        """Take commands in, waiting for one if there is nothing to do; then make a step."""
-        commands = self._mailbox.receive(wait=not self._engine.has_work)
+        """Take commands in, waiting a while for one if there is nothing to do; then make a step."""
+        commands = self._mailbox.receive(0.0 if self._engine.has_work else WATCH_SECONDS)
         updates = [update for command in commands for update in self._obey(command)]
-        if self._engine.has_work:
-            updates += self._engine.step(self._engine.now() + COMMAND_SECONDS)
+        updates += self._engine.step(self._engine.now() + (COMMAND_SECONDS if self._engine.has_work else 0.0))
         if (updates or commands) and self._engine.failure is None:
             self._report(updates)
 
