@@ -1,11 +1,14 @@
 """Put a model and an engine together: LLM does so in its own process, a server in its engine process."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from nanoserve.config import EngineConfig, ModelConfig, SamplingDefaults
 from nanoserve.engine import Engine
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.grammar.compiler import GrammarCompiler
+from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.models.shards import make_shards
@@ -16,6 +19,7 @@ from nanoserve.runtime.gpu_start import GpuFacts, GpuStart
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.memory import choose_num_blocks
 from nanoserve.runtime.model_loading import load_decoder, read_config
+from nanoserve.runtime.traced_executor import TracedExecutor
 from nanoserve.runtime.workers.executor import RemoteLayers, WorkersExecutor
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.scheduler import Scheduler
@@ -50,7 +54,7 @@ def build_engine(
     Raises:
         ModelError: if the model cannot be used.
         UsageError: if a setting makes no sense for it.
-        RuntimeFailure: if the memory does not suffice.
+        RuntimeFailure: if the memory does not suffice, or the trace cannot be written.
     """
     model = read_config(resolved)
     default_params = _default_params(model.sampling_defaults)
@@ -58,7 +62,15 @@ def build_engine(
     if config.max_model_len is not None and config.max_model_len > longest:
         raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
     build = _build_here if config.num_workers == 1 else _build_on_workers
-    return build(resolved, config, progress, default_params)
+    if config.trace is None:
+        return build(resolved, config, progress, default_params)
+    with ExitStack() as failing:
+        file = failing.enter_context(ChromeTraceFile(Path(config.trace)))  # told at once if it cannot be written
+        built = build(resolved, config, progress, default_params)
+        engine = built.engine
+        engine.executor = TracedExecutor(engine.executor, file, tensor_parallel=config.tensor_parallel)
+        failing.pop_all()  # the executor closes it
+    return built
 
 
 def _build_here(
@@ -104,7 +116,9 @@ def _build_on_workers(
     )
     make_policy(config.policy, config.max_num_batched_tokens)  # likewise
     longest = model.max_position_embeddings
-    executor = WorkersExecutor(resolved, config, longest=longest, progress=progress)
+    executor = WorkersExecutor(
+        resolved, config, longest=longest, progress=progress, observe_times=config.trace is not None
+    )
     max_model_len = min(config.max_model_len or longest, executor.num_blocks * config.block_size)
     scheduler = _make_scheduler(config, executor.num_blocks, max_model_len, feeds_tokens=False)
     engine = Engine(scheduler, executor, vocab_size=model.vocab_size)

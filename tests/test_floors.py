@@ -61,6 +61,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "assembly": {
         *("errors", "files", "config", "request", "scheduler", "engine", "grammar", "models", "runtime"),
+        "measures",
         "triton_ops",
     },
     "server": {

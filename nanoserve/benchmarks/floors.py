@@ -1,4 +1,4 @@
-"""The least time a step can take: its bytes over the read bandwidth, or its operations over the peak. No torch.
+"""The least time a step can take: its bytes over the bandwidth, or its operations over the peak. No torch.
 
 The count is of what every implementation must do: read each weight matrix that is used once, read the keys and
 values of the whole context once, multiply. Activations, norms and softmax are left out, so the floor is below reach.
@@ -61,18 +61,23 @@ class StepShape(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the machine can do at best: bytes read per second, and multiply-adds counted as two operations."""
+    """What the machine can do at best.
 
-    read_bytes_per_second: float
+    Attributes:
+        bytes_per_second: read from memory, or read and written: what measures it says which.
+        operations_per_second: a multiply-add counts as two.
+    """
+
+    bytes_per_second: float
     operations_per_second: float
 
-    def at_least(self, *read_bytes_per_second: float) -> "Limits":
+    def at_least(self, *bytes_per_second: float) -> "Limits":
         """The same with the best of these readings, where one was better."""
-        return Limits(max(self.read_bytes_per_second, *read_bytes_per_second), self.operations_per_second)
+        return Limits(max(self.bytes_per_second, *bytes_per_second), self.operations_per_second)
 
     def seconds(self, num_bytes: float, operations: float) -> float:
-        """The longer of reading so much and computing so much."""
-        return max(num_bytes / self.read_bytes_per_second, operations / self.operations_per_second)
+        """The longer of moving so much and computing so much."""
+        return max(num_bytes / self.bytes_per_second, operations / self.operations_per_second)
 
 
 class ModelCost:

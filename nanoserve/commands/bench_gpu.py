@@ -31,7 +31,7 @@ class GpuOptions:
     ] = None
     dry_run: Annotated[
         bool,
-        switch("--dry-run", panel=WORK_PANEL, help="Try all of it on the CPU, with tiny shapes.", envvar=None),
+        switch("--dry-run", panel=WORK_PANEL, help="Run every part on the CPU, with a few tiny cases.", envvar=None),
     ] = False
     tune: Annotated[
         bool,

@@ -57,7 +57,7 @@ class DenseCausalAttention:
         return (distance >= 0) & (distance < window)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: within a compiled layer torch 2.11 finds no fields in one that is
 class PagedAttention:
     """Attention of one step over the paged cache: writes the new keys and values, then attends over the whole context.
 

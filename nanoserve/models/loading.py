@@ -6,12 +6,13 @@ Only safetensors are read: a `.bin` checkpoint is a pickle, and unpickling can r
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import ModelError
@@ -26,6 +27,10 @@ SINGLE_NAME = "model.safetensors"
 
 # What a checkpoint may store its numbers in, as safetensors calls them, and how many bytes each takes.
 _STORED_BYTES: Mapping[str, int] = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+
+# Files are read through mappings, whose pages count as this process's memory until they are closed: so much is read
+# before a file is opened anew.
+_MAPPED_BYTES = 64 << 20
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all) while a checkpoint is read."""
@@ -58,11 +63,10 @@ def load_model(
     path, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(path)
     with ExitStack() as files:
-        handles = {file: files.enter_context(_open(file)) for file in _weight_files(path)}
-        stored = _stored_tensors(path, handles)
-        parts = _check(tensor_parts(config), stored, config, path)
-        decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device, shard=shard, group=group)
-        _fill(decoder, list(shard_parts(parts, config, decoder.shard)), stored, handles, progress)
+        stored = _stored_tensors(path, {file: files.enter_context(_open(file)) for file in _weight_files(path)})
+    parts = _check(tensor_parts(config), stored, config, path)
+    decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device, shard=shard, group=group)
+    _fill(decoder, list(shard_parts(parts, config, decoder.shard)), stored, progress)
     return decoder, config
 
 
@@ -166,29 +170,34 @@ def _check(
 
 
 def _fill(
-    decoder: Decoder,
-    parts: list[TensorPart],
-    stored: Mapping[str, _StoredTensor],
-    handles: Mapping[Path, Any],
-    progress: Progress | None,
+    decoder: Decoder, parts: list[TensorPart], stored: Mapping[str, _StoredTensor], progress: Progress | None
 ) -> None:
-    parameters = dict(decoder.named_parameters())
-    num_bytes = {part: part.size * _STORED_BYTES[stored[part.name].dtype] for part in parts}
-    total, done = sum(num_bytes.values()), 0
-    for part in sorted(parts, key=lambda part: stored[part.name].path):
-        source = stored[part.name]
-        try:
-            tensor = handles[source.path].get_slice(part.name)[part.source]
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{source.path}: tensor {part.name} cannot be read ({error})") from error
-        region = part.region(parameters[part.parameter])
-        region.copy_(tensor)
-        if not all(extreme.isfinite() for extreme in region.aminmax()):  # NaN spreads to both; nothing is allocated
-            dtype = str(region.dtype).removeprefix("torch.")
-            raise ModelError(
-                f"{source.path}: tensor {part.name} has NaN or infinite values as {dtype};"
-                " the file is damaged, or --dtype is too narrow for it"
-            )
-        done += num_bytes[part]
-        if progress is not None:
-            progress(done, total)
+    parameters, degree = dict(decoder.named_parameters()), decoder.shard.degree
+    pieces = [piece for part in parts for piece in part.pieces(_MAPPED_BYTES // 8)]
+    pieces.sort(key=lambda piece: stored[piece.name].path)
+    # Bytes read when each piece has been.
+    progressed = list(accumulate(piece.size * _STORED_BYTES[stored[piece.name].dtype] for piece in pieces))
+
+    def portion(reading: tuple[TensorPart, int]) -> tuple[Path, int]:
+        piece, done = reading
+        return stored[piece.name].path, done * degree // _MAPPED_BYTES  # other ranks' columns are on the same pages
+
+    for (path, _), portion_pieces in groupby(zip(pieces, progressed, strict=True), portion):
+        with _open(path) as file:
+            for piece, done in portion_pieces:
+                _read(piece, piece.region(parameters[piece.parameter]), file, path)
+                if progress is not None:
+                    progress(done, progressed[-1])
+
+
+def _read(part: TensorPart, region: Tensor, file: Any, path: Path) -> None:
+    try:
+        region.copy_(file.get_slice(part.name)[part.source])
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: tensor {part.name} cannot be read ({error})") from error
+    if not all(extreme.isfinite() for extreme in region.aminmax()):  # NaN spreads to both; nothing is allocated
+        dtype = str(region.dtype).removeprefix("torch.")
+        raise ModelError(
+            f"{path}: tensor {part.name} has NaN or infinite values as {dtype};"
+            " the file is damaged, or --dtype is too narrow for it"
+        )

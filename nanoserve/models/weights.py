@@ -55,6 +55,14 @@ class TensorPart:
         filled = rows[self.first_row : self.first_row + (self.shape[0] if self.rows is None else len(self.rows))]
         return filled if self.columns is None else filled[:, : len(self.columns)]
 
+    def pieces(self, most: int) -> Iterator["TensorPart"]:
+        """Itself, in runs of rows that hold at most so many numbers, or in single rows."""
+        rows = self.rows or range(self.shape[0])
+        run = max(1, most // math.prod(self.shape[1:]))
+        for first in rows[::run]:
+            taken = range(first, min(first + run, rows.stop))
+            yield replace(self, rows=taken, first_row=self.first_row + first - rows.start)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerNames:

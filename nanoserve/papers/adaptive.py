@@ -5,8 +5,8 @@ that out. Figure "list" is the comparison; figure "parts" switches the two ideas
 where memory is short.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
+from statistics import geometric_mean
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -252,7 +252,7 @@ def _ratios(comparisons: Sequence[Comparison], outcomes: Outcomes, figure: Figur
 
 def _mean(ratios: Iterable[Sequence[float]]) -> Spread:
     """The geometric mean of each seed's ratios."""
-    return Spread.of(math.exp(math.fsum(map(math.log, row)) / len(row)) for row in ratios)
+    return Spread.of(map(geometric_mean, ratios))
 
 
 PAPER = Paper(

@@ -46,7 +46,19 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, label=label, parameters=(*self.parameters, *parameters.items()))
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True):
+class SystemCase(msgspec.Struct, frozen=True, kw_only=True):
+    """What every simulation of a system is described by, whatever else it takes.
+
+    Attributes:
+        system: what is simulated.
+        seed: of arrivals and lengths.
+    """
+
+    system: System
+    seed: int = 0
+
+
+class Case(SystemCase, frozen=True, kw_only=True):
     """A system on hardware, and the requests that come; a Job.
 
     Attributes:
@@ -54,7 +66,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         lengths: by name.
         requests: how many.
         rate: of Poisson arrivals, per second; None means all at once.
-        seed: of arrivals and lengths.
         max_num_seqs: sequences that hold blocks at a time.
         pool: share of the KV blocks beside the weights that is used.
         steady: between which shares of the first tokens the steady state is measured.
@@ -62,14 +73,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         slo: what a good answer keeps to.
     """
 
-    system: System
     model: str
     machine: str
     devices: int
     lengths: str
     requests: int
     rate: float | None = None
-    seed: int = 0
     max_num_seqs: int = 4096
     pool: float = 1.0
     steady: tuple[float, float] = (0.5, 0.95)

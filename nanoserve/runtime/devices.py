@@ -15,7 +15,7 @@ import torch
 from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.dtypes import resolve_dtype
-from triton_ops.gpu.configurations import OLDEST_GENERATION, UnsupportedByGpu, attention_configuration
+from triton_ops.gpu.configurations import OLDEST_GENERATION, ProgramShape, UnsupportedByGpu, attention_configuration
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
 
@@ -34,32 +34,49 @@ def usable_device(name: str) -> torch.device:
         raise UsageError(f"unknown device {name!r}; choose cpu, cuda or cuda:N with N the number of a GPU")
     if device.type == "cpu":
         return torch.device("cpu")
-    return _usable_gpu(name, device.index)
+    return usable_gpu(device.index, asked=f"--device {name}", instead="choose --device cpu")
 
 
-def _usable_gpu(name: str, index: int | None) -> torch.device:
+def check_cuda(*, asked: str, instead: str) -> None:
+    """See that torch finds a GPU, and take none of its memory.
+
+    Args:
+        asked: who needs it, as the refusal's first words.
+        instead: what to do without one, as its last words.
+
+    Raises:
+        UsageError: if it finds none.
+    """
     if torch.version.cuda is None:
         raise UsageError(
-            f"--device {name}: torch {torch.__version__} was built without CUDA; install a CUDA build of torch, or"
-            " choose --device cpu"
+            f"{asked}: torch {torch.__version__} was built without CUDA; install a CUDA build of torch, or {instead}"
         )
     if not torch.cuda.is_available():
         raise UsageError(
-            f"--device {name}: no NVIDIA GPU can be used here; see that nvidia-smi lists one and that its driver is"
-            f" recent enough for CUDA {torch.version.cuda}, or choose --device cpu"
+            f"{asked}: no NVIDIA GPU can be used here; see that nvidia-smi lists one and that its driver is"
+            f" recent enough for CUDA {torch.version.cuda}, or {instead}"
         )
+
+
+def usable_gpu(index: int | None, *, asked: str, instead: str) -> torch.device:
+    """The GPU of that number, or the current one; `asked` and `instead` as for `check_cuda`.
+
+    Raises:
+        UsageError: if there is no such GPU, or it is too old for the kernels.
+    """
+    check_cuda(asked=asked, instead=instead)
     count = torch.cuda.device_count()
     if index is None:
         index = torch.cuda.current_device()
     if index >= count:
         numbers = "there is cuda:0 only" if count == 1 else f"there are cuda:0 to cuda:{count - 1}"
-        raise UsageError(f"--device {name}: no such GPU; {numbers}")
+        raise UsageError(f"{asked}: no such GPU; {numbers}")
     device = torch.device("cuda", index)
     major, minor = torch.cuda.get_device_capability(device)
     if major < OLDEST_GENERATION:
         raise UsageError(
-            f"--device {name}: {torch.cuda.get_device_name(device)} is too old, its compute capability is"
-            f" {major}.{minor} and {OLDEST_GENERATION}.0 is needed (A100, RTX 30 and later); choose --device cpu"
+            f"{asked}: {torch.cuda.get_device_name(device)} is too old, its compute capability is"
+            f" {major}.{minor} and {OLDEST_GENERATION}.0 is needed (A100, RTX 30 and later); {instead}"
         )
     return device
 
@@ -73,7 +90,7 @@ def check_model(device: torch.device, config: ModelConfig, dtype: str, block_siz
     width = resolve_dtype(dtype, device, config.dtype).itemsize
     generation, _ = torch.cuda.get_device_capability(device)
     try:
-        attention_configuration(generation, width, config.head_dim, block_size)
+        attention_configuration(generation, width, ProgramShape(config.head_dim, block_size, config.group_size))
     except UnsupportedByGpu as reason:
         raise UsageError(f"--device {device}: {reason}") from None
 

@@ -39,19 +39,19 @@ class LastTokens:
         """Of these sequences, in this order, the tokens int64 [number of sequences]; None if the plan samples none."""
         self._sequences, self._tokens = sequences, tokens
 
-    def stage(self, rows: Sequence[Row], staging: Staging) -> FedTokens | None:
-        """Prepare the fed rows of a plan; None if it has none.
+    def stage(self, rows: Sequence[Row], ends: np.ndarray, staging: Staging) -> FedTokens | None:
+        """Prepare the fed rows of a plan; None if it has none. `ends`: as by `step_inputs.row_ends`.
 
         Raises:
             RuntimeError: if the last plan did not sample a token for one of them.
         """
-        fed = np.array([row.fed for row in rows])
-        if not fed.any():
+        fed = [place for place, row in enumerate(rows) if row.fed]
+        if not fed:
             return None
         place_of = {sequence: place for place, sequence in enumerate(self._sequences)}
-        missing = [row.sequence for row in rows if row.fed and row.sequence not in place_of]
+        sequences = [rows[place].sequence for place in fed]
+        missing = [sequence for sequence in sequences if sequence not in place_of]
         if missing or self._tokens is None:
             raise RuntimeError(f"sequence {missing[0]} is fed a token that the plan before it does not sample")
-        ends = np.cumsum([len(row.tokens) for row in rows])
-        sources = [place_of[row.sequence] for row in rows if row.fed]
-        return FedTokens(self._tokens, staging.add(np.stack((ends[fed] - 1, np.array(sources)))))
+        sources = np.array([place_of[sequence] for sequence in sequences])
+        return FedTokens(self._tokens, staging.add(np.stack((ends[fed] - 1, sources))))

@@ -4,7 +4,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +27,12 @@ class _Launched:
     """A plan that the device works on.
 
     Attributes:
+        problem: what is told if there is no memory for it.
         seconds: that launching it took.
     """
 
     plan: StepPlan
+    problem: str
     step: LaunchedStep
     seconds: float
 
@@ -111,7 +113,7 @@ class LocalExecutor:
         oldest = self._plans.popleft()
         launched = self._launch(runner, oldest) if isinstance(oldest, StepPlan) else oldest
         began = self.now()
-        with self._failing_clearly(launched.plan):
+        with self._failing_clearly(launched.problem):
             answers = launched.step.answers()
         seconds = launched.step.fetching.device_seconds
         if seconds is None:  # the host's time is the device's
@@ -122,15 +124,14 @@ class LocalExecutor:
         for built in self._built:
             built.poll()  # what is ready takes over between two steps
         began = self.now()
-        with self._failing_clearly(plan):
+        problem = f"a step of {sum(len(row.tokens) for row in plan.rows)} tokens does not fit"
+        with self._failing_clearly(problem):
             step = runner.launch(plan)
-        return _Launched(plan, step, self.now() - began)
+        return _Launched(plan, problem, step, self.now() - began)
 
     @contextmanager
-    def _failing_clearly(self, plan: StepPlan) -> Iterator[None]:
+    def _failing_clearly(self, problem: str) -> Iterator[None]:
         """A step that finds no memory says so in one line, and nothing in flight will be answered."""
-        num_tokens = sum(len(row.tokens) for row in plan.rows)
-        problem = f"a step of {num_tokens} tokens does not fit"
         try:
             with memory_errors(self._device, problem, "lower --max-num-batched-tokens"):
                 yield
@@ -148,7 +149,10 @@ class LocalExecutor:
             self._runner = None
             gc.collect()
             if self._device.type == "cuda":
-                torch.cuda.empty_cache()
+                # After a kernel's error, or a recording that failed, torch refuses even this: the process has to end,
+                # and what it ends with is the first error and not this one.
+                with suppress(RuntimeError):
+                    torch.cuda.empty_cache()
 
     def _open_runner(self) -> ModelRunner:
         if self._runner is None:

@@ -23,8 +23,8 @@ from nanoserve.runtime.launched_step import LaunchedStep, SampledTokens, ScoredP
 from nanoserve.runtime.logprobs import LogprobColumns, rows_per_chunk
 from nanoserve.runtime.sampling import SamplingRows, SamplingState, sample
 from nanoserve.runtime.staging import Staged, Staging
-from nanoserve.runtime.step_inputs import BlockTable, InputBuilder, StagedInputs
-from nanoserve.scheduler.plan import Answer, Begin, Row, StepPlan
+from nanoserve.runtime.step_inputs import BlockTable, InputBuilder, StagedInputs, row_ends
+from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan
 from triton_ops import copy_blocks
 
 
@@ -47,14 +47,13 @@ class SequenceRecord:
         end = row.start + len(row.tokens)
         if end > self.num_known:
             raise RuntimeError(f"sequence {row.sequence}: a row goes beyond its {self.num_known} known tokens")
-        self.block_table.extend(row.new_blocks)
+        if row.new_blocks:
+            self.block_table.extend(row.new_blocks)
         if row.sample:
             self.num_known = max(self.num_known, end + 1)
 
     def prompt_targets(self, row: Row) -> np.ndarray:
-        """The prompt tokens that the row's logits predict, where their log probabilities are asked for."""
-        if self.params.prompt_logprobs is None:
-            return self.prompt[:0]
+        """The prompt tokens that the row's logits predict."""
         return self.prompt[row.start + 1 : row.start + 1 + len(row.tokens)]
 
 
@@ -82,7 +81,7 @@ class _Sampling:
         last_tokens: int64 [N], the place of each one's last token in the step.
         asked: places among them of those that want log probabilities, each with how many of the likeliest tokens to
             name.
-        asked_places: int64 [number of these].
+        asked_places: int64 [number of these], if there are any.
     """
 
     sequences: list[int]
@@ -90,7 +89,7 @@ class _Sampling:
     last_tokens: Staged
     settings: SamplingRows
     asked: list[tuple[int, int]]
-    asked_places: Staged
+    asked_places: Staged | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +107,13 @@ class PreparedStep:
     """A plan whose inputs are on their way to the device.
 
     Attributes:
-        copies: int64 [number of copies, 2], source and target blocks.
+        copies: int64 [number of copies, 2], source and target blocks; None if the plan has none.
         rows: None if the plan has none.
     """
 
     plan: StepPlan
     fetching: Fetching
-    copies: Staged
+    copies: Staged | None
     rows: _StagedRows | None
 
     @property
@@ -194,7 +193,7 @@ class ModelRunner:
             self._records.pop(sequence, None)
         for begin in plan.begin:
             self._records[begin.sequence] = SequenceRecord(begin, self.config.vocab_size, self._grammar(begin))
-        pairs = self._staging.add(np.array([(copy.source, copy.target) for copy in plan.copies], np.int64))
+        pairs = self._stage_copies(plan.copies) if plan.copies else None
         rows = self._stage(plan.rows) if plan.rows else None
         self._staging.transfer()
         return PreparedStep(plan, Fetching(self.device), pairs, rows)
@@ -210,7 +209,7 @@ class ModelRunner:
             hidden states of its tokens, [T, hidden_size], which are good until the next step; None without rows.
         """
         step.fetching.begin()
-        if step.plan.copies:
+        if step.copies is not None:
             self._copy(step.copies)
         if step.rows is None:
             return None
@@ -243,13 +242,13 @@ class ModelRunner:
         records = [self._record(row.sequence) for row in rows]
         for row, record in zip(rows, records, strict=True):
             record.take(row)
-        tables = [record.block_table for record in records]
+        ends, tables = row_ends(rows), [record.block_table for record in records]
         samples = self.decoder.shard.is_last
         return _StagedRows(
-            inputs=next(self._inputs).stage(rows, tables, self._staging),
-            fed=self._last_tokens.stage(rows, self._staging),
-            scorings=self._stage_scorings(rows, records) if samples else [],
-            sampling=self._stage_sampling(rows, records) if samples else None,
+            inputs=next(self._inputs).stage(rows, ends, tables, self._staging),
+            fed=self._last_tokens.stage(rows, ends, self._staging),
+            scorings=self._stage_scorings(rows, ends, records) if samples else [],
+            sampling=self._stage_sampling(rows, ends, records) if samples else None,
         )
 
     def _grammar(self, begin: Begin) -> SequenceGrammar | None:
@@ -266,27 +265,33 @@ class ModelRunner:
             raise RuntimeError(f"sequence {sequence} is in a plan without having begun")
         return self._records[sequence]
 
+    def _stage_copies(self, copies: Sequence[Copy]) -> Staged:
+        """As pairs of source and target, int64 [number of copies, 2]."""
+        return self._staging.add(np.array([(copy.source, copy.target) for copy in copies]))
+
     def _copy(self, pairs: Staged) -> None:
         for key_cache, value_cache in zip(self.key_caches, self.value_caches, strict=True):
             copy_blocks(key_cache, value_cache, pairs.tensor)
 
-    def _stage_scorings(self, rows: Sequence[Row], records: Sequence[SequenceRecord]) -> list[_Scoring]:
+    def _stage_scorings(
+        self, rows: Sequence[Row], ends: np.ndarray, records: Sequence[SequenceRecord]
+    ) -> list[_Scoring]:
         """Of the rows with prompt tokens that are to be scored."""
-        scorings, end = [], 0
-        for row, record in zip(rows, records, strict=True):
-            begin, end = end, end + len(row.tokens)
-            targets = record.prompt_targets(row)
-            if len(targets):
-                top = record.params.prompt_logprobs or 0
-                scorings.append(_Scoring(row.sequence, begin, self._staging.add(targets), top))
+        scorings = []
+        for place, record in enumerate(records):
+            top = record.params.prompt_logprobs
+            if top is not None and len(targets := record.prompt_targets(rows[place])):
+                begin = int(ends[place]) - len(rows[place].tokens)
+                scorings.append(_Scoring(rows[place].sequence, begin, self._staging.add(targets), top))
         return scorings
 
-    def _stage_sampling(self, rows: Sequence[Row], records: Sequence[SequenceRecord]) -> _Sampling | None:
+    def _stage_sampling(
+        self, rows: Sequence[Row], ends: np.ndarray, records: Sequence[SequenceRecord]
+    ) -> _Sampling | None:
         """Of the rows that are to be sampled; None if none is."""
         places = [place for place, row in enumerate(rows) if row.sample]
         if not places:
             return None
-        ends = np.cumsum([len(row.tokens) for row in rows])
         states = [records[place].sampling for place in places]
         asked = [(place, top) for place, state in enumerate(states) if (top := state.params.logprobs) is not None]
         positions = [rows[place].start + len(rows[place].tokens) for place in places]
@@ -296,7 +301,7 @@ class ModelRunner:
             last_tokens=self._staging.add(ends[places] - 1),
             settings=SamplingRows.stage(states, positions, self._staging),
             asked=asked,
-            asked_places=self._staging.add(np.array([place for place, _ in asked], np.int64)),
+            asked_places=self._staging.add(np.array([place for place, _ in asked])) if asked else None,
         )
 
     def _score(self, scoring: _Scoring, hidden: Tensor, fetching: Fetching) -> ScoredPrompt:
@@ -321,7 +326,7 @@ class ModelRunner:
         sampled = sample(logits, sampling.settings)
         self._last_tokens.keep(sampling.sequences, sampled.tokens)
         logprobs = None
-        if sampling.asked:
+        if sampling.asked_places is not None:
             places = sampling.asked_places.tensor
             most = max(top for _, top in sampling.asked)
             logprobs = LogprobColumns.of(logits[places], sampled.tokens[places], most).through(fetching.fetch)

@@ -74,6 +74,11 @@ class StagedInputs:
         )
 
 
+def row_ends(rows: Sequence[Row]) -> np.ndarray:
+    """Where the tokens of each row end among those of the step, one row after the other: int64 [R]."""
+    return np.cumsum([len(row.tokens) for row in rows])
+
+
 class InputBuilder:
     """Fills numpy buffers that are kept between steps."""
 
@@ -82,25 +87,28 @@ class InputBuilder:
         self._token_columns = np.zeros((3, 256), np.int64)
         self._row_columns = np.zeros(256, np.int32)
 
-    def stage(self, rows: Sequence[Row], tables: Sequence[BlockTable], staging: Staging) -> StagedInputs:
+    def stage(
+        self, rows: Sequence[Row], ends: np.ndarray, tables: Sequence[BlockTable], staging: Staging
+    ) -> StagedInputs:
         """Have the inputs of a step moved to the device; transfer them before the next step is staged.
 
         Args:
+            ends: of each row's tokens in the step, as by `row_ends`.
             tables: each row's block table, long enough for its last position.
 
         Raises:
             RuntimeError: if a table is too short, which is a mistake of whoever made the plan.
         """
-        lengths = np.array([len(row.tokens) for row in rows], np.int32)
         starts = np.array([row.start for row in rows], np.int32)
         blocks = [table.blocks for table in tables]
         num_blocks = np.array([len(each) for each in blocks])
-        num_tokens, width = int(lengths.sum()), int(num_blocks.max())
-        self._check_capacity(rows, starts + lengths, num_blocks)
+        num_tokens, width = int(ends[-1]), int(num_blocks.max())
         block_tables, query_starts, contexts = self._row_buffers(len(rows), width)
         query_starts[0] = 0
-        np.cumsum(lengths, out=query_starts[1:])
+        query_starts[1:] = ends
+        lengths = query_starts[1:] - query_starts[:-1]
         np.add(starts, lengths, out=contexts)
+        self._check_capacity(rows, contexts, num_blocks)
         token_ids, positions, slots = self._token_buffers(num_tokens)
         token_ids[:] = np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int64, num_tokens)
         block_tables[:] = 0

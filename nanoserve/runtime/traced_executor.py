@@ -47,6 +47,7 @@ class RunTrace:
         self._file, self._began, self._tensor_parallel = file, began, tensor_parallel
         self._workers, self._scheduler = workers, scheduler
         self._in_flight: dict[int, tuple[int, float, StepPlan]] = {}  # by step: which track, since when, what
+        self._free: dict[int, float] = {}  # by rank: since when
 
     def on_submit(self, plan: StepPlan, now: float) -> None:
         """A plan goes to the workers."""
@@ -57,7 +58,10 @@ class RunTrace:
         self._file.counter(self._scheduler, "tokens of a micro-batch", now - self._began, tokens)
 
     def on_result(self, result: StepResult, now: float) -> None:
-        """Something became known: a plan's answers, or that it has none."""
+        """Something became known: a plan's answers, or that all that was in flight is lost."""
+        if result.lost is not None:
+            self._file.bar(Track(self._workers, "deaths"), result.lost, now - self._began, now - self._began)
+            self.forget_plans()
         if result.step not in self._in_flight:
             return
         track, since, plan = self._in_flight.pop(result.step)
@@ -70,12 +74,14 @@ class RunTrace:
     def forget_plans(self) -> None:
         """Nothing that is in flight will be answered."""
         self._in_flight.clear()
+        self._free.clear()
 
     def on_times(self, times: StageTimes) -> None:
         """A worker has done its part."""
         arguments = {"step": times.step, "tokens": times.tokens}
-        for name, start, end in bars_of(times):
+        for name, start, end in bars_of(times, free=self._free.get(times.rank, times.received)):
             self._file.bar(self._worker(times.rank), name, start - self._began, end - self._began, arguments)
+        self._free[times.rank] = times.sent
 
     def on_computed(self, result: StepResult, now: float) -> None:
         """What the only worker there is needed, which says no more than how long that was."""
@@ -95,13 +101,17 @@ def step_tokens(plan: StepPlan) -> tuple[int, int]:
     return decodes, sum(lengths) - decodes
 
 
-def bars_of(times: StageTimes) -> list[tuple[str, float, float]]:
-    """What a worker did for a plan, each with its beginning and its end; what took no time is left out."""
-    start = times.started
-    awaited = "wait for inputs" if times.prepared > times.arrived else "wait for activations"
+def bars_of(times: StageTimes, free: float) -> list[tuple[str, float, float]]:
+    """What a worker did for a plan, each with its beginning and its end; what took no time is left out.
+
+    Args:
+        free: when it was through with the plan before.
+    """
+    ready = max(free, times.prepared)
     bars = [
-        (awaited, times.began, start),
-        ("compute", start, times.computed),
+        ("wait for inputs", max(free, times.received), times.prepared),
+        ("wait for activations", min(max(times.began, ready), times.arrived), times.arrived),
+        ("compute", times.started, times.computed),
         ("send", times.computed, times.sent),
     ]
     return [(name, begin, end) for name, begin, end in bars if end > begin]

@@ -111,10 +111,10 @@ class Draft:
             or self._blocks.pool.free_blocks > self._kept_free
         )
 
-    def begin_host_tokens(self, ready: list[Sequence]) -> list[Sequence]:
-        """Asynchronous overlap: so many host sequences begin a token. Returns those for which there is room."""
-        ready = ready[: self.decision.host_decodes[0]]
-        return [sequence for sequence in ready if self._add_host_row(sequence, 0)]
+    def begin_host_tokens(self, ready: list[Sequence]) -> None:
+        """Asynchronous overlap: as many host sequences as decided begin a token, if there is room for it."""
+        for sequence in ready[: self.decision.host_decodes[0]]:
+            self._add_host_row(sequence, 0)
 
     def finish_host_tokens(self, under_way: Iterable[Sequence], ready: list[Sequence]) -> None:
         """Two sub-batches of host sequences, which have their token when the step ends: first those under way."""
@@ -126,10 +126,10 @@ class Draft:
         for sequence in ready[: first + second - len(self.host_rows)]:
             self._add_host_row(sequence, int(len(self.host_rows) >= first))
 
-    def _add_host_row(self, sequence: Sequence, sub_batch: int) -> bool:
-        """The next token of a ready host sequence; False if no room can be made for it."""
+    def _add_host_row(self, sequence: Sequence, sub_batch: int) -> None:
+        """The next token of a ready host sequence; it sits out if no room can be made for it."""
         if sequence.status is not _DECODE or not self._make_host_room(sequence):
-            return False
+            return
         start, length = sequence.computed, len(sequence.tokens)
         new_blocks = self._host.reserve(sequence, length)
         if not sequence.begun:
@@ -146,7 +146,6 @@ class Draft:
         )
         sequence.in_flight += 1
         sequence.computed = length
-        return True
 
     def _make_host_room(self, sequence: Sequence) -> bool:
         """As for the device: newer host sequences give way to older ones, newest first, and are computed again."""

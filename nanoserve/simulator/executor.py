@@ -41,6 +41,20 @@ class DummyModel:
         return DUMMY_TOKEN if row.start + len(row.tokens) < self._last[row.sequence] else END_TOKEN
 
 
+def work_of(rows: Iterable[Row], sum_up: Callable[[list[int], list[Chunk], int], StepWork]) -> StepWork:
+    """What rows amount to; the work of ``StepTimes`` sums up contexts of decodes, chunks and how many are sampled."""
+    contexts: list[int] = []
+    chunks: list[Chunk] = []
+    sampled = 0
+    for row in rows:
+        sampled += row.sample
+        if len(row.tokens) == 1:
+            contexts.append(row.start + 1)
+        else:
+            chunks.append((row.start, len(row.tokens)))
+    return sum_up(contexts, chunks, sampled)
+
+
 class SimulatedExecutor:
     """The Executor protocol in virtual time; nothing passes but what ``collect`` waits for.
 
@@ -106,16 +120,7 @@ class SimulatedExecutor:
             observer.on_step(self._now, plan, work, passages)
 
     def _work(self, rows: Iterable[Row]) -> StepWork:
-        contexts: list[int] = []
-        chunks: list[Chunk] = []
-        sampled = 0
-        for row in rows:
-            sampled += row.sample
-            if len(row.tokens) == 1:
-                contexts.append(row.start + 1)
-            else:
-                chunks.append((row.start, len(row.tokens)))
-        return self._times.work(contexts, chunks, sampled)
+        return work_of(rows, self._times.work)
 
     def collect(self, until: float | None) -> list[StepResult]:
         """Let time pass until the next plan leaves the pipeline or the next swap is over, at most until that moment.

@@ -8,7 +8,7 @@ from nanoserve.engine import Engine
 from nanoserve.request import Request
 from nanoserve.scheduler.plan import Answer, Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.driving import drive
+from nanoserve.simulator.driving import OnUpdates, drive
 from nanoserve.simulator.executor import SimulatedExecutor
 
 _TICKS_PER_SECOND = 2**20
@@ -22,7 +22,8 @@ class Record:
     Attributes:
         arrivals: requests, each with the time at which the engine took it in as its arrival time.
         plans: all plans.
-        submitted: when each was.
+        submitted: when each was, by step, as if making it took no time: when the engine last came from waiting.
+        handed_over: when each really was made, and handed to the executor, by step.
         results: by step.
         known: when each result was, by step.
     """
@@ -30,6 +31,7 @@ class Record:
     arrivals: list[Request] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
     submitted: dict[int, float] = field(default_factory=dict)
+    handed_over: dict[int, float] = field(default_factory=dict)
     results: dict[int, StepResult] = field(default_factory=dict)
     known: dict[int, float] = field(default_factory=dict)
 
@@ -56,6 +58,7 @@ class RecordingExecutor:
         """Note the plan and pass it on."""
         self.record.plans.append(plan)
         self.record.submitted[plan.step] = self._now
+        self.record.handed_over[plan.step] = self._executor.now()
         self._executor.submit(plan)
 
     def collect(self, until: float | None) -> list[StepResult]:
@@ -83,7 +86,11 @@ class RecordingExecutor:
 
 
 class _RecordedTimes:
-    """StepTimes of one stage that takes for each plan what it took then, in the order of the plans."""
+    """StepTimes of one stage that takes for each plan what it took then, in the order of the plans.
+
+    A pipeline of any depth is replayed as one stage with as many plans in flight: results come in the order of the
+    plans, so each keeps the stage busy from the result before it, or from its own submission, to its own result.
+    """
 
     num_stages = 1
 
@@ -113,12 +120,17 @@ class _RecordedTimes:
         return 0.0
 
 
-def record_run(engine: Engine, requests: Iterable[Request]) -> Record:
+def _ignore(now: float, updates: object) -> None:
+    """Nobody looks at the tokens."""
+
+
+def record_run(engine: Engine, requests: Iterable[Request], on_updates: OnUpdates = _ignore) -> Record:
     """Run requests to their ends on an engine, whose executor is wrapped, and return the record.
 
     Args:
-        engine: on any executor whose results come in the order of its plans.
+        engine: on any executor whose results come in the order of its plans, a pipeline's among them.
         requests: in order of arrival, on the executor's clock.
+        on_updates: is told what sequences gained, and when.
     """
     recorder = RecordingExecutor(engine.executor)
     engine.executor = recorder
@@ -126,7 +138,7 @@ def record_run(engine: Engine, requests: Iterable[Request]) -> Record:
     def admitted(now: float, request: Request) -> None:
         recorder.record.arrivals.append(replace(request, arrival_time=now))
 
-    drive(engine, requests, _ignore, admitted)
+    drive(engine, requests, on_updates, admitted)
     return recorder.record
 
 
@@ -157,7 +169,3 @@ def replay(record: Record, make_scheduler: Callable[[], Scheduler], *, vocab_siz
     executor = SimulatedExecutor(times, max_in_flight=scheduler.pipeline_depth, answer=answer)
     drive(Engine(scheduler, executor, vocab_size=vocab_size), record.arrivals, _ignore)
     return replayed
-
-
-def _ignore(now: float, updates: object) -> None:
-    """Nobody looks at the tokens."""

@@ -50,7 +50,7 @@ def test_the_floor_is_the_longer_of_reading_and_computing() -> None:
     cost = ModelCost(dummy_config("smollm2-135m"), 4)
     decode = StepShape(sequences=1, tokens=1, decoding=1, sampled=1, context=10, attended=10)
     prefill = StepShape(sequences=1, tokens=1000, decoding=0, sampled=1, context=1000, attended=500_500)
-    limits = Limits(read_bytes_per_second=1e9, operations_per_second=1e11)
+    limits = Limits(bytes_per_second=1e9, operations_per_second=1e11)
     assert cost.floor_seconds(decode, limits) == cost.step_bytes(decode) / 1e9
     assert cost.floor_seconds(prefill, limits) == cost.step_operations(prefill) / 1e11
 

@@ -69,9 +69,9 @@ def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_limits_are_the_best_ever_seen(tmp_path: Path) -> None:
     path, probe = tmp_path / "cache" / "limits.json", BandwidthProbe(2**20)
     first = machine_limits(torch.float32, probe, path)
-    path.write_text(path.read_text().replace(repr(first.read_bytes_per_second), "9e15"))
+    path.write_text(path.read_text().replace(repr(first.bytes_per_second), "9e15"))
     again = machine_limits(torch.float32, probe, path)
-    assert again.read_bytes_per_second == 9e15
+    assert again.bytes_per_second == 9e15
     assert again.operations_per_second >= first.operations_per_second
 
 
@@ -87,14 +87,14 @@ class SlowAtFirst:
 
 def test_one_quiet_look_is_enough(tmp_path: Path) -> None:
     probe: Any = SlowAtFirst(3e9, 9e9, 1e9, 2e9)
-    assert machine_limits(torch.float32, probe, tmp_path / "limits.json").read_bytes_per_second == 9e9
+    assert machine_limits(torch.float32, probe, tmp_path / "limits.json").bytes_per_second == 9e9
 
 
 def test_a_busy_first_run_is_replaced_by_a_quiet_one_and_not_the_other_way_round(tmp_path: Path) -> None:
     found = []
     for level in (3e9, 9e9, 4e9):
         probe: Any = SlowAtFirst(*[level] * 4)
-        found.append(machine_limits(torch.float32, probe, tmp_path / "limits.json").read_bytes_per_second)
+        found.append(machine_limits(torch.float32, probe, tmp_path / "limits.json").bytes_per_second)
     assert found == [3e9, 9e9, 9e9]
 
 

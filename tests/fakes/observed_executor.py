@@ -15,7 +15,7 @@ def dummy_answers(plan: StepPlan) -> tuple[Answer, ...]:
 
 
 class ObservedExecutor(SimulatedExecutor):
-    """In virtual time, which begins at ``began``; every worker is told of a plan and prepares it in no time.
+    """In virtual time, which begins at ``began``; all workers prepare a plan at the same time, one after the other.
 
     Args:
         times, runtime, answer: as SimulatedExecutor takes them; rows are answered with tokens that mean nothing.
@@ -34,15 +34,16 @@ class ObservedExecutor(SimulatedExecutor):
         self._began = began
         self._taken: list[StageTimes] = []
         self._free = [0.0] * times.num_stages
+        self._prepared = 0.0
         self._step_times = times
 
     def on_step(self, now: float, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
         """A plan enters the pipeline: what becomes of it is known at once."""
         arrived = now
+        self._prepared = max(self._prepared, now) + self._step_times.host_seconds(work)
         for stage, passage in enumerate(passages):
-            prepared = now + self._step_times.host_seconds(work)
             began = max(self._free[stage], now)
-            moments = (now, prepared, began, max(arrived, began), passage.end, passage.end)
+            moments = (now, self._prepared, began, max(arrived, began), passage.end, passage.end)
             times = [self._began + moment for moment in moments]
             self._taken.append(StageTimes(plan.step, stage, work.tokens, *times))
             self._free[stage] = passage.end

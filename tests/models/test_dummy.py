@@ -11,6 +11,8 @@ from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dummy import make_dummy_model
 from nanoserve.models.shapes import SHAPES, dummy_config
+from nanoserve.models.shards import make_shards
+from tests.models.thread_ranks import ThreadGroup
 
 # Published sizes, in millions of parameters.
 PUBLISHED_MILLIONS = {
@@ -57,6 +59,21 @@ def test_dummy_weights_are_the_same_every_time_and_finite(tmp_path: Path) -> Non
     logits = first.compute_logits(first(torch.arange(5), torch.arange(5), attention))
     assert logits.isfinite().all()
     assert logits.std() > 0
+
+
+@pytest.mark.parametrize(("pipeline_parallel", "tensor_parallel"), [(2, 1), (1, 2), (2, 2)])
+def test_a_shard_has_the_weights_of_the_whole(pipeline_parallel: int, tensor_parallel: int, tmp_path: Path) -> None:
+    spec = tiny_config(tmp_path)
+    whole, config = make_dummy_model(spec, "fp32")
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    heads = whole.layers[1].qkv.weight.split((query, key, key))
+    layouts = {"pipeline_parallel": pipeline_parallel, "tensor_parallel": tensor_parallel}
+    for shard in make_shards(config, **layouts)[-tensor_parallel:]:
+        last, _ = make_dummy_model(spec, "fp32", shard=shard, group=ThreadGroup.alone())
+        mine = torch.cat([matrix.chunk(tensor_parallel)[shard.rank] for matrix in heads])
+        assert torch.equal(last.layers[-1].qkv.weight, mine)
+        assert torch.equal(last.layers[-1].output.weight, whole.layers[1].output.weight[:, shard.share(query)])
+        assert torch.equal(last.lm_head.weight, whole.embedding.weight[shard.share(config.vocab_size)])
 
 
 def test_an_unknown_shape_lists_the_known_ones(tmp_path: Path) -> None:

@@ -80,12 +80,15 @@ def test_an_engine_says_so_before_it_loads_anything(monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------------------------------ what the operators take
 
 
-def model_refusal(monkeypatch: pytest.MonkeyPatch, *, head_dim: int = 64, block_size: int = 16) -> set[str]:
+def model_refusal(
+    monkeypatch: pytest.MonkeyPatch, *, head_dim: int = 64, block_size: int = 16, group: int = 2
+) -> set[str]:
     pretend(monkeypatch, gpus=1)
     refusals = set()
+    model = replace(small_config(), head_dim=head_dim, num_heads=2 * group)
     for dtype in ("auto", "bf16", "fp16", "fp32"):
         try:
-            check_model(GPU, replace(small_config(), head_dim=head_dim), dtype, block_size)
+            check_model(GPU, model, dtype, block_size)
         except UsageError as error:
             refusals.add(str(error))
     return refusals
@@ -94,7 +97,8 @@ def model_refusal(monkeypatch: pytest.MonkeyPatch, *, head_dim: int = 64, block_
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_usual_models_run(monkeypatch: pytest.MonkeyPatch, head_dim: int, block_size: int) -> None:
-    assert model_refusal(monkeypatch, head_dim=head_dim, block_size=block_size) == set()
+    for group in (1, 7, 16):
+        assert model_refusal(monkeypatch, head_dim=head_dim, block_size=block_size, group=group) == set()
 
 
 def test_models_that_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +108,8 @@ def test_models_that_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     (blocks,) = model_refusal(monkeypatch, block_size=24)
     assert blocks.startswith("--device cuda:0: attention on a GPU knows no block_size 24, only 16, 32;")
+    (groups,) = model_refusal(monkeypatch, group=17)
+    assert groups.startswith("--device cuda:0: attention on a GPU takes at most 16 query heads for each key-value head")
 
 
 # ------------------------------------------------------------------------------------------------- Triton's cache

@@ -61,6 +61,23 @@ def test_closed_means_closed() -> None:
         executor.collect(None)
 
 
+def test_a_gpu_that_takes_no_memory_back_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocator raises after a recording that failed; the error that closes the engine is another one."""
+    refused = []
+
+    def refuse() -> None:
+        refused.append(True)
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    monkeypatch.setattr("torch.cuda.empty_cache", refuse)
+    executor = make_executor()
+    monkeypatch.setattr(executor, "_device", torch.device("cuda"))
+    executor.close()
+    assert refused
+    with pytest.raises(RuntimeError, match="closed"):
+        executor.submit(first_plan(0))
+
+
 def test_a_cache_beyond_all_memory_is_one_clear_line() -> None:
     with pytest.raises(RuntimeFailure, match=r"out of memory on cpu: a KV cache of .* GiB .* lower --kv-cache-memory$"):
         make_executor(num_blocks=2**38)

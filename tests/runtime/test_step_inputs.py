@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanoserve.runtime.staging import Staging
-from nanoserve.runtime.step_inputs import BlockTable, InputBuilder
+from nanoserve.runtime.step_inputs import BlockTable, InputBuilder, row_ends
 from nanoserve.scheduler.plan import Row
 
 BLOCK_SIZE = 4
@@ -31,8 +31,8 @@ def test_inputs_equal_a_loop_over_tokens(rows: list[Row]) -> None:
         table_of([(place + 1) * 1000 + block for block in range((each.start + len(each.tokens) + 3) // BLOCK_SIZE)])
         for place, each in enumerate(rows)
     ]
-    builder.stage(rows[::-1], tables[::-1], staging)  # an earlier step leaves nothing behind
-    staged = builder.stage(rows, tables, staging)
+    builder.stage(rows[::-1], row_ends(rows[::-1]), tables[::-1], staging)  # an earlier step leaves nothing behind
+    staged = builder.stage(rows, row_ends(rows), tables, staging)
     staging.transfer()
     inputs = staged.tensors()
     expected = [

@@ -12,7 +12,7 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.request import Request, SamplingParams
 from nanoserve.runtime.stage_times import StageTimes
-from nanoserve.runtime.traced_executor import TracedExecutor, bars_of
+from nanoserve.runtime.traced_executor import RunTrace, TracedExecutor, bars_of
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
@@ -75,11 +75,26 @@ def test_one_process_has_a_track_of_what_it_computed(tmp_path: Path) -> None:
     assert [bar["dur"] for bar in tracks["stage 0"]] == [1e6] * len(tracks["micro-batch 0"])
 
 
-def test_waiting_is_named_after_what_came_last() -> None:
-    inputs = StageTimes(0, 1, 5, received=1.0, prepared=4.0, began=2.0, arrived=3.0, computed=6.0, sent=6.5)
-    assert bars_of(inputs) == [("wait for inputs", 2.0, 4.0), ("compute", 4.0, 6.0), ("send", 6.0, 6.5)]
-    activations = StageTimes(0, 1, 5, received=1.0, prepared=1.5, began=2.0, arrived=3.0, computed=6.0, sent=6.0)
-    assert bars_of(activations) == [("wait for activations", 2.0, 3.0), ("compute", 3.0, 6.0)]
+def test_waiting_is_named_after_what_is_waited_for() -> None:
+    times = StageTimes(0, 1, 5, received=1.0, prepared=4.0, began=4.1, arrived=5.0, computed=6.0, sent=6.5)
+    computed = [("compute", 5.0, 6.0), ("send", 6.0, 6.5)]
+    activations = ("wait for activations", 4.1, 5.0)
+    assert bars_of(times, free=0.5) == [("wait for inputs", 1.0, 4.0), activations, *computed]
+    assert bars_of(times, free=3.0) == [("wait for inputs", 3.0, 4.0), activations, *computed]
+    assert bars_of(times, free=4.05) == [activations, *computed]
+
+
+def test_a_loss_is_shown_and_frees_the_tracks(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with ChromeTraceFile(path) as file:
+        trace = RunTrace(file, 1.0)
+        trace.on_submit(StepPlan(0), 1.0)
+        trace.on_result(StepResult(None, lost="worker 1 was killed"), 2.0)
+        trace.on_submit(StepPlan(1), 3.0)
+        trace.on_result(StepResult(1), 4.0)
+    tracks = _tracks(json.loads(path.read_text()))
+    assert [(bar["name"], bar["ts"]) for bar in tracks["deaths"]] == [("worker 1 was killed", 1e6)]
+    assert [bar["args"]["step"] for bar in tracks["micro-batch 0"]] == [1]
 
 
 def test_a_killed_run_leaves_what_was_known(tmp_path: Path) -> None:

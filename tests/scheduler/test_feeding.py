@@ -121,9 +121,22 @@ def test_a_victim_in_flight_is_not_planned_ahead_and_gives_way_with_its_answer()
     ]
 
 
-def test_one_that_is_to_be_preempted_is_not_planned_ahead() -> None:
-    engine = make_engine()
-    engine.add(request("r", 1, 2, 3))
+def test_a_prompt_whose_chunk_is_in_flight_gives_way_before_its_next_one() -> None:
+    prompts = [Prompt((1,), 6), Prompt((2,) * 4, 2, at=1)]
+    plans = play(ChunkedPrefill(2), prompts, num_blocks=4, feeds_tokens=True)
+    assert plans[plans.index("step 3:") :][:5] == [
+        "step 3:",
+        "  0 at 3: fed *",
+        "  1 at 2: 2 +[3]",
+        "step 4: end 1",  # planned when step 3 has ended: 0 needed a block, and 1 had room for its last token
+        "  0 at 4: 104 +[3] *",
+    ]
+
+
+@pytest.mark.parametrize("length", [3, 16])
+def test_a_decode_or_a_prompt_that_is_to_be_preempted_is_not_planned_ahead(length: int) -> None:
+    engine = make_engine(budget=4)
+    engine.add(request("r", *[7] * length))
     step_until_two_are_in_flight(engine)
     engine.step()
     (sequence,) = engine.scheduler.running

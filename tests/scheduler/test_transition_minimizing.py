@@ -101,6 +101,14 @@ def test_who_decodes_on_when_turning_back_would_gain_nothing() -> None:
     assert SEESAW.decide(small_pool).layout == DECODE
 
 
+def test_a_pool_smaller_than_the_device_brings_fewer_back() -> None:
+    # The pool of 60 blocks holds B = 6: T(6) = 4 * 1.96 = 7.84, so a step wastes 7.2 - 7.84 / 1.2 = 0.67 s, not 2.0.
+    predictor = LinearPredictor(swap_token=0.1, transition=20.0)
+    load = replace(decoding(BACKLOG, 5), predictor=predictor, host_blocks=60, host_free_blocks=60)
+    layouts = [SEESAW.decide(replace(load, longest_remaining=steps)).layout for steps in (299, 301)]
+    assert layouts == [DECODE, PREFILL]
+
+
 def test_a_transition_under_way_is_carried_through() -> None:
     turning = replace(pooled(decoding(BACKLOG, 3), 2), previous=Decision(0, 0, layout=PREFILL), moving=2)
     assert SEESAW.decide(turning) == Decision(0, 0, layout=PREFILL)

@@ -71,3 +71,8 @@ def test_sizes_of_groups_stay_on_the_gpu() -> None:
         assert gpu.multiply_in_groups(*fakes).shape == (6, HIDDEN)
         with pytest.raises(DynamicOutputShapeException):
             share_out(*fakes)
+
+
+def test_torch_accepts_it_for_tracing() -> None:
+    """Schema, fake kernel and functionalization are consistent, as torch.compile relies on."""
+    torch.library.opcheck(torch.ops.nanoserve.sparse_experts.default, mixture(6, 4, 2, torch.float32))

@@ -6,8 +6,10 @@ from triton_ops.gpu.configurations import (
     ATTENTION,
     BLOCK_SIZES,
     HEAD_DIMS,
+    LARGEST_GROUP,
     MOST_SPLITS,
     DecodeConfiguration,
+    ProgramShape,
     UnsupportedByGpu,
     attention_configuration,
     num_splits,
@@ -16,6 +18,7 @@ from triton_ops.gpu.kernels import attention
 from triton_ops.gpu.variants import attention_variants
 
 GENERATIONS = (8, 9, 10)
+USUAL = ProgramShape(head_dim=128, block_size=16, group=4)
 
 
 def test_every_generation_has_every_shape_in_whole_blocks() -> None:
@@ -28,18 +31,22 @@ def test_every_generation_has_every_shape_in_whole_blocks() -> None:
             assert prefill.keys_per_tile % block_size == 0
 
 
+def test_a_tile_of_longer_rows_holds_every_group_that_is_taken() -> None:
+    assert all(entry.prefill.rows_per_tile >= LARGEST_GROUP for entry in ATTENTION.values())
+
+
 def test_16_bit_tiles_of_longer_rows_fill_the_matrix_units_of_a_warp_group() -> None:
     assert all(entry.prefill.rows_per_tile >= 64 for (_, width, _), entry in ATTENTION.items() if width == 2)
 
 
 @pytest.mark.parametrize(("generation", "line"), [(8, 8), (9, 9), (10, 10), (11, 10), (12, 8), (13, 8)])
 def test_a_generation_without_a_line_takes_one_that_it_can_run(generation: int, line: int) -> None:
-    assert attention_configuration(generation, 2, 128, 16) is ATTENTION[line, 2, 128]
+    assert attention_configuration(generation, 2, USUAL) is ATTENTION[line, 2, 128]
 
 
 def test_a_gpu_that_is_too_old_is_refused() -> None:
     with pytest.raises(UnsupportedByGpu, match=r"compute capability 8\.0 or newer, this one has 7\.x"):
-        attention_configuration(7, 2, 128, 16)
+        attention_configuration(7, 2, USUAL)
 
 
 DECODE = DecodeConfiguration(

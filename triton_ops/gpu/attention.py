@@ -10,9 +10,9 @@ from torch import Tensor
 from triton_ops.gpu.configurations import (
     REDUCTION_WARPS,
     AttentionConfiguration,
-    AttentionShape,
     DecodeConfiguration,
     PrefillConfiguration,
+    ProgramShape,
     UnsupportedByGpu,
     attention_configuration,
     decode_constants,
@@ -45,7 +45,7 @@ def paged_attention(
     gpu = gpu_of(query.device)
     _check(out, query, key_cache, value_cache, scale)
     attend(
-        attention_configuration(gpu.generation, query.element_size(), query.shape[2], key_cache.shape[2]),
+        attention_configuration(gpu.generation, query.element_size(), _program_shape(query, key_cache)),
         gpu.multiprocessors,
         (out, query, key_cache, value_cache, block_tables, query_starts, context_lengths),
         scale=scale,
@@ -88,10 +88,10 @@ class _Launch:
         self.context_lengths = tensors[-1]
         self.scale = scale
         self.sliding_window = sliding_window
-        self.num_tokens, self.num_heads, head_dim = self.query.shape
-        _, self.num_kv_heads, block_size, _ = self.key_cache.shape
+        self.num_tokens, self.num_heads, _ = self.query.shape
+        self.num_kv_heads = self.key_cache.shape[1]
         self.num_rows = self.query_starts.shape[0] - 1
-        self.shape = AttentionShape(head_dim, block_size, self.num_heads // self.num_kv_heads)
+        self.shape = _program_shape(self.query, self.key_cache)
         self.strides = (
             self.out.stride(0),
             *self.query.stride()[:2],
@@ -162,6 +162,11 @@ class _Launch:
                 **reduction_constants(self.shape.head_dim, splits),
                 num_warps=REDUCTION_WARPS,
             )
+
+
+def _program_shape(query: Tensor, key_cache: Tensor) -> ProgramShape:
+    _, num_kv_heads, block_size, head_dim = key_cache.shape
+    return ProgramShape(head_dim, block_size, query.shape[1] // num_kv_heads)
 
 
 def _check(out: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> None:

@@ -14,6 +14,9 @@ LATEST_WITH_LARGE_SHARED_MEMORY = 11
 
 HEAD_DIMS = (32, 64, 80, 128, 256)
 BLOCK_SIZES = (16, 32)
+LARGEST_GROUP = 16
+"""Query heads of one key-value head. The matrix units take at least 16 rows: every group up to this fits into a tile of
+a single token. Larger groups would need tiles whose values do not fit into registers with the configurations below."""
 MOST_SPLITS = 64
 REDUCTION_WARPS = 4
 
@@ -39,7 +42,7 @@ class DecodeConfiguration:
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfiguration:
-    """Rows of more tokens: `rows_per_tile` counts queries times the heads of a group."""
+    """Rows of more tokens: `rows_per_tile` counts queries times the heads of a group, LARGEST_GROUP or more."""
 
     rows_per_tile: int
     keys_per_tile: int
@@ -56,7 +59,7 @@ class AttentionConfiguration:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionShape:
+class ProgramShape:
     """What the programs are compiled for besides their configuration. `group`: query heads per key-value head."""
 
     head_dim: int
@@ -98,21 +101,27 @@ ATTENTION: dict[tuple[int, int, int], AttentionConfiguration] = {
 
 
 @cache
-def attention_configuration(generation: int, width: int, head_dim: int, block_size: int) -> AttentionConfiguration:
-    """What to run paged attention with; `width` in bytes. Raises UnsupportedByGpu."""
+def attention_configuration(generation: int, width: int, shape: ProgramShape) -> AttentionConfiguration:
+    """What to run paged attention with; `width` of a number in bytes. Raises UnsupportedByGpu."""
     if generation < OLDEST_GENERATION:
         raise UnsupportedByGpu(
             f"attention needs a GPU of compute capability {OLDEST_GENERATION}.0 or newer, this one has {generation}.x; "
             "use another device"
         )
-    for name, value, supported in (("head_dim", head_dim, HEAD_DIMS), ("block_size", block_size, BLOCK_SIZES)):
+    known = (("head_dim", shape.head_dim, HEAD_DIMS), ("block_size", shape.block_size, BLOCK_SIZES))
+    for name, value, supported in known:
         if value not in supported:
             choices = ", ".join(map(str, supported))
             raise UnsupportedByGpu(
                 f"attention on a GPU knows no {name} {value}, only {choices}; use another or the CPU"
             )
+    if shape.group > LARGEST_GROUP:
+        raise UnsupportedByGpu(
+            f"attention on a GPU takes at most {LARGEST_GROUP} query heads for each key-value head, not {shape.group}; "
+            "use another model or the CPU"
+        )
     line = min(generation, 10) if generation <= LATEST_WITH_LARGE_SHARED_MEMORY else OLDEST_GENERATION
-    return ATTENTION[line, width, head_dim]
+    return ATTENTION[line, width, shape.head_dim]
 
 
 def num_splits(
@@ -127,13 +136,12 @@ def num_splits(
 
 
 def decode_constants(
-    configuration: DecodeConfiguration, shape: AttentionShape, *, slides: bool, splits: bool
+    configuration: DecodeConfiguration, shape: ProgramShape, *, slides: bool, splits: bool
 ) -> dict[str, int]:
     """What `attend_single_tokens` is compiled for."""
     return {
         **_shape_constants(shape),
-        # The matrix units take at least 16 rows.
-        "TILE_ROWS": power_of_two(max(16, shape.group)),
+        "TILE_ROWS": LARGEST_GROUP,
         "KEYS_PER_TILE": configuration.keys_per_tile,
         "KEYS_PER_SPLIT": configuration.keys_per_split,
         "SLIDES": slides,
@@ -150,17 +158,17 @@ def reduction_constants(head_dim: int, splits: int) -> dict[str, int]:
     }
 
 
-def prefill_constants(configuration: PrefillConfiguration, shape: AttentionShape, *, slides: bool) -> dict[str, int]:
+def prefill_constants(configuration: PrefillConfiguration, shape: ProgramShape, *, slides: bool) -> dict[str, int]:
     """What `attend_longer_rows` is compiled for."""
     return {
         **_shape_constants(shape),
-        "TILE_ROWS": power_of_two(max(configuration.rows_per_tile, shape.group)),
+        "TILE_ROWS": configuration.rows_per_tile,
         "KEYS_PER_TILE": configuration.keys_per_tile,
         "SLIDES": slides,
     }
 
 
-def _shape_constants(shape: AttentionShape) -> dict[str, int]:
+def _shape_constants(shape: ProgramShape) -> dict[str, int]:
     return {
         "BLOCK_SIZE": shape.block_size,
         "HEAD_DIM": shape.head_dim,

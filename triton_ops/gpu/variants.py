@@ -12,7 +12,7 @@ from triton_ops.gpu.configurations import (
     MOST_SPLITS,
     REDUCTION_WARPS,
     AttentionConfiguration,
-    AttentionShape,
+    ProgramShape,
     decode_constants,
     prefill_constants,
     reduction_constants,
@@ -20,7 +20,7 @@ from triton_ops.gpu.configurations import (
 
 BLOCK_SIZE = 16
 GROUP = 4
-"""Query heads per key-value head; up to 16 fit in the same tile of a single token."""
+"""Query heads per key-value head; all that are taken fit in the same tile of a single token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,11 @@ def attention_variants(generation: int) -> Iterator[Variant]:
     """Paged attention in the configurations of one generation: 8, 9 or 10 of the table."""
     for (line, width, head_dim), configuration in ATTENTION.items():
         if line == generation:
-            shape = AttentionShape(head_dim, BLOCK_SIZE, GROUP)
+            shape = ProgramShape(head_dim, BLOCK_SIZE, GROUP)
             yield from _attention_variants(configuration, shape, "fp32" if width == 4 else "bf16")
 
 
-def _attention_variants(configuration: AttentionConfiguration, shape: AttentionShape, dtype: str) -> Iterator[Variant]:
+def _attention_variants(configuration: AttentionConfiguration, shape: ProgramShape, dtype: str) -> Iterator[Variant]:
     tensors = dict.fromkeys(("out", "query", "key_cache", "value_cache"), f"*{dtype}")
     numbers = {"scale": "fp32", "sliding_window": "i32", "table_stride": "i32", **dict.fromkeys(_STRIDES, "i32")}
     aligned = frozenset({*tensors, *_PARTIAL, *_STRIDES})

@@ -47,7 +47,7 @@ def _check_graphs(shelf: EngineShelf, family: str) -> dict[str, Any]:
         return fields
     # Experts in float32 wait to learn how many tokens each gets: such steps are compiled, and cannot be captured.
     as_meant = facts.graphs > 0 or FAMILIES[family]["model_type"] in SPARSE
-    return fields | {"graphs": facts.graphs, "ok": fields["ok"] and as_meant}
+    return _as_meant(fields, "" if as_meant else "no decode step was captured") | {"graphs": facts.graphs}
 
 
 def _check_overlap(shelf: EngineShelf, family: str) -> dict[str, Any]:
@@ -56,7 +56,13 @@ def _check_overlap(shelf: EngineShelf, family: str) -> dict[str, Any]:
     overlapped = _generate(shelf, settings, overlapped=True)
     fields, engine = same_tokens("overlapped against plain", overlapped, plain), shelf.get(settings)
     as_meant = engine.overlaps or engine.llm.gpu is None  # a CPU has nothing to gain by it
-    return fields | {"in_flight": engine.llm.engine.executor.max_in_flight, "ok": fields["ok"] and as_meant}
+    in_flight = engine.llm.engine.executor.max_in_flight
+    return _as_meant(fields, "" if as_meant else "steps were not overlapped") | {"in_flight": in_flight}
+
+
+def _as_meant(fields: dict[str, Any], problem: str) -> dict[str, Any]:
+    """The same tokens prove nothing if what was to be checked did not run."""
+    return fields | {"ok": False, "problem": problem} if problem else fields
 
 
 def _generate(shelf: EngineShelf, settings: EngineSettings, *, overlapped: bool) -> Tokens:

@@ -1,6 +1,5 @@
 """Opening engines on the device, one at a time, for the cases that share them."""
 
-import gc
 import json
 import tempfile
 from collections.abc import Mapping
@@ -9,7 +8,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
-import torch
 
 from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.gpu.setting import Setting
@@ -87,9 +85,7 @@ class EngineShelf:
         if self._open is not None:
             self._open.llm.close()
             self._open = None
-        gc.collect()
-        if self._setting.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._setting.give_back()
 
     def __enter__(self) -> Self:
         return self

@@ -25,7 +25,7 @@ def measure_limits(setting: Setting) -> Limits:
     routes = {"copy": lambda: target.copy_(source), "product": lambda: factor @ factor}
     times = take_turns(routes, make_clock(setting), dry_run=setting.dry_run)
     return Limits(
-        read_bytes_per_second=2 * copied / (times["copy"].low / 1e6),
+        bytes_per_second=2 * copied / (times["copy"].low / 1e6),
         operations_per_second=2 * size**3 / (times["product"].low / 1e6),
     )
 
@@ -33,6 +33,6 @@ def measure_limits(setting: Setting) -> Limits:
 def limit_fields(limits: Limits) -> dict[str, Any]:
     """The limits in a report's units: 10^9 bytes and 10^12 operations per second."""
     return {
-        "copy_gb_per_s": limits.read_bytes_per_second / 1e9,
+        "copy_gb_per_s": limits.bytes_per_second / 1e9,
         "matmul_tflops": limits.operations_per_second / 1e12,
     }

@@ -8,6 +8,15 @@ from nanoserve.benchmarks.gpu.targets import TARGET_DEVICE, outcomes
 
 _NOTHING = ""
 _FAILED = ("error", "skipped")
+_DIFFERENCES = (
+    "unwanted_nans",
+    "largest_difference",
+    "median_difference",
+    "tolerance",
+    "different_requests",
+    "different_rows",
+)
+"""What a row of a failed check may tell."""
 
 
 def to_markdown(results: Document) -> str:
@@ -40,6 +49,9 @@ def _head(results: Document) -> Iterator[str]:
     unfinished = [name for name, part in results["parts"].items() if not part["complete"]]
     if unfinished:
         yield f"Interrupted, and not complete: {', '.join(unfinished)}."
+    notes = [f"* {note}" for part in results["parts"].values() for note in part.get("notes", ())]
+    if notes:
+        yield "\n".join(notes)
 
 
 def _correctness(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -76,8 +88,9 @@ def _worst(rows: Iterable[Mapping[str, Any]]) -> str:
 def _complaint(row: Mapping[str, Any]) -> str:
     if "error" in row:
         return str(row["error"])
-    fields = ("unwanted_nans", "largest_difference", "median_difference", "tolerance", "different_requests")
-    return ", ".join(f"{name.replace('_', ' ')} {row[name]}" for name in fields if row.get(name) not in (None, 0, []))
+    names = [name for name in _DIFFERENCES if row.get(name) not in (None, 0, [])]
+    told = [f"{name.replace('_', ' ')} {row[name]}" for name in names]
+    return ", ".join([*told, row["problem"]] if row.get("problem") else told)
 
 
 def _limits(part: Mapping[str, Any]) -> str:

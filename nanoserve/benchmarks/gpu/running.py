@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanoserve.benchmarks.gpu.results import (
@@ -21,16 +22,33 @@ from nanoserve.benchmarks.report import read_report
 from nanoserve.errors import RuntimeFailure, UsageError
 
 BUDGETS: Mapping[str, float] = {"correctness": 130.0, "kernels": 70.0, "engine": 230.0, TUNING: 480.0}
-"""Seconds of each part; without tuning, together less than eight minutes. A case that has begun may end."""
+"""Seconds of each part; without tuning, and with every part's overtime, together less than eight minutes."""
 CASE_SECONDS = 200.0
 """The longest that one case may take before its process is ended: compilers and other engines need most of it."""
-OVERTIME_SECONDS = 60.0
+OVERTIME_SECONDS = 15.0
 """The longest that a case may go on behind the end of its part's budget."""
 _POLL_SECONDS = 0.2
 _FAREWELL_SECONDS = 20.0
 
 Command = Callable[[str, float], Sequence[str]]
 """The words that measure a part within so many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How a measuring process ended.
+
+    Attributes:
+        code: None if it was ended because it took too long.
+        case: that was being measured; None if there was none.
+        seconds: since that case began.
+        cut_off: ended because the budget was spent, before the case took too long by itself.
+    """
+
+    code: int | None
+    case: str | None
+    seconds: float = 0.0
+    cut_off: bool = False
 
 
 def worker_command(directory: Path, *, dry_run: bool) -> Command:
@@ -67,7 +85,9 @@ class PartRunner:
         """
         for part in parts:
             # Refused before anything is measured; and what an interrupted run was at is no longer going on.
-            open_part(self._directory, part, self._settings).put("running", None)
+            report = open_part(self._directory, part, self._settings)
+            report.put("running", None)
+            report.put("notes", [])
         failures = []
         try:
             for part in parts:
@@ -86,28 +106,32 @@ class PartRunner:
         offline = {**os.environ, "HF_HUB_OFFLINE": "1"}  # or transformers asks a hub for kernels, again and again
         while True:
             left = max(0.0, deadline - time.monotonic())
-            until = time.monotonic() + left + OVERTIME_SECONDS
-            code = self._watch(part, subprocess.Popen(self._command(part, left), env=offline), until)
-            if code == EXIT_OK:
+            process = subprocess.Popen(self._command(part, left), env=offline)
+            ending = self._watch(part, process, deadline + OVERTIME_SECONDS)
+            if ending.code == EXIT_OK:
                 return
-            if code == UsageError.exit_code:
+            if ending.code == UsageError.exit_code:
                 raise UsageError(f"{part} was refused (see the line above)")
-            if code == EXIT_INTERRUPTED:
+            if ending.code == EXIT_INTERRUPTED:
                 raise KeyboardInterrupt
-            if not self._blame(part, code) and code != EXIT_DEVICE_LOST:
-                ended = "took too long" if code is None else f"ended with exit code {code}"
+            if ending.case is None and ending.code != EXIT_DEVICE_LOST:
+                ended = "took too long" if ending.code is None else f"ended with exit code {ending.code}"
                 raise RuntimeFailure(f"{part}: the measuring process {ended} outside of any case")
+            self._take_note(part, ending)
 
-    def _watch(self, part: str, process: "subprocess.Popen[bytes]", until: float) -> int | None:
-        """The exit code; None if a case took too long and the process was ended."""
+    def _watch(self, part: str, process: "subprocess.Popen[bytes]", until: float) -> _Ending:
+        """Wait for its end, and bring it about if a case takes too long, or goes on after `until`."""
         case, began = self._running(part), time.monotonic()
         try:
             while (code := _ended(process, _POLL_SECONDS)) is None:
-                if (now_running := self._running(part)) != case:
-                    case, began = now_running, time.monotonic()
-                elif time.monotonic() > min(until, began + self._case_seconds):
-                    return None
-            return code
+                now, now_running = time.monotonic(), self._running(part)
+                if now_running != case:
+                    case, began = now_running, now
+                elif now > began + self._case_seconds:
+                    return _Ending(None, case, now - began)
+                elif case is not None and now > until:  # what has not begun yet, or is putting away, is no case
+                    return _Ending(None, case, now - began, cut_off=True)
+            return _Ending(code, self._running(part))
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
             _ended(process, _FAREWELL_SECONDS)
@@ -117,19 +141,25 @@ class PartRunner:
             process.wait()
 
     def _running(self, part: str) -> str | None:
+        """The case that has begun and has no row."""
         path = part_file(self._directory, part)
-        name = read_report(path).get("running") if path.exists() else None
-        return name if isinstance(name, str) else None
+        report = read_report(path) if path.exists() else {}
+        name = report.get("running")
+        return name if isinstance(name, str) and all(row["case"] != name for row in report["rows"]) else None
 
-    def _blame(self, part: str, code: int | None) -> bool:
-        """Write the row of the case in which the process ended; False if there was none."""
+    def _take_note(self, part: str, ending: _Ending) -> None:
+        """Of the case in which a process ended: a row, or where the budget cut it off, no more than a remark.
+
+        A new process calls what was cut off skipped, like all that is left then, and another run measures it.
+        """
+        case = self._running(part)  # None if it had its row a moment before the process was ended
         report = open_part(self._directory, part, self._settings)
-        case = self._running(part)
-        if case is None or any(row["case"] == case for row in report.rows):
-            return False
-        ended = "was ended: it took too long" if code is None else f"died (exit code {code})"
-        report.add({"case": case, "error": f"its process {ended}"})
-        return True
+        if case is not None and ending.cut_off:
+            report.note(f"{case}: cut off after {ending.seconds:.0f} s, as the time budget was spent")
+        elif case is not None:
+            ended = "was ended: it took too long" if ending.code is None else f"died (exit code {ending.code})"
+            report.add({"case": case, "error": f"its process {ended}"})
+        report.put("running", None)
 
 
 def _ended(process: "subprocess.Popen[bytes]", seconds: float) -> int | None:

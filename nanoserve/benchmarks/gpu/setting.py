@@ -1,15 +1,15 @@
 """Where the measurements run, and whether they are meant."""
 
+import gc
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from nanoserve.errors import UsageError
-from nanoserve.runtime.devices import use_writable_triton_cache
-from triton_ops.gpu.configurations import OLDEST_GENERATION
+from nanoserve.runtime.devices import check_cuda, usable_gpu, use_writable_triton_cache
 
 DRY_RUN_DEVICE = "no GPU (dry run on the CPU)"
+_ASKED, _INSTEAD = "bench gpu", "try it on the CPU with --dry-run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,18 @@ class Setting:
         """Wait until the device has done everything; raises torch's error if it failed at that."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def give_back(self) -> bool:
+        """Give memory that torch keeps for nothing back to the device; False if the device, or what is left of torch
+        after an error, cannot even do that: only a new process can go on then."""
+        try:
+            self.synchronize()
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        except RuntimeError:  # a kernel's error stays until the process ends, as does an allocator's failed recording
+            return False
+        return True
 
     def facts(self) -> dict[str, Any]:
         """What the device is, for the head of a report."""
@@ -55,23 +67,15 @@ def find_setting(*, dry_run: bool) -> Setting:
     """
     if dry_run:
         return Setting(torch.device("cpu"), dry_run=True)
-    check_gpu()
-    major, minor = torch.cuda.get_device_capability()
-    if major < OLDEST_GENERATION:
-        raise UsageError(
-            f"{torch.cuda.get_device_name()} is too old for bench gpu: its compute capability is {major}.{minor}, the "
-            f"kernels need {OLDEST_GENERATION}.0"
-        )
+    device = usable_gpu(None, asked=_ASKED, instead=_INSTEAD)
     use_writable_triton_cache()
-    return Setting(torch.device("cuda", torch.cuda.current_device()), dry_run=False)
+    return Setting(device, dry_run=False)
 
 
 def check_gpu() -> None:
-    """Take nothing of the GPU's memory, but see that there is one.
+    """See that there is a GPU, and leave its memory to those who measure.
 
     Raises:
         UsageError: if there is none.
     """
-    if not torch.cuda.is_available():
-        build = "" if torch.version.cuda else f" (torch {torch.__version__} is built without CUDA)"
-        raise UsageError(f"bench gpu needs an NVIDIA GPU, and torch finds none{build}; --dry-run tries it on the CPU")
+    check_cuda(asked=_ASKED, instead=_INSTEAD)

@@ -1,5 +1,6 @@
 """Times of calls on the device: behind a cold cache, in turns, as a median with its extremes."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -11,8 +12,11 @@ import torch
 from nanoserve.benchmarks.gpu.setting import Setting
 
 FLUSH_BYTES = 2**30
-"""Read before every timed call: many times the largest level-2 cache, and long enough (0.2 ms and more) that the host
-has launched the call before the device comes to it."""
+"""Read before every timed call, once and more: many times the largest level-2 cache."""
+MOST_FLUSHES = 16
+"""A call that waits for the device itself has no use for more."""
+_LEAD = 2.0
+"""Times what the host took to launch the call when nothing else was to be done."""
 _WARM_UP_CALLS = 2
 _SECONDS = 1.0
 _FEWEST_TURNS, _MOST_TURNS = 5, 30
@@ -42,30 +46,51 @@ class Clock(Protocol):
 
     name: str
 
-    def start(self, call: Call) -> Callable[[], float]: ...
+    def start(self, call: Call, *, launch_seconds: float = 0.0) -> Callable[[], float]:
+        """launch_seconds: what the host takes for the call, where that is known."""
+        ...
 
 
 class EventClock:
-    """CUDA events around the call, whose inputs no cache holds."""
+    """CUDA events around the call, whose inputs no cache holds, and which the host has launched by then.
+
+    A call of many small kernels (blocks of several layers, one after another) takes the host longer than the device:
+    timed from an idle device it would show the host. So the device first reads for longer than the launching takes.
+    """
 
     name = "CUDA events"
 
     def __init__(self, device: torch.device) -> None:
-        self._flush = torch.zeros(FLUSH_BYTES // 4, device=device)
+        self._numbers = torch.zeros(FLUSH_BYTES // 4, device=device)
+        self._flush()  # which loads what it runs
+        self._flush_seconds = _between_events(self._flush)()
 
-    def start(self, call: Call) -> Callable[[], float]:
-        self._flush.amax()  # reading, so that the cache is left without lines that the call would have to write back
-        make: Any = torch.cuda.Event  # which torch leaves untyped
-        began, ended = make(enable_timing=True), make(enable_timing=True)
-        began.record()
-        call()
-        ended.record()
+    def start(self, call: Call, *, launch_seconds: float = 0.0) -> Callable[[], float]:
+        for _ in range(flushes_needed(launch_seconds, self._flush_seconds)):
+            self._flush()
+        return _between_events(call)
 
-        def seconds() -> float:
-            ended.synchronize()
-            return float(began.elapsed_time(ended)) / 1000
+    def _flush(self) -> None:
+        self._numbers.amax()  # reading, so that the cache is left without lines that the call would have to write back
 
-        return seconds
+
+def flushes_needed(launch_seconds: float, flush_seconds: float) -> int:
+    """How many flushes keep the device busy until the host has surely launched a call behind them."""
+    return min(MOST_FLUSHES, max(1, math.ceil(_LEAD * launch_seconds / flush_seconds)))
+
+
+def _between_events(call: Call) -> Callable[[], float]:
+    make: Any = torch.cuda.Event  # which torch leaves untyped
+    began, ended = make(enable_timing=True), make(enable_timing=True)
+    began.record()
+    call()
+    ended.record()
+
+    def seconds() -> float:
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1000
+
+    return seconds
 
 
 class HostClock:
@@ -73,7 +98,7 @@ class HostClock:
 
     name = "perf_counter (dry run)"
 
-    def start(self, call: Call) -> Callable[[], float]:
+    def start(self, call: Call, *, launch_seconds: float = 0.0) -> Callable[[], float]:
         began = time.perf_counter()
         call()
         ended = time.perf_counter()
@@ -88,16 +113,19 @@ def make_clock(setting: Setting) -> Clock:
 @torch.inference_mode()
 def take_turns(routes: Mapping[str, Call], clock: Clock, *, dry_run: bool) -> dict[str, Spread]:
     """A B C, B C A, C A B ...: each route's times, after calls that warm it up and are not counted."""
-    estimate = 0.0
-    for call in routes.values():
+    estimate, launch_seconds = 0.0, {}
+    for name, call in routes.items():
         for _ in range(_WARM_UP_CALLS):
             clock.start(call)()
-        estimate += clock.start(call)()
+        began = time.perf_counter()
+        seconds = clock.start(call)
+        launch_seconds[name] = time.perf_counter() - began
+        estimate += seconds()
     turns = max(_FEWEST_TURNS, min(_MOST_TURNS, round(_SECONDS / max(estimate, 1e-6))))
     names = list(routes)
     pending: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
     for turn in range(_DRY_TURNS if dry_run else turns):
         first = turn % len(names)
         for name in [*names[first:], *names[:first]]:
-            pending[name].append(clock.start(routes[name]))
+            pending[name].append(clock.start(routes[name], launch_seconds=launch_seconds[name]))
     return {name: Spread.of([seconds() for seconds in started]) for name, started in pending.items()}

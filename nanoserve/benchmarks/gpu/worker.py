@@ -5,17 +5,21 @@
 
 import argparse
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.cases import Case, run_cases
 from nanoserve.benchmarks.gpu.results import EXIT_DEVICE_LOST, EXIT_INTERRUPTED, EXIT_OK, PARTS, TUNING, open_part
-from nanoserve.benchmarks.gpu.setting import Setting, find_setting
 from nanoserve.benchmarks.report import Report
 from nanoserve.errors import NanoserveError
+
+if TYPE_CHECKING:
+    from nanoserve.benchmarks.gpu.setting import Setting
 
 
 def main() -> int:
@@ -39,10 +43,15 @@ def main() -> int:
 def measure_part(directory: Path, part: str, *, seconds: float, dry_run: bool) -> bool:
     """Go on with a part until all of its cases have rows, or until its budget is spent; False if the device failed.
 
+    The budget of `seconds` begins here: to import torch, to open the device and to measure its limits is part of it.
+
     Raises:
         UsageError: without a GPU, or if the directory holds something else.
         RuntimeFailure: if the rows cannot be written.
     """
+    began = time.monotonic()
+    from nanoserve.benchmarks.gpu.setting import find_setting
+
     setting = find_setting(dry_run=dry_run)
     report = open_part(directory, part, {"dry_run": dry_run})
     report.put("device", setting.facts())
@@ -50,37 +59,39 @@ def measure_part(directory: Path, part: str, *, seconds: float, dry_run: bool) -
         return run_cases(
             cases,
             report,
-            seconds=seconds,
-            device_works=lambda: _works(setting),
+            seconds=seconds - (time.monotonic() - began),
+            device_works=setting.give_back,
             announce=lambda name: print(f"{part}: {name}", file=sys.stderr, flush=True),
         )
 
 
 @contextmanager
-def _correctness(setting: Setting, report: Report) -> Iterator[Iterable[Case]]:
+def _correctness(setting: "Setting", report: Report) -> Iterator[Iterable[Case]]:
     from nanoserve.benchmarks.gpu.engine_checks import CHECKED, engine_check_cases
     from nanoserve.benchmarks.gpu.engines import EngineShelf
     from nanoserve.benchmarks.gpu.model_checks import model_cases
     from nanoserve.benchmarks.gpu.operator_checks import operator_cases
+    from nanoserve.benchmarks.gpu.sampling_checks import sampling_cases
 
     with EngineShelf(setting) as shelf:
-        yield chain(  # the engine's first check ahead of what the budget may cut off
-            operator_cases(setting),
+        yield chain(  # Triton compiles so much for the operators that the budget may end there
             engine_check_cases(shelf, CHECKED[:1]),
+            sampling_cases(setting),
+            operator_cases(setting),
             model_cases(setting),
             engine_check_cases(shelf, () if setting.dry_run else CHECKED[1:]),
         )
 
 
 @contextmanager
-def _kernels(setting: Setting, report: Report) -> Iterator[Iterable[Case]]:
+def _kernels(setting: "Setting", report: Report) -> Iterator[Iterable[Case]]:
     from nanoserve.benchmarks.gpu.kernels import Bench, kernel_cases
 
     yield kernel_cases(Bench.on(setting, _limits(setting, report)))
 
 
 @contextmanager
-def _engine(setting: Setting, report: Report) -> Iterator[Iterable[Case]]:
+def _engine(setting: "Setting", report: Report) -> Iterator[Iterable[Case]]:
     from nanoserve.benchmarks.gpu.engine_rows import EngineBench, engine_cases
     from nanoserve.benchmarks.gpu.engines import EngineShelf
 
@@ -89,7 +100,7 @@ def _engine(setting: Setting, report: Report) -> Iterator[Iterable[Case]]:
 
 
 @contextmanager
-def _tuning(setting: Setting, report: Report) -> Iterator[Iterable[Case]]:
+def _tuning(setting: "Setting", report: Report) -> Iterator[Iterable[Case]]:
     from nanoserve.benchmarks.gpu.kernels import Bench
     from nanoserve.benchmarks.gpu.tuning import Tuner, write_table
 
@@ -99,7 +110,7 @@ def _tuning(setting: Setting, report: Report) -> Iterator[Iterable[Case]]:
         write_table(report)
 
 
-def _limits(setting: Setting, report: Report) -> Limits:
+def _limits(setting: "Setting", report: Report) -> Limits:
     from nanoserve.benchmarks.gpu.limits import limit_fields, measure_limits
 
     limits = measure_limits(setting)
@@ -109,14 +120,6 @@ def _limits(setting: Setting, report: Report) -> Limits:
 
 # A part imports what it needs when it begins: the kernels can be timed where the engine's packages are missing.
 _PARTS = {"correctness": _correctness, "kernels": _kernels, "engine": _engine, TUNING: _tuning}
-
-
-def _works(setting: Setting) -> bool:
-    try:
-        setting.synchronize()
-    except RuntimeError:  # an error of an earlier kernel stays until the process ends
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ def _processor(dtype: torch.dtype) -> Reached:
     return Reached(
         name=describe_machine()["processor"],
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        read_bytes_per_second=limits.read_bytes_per_second,
+        read_bytes_per_second=limits.bytes_per_second,
         operations_per_second=limits.operations_per_second,
     )
 

@@ -4,8 +4,8 @@ The fixed list: both platforms, mean outputs from 50 to 1000, three loads: half 
 fifth more than it can, and everything at once.
 """
 
-import math
 from collections.abc import Mapping, Sequence
+from statistics import geometric_mean
 
 from msgspec.structs import replace
 
@@ -21,17 +21,15 @@ from nanoserve.papers.apex.settings import (
     HostCase,
     HostOutcome,
     Platform,
-    over_seeds,
     ratio,
-    spread,
     throughput,
     tuned,
-    with_budget,
 )
 from nanoserve.papers.apex.throughput import Backlogs, Setting, backlogs, figure_7_settings, osc_settings
 from nanoserve.papers.charts import Chart, Curve, Panel
 from nanoserve.papers.claims import Claim, Spread
 from nanoserve.papers.framework import Finding, Outcomes, Run, Scale
+from nanoserve.papers.tuning import over_seeds, spread, with_budget
 
 BELOW, ABOVE = 0.5, 1.2
 """Rates of the fixed list, over what the device alone can serve."""
@@ -93,7 +91,7 @@ def _list_claims(ratios: Sequence[float], worst: Mapping[str, object]) -> list[C
             figure="list",
             says="the same, geometric mean",
             paper="ours",
-            ours=Spread.of([math.exp(sum(map(math.log, ratios)) / len(ratios))]),
+            ours=Spread.of([geometric_mean(ratios)]),
             form="{:.3f}x",
             at_least=1.0,
             assumption="the list: how much of it is above what the device can serve",

@@ -15,13 +15,13 @@ from nanoserve.papers.apex.settings import (
     OVERLAP,
     HostCase,
     ratio,
-    spread,
     throughput,
     tuned,
 )
 from nanoserve.papers.charts import Chart, Curve, Panel
 from nanoserve.papers.claims import Claim
 from nanoserve.papers.framework import Finding, Run, Scale
+from nanoserve.papers.tuning import spread
 
 _SHARES = (0.05, 0.12, 0.6)
 _ALL_SHARES = (0.03, 0.06, 0.12, 0.25, 0.6)

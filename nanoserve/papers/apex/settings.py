@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 import msgspec
-from msgspec.structs import replace
 
 from nanoserve.costs import Efficiency, StepCosts, load_machine, load_shape
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.papers.cases import BLOCK_SIZE, System
+from nanoserve.papers import tuning
+from nanoserve.papers.cases import BLOCK_SIZE, System, SystemCase
 from nanoserve.papers.claims import Spread
 from nanoserve.papers.framework import Outcomes, Run
 from nanoserve.scheduler.registry import make_policy
@@ -60,23 +60,20 @@ A10 = Platform("A10", "llama-3.1-8b", "apex-a10")
 T4 = Platform("T4", "llama-2-7b", "apex-t4")
 
 
-class HostCase(msgspec.Struct, frozen=True, kw_only=True):
+class HostCase(SystemCase, frozen=True, kw_only=True):
     """A system on a platform, and the requests that come; a Job.
 
     Attributes:
         lengths: see ``draw_lengths``.
         requests: how many.
         rate: of Poisson arrivals, per second; None means all at once.
-        seed: of arrivals and lengths.
         processor: share of the CPU's data sheet that its attention reaches; None is the default.
     """
 
-    system: System
     platform: Platform
     lengths: str
     requests: int
     rate: float | None = None
-    seed: int = 0
     processor: float | None = None
 
     @property
@@ -169,29 +166,9 @@ def throughput(outcome: HostOutcome) -> float:
     return outcome.result.tokens_per_second
 
 
-def with_budget(case: HostCase, token_budget: int) -> HostCase:
-    """The case with another token budget."""
-    return replace(case, system=replace(case.system, token_budget=token_budget))
-
-
 def tuned(cases: Sequence[HostCase], run: Run) -> list[HostCase]:
     """Each case with the token budget that gives most throughput, the first of equals: the same search for all."""
-    outcomes = run(with_budget(case, budget) for case in cases for budget in TOKEN_BUDGETS)
-
-    def best(case: HostCase) -> int:
-        return max(TOKEN_BUDGETS, key=lambda budget: throughput(outcomes[with_budget(case, budget)]))
-
-    return [with_budget(case, best(case)) for case in cases]
-
-
-def over_seeds(case: HostCase, seeds: Iterable[int]) -> list[HostCase]:
-    """The case with each seed."""
-    return [replace(case, seed=seed) for seed in seeds]
-
-
-def spread(cases: Iterable[HostCase], outcomes: Outcomes, figure: Callable[[HostOutcome], float]) -> Spread:
-    """One figure of the outcomes of these cases."""
-    return Spread.of(figure(outcomes[case]) for case in cases)
+    return tuning.tuned(cases, run, throughput, TOKEN_BUDGETS)
 
 
 def ratio(
@@ -200,6 +177,5 @@ def ratio(
     outcomes: Outcomes,
     figure: Callable[[HostOutcome], float] = throughput,
 ) -> Spread:
-    """One figure of the first cases over that of the second ones, pair by pair: of equal seeds."""
-    pairs = zip(above, below, strict=True)
-    return Spread.of(figure(outcomes[first]) / figure(outcomes[second]) for first, second in pairs)
+    """One figure, throughput unless told, of the first cases over that of the second ones: of equal seeds."""
+    return tuning.ratio(above, below, outcomes, figure)

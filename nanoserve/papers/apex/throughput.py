@@ -18,9 +18,7 @@ from nanoserve.papers.apex.settings import (
     HostOutcome,
     Platform,
     mean_lengths,
-    over_seeds,
     ratio,
-    spread,
     throughput,
     tuned,
 )
@@ -28,6 +26,7 @@ from nanoserve.papers.cases import System
 from nanoserve.papers.charts import Chart, Curve, Panel
 from nanoserve.papers.claims import Claim, Spread
 from nanoserve.papers.framework import Finding, Outcomes, Run, Scale
+from nanoserve.papers.tuning import over_seeds, spread
 
 OUTPUTS = (50, 200, 500, 1000)
 _ALL_OUTPUTS = (50, 100, 200, 300, 500, 700, 1000)

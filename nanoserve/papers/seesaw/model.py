@@ -298,10 +298,10 @@ def data_parallelism(scale: Scale, run: Run) -> Finding:
         Column("all-reduce ms", "communication", ".2f"),
     ]
     chart = Chart(title="Seesaw, figure 15: data parallelism in decode, 13B on 8 L4", panels=_panels_15(found))
-    return Finding(_claims_15(*found), chart, [*map(msgspec.structs.asdict, found)], columns)
+    return Finding(_claims_15(found[0], found[1], found[-1]), chart, [*map(msgspec.structs.asdict, found)], columns)
 
 
-def _claims_15(does_not_fit: _Replicas, replicated: _Replicas, between: _Replicas, divided: _Replicas) -> list[Claim]:
+def _claims_15(does_not_fit: _Replicas, replicated: _Replicas, divided: _Replicas) -> list[Claim]:
     return [
         Claim(
             figure="15",

@@ -1,7 +1,7 @@
 """Seesaw's figures 10 and 11: end-to-end throughput against the best static configuration, with PCIe and NVLink."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
+from statistics import geometric_mean
 from typing import Any
 
 from nanoserve.benchmarks.tables import Column
@@ -51,13 +51,9 @@ def _settings(scale: Scale, machines: Iterable[str], models: Sequence[tuple[str,
     ]
 
 
-def _geometric_mean(values: Sequence[float]) -> float:
-    return float(prod(values) ** (1 / len(values)))
-
-
 def _geometric_means(found: Iterable[Comparison]) -> list[float]:
     """Over settings, of each seed."""
-    return [_geometric_mean(gains) for gains in zip(*(one.gains for one in found), strict=True)]
+    return [geometric_mean(gains) for gains in zip(*(one.gains for one in found), strict=True)]
 
 
 def _extremes(found: Sequence[Comparison], which: Any) -> Spread:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import msgspec
+import torch
 import zmq
 
 from nanoserve.runtime.model_runner import PreparedStep
@@ -37,10 +38,17 @@ class Intake:
         socket: from now on the thread's.
         prepare: makes a turn of a plan that came at that time; called in the thread, one step ahead of the loop. None
             leaves plans to the loop.
+        device: that inputs are prepared for.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", prepare: Callable[[StepPlan, float], Turn] | None) -> None:
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        prepare: Callable[[StepPlan, float], Turn] | None,
+        device: torch.device,
+    ) -> None:
         self._socket = socket
+        self._device = device
         self._prepare = prepare
         self._arrived: SimpleQueue[Turn | ToWorker | BaseException] = SimpleQueue()
         self._places = threading.Semaphore(2)  # the step that is computed, and the one prepared ahead of it
@@ -66,6 +74,8 @@ class Intake:
 
     def _receive(self) -> None:
         decoder = msgspec.msgpack.Decoder(ToWorker)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread
         try:
             while True:
                 message = decoder.decode(self._socket.recv())

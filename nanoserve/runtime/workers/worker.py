@@ -53,7 +53,7 @@ class Worker:
         self._coupled = coupled
         self._observe_times = observe_times
         self._preparing = False
-        self._intake = Intake(station.plans, None if coupled else self._prepare)
+        self._intake = Intake(station.plans, None if coupled else self._prepare, runner.device)
         self._plan_decoder = msgspec.msgpack.Decoder(StepPlan)
 
     def run(self) -> NoReturn:

@@ -1,5 +1,7 @@
 """A check fails when something is wrong."""
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +12,12 @@ from nanoserve.benchmarks.gpu.batches import make_batch
 from nanoserve.benchmarks.gpu.engine_checks import engine_check_cases, same_tokens
 from nanoserve.benchmarks.gpu.engines import EngineShelf
 from nanoserve.benchmarks.gpu.floors import AttentionRow, AttentionShape
+from nanoserve.benchmarks.gpu.markdown import to_markdown
 from nanoserve.benchmarks.gpu.operator_checks import compared, operator_cases
 from nanoserve.benchmarks.gpu.setting import Setting, find_setting
+from nanoserve.runtime.gpu_start import GpuFacts
 from nanoserve.runtime.local import LocalExecutor
+from tests.benchmarks.gpu.test_markdown import results
 from triton_ops import paged_attention
 
 NAN = torch.nan
@@ -56,6 +61,59 @@ def test_steps_can_be_overlapped_and_not_with_the_same_engine(monkeypatch: pytes
         _, case = engine_check_cases(shelf, ["qwen3"])
         fields = case.measure()
     assert (fields["ok"], fields["in_flight"], fields["requests"]) == (True, 2, 20)
+
+
+class Engine:
+    """Gives a token per request, and is not what was asked for if `differing`."""
+
+    def __init__(self, facts: GpuFacts | None, *, overlaps: bool, differing: bool) -> None:
+        executor = SimpleNamespace(max_in_flight=2 if overlaps else 1)
+        self.llm = SimpleNamespace(gpu=facts, engine=SimpleNamespace(executor=executor))
+        self.driver, self.overlaps, self._differing, self._runs = self, overlaps, differing, 0
+
+    def overlap(self, *, steps: bool) -> None:
+        """Both ways it does the same."""
+
+    def run(self, prompts: Sequence[object], lengths: Sequence[int]) -> SimpleNamespace:
+        self._runs += 1
+        last = self._runs if self._differing else 0
+        return SimpleNamespace(tokens=((1,),) * (len(prompts) - 1) + ((last,),))
+
+
+def check_on_a_gpu(
+    number: int, family: str, *, graphs: int = 5, overlaps: bool = True, differing: bool = False
+) -> dict[str, Any]:
+    """What the check of that number says of such an engine."""
+    engine = Engine(GpuFacts(True, 1.0, 1, graphs=graphs), overlaps=overlaps, differing=differing)
+    shelf: Any = SimpleNamespace(config_file=lambda name, config: name, get=lambda settings: engine)
+    return list(engine_check_cases(shelf, [family]))[number].measure()
+
+
+GRAPHS, OVERLAP = 0, 1
+
+
+def test_the_same_tokens_prove_nothing_of_graphs_that_were_not_captured() -> None:
+    assert check_on_a_gpu(GRAPHS, "qwen3")["ok"]
+    fields = check_on_a_gpu(GRAPHS, "qwen3", graphs=0)
+    assert (fields["ok"], fields["graphs"], fields["problem"]) == (False, 0, "no decode step was captured")
+    assert "* graph against eager, qwen3: no decode step was captured" in to_markdown(
+        results(correctness=[{"case": "graph against eager, qwen3", **fields}])
+    )
+    assert not check_on_a_gpu(GRAPHS, "qwen3", differing=True)["ok"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_steps_with_experts_need_not_be_captured(family: str) -> None:
+    fields = check_on_a_gpu(GRAPHS, family, graphs=0)
+    assert (fields["ok"], fields["graphs"]) == (True, 0)
+    assert not check_on_a_gpu(GRAPHS, family, graphs=0, differing=True)["ok"]
+
+
+def test_the_same_tokens_prove_nothing_of_steps_that_were_not_overlapped() -> None:
+    assert check_on_a_gpu(OVERLAP, "qwen3")["ok"]
+    fields = check_on_a_gpu(OVERLAP, "qwen3", overlaps=False)
+    assert (fields["ok"], fields["in_flight"], fields["problem"]) == (False, 1, "steps were not overlapped")
+    assert not check_on_a_gpu(OVERLAP, "qwen3", differing=True)["ok"]
 
 
 def test_what_must_not_be_read_is_poison() -> None:

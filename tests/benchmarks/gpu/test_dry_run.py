@@ -5,13 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from nanoserve.benchmarks.floors import Limits
+from nanoserve.benchmarks.gpu.kernels import Bench, kernel_cases
 from nanoserve.benchmarks.gpu.markdown import to_markdown
 from nanoserve.benchmarks.gpu.results import part_file, read_results
 from nanoserve.benchmarks.gpu.setting import find_setting
+from nanoserve.benchmarks.gpu.timing import HostClock
 from nanoserve.benchmarks.gpu.worker import measure_part
 from nanoserve.benchmarks.report import read_report
 from nanoserve.commands.main import main
 from nanoserve.errors import UsageError
+from tests.runtime.test_devices import pretend
 
 EXPECTED_ABSENT = {"qwen3-0.6b: preset, transformers"}
 
@@ -42,21 +46,28 @@ def test_the_command_checks_and_says_that_it_is_a_dry_run(tmp_path: Path, capsys
     assert list(results["parts"]) == ["correctness"]
     rows = results["parts"]["correctness"]["rows"]
     assert all(row["ok"] for row in rows)
+    assert rows[0]["check"] == "graph against eager"  # ahead of what may use up the budget
     checks = {row["check"] for row in rows}
     assert checks == {
         *("paged_attention", "cache_write", "copy_blocks", "gather_blocks and scatter_blocks", "linear"),
-        *("sparse_experts", "family", "graph against eager", "overlapped against plain"),
+        *("sampling", "sparse_experts", "family", "graph against eager", "overlapped against plain"),
     }
     assert main(["bench", "gpu", "--table", str(together)]) == 0
     assert capsys.readouterr().out == printed == to_markdown(read_results(tmp_path))
     assert "| missed" not in printed
 
 
+def test_what_has_to_be_compiled_for_comes_behind_what_takes_a_moment() -> None:
+    bench = Bench(find_setting(dry_run=True), HostClock(), Limits(1.0, 1.0))
+    kinds = list(dict.fromkeys(case.name.split()[0] for case in kernel_cases(bench)))
+    assert kinds == ["cache_write", "copy_blocks", "gather_blocks", "scatter_blocks", "prefill", "decode", "mixed"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--out", "x"], "needs an NVIDIA GPU"),
-        (["--out", "x", "--tune"], "needs an NVIDIA GPU"),
+        (["--out", "x"], "bench gpu: no NVIDIA GPU can be used here"),
+        (["--out", "x", "--tune"], "or try it on the CPU with --dry-run"),
         (["--out", "x", "--tune", "--dry-run"], "--tune measures on a GPU"),
         (["--dry-run"], "--out DIR is needed"),
         (["--out", "x", "--dry-run", "--part", "kernel"], "--part 'kernel' is not one of correctness, kernels, engine"),
@@ -69,6 +80,7 @@ def test_what_cannot_be_done_is_one_line(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["bench", "gpu", *words]) == 2
     error = capsys.readouterr().err
@@ -78,8 +90,6 @@ def test_what_cannot_be_done_is_one_line(
 
 
 def test_a_gpu_that_is_too_old_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "An old GPU")
-    with pytest.raises(UsageError, match=r"An old GPU is too old for bench gpu: its compute capability is 7\.5"):
+    pretend(monkeypatch, gpus=1, capability=(7, 5))
+    with pytest.raises(UsageError, match=r"^bench gpu: Tesla V100 is too old, .* 7\.5 and .*; try it .* --dry-run$"):
         find_setting(dry_run=False)

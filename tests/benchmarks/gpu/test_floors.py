@@ -36,7 +36,7 @@ def test_a_move_reads_and_writes() -> None:
 
 
 def test_shares_are_of_the_measured_limits() -> None:
-    limits = Limits(read_bytes_per_second=4e12, operations_per_second=800e12)
+    limits = Limits(bytes_per_second=4e12, operations_per_second=800e12)
     times = {OURS: Spread(us=500.0, low=450.0, high=600.0, n=9), "peer": Spread(us=750.0, low=700.0, high=800.0, n=9)}
     fields = measured_fields(times, limits, num_bytes=10**9, operations=10**11)
     assert fields["of_copy_bandwidth"] == pytest.approx(0.5)  # 1 GB in 500 us is 2 TB/s

@@ -118,3 +118,9 @@ def test_a_row_that_failed_is_shown_with_its_reason() -> None:
     assert "which this is not" in text
     widths = {line.count("|") for line in text.splitlines() if line.startswith(f"| {DECODE_4}")}
     assert len(widths) == 1
+
+
+def test_what_the_budget_cut_off_is_told() -> None:
+    document = results(kernels=[kernel(DECODE_4)])
+    document["parts"]["kernels"]["notes"] = [f"{PREFILL}: cut off after 20 s, as the time budget was spent"]
+    assert f"\n* {PREFILL}: cut off after 20 s, as the time budget was spent\n" in to_markdown(document)

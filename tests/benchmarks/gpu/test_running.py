@@ -13,6 +13,8 @@ import pytest
 from nanoserve.benchmarks.gpu.cases import CannotRun, Case, run_cases
 from nanoserve.benchmarks.gpu.results import open_part, part_file, read_results
 from nanoserve.benchmarks.gpu.running import PartRunner
+from nanoserve.benchmarks.gpu.setting import Setting, find_setting
+from nanoserve.benchmarks.gpu.worker import measure_part
 from nanoserve.benchmarks.report import Report, read_report
 from nanoserve.errors import RuntimeFailure, UsageError
 
@@ -30,6 +32,7 @@ def die():
 
 report = open_part(Path(sys.argv[1]), sys.argv[2], {"dry_run": True})
 report.put("device", {"name": "none"})
+BEFORE
 cases = [Case("a", lambda: {"us": 1}), Case("b", MIDDLE), Case("c", lambda: {"us": 3})]
 works = lambda: False
 done = run_cases(cases, report, seconds=float(sys.argv[3]), device_works=works, announce=lambda name: None)
@@ -37,9 +40,9 @@ sys.exit(0 if done else 4)
 """
 
 
-def runner(tmp_path: Path, middle: str, *, case_seconds: float = 30.0) -> PartRunner:
+def runner(tmp_path: Path, middle: str, *, case_seconds: float = 30.0, before: str = "") -> PartRunner:
     """A part of three cases, of which the second does what `middle` says."""
-    program = WORKER.replace("MIDDLE", middle)
+    program = WORKER.replace("MIDDLE", middle).replace("BEFORE", before)
 
     def words(part: str, seconds: float) -> Sequence[str]:
         return [sys.executable, "-c", program, str(tmp_path), part, str(seconds)]
@@ -116,6 +119,46 @@ def test_a_case_that_hangs_costs_one_row(tmp_path: Path) -> None:
     found = rows(tmp_path)
     assert [found[case].get("us") for case in "abc"] == [1, None, 3]
     assert found["b"]["error"] == "its process was ended: it took too long"
+
+
+def test_the_budget_cuts_a_case_off_and_another_run_measures_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.running.OVERTIME_SECONDS", 0.5)
+    together = runner(tmp_path, "lambda: time.sleep(60)").run(["kernels"], {"kernels": 4.0})
+    found = rows(tmp_path)
+    assert found["a"]["us"] == 1
+    assert found["b"]["skipped"] == found["c"]["skipped"] == "the time budget was spent"
+    assert together is not None
+    part = read_results(together)["parts"]["kernels"]
+    (note,) = part["notes"]
+    assert part["complete"] and note.startswith("b: cut off after")
+    runner(tmp_path, "lambda: {'us': 2}").run(["kernels"], BUDGETS)
+    assert [row["us"] for row in rows(tmp_path).values()] == [1, 2, 3]
+    assert read_report(part_file(tmp_path, "kernels"))["notes"] == []
+
+
+def test_a_process_may_take_longer_to_begin_than_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.running.OVERTIME_SECONDS", 0.0)
+    runner(tmp_path, "lambda: {'us': 2}", before="time.sleep(0.5)").run(["kernels"], {"kernels": 0.0})
+    assert [row["skipped"] for row in rows(tmp_path).values()] == ["the time budget was spent"] * 3
+
+
+def test_to_begin_is_part_of_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def slow(*, dry_run: bool) -> Setting:
+        time.sleep(0.1)
+        return find_setting(dry_run=dry_run)
+
+    def run_none(*_: object, seconds: float, **__: object) -> bool:
+        given.append(seconds)
+        return True
+
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.setting.find_setting", slow)
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.worker.run_cases", run_none)
+    assert measure_part(tmp_path, "kernels", seconds=60.0, dry_run=True)
+    assert given[0] <= 60.0 - 0.1
 
 
 def test_a_device_that_is_lost_gets_a_new_process(tmp_path: Path) -> None:

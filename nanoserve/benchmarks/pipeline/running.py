@@ -1,0 +1,149 @@
+"""Requests through an engine whose executor stays, under a scheduler of their own: what came out, when. No torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from nanoserve.engine import Engine
+from nanoserve.errors import RuntimeFailure
+from nanoserve.measures.metrics import RequestTiming
+from nanoserve.measures.workloads import RequestShape, random_prompts
+from nanoserve.request import Request, SamplingParams, SequenceUpdate
+from nanoserve.runtime.stage_times import StageTimes
+from nanoserve.runtime.traced_executor import Observed
+from nanoserve.scheduler.plan import Executor
+from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.simulator.record import Record, record_run
+
+_PATIENCE = 5.0
+"""Seconds within which workers report what they did for the last plan; they do so in milliseconds."""
+_LOOK = 0.01
+
+
+class TokenTimes:
+    """When the tokens of each request became known."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+        self._times: dict[str, list[float]] = {request.request_id: [] for request in requests}
+
+    def on_updates(self, now: float, updates: Sequence[SequenceUpdate]) -> None:
+        """What sequences gained at this moment.
+
+        Raises:
+            RuntimeFailure: if one cannot go on.
+        """
+        for update in updates:
+            if update.sequence.error is not None:
+                raise RuntimeFailure(update.sequence.error)
+            self._times[update.request_id] += [now] * len(update.new_tokens)
+
+    @property
+    def timings(self) -> tuple[RequestTiming, ...]:
+        """Of each request, from its arrival on."""
+        return tuple(
+            RequestTiming(
+                len(request.prompt), tuple(time - request.arrival_time for time in self._times[request.request_id])
+            )
+            for request in self._requests
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of some requests, really or simulated.
+
+    Attributes:
+        arrivals: of each request, in seconds from the first.
+        timings: of each request, in the same order.
+    """
+
+    arrivals: tuple[float, ...]
+    timings: tuple[RequestTiming, ...]
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first arrival to the last token."""
+        return max(arrival + timing.e2el for arrival, timing in zip(self.arrivals, self.timings, strict=True))
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], tokens: TokenTimes) -> "Outcome":
+        first = requests[0].arrival_time
+        return cls(tuple(request.arrival_time - first for request in requests), tokens.timings)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRun:
+    """One run for real.
+
+    Attributes:
+        record: what the engine took in and answered, on the executor's clock.
+        stage_times: of every worker and plan; none where the executor is a single process.
+    """
+
+    outcome: Outcome
+    record: Record
+    stage_times: tuple[StageTimes, ...]
+    preemptions: int
+
+
+def make_requests(
+    shapes: Sequence[RequestShape], arrivals: Sequence[float], vocab_size: int, seed: int
+) -> list[Request]:
+    """Random prompts with answers of exactly the wanted lengths, taken greedily; equal for equal seeds.
+
+    Args:
+        arrivals: seconds from the beginning of the run, ascending.
+    """
+    prompts = random_prompts([shape.input_tokens for shape in shapes], vocab_size, seed)
+    return [
+        Request(
+            f"request-{number}",
+            prompt,
+            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=shape.output_tokens),
+            seed=0,
+            arrival_time=arrival,
+        )
+        for number, (prompt, shape, arrival) in enumerate(zip(prompts, shapes, arrivals, strict=True))
+    ]
+
+
+def run_requests(
+    executor: Executor, make_scheduler: Callable[[], Scheduler], requests: Sequence[Request], *, vocab_size: int
+) -> PipelineRun:
+    """Run requests to their ends under a new scheduler, and collect what the workers say of it.
+
+    Args:
+        executor: with nothing in flight; it is not closed.
+        requests: with arrival times from the beginning of the run on, in order.
+
+    Raises:
+        UsageError: if a request can never run.
+        RuntimeFailure: if one fails.
+    """
+    _take_times(executor)  # of what was before
+    scheduler = make_scheduler()
+    began = executor.now()
+    moved = [replace(request, arrival_time=began + request.arrival_time) for request in requests]
+    tokens = TokenTimes(moved)
+    record = record_run(Engine(scheduler, executor, vocab_size=vocab_size), moved, tokens.on_updates)
+    times = _all_times(executor, {plan.step for plan in record.plans})
+    return PipelineRun(Outcome.of(moved, tokens), record, times, scheduler.preemptions)
+
+
+def _take_times(executor: Executor) -> list[StageTimes]:
+    return executor.take_times() if isinstance(executor, Observed) else []
+
+
+def _all_times(executor: Executor, steps: set[int]) -> tuple[StageTimes, ...]:
+    """What all workers did for these plans; reports of the last ones may come behind the results."""
+    if not isinstance(executor, Observed):
+        return ()
+    times = executor.take_times()
+    until = executor.now() + _PATIENCE
+    while executor.now() < until:
+        ranks = {one.rank for one in times}
+        if len({(one.rank, one.step) for one in times}) >= len(ranks) * len(steps) > 0:
+            return tuple(times)
+        executor.collect(executor.now() + _LOOK)
+        times += executor.take_times()
+    raise RuntimeFailure("the workers did not report what they did for every plan")

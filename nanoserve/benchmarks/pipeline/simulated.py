@@ -1,0 +1,140 @@
+"""A real run, and the simulator given what its stages took: do they agree? No torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import fmean, median
+
+import msgspec
+
+from nanoserve.benchmarks.pipeline.running import Outcome, PipelineRun, TokenTimes
+from nanoserve.benchmarks.pipeline.stages import parts_by_stage
+from nanoserve.costs.work import StepWork
+from nanoserve.engine import Engine
+from nanoserve.measures.metrics import MILLISECONDS
+from nanoserve.runtime.stage_times import StageTimes
+from nanoserve.scheduler.plan import Answer, StepPlan
+from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.simulator.driving import drive
+from nanoserve.simulator.executor import SimulatedExecutor, work_of
+from nanoserve.simulator.measured_stages import MeasuredStages, MeasuredStep
+from nanoserve.simulator.record import Record, replay
+
+_TOKEN = 0
+"""Answered to every row: lengths are fixed, so that no token ends a request."""
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of the same requests, simulated over real.
+
+    Attributes:
+        makespan, ttft, tpot: ratios of the whole time and of the means; None where no request has a second token.
+        simulated_seconds, simulated_ttft_ms, simulated_tpot_ms: what the ratios are of.
+        plans: of the real run.
+        replayed: how many of these a replay of the record made again: all.
+        unmeasured: micro-batches of the simulation that the real run had not made.
+    """
+
+    makespan: float
+    ttft: float
+    tpot: float | None
+    simulated_seconds: float
+    simulated_ttft_ms: float
+    simulated_tpot_ms: float | None
+    plans: int
+    replayed: int
+    unmeasured: int
+
+
+def compare_with_simulator(
+    run: PipelineRun, make_scheduler: Callable[[], Scheduler], *, vocab_size: int, tensor_parallel: int = 1
+) -> Comparison:
+    """Replay the record, and simulate the requests in the times that the run's stages took.
+
+    Args:
+        run: in a pipeline whose workers said what they did, with plans sent ahead.
+        make_scheduler: makes one as the run had.
+
+    Raises:
+        ValueError: if the replay makes other plans.
+    """
+    replayed = replay(run.record, make_scheduler, vocab_size=vocab_size)
+    times = MeasuredStages(measured_steps(run, tensor_parallel))
+    requests = [
+        replace(request, arrival_time=arrival)
+        for request, arrival in zip(run.record.arrivals, run.outcome.arrivals, strict=True)
+    ]
+    tokens = TokenTimes(requests)
+    executor = SimulatedExecutor(times, answer=_answers)
+    drive(Engine(make_scheduler(), executor, vocab_size=vocab_size), requests, tokens.on_updates)
+    simulated, real = Outcome.of(requests, tokens), run.outcome
+    ttft, tpot = _means(simulated)
+    real_ttft, real_tpot = _means(real)
+    return Comparison(
+        makespan=simulated.makespan / real.makespan,
+        ttft=ttft / real_ttft,
+        tpot=None if tpot is None or real_tpot is None else tpot / real_tpot,
+        simulated_seconds=simulated.makespan,
+        simulated_ttft_ms=ttft * MILLISECONDS,
+        simulated_tpot_ms=None if tpot is None else tpot * MILLISECONDS,
+        plans=len(run.record.plans),
+        replayed=len(replayed),
+        unmeasured=times.unmeasured,
+    )
+
+
+def _answers(plan: StepPlan) -> tuple[Answer, ...]:
+    return tuple(Answer(row.sequence, (_TOKEN,)) for row in plan.rows if row.sample)
+
+
+def _means(outcome: Outcome) -> tuple[float, float | None]:
+    """TTFT and TPOT."""
+    tpots = [timing.tpot for timing in outcome.timings if timing.tpot is not None]
+    return fmean(timing.ttft for timing in outcome.timings), fmean(tpots) if tpots else None
+
+
+def measured_steps(run: PipelineRun, tensor_parallel: int = 1) -> list[MeasuredStep]:
+    """What each plan took on each stage and on each link, and the host's part in it."""
+    stages = parts_by_stage(run, tensor_parallel)
+    links = [_send_seconds(before, after) for before, after in pairwise(stages)]
+    began, prepared, steps = _could_be_made(run.record, stages[-1]), 0.0, []
+    for number, plan in enumerate(run.record.plans):
+        parts = [stage[number] for stage in stages]
+        host = max(0.0, parts[0].prepared - max(prepared, began[plan.step]))
+        prepared = parts[0].prepared
+        steps.append(
+            MeasuredStep(
+                work_of(plan.rows, StepWork.of),
+                stages=tuple(times.sent - times.started for times in parts),
+                sends=tuple(link[number] for link in links),
+                host=host,
+            )
+        )
+    return steps
+
+
+def _send_seconds(before: Sequence[StageTimes], after: Sequence[StageTimes]) -> list[float]:
+    """How long each plan's activations were on their way from one stage to the next.
+
+    That is seen where the next stage waited for them from the beginning. Where it turned to them later, it is at least
+    what was still to wait for, and most likely what it is in the median of those that were seen.
+    """
+    seen = [late.arrived - early.sent for early, late in zip(before, after, strict=True) if late.began <= early.sent]
+    likely = median(seen) if seen else 0.0
+    return [
+        max(0.0, min(late.arrived - early.sent, max(likely, late.arrived - late.began)))
+        for early, late in zip(before, after, strict=True)
+    ]
+
+
+def _could_be_made(record: Record, last_stage: list[StageTimes]) -> dict[int, float]:
+    """For each plan, when in the simulator's eyes it could be: as soon as the last stage was through with another one.
+
+    The engine hears of that a little later, takes the result in and decides; there, all this is the host's part. A plan
+    that waited for no result could be made when a request came.
+    """
+    ended = {times.step: times.sent for times in last_stage}
+    sent_at: dict[float, float] = {}
+    for step, known in record.known.items():
+        sent_at[known] = max(sent_at.get(known, 0.0), ended[step])
+    return {step: sent_at.get(submitted, submitted) for step, submitted in record.submitted.items()}

@@ -1,0 +1,94 @@
+"""What the time of a pipeline's stages went into: computing, sending, waiting for inputs, or nothing. No torch."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from nanoserve.benchmarks.pipeline.running import PipelineRun
+from nanoserve.runtime.stage_times import StageTimes
+
+
+class StageShares(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage's time with something in flight, divided; the four shares add up to 1.
+
+    Attributes:
+        computing: its device's work. 1 less this is the stage's share of bubbles.
+        sending: from there until the activations, or the answer, were on their way.
+        metadata: it was free and its work was there, but its inputs were not prepared: what ``metadata_seconds`` says.
+        waiting: the rest: for activations, or for a plan.
+        metadata_of_step: waiting for inputs, as a share of waiting for inputs, computing and sending.
+    """
+
+    computing: float
+    sending: float
+    metadata: float
+    waiting: float
+    metadata_of_step: float
+
+    @property
+    def bubbles(self) -> float:
+        return 1 - self.computing
+
+
+def parts_by_stage(run: PipelineRun, tensor_parallel: int = 1) -> list[list[StageTimes]]:
+    """What the first rank of each stage did, in the order of the plans."""
+    stages: dict[int, list[StageTimes]] = {}
+    for times in sorted(run.stage_times, key=lambda times: times.step):
+        if times.rank % tensor_parallel == 0:
+            stages.setdefault(times.rank // tensor_parallel, []).append(times)
+    return [stages[stage] for stage in sorted(stages)]
+
+
+def working_seconds(run: PipelineRun) -> float:
+    """How long anything was in flight: bubbles are not the time in which there is no request."""
+    record, seconds, end = run.record, 0.0, 0.0
+    for plan in record.plans:
+        submitted, known = record.handed_over[plan.step], record.known[plan.step]
+        seconds += max(0.0, known - max(end, submitted))
+        end = max(end, known)
+    return seconds
+
+
+def metadata_seconds(run: PipelineRun, stages: Sequence[Sequence[StageTimes]], stage: int) -> list[float]:
+    """For each plan, how long the stage could have computed it already, had its inputs been prepared.
+
+    It could from the moment at which it was through with the plan before and, in the first stage, the engine had
+    handed the plan over, in a later one, the activations had left the stage before. That is a little too much: the way
+    of the activations is in it, where preparing took as long.
+    """
+    submitted = [run.record.handed_over[times.step] for times in stages[0]]
+    given = submitted if stage == 0 else [times.sent for times in stages[stage - 1]]
+    free = [given[0], *(times.sent for times in stages[stage][:-1])]
+    return [
+        max(0.0, times.prepared - max(work, own)) for times, work, own in zip(stages[stage], given, free, strict=True)
+    ]
+
+
+def stage_shares(run: PipelineRun, tensor_parallel: int = 1) -> list[StageShares]:
+    """Of every stage; none where the executor told no times."""
+    stages, working = parts_by_stage(run, tensor_parallel), working_seconds(run)
+    shares = []
+    for stage, parts in enumerate(stages):
+        computing = sum(times.computed - times.started for times in parts)
+        sending = sum(times.sent - times.computed for times in parts)
+        metadata = sum(metadata_seconds(run, stages, stage))
+        shares.append(
+            StageShares(
+                computing=computing / working,
+                sending=sending / working,
+                metadata=metadata / working,
+                waiting=1 - (computing + sending + metadata) / working,
+                metadata_of_step=metadata / (metadata + computing + sending),
+            )
+        )
+    return shares
+
+
+def engine_seconds(run: PipelineRun) -> list[float]:
+    """For each plan, how long the engine took to make it: taking in the result before it, and deciding."""
+    record, seconds, done = run.record, [], 0.0
+    for plan in record.plans:
+        made = record.handed_over[plan.step]
+        seconds.append(made - max(record.submitted[plan.step], done))
+        done = made
+    return seconds

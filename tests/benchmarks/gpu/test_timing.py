@@ -1,0 +1,66 @@
+"""What is timed is the device: it is kept busy until the host has launched the call."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nanoserve.benchmarks.gpu.timing import MOST_FLUSHES, Call, EventClock, flushes_needed, take_turns
+
+
+@pytest.mark.parametrize(
+    ("launch_seconds", "flushes"), [(0.0, 1), (90e-6, 1), (110e-6, 2), (350e-6, 4), (1.0, MOST_FLUSHES)]
+)
+def test_the_device_reads_for_twice_as_long_as_the_host_launches(launch_seconds: float, flushes: int) -> None:
+    assert flushes_needed(launch_seconds, flush_seconds=200e-6) == flushes
+
+
+def test_the_flushes_lie_in_front_of_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Event:
+        """Of a device that takes 0.2 ms for everything."""
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("event")
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def elapsed_time(self, later: "Event") -> float:
+            return 0.2
+
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.timing.FLUSH_BYTES", 64)
+    monkeypatch.setattr(EventClock, "_flush", lambda self: log.append("flush"))
+    clock = EventClock(torch.device("cpu"))
+    log.clear()
+    seconds = clock.start(lambda: log.append("call"), launch_seconds=250e-6)
+    assert log == ["flush", "flush", "flush", "event", "call", "event"]
+    assert seconds() == pytest.approx(200e-6) and log[-1] == "wait"
+
+
+def test_each_route_gets_the_lead_that_its_own_launching_needs() -> None:
+    class Clock:
+        name = "none"
+
+        def __init__(self) -> None:
+            self.leads: dict[Call, list[float]] = {}
+
+        def start(self, call: Call, *, launch_seconds: float = 0.0) -> Callable[[], float]:
+            call()
+            self.leads.setdefault(call, []).append(launch_seconds)
+            return lambda: 1e-3
+
+    clock = Clock()
+    routes: dict[str, Any] = {"slow": lambda: time.sleep(0.02), "fast": lambda: None}
+    spreads = take_turns(routes, clock, dry_run=True)
+    slow, fast = (clock.leads[routes[name]] for name in ("slow", "fast"))
+    assert slow[:3] == fast[:3] == [0.0] * 3  # not known yet
+    assert len(slow) == len(fast) == 5 and min(slow[3:]) >= 0.02 > max(fast[3:])
+    assert spreads["slow"].n == 2 and spreads["slow"].us == pytest.approx(1000)

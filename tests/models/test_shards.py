@@ -1,0 +1,256 @@
+"""A model in shards computes what the whole model computes, from the same checkpoint."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nanoserve.config import ModelConfig
+from nanoserve.errors import ModelError, UsageError
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.loading import load_model
+from nanoserve.models.shards import Shard, make_shards, shard_config, whole_model
+from nanoserve.models.weights import shard_parts, tensor_parts
+from nanoserve.runtime.layer_compiler import layer_config
+from tests.models.test_decoder import paged, random_tokens
+from tests.models.thread_ranks import ThreadGroup, on_every_rank
+from tests.oracle.checkpoints import FAMILIES, make_checkpoint, rename_glm_as_chatglm
+
+LENGTHS = [1, 30, 4, 13]
+# Sizes that no degree divides: all are padded.
+UNEVEN = {"vocab_size": 157, "intermediate_size": 93, "moe_intermediate_size": 39}
+
+
+def write_checkpoint(family: str, directory: Path, **sizes: int) -> ModelConfig:
+    """A checkpoint whose every weight leaves its mark, in the names and shapes of its family."""
+    hf = FAMILIES[family]().to_dict() | sizes
+    config = ModelConfig.from_hf(hf)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        part.name: torch.randn(part.shape, generator=generator) * 0.15 + (1.0 if "norm" in part.name else 0.0)
+        for part in tensor_parts(config)
+    }
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(hf))
+    return config
+
+
+def whole_logits(directory: Path, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    decoder, config = load_model(directory, "fp32")
+    with torch.inference_mode():
+        hidden = decoder(tokens, positions, paged(config, LENGTHS))
+        return hidden, decoder.compute_logits(hidden)
+
+
+def sharded_logits(directory: Path, shards: list[Shard], tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states and logits of the first rank of the last stage; each stage enters with what the one before left."""
+    degree, entering = shards[0].degree, tokens
+
+    def run(rank: int, group: ThreadGroup) -> tuple[Tensor, Tensor | None]:
+        shard = stage[rank]
+        decoder, _ = load_model(directory, "fp32", shard=shard, group=group)
+        hidden = decoder(entering, positions, paged(decoder.config, LENGTHS))
+        return hidden, decoder.compute_logits(hidden) if shard.is_last else None
+
+    for first in range(0, len(shards), degree):
+        stage = shards[first : first + degree]
+        ranks = on_every_rank(run, degree)
+        assert all(torch.equal(hidden, ranks[0][0]) for hidden, _ in ranks)
+        entering = ranks[0][0]
+    logits = ranks[0][1]
+    assert logits is not None
+    assert all(other is not None and other.shape == (0, logits.shape[1]) for _, other in ranks[1:])
+    return entering, logits
+
+
+def ragged_batch(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    return random_tokens(config, sum(LENGTHS)), torch.cat([torch.arange(length) for length in LENGTHS])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chain_of_stages_is_the_whole_model(family: str, tmp_path: Path) -> None:
+    config = write_checkpoint(family, tmp_path)
+    batch = ragged_batch(config)
+    shards = make_shards(config, pipeline_parallel=3, tensor_parallel=1)
+    for found, expected in zip(sharded_logits(tmp_path, shards, *batch), whole_logits(tmp_path, *batch), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("uneven", [{}, UNEVEN], ids=["even", "padded"])
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_together_compute_what_one_does(family: str, degree: int, uneven: dict[str, int], tmp_path: Path) -> None:
+    config = write_checkpoint(family, tmp_path, **uneven)
+    batch = ragged_batch(config)
+    shards = make_shards(config, pipeline_parallel=1, tensor_parallel=degree)
+    assert shard_config(config, shards[1]).num_kv_heads == max(1, config.num_kv_heads // degree)
+    _, found = sharded_logits(tmp_path, shards, *batch)
+    _, expected = whole_logits(tmp_path, *batch)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found / expected.std(), expected / expected.std(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama-tied-biased", "glm4", "qwen3_moe"])
+def test_stages_of_several_ranks(family: str, tmp_path: Path) -> None:
+    config = write_checkpoint(family, tmp_path)
+    batch = ragged_batch(config)
+    shards = make_shards(config, pipeline_parallel=2, tensor_parallel=2, pipeline_split=(1, 2))
+    assert [(shard.stage, shard.rank, shard.layers) for shard in shards] == [
+        *((0, rank, range(1)) for rank in range(2)),
+        *((1, rank, range(1, 3)) for rank in range(2)),
+    ]
+    _, found = sharded_logits(tmp_path, shards, *batch)
+    _, expected = whole_logits(tmp_path, *batch)
+    torch.testing.assert_close(found / expected.std(), expected / expected.std(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama-tied-biased", "chatglm", "mixtral"])
+def test_checkpoints_of_hugging_face(family: str, tmp_path: Path) -> None:
+    make_checkpoint("glm" if family == "chatglm" else family, tmp_path, shard_size="60KB")
+    if family == "chatglm":
+        make_checkpoint("glm", tmp_path)
+        source, tmp_path = tmp_path, tmp_path / "chatglm"
+        rename_glm_as_chatglm(source, tmp_path)
+    config = ModelConfig.from_directory(tmp_path)
+    batch = ragged_batch(config)
+    _, found = sharded_logits(tmp_path, make_shards(config, pipeline_parallel=2, tensor_parallel=2), *batch)
+    _, expected = whole_logits(tmp_path, *batch)
+    torch.testing.assert_close(found / expected.std(), expected / expected.std(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("family", ["llama-tied-biased", "glm", "qwen3_moe"])
+def test_every_number_of_a_checkpoint_is_read_where_it_belongs(family: str, degree: int) -> None:
+    hf = FAMILIES[family]().to_dict() | {name: size for name, size in UNEVEN.items() if degree > 1}
+    config = ModelConfig.from_hf(hf)
+    shards = make_shards(config, pipeline_parallel=2, tensor_parallel=degree)
+    readers = {part.name: torch.zeros(part.shape, dtype=torch.int32) for part in tensor_parts(config)}
+    for shard in shards:
+        with torch.device("meta"):
+            decoder = Decoder(config, initialize=False, shard=shard, group=ThreadGroup.alone())
+        parameters = dict(decoder.named_parameters())
+        filled: Counter[str] = Counter()
+        for part in shard_parts(tensor_parts(config), config, shard):
+            readers[part.name][part.source] += 1
+            region = part.region(parameters[part.parameter])
+            assert region.shape == readers[part.name][part.source].shape
+            assert region.numel() == part.size
+            filled[part.parameter] += part.size
+        if degree == 1:
+            assert filled == {name: parameter.numel() for name, parameter in parameters.items()}
+    for part in tensor_parts(config):
+        times = readers[part.name]
+        if "norm" in part.name or part.name.endswith(".gate.weight"):
+            expected = degree
+        elif ".k_proj." in part.name or ".v_proj." in part.name:
+            expected = max(1, degree // config.num_kv_heads)
+        else:
+            expected = 1 + (part.parameter == "embedding.weight" and config.tie_word_embeddings)
+        assert (times == expected).all(), part.name
+
+
+def test_a_shard_reads_only_its_own(tmp_path: Path) -> None:
+    config = write_checkpoint("llama", tmp_path)
+    read: list[int] = []
+    load_model(tmp_path, "fp32", progress=lambda done, total: read.append(total))
+    whole = read.pop()
+    for pipeline_parallel, tensor_parallel in (3, 1), (1, 2):
+        totals = []
+        for shard in make_shards(config, pipeline_parallel=pipeline_parallel, tensor_parallel=tensor_parallel):
+            group = ThreadGroup.alone()
+            load_model(tmp_path, "fp32", progress=lambda done, total: read.append(total), shard=shard, group=group)
+            totals.append(read[-1])
+        norms = 4 * config.hidden_size * (2 * config.num_layers + 1)
+        assert sum(totals) == whole + (tensor_parallel - 1) * norms
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_checkpoint_read_in_pieces_is_the_same(degree: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_checkpoint("glm", tmp_path)
+    shard = make_shards(config, pipeline_parallel=2, tensor_parallel=degree)[-1]
+    at_once, _ = load_model(tmp_path, "fp32", shard=shard, group=ThreadGroup.alone())
+    monkeypatch.setattr("nanoserve.models.loading._MAPPED_BYTES", 1000)
+    in_pieces, _ = load_model(tmp_path, "fp32", shard=shard, group=ThreadGroup.alone())
+    assert all(map(torch.equal, at_once.parameters(), in_pieces.parameters()))
+
+
+def test_a_shard_checks_the_whole_checkpoint(tmp_path: Path) -> None:
+    config = write_checkpoint("llama", tmp_path)
+    first, last = make_shards(replace(config, num_layers=4), pipeline_parallel=2, tensor_parallel=1)
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"]().to_dict() | {"num_hidden_layers": 4}))
+    for shard in first, last:
+        with pytest.raises(ModelError, match=r"tensor model\.layers\.3\.\S+ is missing from the checkpoint"):
+            load_model(tmp_path, "fp32", shard=shard)
+
+
+def test_stages_have_what_belongs_to_them() -> None:
+    config = ModelConfig.from_hf(FAMILIES["qwen3_moe"]().to_dict())
+    stages = [Decoder(config, shard=shard) for shard in make_shards(config, pipeline_parallel=3, tensor_parallel=1)]
+    outside = [{name.split(".")[0] for name, _ in stage.named_parameters()} - {"layers"} for stage in stages]
+    assert outside == [{"embedding"}, set(), {"final_norm", "lm_head"}]
+    assert [layer.index for stage in stages for layer in stage.layers] == [0, 0, 0]
+    assert [stage.config.is_sparse(0) for stage in stages] == [config.is_sparse(index) for index in range(3)]
+    assert all(stage.model_config == config for stage in stages)
+    assert {(stage.dtype, stage.device) for stage in stages} == {(torch.float32, torch.device("cpu"))}
+
+
+def test_a_rank_without_a_group_is_refused() -> None:
+    config = ModelConfig.from_hf(FAMILIES["llama"]().to_dict())
+    with pytest.raises(ValueError, match="group"):
+        Decoder(config, shard=Shard(range(3), rank=1, degree=2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_shard_is_the_model(family: str) -> None:
+    config = ModelConfig.from_hf(FAMILIES[family]().to_dict())
+    assert shard_config(config, whole_model(config)) == config
+    (only,) = make_shards(config, pipeline_parallel=1, tensor_parallel=1)
+    assert only == whole_model(config)
+    assert list(shard_parts(tensor_parts(config), config, only)) == list(tensor_parts(config))
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2-window", "qwen3_moe"])
+def test_layers_of_all_stages_share_their_compiled_library(family: str) -> None:
+    config = ModelConfig.from_hf(FAMILIES[family]().to_dict())
+    kinds = [layer_config(config, index) for index in range(config.num_layers)]
+    for shard in make_shards(config, pipeline_parallel=2, tensor_parallel=1):
+        own = shard_config(config, shard)
+        assert [layer_config(own, index) for index in range(own.num_layers)] == [kinds[index] for index in shard.layers]
+
+
+def test_windows_of_a_stage_are_its_own() -> None:
+    config = ModelConfig.from_hf(FAMILIES["qwen2-window"]().to_dict())
+    last = make_shards(config, pipeline_parallel=2, tensor_parallel=1, pipeline_split=(2, 1))[-1]
+    assert config.sliding_windows == (0, 20, 20)
+    assert shard_config(config, last).sliding_windows == (20,)
+
+
+@pytest.mark.parametrize(
+    ("layout", "line"),
+    [
+        ({"pipeline_parallel": 8}, "--pp 8: the model has 3 layers, so there are at most 3 stages"),
+        ({"pipeline_parallel": 0}, "--pp must be at least 1, not 0"),
+        ({"tensor_parallel": 0}, "--tp must be at least 1, not 0"),
+        ({"tensor_parallel": 3}, "--tp 3 does not divide 8 attention heads; choose 1, 2, 4 or 8"),
+        ({"tensor_parallel": 16}, "--tp 16 does not divide 8 attention heads; choose 1, 2, 4 or 8"),
+        ({"pipeline_parallel": 2, "pipeline_split": (1, 3)}, "--pp-split 1,3 adds up to 4 layers, but the model has 3"),
+        ({"pipeline_parallel": 2, "pipeline_split": (3, 0)}, "--pp-split 3,0: every stage needs at least one layer"),
+        ({"pipeline_parallel": 2, "pipeline_split": (3,)}, "--pp-split 3 names 1 stages, but --pp is 2"),
+    ],
+)
+def test_what_cannot_be_divided_says_what_can(layout: dict[str, int], line: str) -> None:
+    config = replace(ModelConfig.from_hf(FAMILIES["llama"]().to_dict()), num_heads=8, num_kv_heads=2)
+    with pytest.raises(UsageError) as caught:
+        make_shards(config, **{"pipeline_parallel": 1, "tensor_parallel": 1, **layout})
+    assert str(caught.value) == line
+
+
+def test_key_value_heads_may_not_be_divided_unevenly() -> None:
+    config = replace(ModelConfig.from_hf(FAMILIES["llama"]().to_dict()), num_heads=12, num_kv_heads=2)
+    with pytest.raises(UsageError, match=r"^--tp 3 does not divide 2 key-value heads evenly; choose 1, 2, 4, 6 or 12$"):
+        make_shards(config, pipeline_parallel=1, tensor_parallel=3)

@@ -1,0 +1,86 @@
+"""Runs of a pipeline with several plans in flight are replayed, plan by plan."""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoserve.costs.work import Chunk, StepWork
+from nanoserve.engine import Engine
+from nanoserve.request import Request, SamplingParams
+from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.simulator.record import record_run, replay
+from tests.fakes.observed_executor import ObservedExecutor
+
+_TICK = 2.0**-10
+
+
+@dataclass
+class JitteryTimes:
+    """Every stage, link and preparation takes what it likes, in ticks of the clock."""
+
+    num_stages: int
+    seed: int
+    _random: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def _some(self) -> float:
+        return self._random.randrange(20) * _TICK
+
+    def work(
+        self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
+    ) -> StepWork:
+        return StepWork.of(decode_contexts, chunks, sampled)
+
+    def stage_seconds(self, work: StepWork, stage: int) -> float:
+        return self._some()
+
+    def send_seconds(self, work: StepWork, stage: int) -> float:
+        return self._some()
+
+    def host_seconds(self, work: StepWork) -> float:
+        return self._some()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    policy=st.sampled_from(["sarathi", "throttling", "adaptive", "prefill-first"]),
+    stages=st.integers(1, 4),
+    blocks=st.integers(10, 30),
+    seed=st.integers(0, 1000),
+    gaps=st.lists(st.integers(0, 60), min_size=1, max_size=8),
+)
+def test_a_replay_makes_the_plans_of_the_run(policy: str, stages: int, blocks: int, seed: int, gaps: list[int]) -> None:
+    def scheduler() -> Scheduler:
+        return Scheduler(
+            make_policy(policy, 8), num_blocks=blocks, block_size=4, max_model_len=32, pipeline_depth=stages
+        )
+
+    executor = ObservedExecutor(JitteryTimes(stages, seed))
+    now, requests = executor.now(), []
+    for number, gap in enumerate(gaps):
+        now += gap * _TICK
+        params = SamplingParams(max_tokens=1 + number * 3, ignore_eos=True)
+        requests.append(Request(f"r{number}", (1,) * (3 + 2 * number), params, seed=0, arrival_time=now))
+    record = record_run(Engine(scheduler(), executor, vocab_size=2), requests)
+    assert replay(record, scheduler, vocab_size=2) == record.plans
+
+
+def test_a_replay_under_another_budget_is_noticed() -> None:
+    def scheduler(budget: int) -> Scheduler:
+        return Scheduler(
+            make_policy("sarathi", budget), num_blocks=30, block_size=4, max_model_len=32, pipeline_depth=2
+        )
+
+    executor = ObservedExecutor(JitteryTimes(2, seed=0))
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    requests = [Request(f"r{n}", (1,) * 7, params, seed=0, arrival_time=executor.now()) for n in range(6)]
+    record = record_run(Engine(scheduler(8), executor, vocab_size=2), requests)
+    with pytest.raises(ValueError, match="is not that of the record"):
+        replay(record, lambda: scheduler(6), vocab_size=2)
