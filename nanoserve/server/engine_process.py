@@ -32,7 +32,7 @@ from nanoserve.server.messages import (
     StartFailed,
     Stop,
 )
-from nanoserve.server.sockets import COMMANDS, REPORTS
+from nanoserve.server.sockets import COMMANDS, NO_DIRECTORY, REPORTS
 
 MAX_COMMAND_BYTES = 64 << 20
 COMMAND_SECONDS = 0.1
@@ -42,7 +42,11 @@ WATCH_SECONDS = 1.0
 
 
 class Mailbox:
-    """Both sockets of the engine's side."""
+    """Both sockets of the engine's side.
+
+    Raises:
+        zmq.ZMQError: if they cannot be in that directory.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._context = zmq.Context(io_threads=1)
@@ -177,9 +181,8 @@ def main(build: Build | None = None) -> None:
     """
     parent, pulse = own_pipes()
     start = msgspec.json.decode(read_line(parent), type=EngineStart)
-    directory = Path(tempfile.mkdtemp(prefix="nanoserve-"))  # mode 0700
+    directory, mailbox = _open_mailbox(pulse)  # before the watch begins, which may remove the directory at any moment
     os.environ["TMPDIR"] = str(directory)  # what a compiler leaves that is killed goes with the rest
-    mailbox = Mailbox(directory)  # before the watch begins, which may remove the directory at any moment
     Lifeline(parent, pulse, directory).start()
     try:
         engine = (build or build_from_model)(start, mailbox)
@@ -191,6 +194,21 @@ def main(build: Build | None = None) -> None:
     engine.close()
     mailbox.close()
     sys.exit(WorkersFailed.exit_code)
+
+
+def _open_mailbox(pulse: int) -> tuple[Path, Mailbox]:
+    """A directory of this user's with the sockets in it; ends the process where there is no place for them."""
+    directory = None
+    try:
+        directory = Path(tempfile.mkdtemp(prefix="nanoserve-"))  # mode 0700
+        return directory, Mailbox(directory)
+    except (OSError, zmq.ZMQError) as error:
+        if directory is not None:
+            directory.rmdir()
+        reason = os.strerror(error.errno or 0)
+        advice = "set TMPDIR to a directory that can be written to and has a short name"
+        os.write(pulse, NO_DIRECTORY + f"there is no place for sockets ({reason}): {advice}\n".encode())
+        sys.exit(RuntimeFailure.exit_code)
 
 
 def build_from_model(start: EngineStart, mailbox: Mailbox) -> Engine:
