@@ -27,6 +27,11 @@ from nanoserve.runtime.workers.messages import Failed, FromWorker, ToWorker, Wor
 from nanoserve.runtime.workers.station import identity, prepare_socket
 from nanoserve.threads import threads_of_each
 
+SILENCE_SECONDS = 10.0
+"""Twenty missed heartbeats: the worker is stopped."""
+_LOADING_SILENCE_SECONDS = 120.0
+"""Importing torch can hold the interpreter for a while."""
+_WATCH_SECONDS = 1.0
 _FIRST_DEATH_SECONDS = 0.5
 """A worker that fails because another has died may be heard of first."""
 _ERRORS: dict[int, type[NanoserveError]] = {kind.exit_code: kind for kind in (RuntimeFailure, UsageError, ModelError)}
@@ -61,6 +66,9 @@ class WorkerSettings:
 class WorkerGroup:
     """Processes and sockets; ``end`` it in any case.
 
+    Attributes:
+        loading: whether workers may be silent for long; set to False by the owner once all are ready.
+
     Raises:
         UsageError: if torchrun started another number of processes.
         RuntimeFailure: if no process can be started, or there is no place for the sockets.
@@ -77,6 +85,8 @@ class WorkerGroup:
         self._poller = zmq.Poller()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
+        self._beat_at: dict[int, float] = {}
+        self.loading = True
         try:
             self._start()
         except BaseException:
@@ -100,6 +110,7 @@ class WorkerGroup:
             self._poller.register(socket, zmq.POLLIN)
         for child in self._children:
             self._poller.register(child.pulse, zmq.POLLIN)
+            self._beat_at[child.rank] = time.monotonic()
             child.begin(self._start_of(child.rank, addresses, directory))
         for rank in set(range(config.num_workers)).difference(rendezvous.spawned):
             rendezvous.hand_out(rank, msgspec.json.encode(self._start_of(rank, addresses, directory)))
@@ -131,20 +142,31 @@ class WorkerGroup:
                 self._plans.send_multipart((identity(rank), data), zmq.NOBLOCK, copy=False)
 
     def hear(self, seconds: float | None) -> list[FromWorker]:
-        """What the workers say, in order; waits for something at most so long.
+        """What the workers say, in order, perhaps nothing; waits for it at most so long, and not for ever.
 
         Raises:
             WorkersDied: if one is dead or cannot go on. What was said before is lost with it.
         """
-        ready = dict(self._poller.poll(None if seconds is None else math.ceil(1000 * seconds)))
+        seconds = _WATCH_SECONDS if seconds is None else min(seconds, _WATCH_SECONDS)
+        ready = dict(self._poller.poll(math.ceil(1000 * seconds)))
         heard = [*self._received(self._plans, ready), *self._received(self._reports, ready)]
         for message in heard:
             if isinstance(message, Failed):
                 raise self._failure(message)
-        for child in self._children:
-            if child.pulse in ready and not child.beats():
-                raise WorkersDied(f"worker {child.rank} {child.ending()}")
+        self._watch(ready)
         return heard
+
+    def _watch(self, ready: Mapping[object, int]) -> None:
+        """See that all workers live. What they wrote while nobody looked counts as a sign of life now."""
+        now = time.monotonic()
+        silence = _LOADING_SILENCE_SECONDS if self.loading else SILENCE_SECONDS
+        for child in self._children:
+            if child.pulse in ready:
+                if not child.beats():
+                    raise WorkersDied(f"worker {child.rank} {child.ending()}")
+                self._beat_at[child.rank] = now
+            elif now - self._beat_at[child.rank] > silence:
+                raise WorkersDied(f"worker {child.rank} gave no sign of life for {silence:g} s")
 
     def _received(self, socket: "zmq.Socket[bytes]", ready: Mapping[object, int]) -> Iterator[FromWorker]:
         if socket not in ready:
