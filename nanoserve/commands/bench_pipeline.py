@@ -294,7 +294,7 @@ def _facts(
         "threads": torch.get_num_threads(),
         "threads_of_a_worker": threads_of_each(config.num_workers),
         "kv_blocks": min(engine.num_blocks for engine in engines),
-        "limit_read_gb_per_s": bench.limits.read_bytes_per_second / 1e9,
+        "limit_read_gb_per_s": bench.limits.bytes_per_second / 1e9,
         "limit_gflops": bench.limits.operations_per_second / 1e9,
     }
 
