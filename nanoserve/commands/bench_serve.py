@@ -11,6 +11,7 @@ from nanoserve.commands.bench_options import ResultOptions, engine_title, kept, 
 from nanoserve.commands.failures import EXIT_OK, say
 from nanoserve.commands.options import EngineOptions, ServerOptions
 from nanoserve.commands.terminal import remark
+from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import WorkersOptions
 from nanoserve.errors import RuntimeFailure, UsageError
 
@@ -84,6 +85,7 @@ class WorkOptions(LengthOptions):
     ] = False
 
 
+@on_all_machines
 def serve(
     *,
     load: LoadOptions,

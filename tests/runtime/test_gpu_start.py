@@ -13,6 +13,7 @@ from nanoserve.config import EngineConfig, MoeConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.attention import AttentionFunction, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.shards import make_shards
 from nanoserve.request import SamplingParams
 from nanoserve.runtime import gpu_start
 from nanoserve.runtime.decode_graphs import DecodeGraphs
@@ -21,6 +22,7 @@ from nanoserve.runtime.largest_step import LargestStep
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.traced_layers import TracedLayers
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
+from tests.models.thread_ranks import ThreadGroup, on_every_rank
 from tests.runtime.fake_graphs import FakeRecorder
 from tests.runtime.small_model import dense_greedy, small_config, small_decoder
 
@@ -252,3 +254,19 @@ def test_the_largest_step_is_as_large_as_a_step_may_be() -> None:
     tokens = LargestStep(num_tokens=11, num_rows=4, block_size=4).run(decoder, run_layer)
     assert seen == [(11, 8, 1, 1, 1)] * small_config().num_layers
     assert len(tokens) == 11, "prompt log probabilities may look at every position"
+
+
+def test_every_shard_runs_the_largest_step() -> None:
+    """A later stage begins with hidden states, and only the first rank of the last one has logits to sample."""
+    config, step = small_config(), LargestStep(num_tokens=11, num_rows=4, block_size=4)
+    shards = make_shards(config, pipeline_parallel=2, tensor_parallel=2)
+
+    def run(rank: int, group: ThreadGroup) -> list[tuple[int, ...]]:
+        return [
+            tuple(step.run(Decoder(config, shard=shard, group=group).eval(), DecoderLayer.__call__).shape)
+            for shard in shards
+            if shard.rank == rank
+        ]
+
+    hidden = (11, config.hidden_size)
+    assert list(on_every_rank(run, 2)) == [[hidden, (11,)], [hidden, hidden]]

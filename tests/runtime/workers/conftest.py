@@ -1,0 +1,32 @@
+"""Groups of workers that many tests share: to start one takes seconds."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from nanoserve.models.hub import ResolvedModel, resolve_model
+from nanoserve.runtime.workers.executor import WorkersExecutor
+from tests.models.test_shards import write_checkpoint
+from tests.runtime.workers.loads import Reference, start_workers
+
+
+@pytest.fixture(scope="package")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Three layers, of which the second sees all positions, norms of queries and keys, and the bundled tokenizer."""
+    directory = tmp_path_factory.mktemp("model")
+    write_checkpoint("qwen3-layer-types", directory, vocab_size=4096)
+    return Reference(ResolvedModel("small", directory, resolve_model(None).tokenizer_directory))
+
+
+@pytest.fixture(scope="module")
+def two_stages(reference: Reference) -> Iterator[WorkersExecutor]:
+    workers = start_workers(reference, pipeline_parallel=2)
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(reference: Reference) -> Iterator[WorkersExecutor]:
+    workers = start_workers(reference, tensor_parallel=2)
+    yield workers
+    workers.close()

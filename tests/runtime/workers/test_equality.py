@@ -1,0 +1,69 @@
+"""Workers answer what one process answers, whatever is scheduled how: tokens and log probabilities.
+
+Two processes at a time. Larger layouts, families and compiled layers are in `test_layouts`.
+"""
+
+from contextlib import closing
+
+from nanoserve.runtime.workers.executor import WorkersExecutor
+from nanoserve.scheduler.registry import POLICIES
+from tests.runtime.workers.loads import ROOMY_BLOCKS, TIGHT_BLOCKS, Case, Reference, Seen, pairwise, start_workers
+
+ABLATIONS = ("without_wt", "without_ut", "without_decode_throttling")
+EVERY_POLICY = (*POLICIES, *(f"throttling {ablation}" for ablation in ABLATIONS))
+CHOSEN = pairwise(
+    policy=EVERY_POLICY,
+    token_budget=(7, 64, 24),
+    num_blocks=(TIGHT_BLOCKS, ROOMY_BLOCKS),
+    max_num_seqs=(3, 256),
+    prefix_caching=(True, False),
+    depth=(2, 1),
+)
+CASES = [Case(**chosen, seed=seed) for seed, chosen in enumerate(CHOSEN)]
+CASES_OF_RANKS = [
+    case for case in CASES if case.depth == 1 and case.policy in ("sarathi", "throttling", "prefill-first")
+]
+COUPLED_CASES = [case for case in CASES if case.depth == 2 and case.policy in ("sarathi", "throttling", "adaptive")]
+
+
+def everything_happened(seen: Seen) -> bool:
+    """Whether the lives have shown what they are there for."""
+    return min(seen.preemptions, seen.cached_tokens, seen.copies, seen.aborted, seen.chunks) > 0
+
+
+def test_every_policy_on_two_stages(two_stages: WorkersExecutor, reference: Reference) -> None:
+    """Pairwise with the sizes of steps and of the pool, prefix caching, and plans in flight."""
+    seen = reference.check(two_stages, CASES)
+    assert everything_happened(seen), seen
+    assert seen.together == 2
+
+
+def test_two_ranks_of_one_stage(two_ranks: WorkersExecutor, reference: Reference) -> None:
+    seen = reference.check(two_ranks, CASES_OF_RANKS)
+    assert everything_happened(seen), seen
+    assert seen.together == 1
+
+
+def test_plans_that_come_with_the_hidden_states(reference: Reference) -> None:
+    """The coupled design knows no less than the decoupled one, only later."""
+    with closing(start_workers(reference, pipeline_parallel=2, metadata="coupled")) as workers:
+        seen = reference.check(workers, COUPLED_CASES)
+    assert everything_happened(seen), seen
+    assert seen.together == 2
+
+
+def test_a_scheduler_that_begins_anew_names_sequences_as_the_one_before_did(
+    two_stages: WorkersExecutor, reference: Reference
+) -> None:
+    """One that gave up in the middle has told the workers nothing of it."""
+    case = Case("sarathi")
+    for _ in range(2):
+        steps = reference.engine(two_stages, case)
+        for request in reference.requests:
+            steps.add(request)
+        for _ in range(4):
+            steps.step()
+        while steps.scheduler.steps_in_flight:
+            for result in two_stages.collect(None):
+                steps.scheduler.apply(result, two_stages.now())
+    reference.check(two_stages, [case])

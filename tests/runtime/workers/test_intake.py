@@ -1,0 +1,115 @@
+"""The thread between the engine's socket and a worker's loop."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from nanoserve.runtime.workers.intake import Intake, Turn
+from nanoserve.runtime.workers.messages import Allocate, Follow, Prepare, Run, ToWorker
+from nanoserve.scheduler.plan import StepPlan
+
+PATIENCE = 20.0
+CPU = torch.device("cpu")
+
+
+class Engine:
+    """The other end of an intake's socket, and what the intake has prepared."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._plans = self._context.socket(zmq.PAIR)
+        self.intake_socket = self._context.socket(zmq.PAIR)
+        self._plans.bind("inproc://plans")
+        self.intake_socket.connect("inproc://plans")
+        self.prepared: list[int] = []
+        self.threads: set[int] = set()
+
+    def say(self, *messages: ToWorker) -> None:
+        for message in messages:
+            self._plans.send(msgspec.msgpack.encode(message))
+
+    def prepare(self, plan: StepPlan, received: float) -> Turn:
+        if plan.step < 0:
+            raise RuntimeError("such a plan cannot be prepared")
+        self.prepared.append(plan.step)
+        self.threads.add(threading.get_ident())
+        return Turn(plan, None, received, time.monotonic())
+
+    def end(self) -> None:
+        """Have the intake's thread end, in whose hands its socket is, then close the sockets."""
+        self.say_nonsense()
+        for thread in threading.enumerate():
+            if thread.name == "intake":
+                thread.join(PATIENCE)
+                assert not thread.is_alive()
+        self._context.destroy(linger=0)
+
+    def say_nonsense(self) -> None:
+        self._plans.send(b"\xc1 nonsense")
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.end()
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_one_plan_is_prepared_ahead_and_no_more(engine: Engine) -> None:
+    """The buffers of a step are those of the step before the last one."""
+    intake = Intake(engine.intake_socket, engine.prepare, CPU)
+    engine.say(*(Run(StepPlan(step)) for step in range(4)))
+    eventually(lambda: len(engine.prepared) == 2)
+    for step in range(4):
+        turn = intake.next(PATIENCE)
+        assert isinstance(turn, Turn) and turn.step.step == step
+        assert turn.received <= turn.prepared
+        time.sleep(0.01)
+        assert len(engine.prepared) <= step + 2
+        intake.done()
+    assert engine.prepared == [0, 1, 2, 3]
+    assert threading.get_ident() not in engine.threads
+
+
+def test_everything_comes_in_order(engine: Engine) -> None:
+    intake = Intake(engine.intake_socket, engine.prepare, CPU)
+    engine.say(Run(StepPlan(0)), Prepare(), Run(StepPlan(1)), Allocate(3))
+    arrived = [intake.next(PATIENCE) for _ in range(4)]
+    assert [type(one) for one in arrived] == [Turn, Prepare, Turn, Allocate]
+
+
+def test_plans_of_a_coupled_worker_are_left_to_the_loop(engine: Engine) -> None:
+    intake = Intake(engine.intake_socket, None, CPU)
+    engine.say(*(Run(StepPlan(step)) for step in range(3)), Follow())
+    assert [intake.next(PATIENCE) for _ in range(4)] == [*(Run(StepPlan(step)) for step in range(3)), Follow()]
+
+
+def test_it_waits_no_longer_than_it_is_asked_to(engine: Engine) -> None:
+    assert Intake(engine.intake_socket, engine.prepare, CPU).next(0.01) is None
+
+
+def test_what_cannot_be_prepared_fails_when_its_turn_comes(engine: Engine) -> None:
+    intake = Intake(engine.intake_socket, engine.prepare, CPU)
+    engine.say(Run(StepPlan(0)), Run(StepPlan(-1)))
+    assert isinstance(intake.next(PATIENCE), Turn)
+    with pytest.raises(RuntimeError, match="such a plan cannot be prepared"):
+        intake.next(PATIENCE)
+
+
+def test_what_is_no_message_is_an_error_and_not_a_silence(engine: Engine) -> None:
+    intake = Intake(engine.intake_socket, engine.prepare, CPU)
+    engine.say_nonsense()
+    with pytest.raises(msgspec.MsgspecError):
+        intake.next(PATIENCE)

@@ -1,0 +1,82 @@
+"""Every word between the engine and its workers comes out as it went in."""
+
+import msgspec
+import pytest
+
+from nanoserve.config import EngineConfig
+from nanoserve.request import SamplingParams, TokenLogprob
+from nanoserve.runtime.stage_times import StageTimes
+from nanoserve.runtime.workers.messages import (
+    Allocate,
+    Answered,
+    Failed,
+    Follow,
+    FromWorker,
+    Hello,
+    Loaded,
+    Loading,
+    Observed,
+    Prepare,
+    Prepared,
+    Ready,
+    Run,
+    ToWorker,
+    WorkerStart,
+)
+from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan, StepResult
+
+PARAMS = SamplingParams(n=2, logit_bias={7: -1.5}, stop=("end",), stop_token_ids=(3,), seed=5, json_schema="{}")
+PLAN = StepPlan(
+    3,
+    begin=(Begin(8, (1, 2, 3), 2, 1, 2**63 - 1, PARAMS, (0, 1)),),
+    rows=(Row(8, 0, (1, 2, 3), True, (4, 5)), Row(9, 12, (6,), False)),
+    copies=(Copy(4, 5),),
+    end=(7,),
+)
+LOGPROB = TokenLogprob(6, -0.5, 1, ((6, -0.5), (7, -1.0)))
+RESULT = StepResult(3, (Answer(8, (6,), (LOGPROB,)), Answer(9, error="no")), seconds=0.25)
+TO_WORKER = [Allocate(17), Prepare(), Run(PLAN), Follow()]
+FROM_WORKER = [
+    Hello(1, ("0.1.0", "2.13.0")),
+    Loading(1, "load", 3, 5),
+    Loaded(1, "host cpu", 4096, 2**40),
+    Ready(1),
+    Prepared(1, compiled=True),
+    Failed(1, "out of memory", 4),
+    Answered(RESULT),
+    Observed(StageTimes(3, 1, 4, *(0.5 * moment for moment in range(6)))),
+]
+
+
+@pytest.mark.parametrize("message", TO_WORKER, ids=lambda message: type(message).__name__)
+def test_what_a_worker_is_told(message: ToWorker) -> None:
+    assert msgspec.msgpack.Decoder(ToWorker).decode(msgspec.msgpack.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", FROM_WORKER, ids=lambda message: type(message).__name__)
+def test_what_a_worker_says(message: FromWorker) -> None:
+    assert msgspec.msgpack.Decoder(FromWorker).decode(msgspec.msgpack.encode(message)) == message
+
+
+def test_no_word_is_left_out_here() -> None:
+    assert {type(message) for message in TO_WORKER} == set(ToWorker.__args__)
+    assert {type(message) for message in FROM_WORKER} == set(FromWorker.__args__)
+
+
+def test_the_first_line_is_one_line() -> None:
+    start = WorkerStart(
+        rank=1,
+        local_rank=0,
+        plans="ipc:///tmp/a\nb",
+        reports="tcp://host:1",
+        init_method="env://",
+        directory=None,
+        name="storyteller",
+        model_directory=None,
+        tokenizer_directory="/models/ü",
+        config=EngineConfig(pipeline_parallel=2, pipeline_split=(3, 1), seed=4),
+        coupled=True,
+    )
+    line = msgspec.json.encode(start)
+    assert b"\n" not in line
+    assert msgspec.json.decode(line, type=WorkerStart) == start
