@@ -13,6 +13,7 @@ from nanoserve.config import EngineConfig, MoeConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.attention import AttentionFunction, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.shards import make_shards
 from nanoserve.request import SamplingParams
 from nanoserve.runtime import gpu_start
 from nanoserve.runtime.decode_graphs import DecodeGraphs
@@ -21,6 +22,7 @@ from nanoserve.runtime.largest_step import LargestStep
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.traced_layers import TracedLayers
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
+from tests.models.thread_ranks import ThreadGroup, on_every_rank
 from tests.runtime.fake_graphs import FakeRecorder
 from tests.runtime.small_model import dense_greedy, small_config, small_decoder
 
@@ -251,4 +253,18 @@ def test_the_largest_step_is_as_large_as_a_step_may_be() -> None:
 
     tokens = LargestStep(num_tokens=11, num_rows=4, block_size=4).run(decoder, run_layer)
     assert seen == [(11, 8, 1, 1, 1)] * small_config().num_layers
-    assert len(tokens) == 11, "prompt log probabilities may look at every position"
+    assert tokens is not None and len(tokens) == 11, "prompt log probabilities may look at every position"
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_every_shard_of_a_model_has_a_largest_step(stages: int) -> None:
+    """A later stage begins with hidden states; only the first rank of the last stage samples."""
+    shards = make_shards(small_config(), pipeline_parallel=stages, tensor_parallel=2)
+
+    def run(rank: int, group: ThreadGroup) -> int | None:
+        decoder = Decoder(small_config(), shard=shards[first + rank], group=group).eval()
+        tokens = LargestStep(num_tokens=11, num_rows=4, block_size=4).run(decoder, DecoderLayer.__call__)
+        return None if tokens is None else len(tokens)
+
+    for first in range(0, len(shards), 2):
+        assert on_every_rank(run, 2) == ([11, None] if shards[first].is_last else [None, None])
