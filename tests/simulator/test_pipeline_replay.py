@@ -54,9 +54,11 @@ class JitteryTimes:
     stages=st.integers(1, 4),
     blocks=st.integers(10, 30),
     seed=st.integers(0, 1000),
-    gaps=st.lists(st.integers(0, 60), min_size=1, max_size=8),
+    gaps=st.lists(st.integers(0, 60) | st.floats(0, 60), min_size=1, max_size=8),
 )
-def test_a_replay_makes_the_plans_of_the_run(policy: str, stages: int, blocks: int, seed: int, gaps: list[int]) -> None:
+def test_a_replay_makes_the_plans_of_the_run(
+    policy: str, stages: int, blocks: int, seed: int, gaps: list[float]
+) -> None:
     def scheduler() -> Scheduler:
         return Scheduler(
             make_policy(policy, 8), num_blocks=blocks, block_size=4, max_model_len=32, pipeline_depth=stages
