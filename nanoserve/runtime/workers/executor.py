@@ -1,5 +1,6 @@
 """WorkersExecutor: runs plans on worker processes, and starts them anew when one dies."""
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -270,5 +271,6 @@ class RemoteLayers:
             self._executor._prepare_next()
 
     def wait(self) -> None:
-        """Wait for what has been started; between two runs, when no plan is in flight."""
-        self._executor._wait(lambda: not self.pending)
+        """Wait for what has been started, as long as the workers live; between two runs, when no plan is in flight."""
+        with contextlib.suppress(WorkersDied):  # the next `collect` finds them dead, and can say so
+            self._executor._wait(lambda: not self.pending)
