@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanoserve.config import EngineConfig, ModelConfig, SamplingDefaults
 from nanoserve.engine import Engine
@@ -20,10 +21,12 @@ from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.memory import choose_num_blocks
 from nanoserve.runtime.model_loading import load_decoder, read_config
 from nanoserve.runtime.traced_executor import TracedExecutor
-from nanoserve.runtime.workers.executor import RemoteLayers, WorkersExecutor
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.scheduler import Scheduler
 from triton_ops.cpu import CpuOperators, cpu_operators
+
+if TYPE_CHECKING:
+    from nanoserve.runtime.workers.executor import RemoteLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class BuiltEngine:
     max_model_len: int
     default_params: SamplingParams
     operators: CpuOperators | None
-    layers: CompiledLayers | RemoteLayers | None
+    layers: "CompiledLayers | RemoteLayers | None"
     gpu: GpuFacts | None
 
 
@@ -107,6 +110,8 @@ def _build_on_workers(
     resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None, default_params: SamplingParams
 ) -> BuiltEngine:
     """On several devices, each with a process of its own."""
+    from nanoserve.runtime.workers.executor import WorkersExecutor  # which needs ZeroMQ; one device does not
+
     model = read_config(resolved)
     make_shards(  # what cannot be divided is refused before any process is started
         model,

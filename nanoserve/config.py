@@ -138,7 +138,7 @@ class EngineConfig:
 
     Attributes:
         dtype: of weights and KV cache: auto, bfloat16, float16 or float32.
-        device: cpu, cuda or cuda:N.
+        device: cpu, cuda or cuda:N; with several workers, cuda is for each the GPU of its number on its machine.
         max_model_len: longest sequence in tokens; None takes the model's limit, or what the cache holds.
         kv_cache_memory: bytes of the KV cache; None takes a share of what is free.
         block_size: tokens per KV block.
@@ -193,6 +193,11 @@ class EngineConfig:
         for name, (value, low, high) in bounds.items():
             if value is not None and not low <= value <= high:
                 raise UsageError(f"{name} must be from {low} to {high}, not {value}")
+        if self.num_workers > 1 and ":" in self.device:
+            raise UsageError(
+                f"device {self.device} with {self.num_workers} workers: say cuda, and choose GPUs by "
+                "CUDA_VISIBLE_DEVICES; each worker takes the one of its number"
+            )
         if self.pipeline_split is not None:
             self._check_split(self.pipeline_split)
 

@@ -71,12 +71,14 @@ class Engine:
         Where no step can run any more, all sequences end so, and ``failure`` says why.
 
         Args:
-            until: wait for a result at most until this time; None waits for one.
+            until: wait for a result at most until this time; None waits for one. With nothing to do, time passes until
+                then: workers may die meanwhile, and be started anew.
         """
         updates: list[SequenceUpdate] = []
         try:
-            self._submit_plans()
-            if self.scheduler.awaits_results:
+            if self.has_work:
+                self._submit_plans()
+            if self.scheduler.awaits_results or (until is not None and not self.has_work):
                 for result in self.executor.collect(until):
                     self.losses += result.lost is not None
                     updates += self.scheduler.apply(result, self.executor.now())

@@ -8,6 +8,7 @@ from nanoserve.commands.bench_gpu import gpu
 from nanoserve.commands.bench_latency import latency
 from nanoserve.commands.bench_operators import operators
 from nanoserve.commands.bench_paper import paper
+from nanoserve.commands.bench_pipeline import pipeline
 from nanoserve.commands.bench_quality import quality
 from nanoserve.commands.bench_scheduler import scheduler
 from nanoserve.commands.bench_serve import serve
@@ -22,6 +23,7 @@ HELP = """Measure: alone, beside other engines, before and after a change.
   nanoserve bench latency --batch-sizes 1,4,16 --json latency.json
   nanoserve bench throughput --preset cpu -m dummy:qwen3-0.6b
   nanoserve bench serve --url http://127.0.0.1:8000 --request-rate 1,2,4
+  nanoserve bench pipeline --pp 2 --request-rate 2
   nanoserve bench compare -m dummy:qwen3-0.6b --rounds 5
   nanoserve bench gpu --out results
   nanoserve bench paper gllm --plot figures
@@ -34,6 +36,19 @@ What each figure means is written in docs/benchmarks.md.
 def bench_commands() -> typer.Typer:
     """The sub-commands as typer knows them."""
     typed = typer.Typer(name="bench", help=HELP, rich_markup_mode="rich", no_args_is_help=True)
-    for command in (latency, throughput, serve, compare, operators, gpu, startup, scheduler, quality, paper, diff):
+    for command in (
+        latency,
+        throughput,
+        serve,
+        pipeline,
+        compare,
+        operators,
+        gpu,
+        startup,
+        scheduler,
+        quality,
+        paper,
+        diff,
+    ):
         typed.command()(with_options(command))
     return typed

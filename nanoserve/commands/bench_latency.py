@@ -13,12 +13,14 @@ from nanoserve.commands.bench_options import (
 )
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import WorkersOptions
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
 
 
+@on_all_machines
 def latency(
     *,
     grid: GridOptions,

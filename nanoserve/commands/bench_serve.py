@@ -1,29 +1,27 @@
 """``nanoserve bench serve``: what clients of a server get to see under load."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from nanoserve.commands.bench_options import MOST_REQUESTS, ResultOptions, engine_title, kept, print_head, work_option
+from nanoserve.commands.bench_lengths import LengthOptions
+from nanoserve.commands.bench_options import ResultOptions, engine_title, kept, print_head, work_option
 from nanoserve.commands.failures import EXIT_OK, say
 from nanoserve.commands.options import EngineOptions, ServerOptions
 from nanoserve.commands.terminal import remark
+from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import WorkersOptions
 from nanoserve.errors import RuntimeFailure, UsageError
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.cpu_load import ForeignLoad
     from nanoserve.benchmarks.report import Report
-    from nanoserve.benchmarks.serving.measuring import Point, Work
+    from nanoserve.benchmarks.serving.measuring import Point
     from nanoserve.client.address import ServerAddress
 
-DEFAULT_PRESET = "cpu-small"
 DEFAULT_CONCURRENCY = "1,4,16"
-DEFAULT_REQUESTS = 32
-_LONGEST = 2**20
-"""Tokens, as in traces."""
 ARRIVALS = ("poisson", "trace")
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 
@@ -73,23 +71,9 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkOptions:
+class WorkOptions(LengthOptions):
     """What is asked."""
 
-    preset: Annotated[
-        str | None,
-        work_option("--preset", help="Lengths: nano-vllm, cpu or cpu-small (default).", metavar="NAME"),
-    ] = None
-    trace: Annotated[Path | None, work_option("--trace", help="Lengths from a CSV file.", metavar="FILE")] = None
-    input_tokens: Annotated[int | None, work_option("--input", help="Length of every prompt.", min=1, max=_LONGEST)] = (
-        None
-    )
-    output_tokens: Annotated[
-        int | None, work_option("--output", help="Length of every answer.", min=1, max=_LONGEST)
-    ] = None
-    requests: Annotated[int | None, work_option("--requests", help="Requests of a run.", min=1, max=MOST_REQUESTS)] = (
-        None
-    )
     endpoint: Annotated[
         str, work_option("--endpoint", help="completions (token ids) or chat (words).", metavar="NAME")
     ] = "completions"
@@ -100,35 +84,8 @@ class WorkOptions:
         ),
     ] = False
 
-    def read(self, seed: int, *, traced: bool) -> "Work":
-        """The same for the same seed; with the times of the trace if they are wanted.
 
-        Raises:
-            UsageError: for options that contradict each other, and for traces that cannot be read.
-        """
-        from nanoserve.benchmarks.serving.measuring import Work
-        from nanoserve.measures.workloads import PRESETS, RequestShape, read_arrivals, read_trace
-
-        fixed = (self.input_tokens, self.output_tokens)
-        if sum([self.preset is not None, self.trace is not None, fixed != (None, None)]) > 1:
-            raise UsageError("give --preset, --trace or --input and --output, one of them")
-        if traced and self.trace is None:
-            raise UsageError("--arrivals trace needs the --trace whose times they are")
-        if self.trace is not None:
-            times = read_arrivals(self.trace, self.requests) if traced else None
-            return Work(self.trace.name, read_trace(self.trace, self.requests), times)
-        if self.input_tokens is not None and self.output_tokens is not None:
-            shape = RequestShape(self.input_tokens, self.output_tokens)
-            return Work(f"{shape.input_tokens}+{shape.output_tokens}", [shape] * (self.requests or DEFAULT_REQUESTS))
-        if fixed != (None, None):
-            raise UsageError("--input and --output go together")
-        name = self.preset or DEFAULT_PRESET
-        if name not in PRESETS:
-            raise UsageError(f"--preset {name!r:.40} is not one of {', '.join(PRESETS)}")
-        preset = PRESETS[name]
-        return Work(name, replace(preset, requests=self.requests or preset.requests).draw(seed))
-
-
+@on_all_machines
 def serve(
     *,
     load: LoadOptions,

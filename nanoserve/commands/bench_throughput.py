@@ -14,6 +14,7 @@ from nanoserve.commands.bench_options import (
 )
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import WorkersOptions
 from nanoserve.errors import UsageError
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_PRESET = "cpu"
 
 
+@on_all_machines
 def throughput(
     *,
     preset: Annotated[

@@ -17,6 +17,7 @@ from nanoserve.commands.options import EngineOptions, SamplingOptions, ServerOpt
 from nanoserve.commands.printers import AnswerPrinter, MarkdownPrinter, PlainPrinter
 from nanoserve.commands.prompt import ChatPrompt, edit_text, history_path
 from nanoserve.commands.terminal import StopOnInterrupt, is_terminal, load_progress, read_stdin, remark, without_echo
+from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.usage import envelope
 from nanoserve.commands.workers_options import ServingOptions
 from nanoserve.errors import NanoserveError, UsageError
@@ -25,6 +26,7 @@ PANEL = "Chat"
 _CTRL_C_HINT = "(the line was cleared; Ctrl-D or /exit leaves)"
 
 
+@on_all_machines
 def chat(
     message: Annotated[
         str | None, typer.Argument(help="Answer this and exit. What is piped in is added to it.", show_default=False)

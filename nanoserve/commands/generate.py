@@ -13,6 +13,7 @@ from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions, SamplingOptions, check_utf8, option, sampling_params, switch
 from nanoserve.commands.printers import PlainPrinter
 from nanoserve.commands.terminal import load_progress, read_stdin
+from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.usage import Usage, envelope
 from nanoserve.commands.workers_options import ServingOptions
 from nanoserve.errors import RuntimeFailure, UsageError
@@ -20,6 +21,7 @@ from nanoserve.errors import RuntimeFailure, UsageError
 PANEL = "Input and output"
 
 
+@on_all_machines
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="The text to go on with; - reads it from stdin.", show_default=False)

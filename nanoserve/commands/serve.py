@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions, Progress, option, switch
 from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import ServingOptions
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.threads import prepare_threads
@@ -89,6 +90,7 @@ class LimitOptions:
         )
 
 
+@on_all_machines
 def serve(
     *,
     http: HttpOptions,

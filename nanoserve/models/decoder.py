@@ -142,7 +142,8 @@ class Decoder(nn.Module):
         if self.shard.degree > 1 and group is None:
             raise ValueError("ranks that compute a stage together need a group")
         self.group = group or _SINGLE_RANK
-        self.config = config = shard_config(config, self.shard)
+        # Without a shard the same object: a compiler takes the sizes in a decoder's own config for fixed.
+        self.config = config = config if shard is None else shard_config(config, shard)
         rows = divided(config.vocab_size, self.shard.degree)
         if self.shard.is_first:
             self.embedding = VocabularyEmbedding(rows, config.hidden_size, first_row=self.shard.rank * rows)

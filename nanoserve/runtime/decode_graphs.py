@@ -131,11 +131,12 @@ class CudaRecorder:
     """Records CUDA graphs that share one pool of memory: they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        usual = torch.cuda.current_stream()
+        usual = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(usual)
         with torch.cuda.stream(self._stream):
             step()  # what happens once, such as compiling a kernel or claiming a workspace, must not be recorded

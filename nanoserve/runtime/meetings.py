@@ -11,7 +11,7 @@ An engine calls a meeting, and another one after a loss. Keys, below one prefix 
     N/present/RANK     ... and of each other process, which keeps a worker
     N/start/RANK       what that worker is to start with, in JSON
     N/over             the workers of meeting N may go
-    finished           the command is done
+    finished           the command is done, with this exit code
 """
 
 import socket
@@ -116,6 +116,14 @@ class SharedKeys:
     def count(self, key: str, more: int) -> int:
         """Add to a number; an unknown one is 0."""
         return int(self._ask(self._store.add, key, more))
+
+    def set_finished(self, code: int) -> None:
+        """Say that the command is done, with this exit code."""
+        self.set("finished", str(code).encode())
+
+    def finished(self) -> int | None:
+        """The command's exit code, once it is done."""
+        return int(self.get("finished")) if self.has("finished") else None
 
     def _ask(self, method: Any, *arguments: Any) -> Any:
         try:

@@ -28,9 +28,8 @@ def available_memory(device: torch.device | str) -> int:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # of what torch holds
         return torch.cuda.mem_get_info(device)[0] + unused
-    return min(
-        _free_memory(Path("/proc/meminfo")), *_control_group_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    )
+    rooms = _control_group_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return min([_free_memory(Path("/proc/meminfo")), *rooms])  # of control groups there may be none
 
 
 def _free_memory(meminfo: Path) -> int:

@@ -1,23 +1,19 @@
-"""Where an engine and its workers meet: in a private directory of one machine, or, over several, by torchrun's store.
-
-No torch here but under torchrun, whose store is torch.distributed's.
-"""
+"""Where an engine and its workers meet: in a private directory of one machine, or over several by torchrun's store."""
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
 
 from nanoserve.errors import RuntimeFailure
-from nanoserve.runtime.meetings import call_meeting
+from nanoserve.runtime.meetings import Meeting, call_meeting
 from nanoserve.runtime.torchrun import TorchrunProcess
 
 
 @dataclass(frozen=True, slots=True)
 class SocketKeys:
-    """The engine's half of ZeroMQ's CURVE, as Z85 text; the public key is given only to workers."""
+    """The engine's half of ZeroMQ's CURVE, as Z85 text; the public key is given to workers only."""
 
     public: str
     secret: str = field(repr=False)
@@ -30,52 +26,119 @@ class SocketKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Where the workers of one engine find it and each other, until one of them is lost and all meet anew.
+class Addresses:
+    """Where workers find the engine and each other.
 
     Attributes:
         plans: ZeroMQ address that the engine binds as ROUTER.
         reports: ... as PULL.
-        init_method: where the workers meet, for `open_store`.
-        spawned: ranks that the engine starts as child processes; the others come by themselves.
-        workers_here: workers on the engine's machine, which share its threads.
-        keys: for `guard_engine`; None where only this user's processes can reach the addresses.
-        hand_out: tells a worker that comes by itself, by its rank, what it starts with: a WorkerStart as JSON.
-        release: lets the workers that came by themselves go.
+        init_method: where the workers meet each other, for `open_store`.
+        keys: for `guard_engine`; None where only processes of this user can reach the addresses.
     """
 
     plans: str
     reports: str
     init_method: str
-    spawned: tuple[int, ...]
-    workers_here: int
     keys: SocketKeys | None
-    hand_out: Callable[[int, bytes], None]
-    release: Callable[[], None]
 
 
-def open_rendezvous(directory: Path, *, num_workers: int, model: str) -> Rendezvous:
-    """The place for the workers of a new engine, or for new workers after a loss.
+@dataclass(frozen=True, slots=True)
+class OneMachine:
+    """All workers are children of the engine."""
 
-    Under torchrun this waits until all other workers' processes are there.
+    num_workers: int
+
+    @property
+    def spawned(self) -> tuple[int, ...]:
+        """Ranks of the workers that the engine starts."""
+        return tuple(range(self.num_workers))
+
+    @property
+    def workers_here(self) -> int:
+        """How many share this machine's threads."""
+        return self.num_workers
+
+    def addresses(self, directory: Path) -> Addresses:
+        """In a private directory, which is new.
+
+        Raises:
+            RuntimeFailure: if its name is too long.
+        """
+        plans, reports = ipc_address(directory / "plans"), ipc_address(directory / "reports")
+        return Addresses(plans, reports, f"file://{directory / 'meeting'}", None)
+
+    def hand_out(self, rank: int, start: bytes) -> None:
+        """There is nobody else to tell anything."""
+        raise AssertionError(f"worker {rank} is a child of the engine")
+
+    def end(self) -> None:
+        """The engine ends its children itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeveralMachines:
+    """torchrun started a process for each worker; worker 0 is a child of the engine, the others come by themselves."""
+
+    process: TorchrunProcess
+    meeting: Meeting
+
+    @property
+    def spawned(self) -> tuple[int, ...]:
+        """Ranks of the workers that the engine starts."""
+        return (self.process.rank,)
+
+    @property
+    def workers_here(self) -> int:
+        """How many share this machine's threads."""
+        return self.process.local_world_size
+
+    def addresses(self, directory: Path) -> Addresses:
+        """On the interface that leads to the other machines; nothing is in the directory.
+
+        Raises:
+            RuntimeFailure: if there is no port to be had.
+        """
+        plans, reports = self.process.free_addresses(2)
+        return Addresses(plans, reports, self.meeting.init_method, SocketKeys.random())
+
+    def hand_out(self, rank: int, start: bytes) -> None:
+        """Tell a worker elsewhere what it starts with: a WorkerStart, in JSON.
+
+        Raises:
+            RuntimeFailure: if torchrun's store is gone.
+        """
+        self.meeting.hand_out(rank, start)
+
+    def end(self) -> None:
+        """Let the workers elsewhere go."""
+        self.meeting.end()
+
+
+Rendezvous = OneMachine | SeveralMachines
+
+
+def open_rendezvous(num_workers: int, model: str) -> Rendezvous:
+    """For the workers of a new engine, or for new workers after a loss.
+
+    Under torchrun this waits until the processes of all other workers are there.
 
     Args:
-        directory: private, new or of an earlier rendezvous of the same engine.
-        model: its name, which must be the same everywhere.
+        model: its name, which must be the same on all machines.
 
     Raises:
         UsageError: if torchrun started another number of processes.
-        RuntimeFailure: if others do not come, or are of another version.
+        RuntimeFailure: if others do not come, or do not fit.
     """
     process = TorchrunProcess.from_environment()
     if process is None:
-        return _on_this_machine(directory, num_workers)
+        return OneMachine(num_workers)
     process.check_num_workers(num_workers)
-    return _under_torchrun(process, model)
+    process.use_interface()
+    return SeveralMachines(process, call_meeting(process, model))
 
 
 def private_directory() -> Path:
-    """A new directory that only this user may enter, with room for the names of sockets.
+    """A new directory that only this user may enter.
 
     Raises:
         RuntimeFailure: if there is no place for one.
@@ -84,7 +147,7 @@ def private_directory() -> Path:
         return Path(tempfile.mkdtemp(prefix="nanoserve-"))  # mode 0700
     except OSError as error:
         raise RuntimeFailure(
-            f"cannot make a temporary directory ({error.strerror}): set TMPDIR to a directory that can be written to"
+            f"no temporary directory can be made ({error.strerror}): set TMPDIR to a directory that can be written to"
         ) from None
 
 
@@ -96,8 +159,8 @@ def ipc_address(path: Path) -> str:
     """
     if len(str(path).encode()) > zmq.IPC_PATH_MAX_LEN:
         raise RuntimeFailure(
-            f"the path of a socket, {path}, is longer than the system's {zmq.IPC_PATH_MAX_LEN} bytes: "
-            "set TMPDIR to a shorter one"
+            f"the path of a socket would be longer than the system's {zmq.IPC_PATH_MAX_LEN} bytes: "
+            f"set TMPDIR to a directory with a shorter name than {path.parent.parent}"
         )
     return f"ipc://{path}"
 
@@ -106,7 +169,7 @@ def bind(socket: "zmq.Socket[bytes]", address: str) -> None:
     """Listen there.
 
     Raises:
-        RuntimeFailure: if the address is in use, or cannot be.
+        RuntimeFailure: if the address is in use, or cannot be used.
     """
     try:
         socket.bind(address)
@@ -115,7 +178,7 @@ def bind(socket: "zmq.Socket[bytes]", address: str) -> None:
 
 
 def guard_engine(socket: "zmq.Socket[bytes]", keys: SocketKeys | None) -> None:
-    """Before binding: only those are heard who were given the public key, and nobody else can read or change a word."""
+    """Before binding: only those are heard who know the public key, and nobody else can read or change a word."""
     if keys is not None:
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
@@ -126,38 +189,3 @@ def guard_worker(socket: "zmq.Socket[bytes]", engine_key: str | None) -> None:
     if engine_key is not None:
         socket.curve_serverkey = engine_key.encode()
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-
-
-def _on_this_machine(directory: Path, num_workers: int) -> Rendezvous:
-    # A name of its own for each meeting: of an earlier one, the file and the sockets of dead workers may be left.
-    place = Path(tempfile.mkdtemp(prefix="workers-", dir=directory))
-    return Rendezvous(
-        plans=ipc_address(place / "plans"),
-        reports=ipc_address(place / "reports"),
-        init_method=f"file://{place / 'group'}",
-        spawned=tuple(range(num_workers)),
-        workers_here=num_workers,
-        keys=None,
-        hand_out=_nobody_is_elsewhere,
-        release=lambda: None,
-    )
-
-
-def _nobody_is_elsewhere(rank: int, start: bytes) -> None:
-    raise AssertionError(f"worker {rank} is a child of the engine")
-
-
-def _under_torchrun(process: TorchrunProcess, model: str) -> Rendezvous:
-    process.use_interface()
-    meeting = call_meeting(process, model)
-    plans, reports = process.free_addresses(2)
-    return Rendezvous(
-        plans=plans,
-        reports=reports,
-        init_method=meeting.init_method,
-        spawned=(process.rank,),
-        workers_here=process.local_world_size,
-        keys=SocketKeys.random(),
-        hand_out=meeting.hand_out,
-        release=meeting.end,
-    )

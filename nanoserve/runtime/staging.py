@@ -89,7 +89,7 @@ class HostBuffer:
             packed[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
         moved = self._bytes[:end].to(self._device, non_blocking=True, copy=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._device))  # not of the GPU that happens to be current
         return [
             moved[start : start + array.nbytes].view(_torch_dtype(array)).view(array.shape)
             for array, start in zip(arrays, starts, strict=True)

@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from nanoserve.errors import NanoserveError, RuntimeFailure
 from nanoserve.server.messages import Command, EngineMessage, EngineStart
-from nanoserve.server.sockets import COMMANDS, REPORTS
+from nanoserve.server.sockets import COMMANDS, NO_DIRECTORY, REPORTS
 
 START_SECONDS = 60.0
 """Until the process has made its directory: Python starts and imports ZeroMQ, nothing more."""
@@ -75,6 +75,8 @@ class EngineChild:
             process.stdin.write(msgspec.json.encode(start) + b"\n")
             async with asyncio.timeout(START_SECONDS):
                 line = await process.stdout.readline()
+            if line.startswith(NO_DIRECTORY):
+                raise RuntimeFailure(line[len(NO_DIRECTORY) :].decode().rstrip())
             if not line.endswith(b"\n"):
                 raise RuntimeFailure("the engine process died at once; its own words are above")
             return cls(process, Path(os.fsdecode(line[:-1])))

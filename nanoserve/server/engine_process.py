@@ -32,15 +32,21 @@ from nanoserve.server.messages import (
     StartFailed,
     Stop,
 )
-from nanoserve.server.sockets import COMMANDS, REPORTS
+from nanoserve.server.sockets import COMMANDS, NO_DIRECTORY, REPORTS
 
 MAX_COMMAND_BYTES = 64 << 20
 COMMAND_SECONDS = 0.1
 """Commands wait no longer while nothing becomes known: long steps of other processes, or new ones being started."""
+WATCH_SECONDS = 1.0
+"""How often an idle engine sees whether its workers live."""
 
 
 class Mailbox:
-    """Both sockets of the engine's side."""
+    """Both sockets of the engine's side.
+
+    Raises:
+        zmq.ZMQError: if they cannot be in that directory.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._context = zmq.Context(io_threads=1)
@@ -61,13 +67,13 @@ class Mailbox:
         """Put a message on its way; never waits."""
         self._reports.send(self._encoder.encode(message), zmq.NOBLOCK)
 
-    def receive(self, *, wait: bool) -> list[Command]:
-        """All commands that have come; with ``wait``, at least one message has come when this returns."""
+    def receive(self, seconds: float) -> list[Command]:
+        """All commands that have come; waits for the first so long."""
         commands: list[Command] = []
+        self._commands.poll(int(1000 * seconds))
         try:
             while True:
-                data = self._commands.recv(0 if wait else zmq.NOBLOCK)
-                wait = False
+                data = self._commands.recv(zmq.NOBLOCK)
                 try:
                     commands.append(self._decoder.decode(data))
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, NanoserveError):
@@ -104,11 +110,10 @@ class EngineLoop:
         self._mailbox.send(Failed(self._engine.failure))
 
     def turn(self) -> None:
-        """Take commands in, waiting for one if there is nothing to do; then make a step."""
-        commands = self._mailbox.receive(wait=not self._engine.has_work)
+        """Take commands in, waiting a while for one if there is nothing to do; then make a step."""
+        commands = self._mailbox.receive(0.0 if self._engine.has_work else WATCH_SECONDS)
         updates = [update for command in commands for update in self._obey(command)]
-        if self._engine.has_work:
-            updates += self._engine.step(self._engine.now() + COMMAND_SECONDS)
+        updates += self._engine.step(self._engine.now() + (COMMAND_SECONDS if self._engine.has_work else 0.0))
         if (updates or commands) and self._engine.failure is None:
             self._report(updates)
 
@@ -176,9 +181,8 @@ def main(build: Build | None = None) -> None:
     """
     parent, pulse = own_pipes()
     start = msgspec.json.decode(read_line(parent), type=EngineStart)
-    directory = Path(tempfile.mkdtemp(prefix="nanoserve-"))  # mode 0700
+    directory, mailbox = _open_mailbox(pulse)  # before the watch begins, which may remove the directory at any moment
     os.environ["TMPDIR"] = str(directory)  # what a compiler leaves that is killed goes with the rest
-    mailbox = Mailbox(directory)  # before the watch begins, which may remove the directory at any moment
     Lifeline(parent, pulse, directory).start()
     try:
         engine = (build or build_from_model)(start, mailbox)
@@ -190,6 +194,21 @@ def main(build: Build | None = None) -> None:
     engine.close()
     mailbox.close()
     sys.exit(WorkersFailed.exit_code)
+
+
+def _open_mailbox(pulse: int) -> tuple[Path, Mailbox]:
+    """A directory of this user's with the sockets in it; ends the process where there is no place for them."""
+    directory = None
+    try:
+        directory = Path(tempfile.mkdtemp(prefix="nanoserve-"))  # mode 0700
+        return directory, Mailbox(directory)
+    except (OSError, zmq.ZMQError) as error:
+        if directory is not None:
+            directory.rmdir()
+        reason = os.strerror(error.errno or 0)
+        advice = "set TMPDIR to a directory that can be written to and has a short name"
+        os.write(pulse, NO_DIRECTORY + f"there is no place for sockets ({reason}): {advice}\n".encode())
+        sys.exit(RuntimeFailure.exit_code)
 
 
 def build_from_model(start: EngineStart, mailbox: Mailbox) -> Engine:

@@ -23,7 +23,7 @@ def admit(engine: Engine, request: Request) -> None:
         UsageError: if it can never run.
     """
     while engine.now() < request.arrival_time:
-        engine.executor.collect(request.arrival_time)  # nothing is in flight: only time passes
+        engine.step(request.arrival_time)  # nothing is in flight: only time passes
     engine.add(request)
 
 

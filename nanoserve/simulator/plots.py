@@ -54,7 +54,6 @@ def draw_simulation(title: str, runs: Sequence[PlottedRun]) -> "Figure":
     """A row for each policy, and below a panel in which their KV caches are compared."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     figure = Figure(figsize=(15, 3.6 + 2.7 * len(runs)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -63,23 +62,31 @@ def draw_simulation(title: str, runs: Sequence[PlottedRun]) -> "Figure":
     most = max(decodes + prompt for run in runs for _, _, decodes, prompt in run.result.tokens_series)
     end = max(run.result.seconds for run in runs)
     for row, run in enumerate(runs):
-        _draw_stages(figure.add_subplot(grid[row, 0]), run)
+        idle = f"stages idle for {run.result.bubble_share:.0%} of the whole run"
+        draw_stages(figure.add_subplot(grid[row, 0]), run.window, f"{run.policy}: which step is where; {idle}")
         tokens = figure.add_subplot(grid[row, 1])
-        _draw_tokens(tokens, run.result)
+        draw_tokens(tokens, [counts for _, *counts in run.result.tokens_series])
         tokens.set(title=f"{run.policy}: tokens of each step", ylim=(0, most * 1.05))
     occupancy = figure.add_subplot(grid[len(runs), :])
     _draw_occupancy(occupancy, runs)
     occupancy.set_xlim(0, end)
+    add_legend(figure)
+    return figure
+
+
+def add_legend(figure: "Figure") -> None:
+    """What the colours of stages and tokens mean."""
+    from matplotlib.patches import Patch
+
     names = ((_PROMPT, "prompt tokens"), (_DECODES, "decodes"), (_IDLE, "idle"))
     figure.legend(
         handles=[Patch(color=colour, label=name) for colour, name in names], loc="outside lower center", ncols=3
     )
-    return figure
 
 
-def _draw_stages(axes: "Axes", run: PlottedRun) -> None:
+def draw_stages(axes: "Axes", window: StepWindow, title: str) -> None:
     """A bar for each passage of a micro-batch through a stage."""
-    steps, (start, end) = run.window.steps, run.window.span
+    steps, (start, end) = window.steps, window.span
     stages = max(len(step.passages) for step in steps)
     unit, per_second = ("ms", 1e3) if end - start < 1 else ("s", 1.0)
     span = (end - start) * per_second
@@ -101,7 +108,7 @@ def _draw_stages(axes: "Axes", run: PlottedRun) -> None:
                 )
     axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
     axes.set(xlim=(0, span), ylim=(stages - 0.5, -0.5), xlabel=f"{unit} from {start:,.1f} s on")
-    axes.set_title(f"{run.policy}: which step is where; stages idle for {run.result.bubble_share:.0%} of the whole run")
+    axes.set_title(title)
 
 
 def _draw_passage(axes: "Axes", stage: int, left: float, width: float, step: WindowStep) -> None:
@@ -116,8 +123,9 @@ def _draw_passage(axes: "Axes", stage: int, left: float, width: float, step: Win
     axes.broken_barh([(left, width)], (top, height), facecolor="none", edgecolor="white", linewidth=1)
 
 
-def _draw_tokens(axes: "Axes", result: SimulationResult) -> None:
-    _, steps, decodes, prompts = zip(*result.tokens_series, strict=True)
+def draw_tokens(axes: "Axes", counts: Sequence[Sequence[int]]) -> None:
+    """Number, decodes and prompt tokens of each step, one upon the other."""
+    steps, decodes, prompts = zip(*counts, strict=True)
     total = [one + other for one, other in zip(decodes, prompts, strict=True)]
     axes.fill_between(steps, decodes, step="post", color=_DECODES, linewidth=0)
     axes.fill_between(steps, decodes, total, step="post", color=_PROMPT, linewidth=0)

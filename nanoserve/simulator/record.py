@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 
 from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.engine import Engine
 from nanoserve.request import Request
-from nanoserve.scheduler.plan import Answer, Executor, StepPlan, StepResult
+from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.driving import OnUpdates, drive
 from nanoserve.simulator.executor import SimulatedExecutor
@@ -24,8 +25,10 @@ class Record:
         plans: all plans.
         submitted: when each was, by step, as if making it took no time: when the engine last came from waiting.
         handed_over: when each really was made, and handed to the executor, by step.
-        results: by step.
-        known: when each result was, by step.
+        results: by step. That workers died stands at the last of the plans that were lost with them, and nothing at
+            those before it.
+        known: when each result was, by step; of a plan that was lost, when that was known.
+        idle_losses: when workers died while nothing was in flight, and what was said of it.
     """
 
     arrivals: list[Request] = field(default_factory=list)
@@ -34,6 +37,7 @@ class Record:
     handed_over: dict[int, float] = field(default_factory=dict)
     results: dict[int, StepResult] = field(default_factory=dict)
     known: dict[int, float] = field(default_factory=dict)
+    idle_losses: list[tuple[float, StepResult]] = field(default_factory=list)
 
 
 class RecordingExecutor:
@@ -52,7 +56,10 @@ class RecordingExecutor:
         self._tick()
 
     def _tick(self) -> None:
-        self._now = max(self._now, round(self._executor.now() * _TICKS_PER_SECOND) / _TICKS_PER_SECOND)
+        # Upwards: a request whose time has come on the executor's clock has come on this one, too. And no two moments
+        # are the same, or a replay could not know which of a result and an arrival was first.
+        ticks = ceil(self._executor.now() * _TICKS_PER_SECOND)
+        self._now = max(self._now + 1 / _TICKS_PER_SECOND, ticks / _TICKS_PER_SECOND)
 
     def submit(self, plan: StepPlan) -> None:
         """Note the plan and pass it on."""
@@ -65,16 +72,27 @@ class RecordingExecutor:
         """Wait with the executor and note what it says.
 
         Raises:
-            ValueError: for a result that ends no plan.
+            ValueError: for a result that ends no plan, unless it says that workers died.
         """
         results = self._executor.collect(until)
         self._tick()
         for result in results:
-            if result.step is None:
-                raise ValueError("a result that ends no plan cannot be replayed")
-            self.record.results[result.step] = result
-            self.record.known[result.step] = self._now
+            self._note(result)
         return results
+
+    def _note(self, result: StepResult) -> None:
+        record, step = self.record, result.step
+        if result.lost is not None:
+            lost = [plan.step for plan in record.plans if plan.step not in record.known]
+            record.known |= dict.fromkeys(lost, self._now)
+            if not lost:
+                record.idle_losses.append((self._now, result))
+                return
+            step = lost[-1]
+        if step is None:
+            raise ValueError("a result that ends no plan cannot be replayed")
+        record.results[step] = result
+        record.known[step] = self._now
 
     def now(self) -> float:
         """The executor's time when it last was asked for results."""
@@ -120,6 +138,29 @@ class _RecordedTimes:
         return 0.0
 
 
+class _ReplayingExecutor(SimulatedExecutor):
+    """Says what the record says, when it was known."""
+
+    def __init__(self, record: Record, *, max_in_flight: int, check: Callable[[StepPlan], None]) -> None:
+        super().__init__(_RecordedTimes(record), max_in_flight=max_in_flight, answer=lambda plan: ())
+        self._recorded = record.results
+        self._check = check
+        for moment, loss in record.idle_losses:
+            self._know(moment, loss)
+
+    def submit(self, plan: StepPlan) -> None:
+        self._check(plan)
+        super().submit(plan)
+
+    def collect(self, until: float | None) -> list[StepResult]:
+        ended = super().collect(until)
+        return [
+            result if result.step is None else self._recorded[result.step]
+            for result in ended
+            if result.step is None or result.step in self._recorded  # else lost before the last one of those
+        ]
+
+
 def _ignore(now: float, updates: object) -> None:
     """Nobody looks at the tokens."""
 
@@ -158,14 +199,12 @@ def replay(record: Record, make_scheduler: Callable[[], Scheduler], *, vocab_siz
     """
     replayed: list[StepPlan] = []
 
-    def answer(plan: StepPlan) -> tuple[Answer, ...]:
+    def check(plan: StepPlan) -> None:
         if [plan] != record.plans[len(replayed) : len(replayed) + 1]:
             raise ValueError(f"step {plan.step} of the replay is not that of the record")
         replayed.append(plan)
-        return record.results[plan.step].answers
 
     scheduler = make_scheduler()
-    times = _RecordedTimes(record)
-    executor = SimulatedExecutor(times, max_in_flight=scheduler.pipeline_depth, answer=answer)
+    executor = _ReplayingExecutor(record, max_in_flight=scheduler.pipeline_depth, check=check)
     drive(Engine(scheduler, executor, vocab_size=vocab_size), record.arrivals, _ignore)
     return replayed

@@ -75,3 +75,9 @@ def test_layers_that_cost_more_make_a_stage_of_fewer() -> None:
 @pytest.mark.parametrize(("stages", "expected"), [(2, (2, 2)), (3, (1, 1, 2)), (4, (1, 1, 1, 1))])
 def test_of_equal_divisions_the_first_stages_are_the_smaller(stages: int, expected: tuple[int, ...]) -> None:
     assert divide([5, 5, 5, 5], stages) == expected
+
+
+def test_an_equally_even_division_with_a_dearer_stage_is_not_taken() -> None:
+    assert stage_costs([2, 2, 4, 1], (1, 1, 2)) == [2, 2, 5]  # squares add up to 33
+    assert stage_costs([2, 2, 4, 1], (2, 1, 1)) == [4, 4, 1]  # also to 33
+    assert divide([2, 2, 4, 1], 3) == (2, 1, 1)

@@ -1,1 +1,1 @@
-"""Several machines, played by network namespaces of one: needs Linux, root and the command ip."""
+"""Several machines, played by network namespaces of one: see scripts/two_hosts.py."""

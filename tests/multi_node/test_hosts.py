@@ -4,22 +4,21 @@ import subprocess
 
 import pytest
 
-from tests.multi_node.hosts import torchrun, two_hosts, wait
+from scripts.two_hosts import Host, torchrun, two_hosts, wait
 
 pytestmark = pytest.mark.slow
 
 
-def test_torch_distributed_gets_from_one_host_to_the_other() -> None:
-    with two_hosts() as hosts:
-        first, second = programs = torchrun(hosts, ["tests/multi_node/sum_of_ranks.py"])
-        wait(programs, 120)
+def test_torch_distributed_gets_from_one_host_to_the_other(hosts: tuple[Host, Host]) -> None:
+    first, second = programs = torchrun(hosts, ["tests/multi_node/sum_of_ranks.py"])
+    wait(programs, 120)
 
     assert (first.code, second.code) == (0, 0), first.errors + second.errors
     assert "rank 0 over cable-a: 3" in first.output
     assert "rank 1 over cable-b: 3" in second.output
 
 
-def test_nothing_is_left_of_the_hosts() -> None:
+def test_nothing_is_left_of_the_hosts(hosts: tuple[Host, Host]) -> None:
     with two_hosts() as (first, _):
         sleeper = first.start(["sleep", "600"])
         name = first.name

@@ -54,21 +54,23 @@ def test_staged_arrays_are_tensors_after_the_transfer_and_not_before() -> None:
     assert_equal([later.tensor], expected[1:2])
 
 
-def test_memory_is_used_again_when_its_copy_is_done_and_not_before() -> None:
+def test_memory_is_used_again_when_its_copy_is_done_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy runs on the stream of the buffer's device, whichever device is current."""
     order: list[str] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
 
     class Event:
         def synchronize(self) -> None:
             order.append("waited")
 
-        def record(self) -> None:
-            order.append("copied")
+        def record(self, stream: str) -> None:
+            order.append(f"copied on the {stream}")
 
     buffer = HostBuffer(CPU)
     buffer._copied = Event()  # type: ignore[assignment]
     for seed in range(3):
         assert_equal(buffer.copy(arrays(seed, 4)), arrays(seed, 4))
-    assert order == ["waited", "copied"] * 3
+    assert order == ["waited", "copied on the stream of cpu"] * 3
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:

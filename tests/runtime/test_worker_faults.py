@@ -1,5 +1,7 @@
 """Workers are killed in the middle of generation: nobody who reads the tokens can tell."""
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -7,7 +9,7 @@ import pytest
 
 from nanoserve import LLM
 from nanoserve.request import SamplingParams, SequenceUpdate
-from tests.processes import MARK, kill, new_mark, workers
+from tests.processes import MARK, new_mark, workers
 
 MODEL = {"dtype": "float32", "eager": True, "kv_cache_memory": 1 << 20, "max_model_len": 128}
 NOTICED_SECONDS = 2.0
@@ -39,8 +41,10 @@ class Workers:
         assert not any(sample.error for output in outputs for sample in output.outputs)
         return [sample.token_ids for output in outputs for sample in output.outputs]
 
-    def answers_while_dying(self, rank: int, after_tokens: int) -> tuple[list[tuple[int, ...]], float]:
-        """The same with a worker killed on the way, and how many seconds later the engine knew."""
+    def answers_while_dying(
+        self, rank: int, after_tokens: int, number: signal.Signals = signal.SIGKILL
+    ) -> tuple[list[tuple[int, ...]], float]:
+        """The same with a worker sent a signal on the way, and how many seconds later the engine knew."""
         engine, step = self.llm.engine, self.llm.engine.step
         losses, seen = engine.losses, 0
         killed = noticed = 0.0
@@ -51,7 +55,7 @@ class Workers:
             seen += sum(len(update.new_tokens) for update in updates)
             if not killed and seen >= after_tokens:
                 killed = time.monotonic()
-                kill(workers(self.mark)[rank])
+                os.kill(workers(self.mark)[rank], number)
             if not noticed and engine.losses > losses:
                 noticed = time.monotonic()
             return updates
@@ -86,6 +90,16 @@ def test_the_answers_are_those_of_one_process(two_stages: Workers) -> None:
         prompts, params = zip(*ASKED, strict=True)
         outputs = llm.generate(list(prompts), list(params))
     assert [sample.token_ids for output in outputs for sample in output.outputs] == two_stages.expected
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_is_treated_like_a_dead_one(two_stages: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoserve.runtime.workers.group.SILENCE_SECONDS", 2.0)
+    monkeypatch.setattr("nanoserve.runtime.workers.executor.DEATHS_SECONDS", 0.0)
+    stopped = workers(two_stages.mark)[1]
+    answers, _ = two_stages.answers_while_dying(1, 20, signal.SIGSTOP)
+    assert answers == two_stages.expected
+    assert stopped not in workers(two_stages.mark)
 
 
 @pytest.mark.slow

@@ -127,6 +127,18 @@ def test_no_block_is_found_by_what_it_held_before() -> None:
     assert update.sequence.cached_tokens == 8
 
 
+def test_workers_that_die_while_there_is_nothing_to_do_take_the_cache_with_them() -> None:
+    bench = _Bench()
+    bench.add("first", max_tokens=1)
+    bench.finish()
+    bench.executor.die()
+    bench.engine.step(until=bench.engine.now())
+    bench.add("second", max_tokens=1)
+    (update,) = bench.finish()
+    assert update.sequence.cached_tokens == 0
+    assert bench.engine.losses == 1
+
+
 def test_siblings_fork_again_or_are_computed_alone() -> None:
     for death in range(1, 12):
         bench = _Bench(death)

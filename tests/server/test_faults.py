@@ -484,6 +484,17 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path: Path, fake: Server)
         assert len(lines) == 1 and said in lines[0], ended.stderr
 
 
+def test_a_place_that_is_no_good_for_sockets_is_told_in_one_line(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    words = [sys.executable, "-m", "tests.server.fake_serve", "--port", "0"]
+    variables = os.environ | {"TMPDIR": str(long)}
+    ended = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120)
+    (line,) = [line for line in ended.stderr.splitlines() if "listening on" not in line]
+    assert "(File name too long): set TMPDIR" in line
+    assert ended.returncode == 1 and list(long.iterdir()) == []
+
+
 def test_a_log_that_is_full_is_no_reason_to_stop() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -72,6 +72,14 @@ def test_streams_go_on_when_a_worker_is_killed(two_stages: Server, mark: str, wh
     two_stages.wait_idle()
 
 
+def test_workers_that_die_while_there_is_nothing_to_do_are_replaced(two_stages: Server, mark: str) -> None:
+    losses = two_stages.metric("nanoserve:worker_losses_total")
+    kill(workers(mark)[0])
+    wait_until(lambda: "worker 0 was killed by SIGKILL" in two_stages.log)
+    two_stages.post(COMPLETION, LONG | {"max_tokens": 1})  # after which the front end knows
+    assert two_stages.metric("nanoserve:worker_losses_total") == losses + 1
+
+
 def test_workers_end_with_their_engine_and_streams_go_on_in_the_next(
     two_stages: Server, mark: str, whole: dict[str, str]
 ) -> None:

@@ -3,6 +3,8 @@
 import random
 import time
 from collections import deque
+from collections.abc import Collection
+from dataclasses import replace
 
 import pytest
 
@@ -12,16 +14,21 @@ from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.plan import StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.record import record_run, replay
-from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
+from tests.fakes.dying_executor import DyingExecutor
 
 NUM_BLOCKS, BLOCK_SIZE = 24, 4
 
 
-class RealTimeExecutor(MemoryCheckingExecutor):
-    """Lets real time pass: a plan takes a millisecond or so more than the one before it."""
+class RealTimeExecutor(DyingExecutor):
+    """Lets real time pass: a plan takes a millisecond or so more than the one before it.
 
-    def __init__(self, depth: int, seed: int) -> None:
+    Workers die at the plans of these numbers, and perhaps when there is nothing to do for the first time.
+    """
+
+    def __init__(self, depth: int, seed: int, deaths: Collection[int] = (), *, dies_idle: bool = False) -> None:
         super().__init__(NUM_BLOCKS, BLOCK_SIZE, depth=depth)
+        self._last_plans = frozenset(deaths)
+        self._dies_idle = dies_idle
         self._random = random.Random(seed)
         self._began = time.perf_counter()
         self._free = 0.0
@@ -31,11 +38,24 @@ class RealTimeExecutor(MemoryCheckingExecutor):
         return time.perf_counter() - self._began
 
     def submit(self, plan: StepPlan) -> None:
+        if plan.step in self._last_plans:
+            self.die()
         super().submit(plan)
+        if self._dead:
+            return
         self._free = max(self._free, self.now()) + self._random.uniform(0.0002, 0.002)
         self._ends.append(self._free)
 
+    def die(self) -> None:
+        super().die()
+        self._ends.clear()
+
     def collect(self, until: float | None) -> list[StepResult]:
+        if self._dies_idle and not self._ends:
+            self._dies_idle = False
+            self.die()
+        if self._dead:
+            return super().collect(None)
         moments = [*list(self._ends)[:1], *([] if until is None else [until])]
         time.sleep(max(0.0, min(moments) - self.now()))
         results = []
@@ -72,6 +92,25 @@ def test_a_replay_makes_the_plans_of_the_run(policy: str, depth: int) -> None:
     record = record_run(Engine(scheduler(), RealTimeExecutor(depth, seed=depth), vocab_size=50), _requests(depth))
     assert len(record.arrivals) == 25
     assert len(record.plans) > 50
+    assert replay(record, scheduler, vocab_size=50) == record.plans
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_deaths_of_workers_are_recorded_and_replayed(depth: int) -> None:
+    def scheduler() -> Scheduler:
+        return Scheduler(
+            make_policy("throttling", 16),
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            max_model_len=64,
+            pipeline_depth=depth,
+        )
+
+    # The first comes after a while, in which there surely is nothing to do.
+    requests = [replace(request, arrival_time=request.arrival_time + 0.3) for request in _requests(depth)]
+    executor = RealTimeExecutor(depth, seed=depth, deaths=(3, 20, 50), dies_idle=True)
+    record = record_run(Engine(scheduler(), executor, vocab_size=50), requests)
+    assert sum(result.lost is not None for result in record.results.values()) == 3 and len(record.idle_losses) == 1
     assert replay(record, scheduler, vocab_size=50) == record.plans
 
 

@@ -131,6 +131,7 @@ class Tuner:
             batch = make_batch(shape, block_size=BLOCK_SIZE, dtype=setting.dtype, device=setting.device)
             expected = batch.attend().clone()
             call = self._call(tried, batch)
+            batch.out.fill_(torch.nan)  # so that what the candidate leaves unwritten shows
             call()
             ok = ok and compared(program, batch.out, expected, TOLERANCES[setting.dtype])["ok"]
             times[name] = self.bench.times({name: call})[name]

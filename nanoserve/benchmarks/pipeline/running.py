@@ -126,6 +126,8 @@ def run_requests(
     moved = [replace(request, arrival_time=began + request.arrival_time) for request in requests]
     tokens = TokenTimes(moved)
     record = record_run(Engine(scheduler, executor, vocab_size=vocab_size), moved, tokens.on_updates)
+    if losses := [result.lost for result in record.results.values() if result.lost is not None]:
+        raise RuntimeFailure(f"nothing can be measured of a run in which workers die: {losses[0]}")
     times = _all_times(executor, {plan.step for plan in record.plans})
     return PipelineRun(Outcome.of(moved, tokens), record, times, scheduler.preemptions)
 

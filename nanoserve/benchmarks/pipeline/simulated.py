@@ -94,22 +94,23 @@ def _means(outcome: Outcome) -> tuple[float, float | None]:
 
 
 def measured_steps(run: PipelineRun, tensor_parallel: int = 1) -> list[MeasuredStep]:
-    """What each plan took on each stage and on each link, and the host's part in it."""
+    """What each plan took on each stage and on each link, and the host's part in it.
+
+    A stage's time is what the simulator calls so: from the moment at which the plan before was computed, its own inputs
+    were prepared and its activations there, whichever came last, until it was computed. What the worker does between
+    two plans is in it.
+    """
     stages = parts_by_stage(run, tensor_parallel)
     links = [_send_seconds(before, after) for before, after in pairwise(stages)]
-    began, prepared, steps = _could_be_made(run.record, stages[-1]), 0.0, []
+    began, free, prepared, steps = _could_be_made(run.record, stages[-1]), [0.0] * len(stages), 0.0, []
     for number, plan in enumerate(run.record.plans):
-        parts = [stage[number] for stage in stages]
+        parts, sends = [stage[number] for stage in stages], [link[number] for link in links]
+        arrived = [0.0, *(before.computed + send for before, send in zip(parts, sends, strict=False))]
+        starts = [max(*moments, times.prepared) for *moments, times in zip(arrived, free, parts, strict=True)]
         host = max(0.0, parts[0].prepared - max(prepared, began[plan.step]))
-        prepared = parts[0].prepared
-        steps.append(
-            MeasuredStep(
-                work_of(plan.rows, StepWork.of),
-                stages=tuple(times.sent - times.started for times in parts),
-                sends=tuple(link[number] for link in links),
-                host=host,
-            )
-        )
+        free, prepared = [times.computed for times in parts], parts[0].prepared
+        stage_seconds = tuple(max(0.0, end - start) for start, end in zip(starts, free, strict=True))
+        steps.append(MeasuredStep(work_of(plan.rows, StepWork.of), stage_seconds, tuple(sends), host))
     return steps
 
 
@@ -119,22 +120,22 @@ def _send_seconds(before: Sequence[StageTimes], after: Sequence[StageTimes]) -> 
     That is seen where the next stage waited for them from the beginning. Where it turned to them later, it is at least
     what was still to wait for, and most likely what it is in the median of those that were seen.
     """
-    seen = [late.arrived - early.sent for early, late in zip(before, after, strict=True) if late.began <= early.sent]
+    both = list(zip(before, after, strict=True))
+    seen = [late.arrived - early.computed for early, late in both if late.began <= early.computed]
     likely = median(seen) if seen else 0.0
     return [
-        max(0.0, min(late.arrived - early.sent, max(likely, late.arrived - late.began)))
-        for early, late in zip(before, after, strict=True)
+        max(0.0, min(late.arrived - early.computed, max(likely, late.arrived - late.began))) for early, late in both
     ]
 
 
 def _could_be_made(record: Record, last_stage: list[StageTimes]) -> dict[int, float]:
-    """For each plan, when in the simulator's eyes it could be: as soon as the last stage was through with another one.
+    """For each plan, when in the simulator's eyes it could be: as soon as the last stage had computed another one.
 
     The engine hears of that a little later, takes the result in and decides; there, all this is the host's part. A plan
     that waited for no result could be made when a request came.
     """
-    ended = {times.step: times.sent for times in last_stage}
-    sent_at: dict[float, float] = {}
+    ended = {times.step: times.computed for times in last_stage}
+    ended_at: dict[float, float] = {}
     for step, known in record.known.items():
-        sent_at[known] = max(sent_at.get(known, 0.0), ended[step])
-    return {step: sent_at.get(submitted, submitted) for step, submitted in record.submitted.items()}
+        ended_at[known] = max(ended_at.get(known, 0.0), ended[step])
+    return {step: ended_at.get(submitted, submitted) for step, submitted in record.submitted.items()}

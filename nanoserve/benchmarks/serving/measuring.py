@@ -4,7 +4,6 @@ import asyncio
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,7 +14,8 @@ from nanoserve.benchmarks.serving.load import Load
 from nanoserve.benchmarks.serving.records import Run, figures
 from nanoserve.benchmarks.serving.requests import PreparedRequest, RequestStyle
 from nanoserve.benchmarks.serving.sending import Sender
-from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.benchmarks.serving.work import Work
+from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.slo import Slo
 from nanoserve.measures.workloads import RequestShape
 
@@ -47,34 +47,6 @@ class Point(msgspec.Struct, frozen=True):
     def tick(self) -> str:
         """Under a chart."""
         return str(self.concurrency) if self.concurrency else "trace" if self.rate is None else f"{self.rate:g}"
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What is asked in every run.
-
-    Attributes:
-        shapes: the lengths of the requests.
-        times: when the requests of a trace came, one for each.
-    """
-
-    name: str
-    shapes: Sequence[RequestShape]
-    times: Sequence[float] | None = None
-
-    def fitting(self, context: int | None) -> "Work":
-        """The requests that fit into a context of so many tokens; all of them if it is not known.
-
-        Raises:
-            UsageError: if none does.
-        """
-        if context is None:
-            return self
-        places = [place for place, shape in enumerate(self.shapes) if shape.total_tokens <= context]
-        if not places:
-            raise UsageError(f"every request of {self.name} is longer than the server's context of {context} tokens")
-        times = None if self.times is None else [self.times[place] for place in places]
-        return Work(self.name, [self.shapes[place] for place in places], times)
 
 
 class ServeBench:

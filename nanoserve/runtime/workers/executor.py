@@ -222,6 +222,7 @@ class WorkersExecutor:
 
     def _go(self) -> None:
         """All are ready: send what was held back."""
+        self._open_group().loading = False
         if self.layers.wanted:
             self._prepare_next()
         held, self._held = self._held, []

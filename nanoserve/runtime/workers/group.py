@@ -3,7 +3,6 @@
 import contextlib
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,11 +14,24 @@ import zmq
 from nanoserve.config import EngineConfig
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
 from nanoserve.models.hub import ResolvedModel
+from nanoserve.runtime.rendezvous import (
+    Addresses,
+    Rendezvous,
+    bind,
+    guard_engine,
+    open_rendezvous,
+    private_directory,
+)
 from nanoserve.runtime.workers.child import GRACE_SECONDS, WorkerChild
 from nanoserve.runtime.workers.messages import Failed, FromWorker, ToWorker, WorkerStart
 from nanoserve.runtime.workers.station import identity, prepare_socket
 from nanoserve.threads import threads_of_each
 
+SILENCE_SECONDS = 10.0
+"""Twenty missed heartbeats: the worker is stopped."""
+_LOADING_SILENCE_SECONDS = 120.0
+"""Importing torch can hold the interpreter for a while."""
+_WATCH_SECONDS = 1.0
 _FIRST_DEATH_SECONDS = 0.5
 """A worker that fails because another has died may be heard of first."""
 _ERRORS: dict[int, type[NanoserveError]] = {kind.exit_code: kind for kind in (RuntimeFailure, UsageError, ModelError)}
@@ -54,7 +66,11 @@ class WorkerSettings:
 class WorkerGroup:
     """Processes and sockets; ``end`` it in any case.
 
+    Attributes:
+        loading: whether workers may be silent for long; set to False by the owner once all are ready.
+
     Raises:
+        UsageError: if torchrun started another number of processes.
         RuntimeFailure: if no process can be started, or there is no place for the sockets.
     """
 
@@ -62,12 +78,15 @@ class WorkerGroup:
         self._settings = settings
         self._children: list[WorkerChild] = []
         self._directory: Path | None = None
+        self._rendezvous: Rendezvous | None = None
         self._context = zmq.Context(io_threads=1)
         self._plans = self._context.socket(zmq.ROUTER)
         self._reports = self._context.socket(zmq.PULL)
         self._poller = zmq.Poller()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
+        self._beat_at: dict[int, float] = {}
+        self.loading = True
         try:
             self._start()
         except BaseException:
@@ -76,39 +95,36 @@ class WorkerGroup:
 
     def _start(self) -> None:
         config = self._settings.config
-        threads = threads_of_each(config.num_workers)
+        rendezvous = self._rendezvous = open_rendezvous(config.num_workers, self._settings.resolved.name)
+        threads = threads_of_each(rendezvous.workers_here)
         try:
-            self._children = [WorkerChild(rank, threads) for rank in range(config.num_workers)]
-            # Only now: from here on there is always someone who removes it.
-            directory = self._directory = Path(tempfile.mkdtemp(prefix="nanoserve-"))  # mode 0700
+            self._children = [WorkerChild(rank, threads) for rank in rendezvous.spawned]
         except OSError as error:
             raise RuntimeFailure(f"the workers cannot be started: {error.strerror or error}") from error
-        for socket, address in self._addresses(directory):
+        directory = self._directory = private_directory()  # only now is there always someone who removes it
+        addresses = rendezvous.addresses(directory)
+        for socket, address in ((self._plans, addresses.plans), (self._reports, addresses.reports)):
             prepare_socket(socket)
-            try:
-                socket.bind(address)
-            except zmq.ZMQError as error:
-                raise RuntimeFailure(
-                    f"the workers cannot be spoken to through {address}: {error.strerror}; set TMPDIR to a folder that"
-                    " can be written and has a short name"
-                ) from error
+            guard_engine(socket, addresses.keys)
+            bind(socket, address)
             self._poller.register(socket, zmq.POLLIN)
         for child in self._children:
             self._poller.register(child.pulse, zmq.POLLIN)
-            child.begin(self._start_of(child.rank, directory))
+            self._beat_at[child.rank] = time.monotonic()
+            child.begin(self._start_of(child.rank, addresses, directory))
+        for rank in set(range(config.num_workers)).difference(rendezvous.spawned):
+            rendezvous.hand_out(rank, msgspec.json.encode(self._start_of(rank, addresses, directory)))
 
-    def _addresses(self, directory: Path) -> Iterator[tuple["zmq.Socket[bytes]", str]]:
-        yield self._plans, f"ipc://{directory / 'plans'}"
-        yield self._reports, f"ipc://{directory / 'reports'}"
-
-    def _start_of(self, rank: int, directory: Path) -> WorkerStart:
+    def _start_of(self, rank: int, addresses: Addresses, directory: Path) -> WorkerStart:
+        """For a worker of this machine; another machine puts its own directories in."""
         resolved = self._settings.resolved
         return WorkerStart(
             rank=rank,
             local_rank=rank,
-            plans=f"ipc://{directory / 'plans'}",
-            reports=f"ipc://{directory / 'reports'}",
-            init_method=f"file://{directory / 'meeting'}",
+            plans=addresses.plans,
+            reports=addresses.reports,
+            engine_key=None if addresses.keys is None else addresses.keys.public,
+            init_method=addresses.init_method,
             directory=str(directory),
             name=resolved.name,
             model_directory=None if resolved.directory is None else str(resolved.directory),
@@ -126,20 +142,31 @@ class WorkerGroup:
                 self._plans.send_multipart((identity(rank), data), zmq.NOBLOCK, copy=False)
 
     def hear(self, seconds: float | None) -> list[FromWorker]:
-        """What the workers say, in order; waits for something at most so long.
+        """What the workers say, in order, perhaps nothing; waits for it at most so long, and not for ever.
 
         Raises:
             WorkersDied: if one is dead or cannot go on. What was said before is lost with it.
         """
-        ready = dict(self._poller.poll(None if seconds is None else math.ceil(1000 * seconds)))
+        seconds = _WATCH_SECONDS if seconds is None else min(seconds, _WATCH_SECONDS)
+        ready = dict(self._poller.poll(math.ceil(1000 * seconds)))
         heard = [*self._received(self._plans, ready), *self._received(self._reports, ready)]
         for message in heard:
             if isinstance(message, Failed):
                 raise self._failure(message)
-        for child in self._children:
-            if child.pulse in ready and not child.beats():
-                raise WorkersDied(f"worker {child.rank} {child.ending()}")
+        self._watch(ready)
         return heard
+
+    def _watch(self, ready: Mapping[object, int]) -> None:
+        """See that all workers live. What they wrote while nobody looked counts as a sign of life now."""
+        now = time.monotonic()
+        silence = _LOADING_SILENCE_SECONDS if self.loading else SILENCE_SECONDS
+        for child in self._children:
+            if child.pulse in ready:
+                if not child.beats():
+                    raise WorkersDied(f"worker {child.rank} {child.ending()}")
+                self._beat_at[child.rank] = now
+            elif now - self._beat_at[child.rank] > silence:
+                raise WorkersDied(f"worker {child.rank} gave no sign of life for {silence:g} s")
 
     def _received(self, socket: "zmq.Socket[bytes]", ready: Mapping[object, int]) -> Iterator[FromWorker]:
         if socket not in ready:
@@ -169,5 +196,7 @@ class WorkerGroup:
             child.wait(until)
         self._children = []
         self._context.destroy(linger=0)
+        if self._rendezvous is not None:
+            self._rendezvous.end()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)

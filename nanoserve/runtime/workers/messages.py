@@ -16,7 +16,8 @@ class WorkerStart(msgspec.Struct, frozen=True):
         rank: which worker it is.
         local_rank: which of those on its machine.
         plans, reports: ZeroMQ addresses of the engine: plans come from the first, reports go to the second.
-        init_method: where the workers meet, as torch.distributed is told.
+        engine_key: public key of the engine behind these addresses; None where they are on one machine.
+        init_method: where the workers meet, as `Addresses` has it.
         directory: removed with everything in it when the engine is gone; None where that is not the worker's business.
         name, model_directory, tokenizer_directory: of the model, as in `ResolvedModel`.
         coupled: plans come from the stage before, with the hidden states, and not ahead of them.
@@ -27,6 +28,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
     local_rank: int
     plans: str
     reports: str
+    engine_key: str | None
     init_method: str
     directory: str | None
     name: str

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanoserve.runtime.meetings import open_store
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -87,5 +89,6 @@ def meet(ranks: Ranks, init_method: str, device: torch.device) -> RankGroup | No
     if init_method.startswith("file:"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=init_method, rank=ranks.rank, world_size=ranks.world_size)
+    store = open_store(init_method, ranks.world_size)
+    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size)
     return RankGroup(ranks) if ranks.degree > 1 else None

@@ -3,6 +3,7 @@
 import msgspec
 import zmq
 
+from nanoserve.runtime.rendezvous import guard_worker
 from nanoserve.runtime.workers.messages import FromWorker, Hello, ToWorker, WorkerStart
 
 _HEARTBEAT_MILLISECONDS, _SILENCE_MILLISECONDS = 1000, 10_000
@@ -13,12 +14,14 @@ class Station:
     """Where a worker hears from the engine and answers it. Nothing that is said waits."""
 
     def __init__(self, start: WorkerStart) -> None:
+        # Two contexts, so that the reports can be closed while another thread waits for plans.
         self._context = zmq.Context(io_threads=1)
-        self.plans = self._context.socket(zmq.DEALER)
+        self.plans = zmq.Context(io_threads=1).socket(zmq.DEALER)
         self._reports = self._context.socket(zmq.PUSH)
         self.plans.set(zmq.IDENTITY, identity(start.rank))
         for socket, address in ((self.plans, start.plans), (self._reports, start.reports)):
             prepare_socket(socket)
+            guard_worker(socket, start.engine_key)
             socket.set(zmq.LINGER, 1000)
             socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
@@ -38,7 +41,7 @@ class Station:
         self._reports.send(self._encoder.encode(message))
 
     def close(self) -> None:
-        """Send what is on its way, and close."""
+        """Send the reports that are on their way; the process is about to end."""
         self._context.destroy(linger=1000)
 
 

@@ -7,14 +7,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nanoserve.benchmarks.gpu import worker
 from nanoserve.benchmarks.gpu.cases import CannotRun, Case, run_cases
 from nanoserve.benchmarks.gpu.results import open_part, part_file, read_results
-from nanoserve.benchmarks.gpu.running import PartRunner
+from nanoserve.benchmarks.gpu.running import PartRunner, worker_command
 from nanoserve.benchmarks.gpu.setting import Setting, find_setting
-from nanoserve.benchmarks.gpu.worker import measure_part
 from nanoserve.benchmarks.report import Report, read_report
 from nanoserve.errors import RuntimeFailure, UsageError
 
@@ -24,6 +25,8 @@ BUDGETS = {"kernels": 60.0}
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
+from typing import Any
+from nanoserve.benchmarks.gpu import worker
 from nanoserve.benchmarks.gpu.cases import Case, run_cases
 from nanoserve.benchmarks.gpu.results import open_part
 
@@ -125,7 +128,7 @@ def test_the_budget_cuts_a_case_off_and_another_run_measures_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nanoserve.benchmarks.gpu.running.OVERTIME_SECONDS", 0.5)
-    together = runner(tmp_path, "lambda: time.sleep(60)").run(["kernels"], {"kernels": 4.0})
+    together = runner(tmp_path, "lambda: time.sleep(60)").run(["kernels"], {"kernels": 6.0})
     found = rows(tmp_path)
     assert found["a"]["us"] == 1
     assert found["b"]["skipped"] == found["c"]["skipped"] == "the time budget was spent"
@@ -157,7 +160,7 @@ def test_to_begin_is_part_of_the_budget(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("nanoserve.benchmarks.gpu.setting.find_setting", slow)
     monkeypatch.setattr("nanoserve.benchmarks.gpu.worker.run_cases", run_none)
-    assert measure_part(tmp_path, "kernels", seconds=60.0, dry_run=True)
+    assert worker.measure_part(tmp_path, "kernels", seconds=60.0, dry_run=True)
     assert given[0] <= 60.0 - 0.1
 
 
@@ -172,6 +175,38 @@ def test_a_part_that_cannot_begin_is_no_endless_loop(tmp_path: Path) -> None:
     broken = PartRunner(tmp_path, lambda part, seconds: [sys.executable, "-c", "raise SystemExit(1)"], dry_run=True)
     with pytest.raises(RuntimeFailure, match=r"kernels: .*exit code 1 outside of any case"):
         broken.run(["kernels"], BUDGETS)
+
+
+@pytest.mark.parametrize(("code", "error"), [(2, UsageError), (130, KeyboardInterrupt)])
+def test_a_worker_that_refuses_or_is_interrupted_ends_the_run(
+    tmp_path: Path, code: int, error: type[BaseException]
+) -> None:
+    ended = PartRunner(tmp_path, lambda part, seconds: [sys.executable, "-c", f"exit({code})"], dry_run=True)
+    with pytest.raises(error):
+        ended.run(["kernels", "engine"], {**BUDGETS, "engine": 60.0})
+    assert read_report(part_file(tmp_path, "engine"))["rows"] == []
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"), [(True, 0), (False, 4), (KeyboardInterrupt(), 130), (UsageError("no GPU"), 2)]
+)
+def test_a_worker_ends_with_what_became_of_it(
+    outcome: Any,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measure(directory: Path, part: str, *, seconds: float, dry_run: bool) -> bool:
+        assert (directory, part, seconds, dry_run) == (tmp_path, "kernels", 12.5, True)
+        if isinstance(outcome, bool):
+            return outcome
+        raise outcome
+
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.worker.measure_part", measure)
+    monkeypatch.setattr("sys.argv", ["worker", *worker_command(tmp_path, dry_run=True)("kernels", 12.5)[3:]])
+    assert worker.main() == code
+    assert capsys.readouterr().err == ("nanoserve: no GPU\n" if code == 2 else "")
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Whether a device can still be used after a failure."""
+"""What a device is, and whether it can still be used after a failure."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,3 +28,18 @@ def test_a_gpu_can_go_on_while_it_waits_and_gives_memory_back(
     setting = Setting(torch.device("cuda", 0), dry_run=False)
     assert setting.give_back() is (failing is None)
     assert called == ["synchronize", "empty_cache"][: 1 if failing == "synchronize" else 2]
+
+
+def test_a_report_says_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(
+        name="An invented GPU",
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        total_memory=80 * 2**30,
+        L2_cache_size=50 * 2**20,
+    )
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    facts = Setting(torch.device("cuda", 0), dry_run=False).facts()
+    assert (facts["name"], facts["capability"], facts["multiprocessors"]) == ("An invented GPU", "9.0", 132)
+    assert (facts["memory_gib"], facts["l2_mib"]) == (80.0, 50.0)

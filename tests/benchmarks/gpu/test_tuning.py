@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from nanoserve.benchmarks.floors import Limits
+from nanoserve.benchmarks.gpu.floors import AttentionRow, decode_rows
 from nanoserve.benchmarks.gpu.kernels import Bench
+from nanoserve.benchmarks.gpu.results import open_part
 from nanoserve.benchmarks.gpu.setting import Setting
 from nanoserve.benchmarks.gpu.timing import HostClock
 from nanoserve.benchmarks.gpu.tuning import (
@@ -23,7 +25,9 @@ from nanoserve.benchmarks.gpu.tuning import (
     decode_tiles,
     prefill_tiles,
     tuned_source,
+    write_table,
 )
+from triton_ops import paged_attention
 from triton_ops.gpu import configurations
 from triton_ops.gpu.configurations import ATTENTION, DecodeConfiguration, PrefillConfiguration
 
@@ -100,3 +104,32 @@ def test_every_candidate_is_a_case_and_the_splits_are_tried_with_the_best_tiles(
     assert "decode, head_dim 128, [128, 8, 4, 512, 16]" in names
     assert "decode, head_dim 128, [64, 4, 3, 128, 8]" in names
     assert "prefill, head_dim 80, [128, 64, 8, 4]" in names
+
+
+def test_a_candidate_that_disagrees_with_the_present_configuration_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain attention in the place of the programs: with 8 warps it leaves the last key out, with tiles of 128 keys it
+    writes nothing."""
+
+    def attend(
+        configuration: configurations.AttentionConfiguration, multiprocessors: int, tensors: Any, **settings: Any
+    ) -> None:
+        *others, contexts = tensors
+        left_out = 1 if configuration.decode.num_warps == 8 else 0
+        if configuration.decode.keys_per_tile != 128:
+            paged_attention(*others, contexts - left_out, **settings)
+
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.tuning.attend", attend)
+    work = {DECODE: {"2 x 20": decode_rows(2, 20)}, PREFILL: {"9": (AttentionRow(9, 9),)}}
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.tuning.WORK", work)
+    report = open_part(tmp_path, "tuning", {"dry_run": False})
+    bench = Bench(Setting(torch.device("cpu"), dry_run=True), HostClock(), Limits(1.0, 1.0))
+    cases = {case.name: case for case in Tuner(bench, []).cases()}
+    for fields in ("[64, 4, 3, 128, 8]", "[64, 8, 3, 128, 8]", "[128, 4, 3, 128, 8]"):
+        case = cases[f"decode, head_dim 128, {fields}"]
+        report.add({"case": case.name, **case.measure()})
+    assert [row["ok"] for row in report.rows] == [True, False, False]
+    assert best_configurations(report.rows) == {(KEY, DECODE): DecodeConfiguration(64, 4, 3, 128, 8)}
+    write_table(report)
+    assert repr(table((tmp_path / "configurations.py").read_text())) == repr(table(SOURCE))

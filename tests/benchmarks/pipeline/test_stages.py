@@ -8,7 +8,7 @@ from nanoserve.benchmarks.pipeline.stages import engine_seconds, stage_shares, w
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.plan import Answer, StepPlan
+from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.pipeline import Runtime
 from tests.fakes.observed_executor import ObservedExecutor
@@ -97,3 +97,20 @@ def test_workers_that_report_nothing_of_a_plan_are_noticed(monkeypatch: pytest.M
     requests = make_requests([RequestShape(10, 6)], [0.0], VOCAB_SIZE, seed=0)
     with pytest.raises(RuntimeFailure, match="did not report"):
         run_requests(Silent(LinearTimes(num_stages=2)), _scheduler, requests, vocab_size=VOCAB_SIZE)
+
+
+def test_a_run_in_which_workers_die_is_refused() -> None:
+    class Dying(ObservedExecutor):
+        died = False
+
+        def collect(self, until: float | None) -> list[StepResult]:
+            results = super().collect(until)
+            if results and not self.died:
+                self.died = True
+                self._pending, self._in_flight = [], 0
+                return [StepResult(None, lost="worker 1 was killed")]
+            return results
+
+    requests = make_requests([RequestShape(10, 6)], [0.0], VOCAB_SIZE, seed=0)
+    with pytest.raises(RuntimeFailure, match="a run in which workers die: worker 1 was killed"):
+        run_requests(Dying(LinearTimes(num_stages=2)), _scheduler, requests, vocab_size=VOCAB_SIZE)

@@ -1,5 +1,14 @@
-"""Two hosts on one machine: network namespaces with nothing in common but a cable, a pair of veth interfaces."""
+"""Two hosts on one machine: network namespaces with nothing in common but a cable, a pair of veth interfaces.
 
+Needs Linux, root and the command ip. Runs what torchrun would run on two machines, one process on each::
+
+    python -m scripts.two_hosts --rate 100mbit -- -m nanoserve generate "Once upon a time" --pp 2
+
+``--rate`` shapes both directions of the cable by tc. What the first host writes comes out as it is, what the second one
+has to say behind it if it failed.
+"""
+
+import argparse
 import itertools
 import os
 import re
@@ -15,11 +24,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import pytest
-
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 MASTER_PORT = 29500
 """Free in a namespace that is new."""
+
+
+class NoHosts(Exception):
+    """Namespaces cannot be made here; the message says why."""
+
+
+class Late(Exception):
+    """A program did not end in time; the message is what all of them wrote."""
+
 
 _NAME = re.compile(r"nanoserve-(\d+)-\d+-\w+")
 _numbers = itertools.count()
@@ -84,6 +100,11 @@ class Host:
         """Start a program there."""
         return Program(["ip", "netns", "exec", self.name, *words], environment or {})
 
+    def processes(self, word: str = "") -> list[int]:
+        """The ids of those that run there with this word in their command line."""
+        inside = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True)
+        return [int(number) for number in inside.stdout.split() if word in _command_line(number)]
+
     def shape(self, rate: str) -> None:
         """Let no more than so much leave, as tc writes it: 100mbit."""
         _ip("netns", "exec", self.name, "tc", "qdisc", "add", "dev", self.interface, "root", *_bucket(rate))
@@ -94,13 +115,20 @@ def _written(file: IO[bytes]) -> str:
     return os.pread(file.fileno(), 1 << 24, 0).decode()
 
 
+def _command_line(process: str) -> str:
+    try:
+        return Path("/proc", process, "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:  # gone meanwhile
+        return ""
+
+
 def _bucket(rate: str) -> list[str]:
     """A token bucket: `burst` is what 5 ms carry at 100 Mbit/s."""
     return ["tbf", "rate", rate, "burst", "64kb", "latency", "200ms"]
 
 
 def torchrun(
-    hosts: Sequence[Host], words: Sequence[str], environment: Mapping[str, str] | None = None
+    hosts: Sequence[Host], words: Sequence[str], environments: Sequence[Mapping[str, str]] = ({}, {})
 ) -> list[Program]:
     """Start the same command on all hosts, one process on each; the first host is torchrun's master."""
     return [
@@ -113,28 +141,33 @@ def torchrun(
             ],
             environment,
         )
-        for number, host in enumerate(hosts)
+        for number, (host, environment) in enumerate(zip(hosts, environments, strict=True))
     ]
 
 
 def wait(programs: Sequence[Program], seconds: float) -> None:
-    """Wait for all of them; those that take longer are killed, and the test fails with what they wrote."""
+    """Wait for all of them; those that take longer are killed.
+
+    Raises:
+        Late: if some were.
+    """
     until = time.monotonic() + seconds
     late = [program for program in programs if not program.ends_before(until)]
     for program in late:
         program.kill()
     if late:
-        pytest.fail("not done in time:\n" + "\n".join(f"{program.output}\n{program.errors}" for program in programs))
+        raise Late("\n".join(f"{program.output}\n{program.errors}" for program in programs))
 
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Two hosts, joined; gone afterwards with every process that still runs on them.
 
-    Skips the test where namespaces cannot be made.
+    Raises:
+        NoHosts: where namespaces cannot be made.
     """
     if shutil.which("ip") is None or not hasattr(os, "geteuid") or os.geteuid() != 0:
-        pytest.skip("several hosts are network namespaces, which take Linux, root and the command ip")
+        raise NoHosts("several hosts are network namespaces, which take Linux, root and the command ip")
     _remove_left_overs()
     number = next(_numbers)
     first, second = (
@@ -145,7 +178,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         try:
             _join(first, second)
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"this machine makes no network namespaces: {error.stderr.strip()}")
+            raise NoHosts(f"this machine makes no network namespaces: {error.stderr.strip()}") from None
         yield first, second
     finally:
         for host in (first, second):
@@ -183,3 +216,26 @@ def _remove_left_overs() -> None:
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], capture_output=True, text=True, check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run a command by torchrun on two hosts of this one machine.")
+    parser.add_argument("--rate", help="of the cable, as tc writes it: 100mbit; default: as fast as it goes")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="after which all is ended")
+    parser.add_argument("words", nargs="+", help="what torchrun runs, behind --: -m nanoserve ...")
+    options = parser.parse_args()
+    with two_hosts() as hosts:
+        for host in hosts:
+            if options.rate is not None:
+                host.shape(options.rate)
+        first, second = programs = torchrun(hosts, options.words)
+        wait(programs, options.seconds)
+        print(first.output, end="")
+        print(first.errors, end="", file=sys.stderr)
+        if second.code != 0:
+            print(second.errors, end="", file=sys.stderr)
+    sys.exit(first.code or second.code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Policies as ``--policy`` names them, each with parameters of its own, and schedulers that follow them. No torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nanoserve.scheduler.load import Policy
+from nanoserve.scheduler.plan import Executor
+from nanoserve.scheduler.registry import make_policy, parse_parameters
+from nanoserve.scheduler.scheduler import Scheduler
+
+
+def parse_policies(text: str, token_budget: int) -> tuple[str, ...]:
+    """Names separated by commas, each perhaps with parameters: "sarathi,throttling,throttling:without_wt".
+
+    Raises:
+        UsageError: for an unknown name or parameter, or one out of its range.
+    """
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        _made(name, token_budget)
+    return names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduling:
+    """What the schedulers of all engines and policies have in common.
+
+    Attributes:
+        num_blocks: KV blocks, as many for each engine; so that none has more to work with than another.
+        token_budget: of a step.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    token_budget: int
+
+    def maker(self, policy: str, executor: Executor) -> Callable[[], Scheduler]:
+        """Makes a new scheduler that follows this policy on this executor. Prompts are random: nothing is shared."""
+        return lambda: Scheduler(
+            _made(policy, self.token_budget),
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            prefix_caching=False,
+            pipeline_depth=1 if executor.feeds_tokens else executor.max_in_flight,
+            feeds_tokens=executor.feeds_tokens,
+        )
+
+
+def _made(text: str, token_budget: int) -> Policy:
+    name, *parameters = text.split(":")
+    words = ",".join(word if "=" in word else f"{word}=true" for word in parameters)
+    return make_policy(name, token_budget, parse_parameters(name, words))

@@ -1,0 +1,62 @@
+"""Commands under torchrun: the process of rank 0 runs them, every other one keeps a worker for its engine."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
+from typing import Any
+
+from nanoserve.commands.failures import EXIT_FAILURE, EXIT_OK
+from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.workers_options import WorkersOptions
+from nanoserve.errors import RuntimeFailure
+from nanoserve.runtime.torchrun import TorchrunProcess
+from nanoserve.threads import prepare_threads
+
+
+def on_all_machines(command: Callable[..., int]) -> Callable[..., int]:
+    """Make a command, whose ``engine`` may have several workers, one that torchrun can start on several machines."""
+
+    @wraps(command)
+    def run(*, engine: WorkersOptions, **others: Any) -> int:
+        process = TorchrunProcess.from_environment()
+        if process is None:
+            return command(engine=engine, **others)
+        process.check_num_workers(engine.pp * engine.tp)
+        # Read when torch is imported. What fails here is told in our own words; torch adds pages of addresses.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        if process.rank > 0:
+            return _keep_worker(process, engine)
+        with _told_when_done(process) as codes:
+            codes.append(command(engine=engine, **others))
+        return codes[-1]
+
+    return run
+
+
+@contextmanager
+def _told_when_done(process: TorchrunProcess) -> Iterator[list[int]]:
+    """Say to the other processes how the command ended: with the last of the codes, or with an error."""
+    codes = [EXIT_FAILURE]
+    try:
+        yield codes
+    finally:
+        from nanoserve.runtime.meetings import SharedKeys
+
+        with suppress(RuntimeFailure):  # torchrun is gone, and so are the others
+            SharedKeys.of_torchrun(process).set_finished(codes[-1])
+
+
+def _keep_worker(process: TorchrunProcess, engine: WorkersOptions) -> int:
+    prepare_threads(engine.threads)
+    from nanoserve.models.hub import ResolvedModel, resolve_model
+    from nanoserve.runtime.meetings import SharedKeys
+    from nanoserve.runtime.workers.keeper import Keeper
+
+    def resolve() -> ResolvedModel:
+        with load_progress() as progress:
+            return resolve_model(engine.model, offline=engine.offline, progress=progress)
+
+    remark(f"worker {process.rank} of the engine on {process.master_address}")
+    Keeper(process, SharedKeys.of_torchrun(process), resolve).keep()
+    return EXIT_OK
