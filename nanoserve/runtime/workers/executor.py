@@ -1,6 +1,5 @@
 """WorkersExecutor: runs plans on worker processes, and starts them anew when one dies."""
 
-import contextlib
 import logging
 import time
 from collections import deque
@@ -157,6 +156,7 @@ class WorkersExecutor:
         self._ready: set[int] = set()
         self._held: list[StepPlan] = []
         self._prepared: dict[int, bool] = {}
+        self._death: WorkersDied | None = None
         self._in_flight.clear()
         self._results.clear()
         self._group = WorkerGroup(self._settings)
@@ -185,6 +185,8 @@ class WorkersExecutor:
 
     def _wait(self, known: Callable[[], bool], until: float | None = None) -> None:
         """Take in what the workers say, until that is known or the time is up. Raises WorkersDied."""
+        if self._death is not None:
+            raise self._death
         while True:
             seconds = None if until is None else max(0.0, until - self.now())
             for message in self._open_group().hear(0.0 if known() else seconds):
@@ -235,6 +237,13 @@ class WorkersExecutor:
         if rank < self._config.num_workers:
             self._open_group().send(Prepare(), [rank])
 
+    def _wait_for_layers(self) -> None:
+        """Until all are prepared, or a worker is dead: that can be said by the next `collect` alone."""
+        try:
+            self._wait(lambda: not self.layers.pending)
+        except WorkersDied as death:
+            self._death = death
+
     def _open_group(self) -> WorkerGroup:
         if self._failure is not None:
             raise self._failure
@@ -273,5 +282,4 @@ class RemoteLayers:
 
     def wait(self) -> None:
         """Wait for what has been started, as long as the workers live; between two runs, when no plan is in flight."""
-        with contextlib.suppress(WorkersDied):  # the next `collect` finds them dead, and can say so
-            self._executor._wait(lambda: not self.pending)
+        self._executor._wait_for_layers()
