@@ -64,7 +64,7 @@ def test_the_simulator_makes_the_same_of_a_simulated_run() -> None:
     assert compared.ttft == pytest.approx(1)
     assert compared.tpot == pytest.approx(1)
     assert compared.replayed == compared.plans == len(run.record.plans)
-    assert compared.unmeasured == 0
+    assert compared.others == 0
 
 
 def test_one_process_tells_no_times() -> None:
