@@ -70,7 +70,6 @@ def test_the_first_line_is_one_line() -> None:
         plans="ipc:///tmp/a\nb",
         reports="tcp://host:1",
         init_method="env://",
-        directory=None,
         name="storyteller",
         model_directory=None,
         tokenizer_directory="/models/ü",
