@@ -15,11 +15,13 @@ from nanoserve.commands.bench_options import (
     work_option,
 )
 from nanoserve.commands.failures import EXIT_OK
-from nanoserve.commands.options import ENGINE_PANEL, option, switch
+from nanoserve.commands.options import ENGINE_PANEL, MODEL_PANEL, option, switch
 from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import WORKERS_PANEL, WorkersOptions
 from nanoserve.config import EngineConfig
 from nanoserve.errors import UsageError
+from nanoserve.runtime.torchrun import TorchrunProcess
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.pipeline.engines import Metadata, OpenEngine
@@ -44,6 +46,10 @@ METADATA: "dict[str, tuple[Metadata, ...]]" = {
 class PipelineOptions(WorkersOptions):
     """Workers that several policies run on in turn."""
 
+    model: Annotated[
+        str | None,
+        option("--model", "-m", panel=MODEL_PANEL, help="Directory, hub id or dummy:NAME.", metavar="MODEL"),
+    ] = DEFAULT_MODEL
     policy: Annotated[
         str,
         option(
@@ -105,13 +111,16 @@ class ComparisonOptions:
         """Ways of telling stages of plans.
 
         Raises:
-            UsageError: for an unknown way.
+            UsageError: for an unknown way, or both where there are workers for one.
         """
         if self.metadata not in METADATA:
             raise UsageError(f"--metadata {self.metadata!r:.40} is not one of {', '.join(METADATA)}")
+        if self.metadata == "both" and TorchrunProcess.from_environment() is not None:
+            raise UsageError("--metadata both takes two groups of workers, but torchrun started one: measure each")
         return METADATA[self.metadata]
 
 
+@on_all_machines
 def pipeline(
     *,
     lengths: LengthOptions,
@@ -122,8 +131,8 @@ def pipeline(
     """Run the same requests under several policies on the same workers, in interleaved rounds.
 
     Printed are tokens per second and latencies, where the stages' time went (bubbles), how even the micro-batches
-    were, ratios with their spread, and what the simulator makes of the same stage times. Default model:
-    dummy:qwen3-0.6b. Answers have the length that was asked for, prompts are random, no prefixes are shared.
+    were, ratios with their spread, and what the simulator makes of the same stage times. Answers have the length
+    that was asked for, prompts are random, no prefixes are shared.
 
     [bold]Examples[/bold]
 
@@ -181,7 +190,7 @@ def _resolve(engine: PipelineOptions) -> "tuple[ResolvedModel, ModelConfig]":
     from nanoserve.runtime.model_loading import read_config
 
     with load_progress() as progress:
-        resolved = resolve_model(engine.model or DEFAULT_MODEL, offline=engine.offline, progress=progress)
+        resolved = resolve_model(engine.model, offline=engine.offline, progress=progress)
     return resolved, read_config(resolved)
 
 

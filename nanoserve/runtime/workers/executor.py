@@ -156,6 +156,7 @@ class WorkersExecutor:
         self._ready: set[int] = set()
         self._held: list[StepPlan] = []
         self._prepared: dict[int, bool] = {}
+        self._death: WorkersDied | None = None
         self._in_flight.clear()
         self._results.clear()
         self._group = WorkerGroup(self._settings)
@@ -184,6 +185,8 @@ class WorkersExecutor:
 
     def _wait(self, known: Callable[[], bool], until: float | None = None) -> None:
         """Take in what the workers say, until that is known or the time is up. Raises WorkersDied."""
+        if self._death is not None:
+            raise self._death
         while True:
             seconds = None if until is None else max(0.0, until - self.now())
             for message in self._open_group().hear(0.0 if known() else seconds):
@@ -234,6 +237,13 @@ class WorkersExecutor:
         if rank < self._config.num_workers:
             self._open_group().send(Prepare(), [rank])
 
+    def _wait_for_layers(self) -> None:
+        """Until all are prepared, or a worker is dead: that can be said by the next `collect` alone."""
+        try:
+            self._wait(lambda: not self.layers.pending)
+        except WorkersDied as death:
+            self._death = death
+
     def _open_group(self) -> WorkerGroup:
         if self._failure is not None:
             raise self._failure
@@ -271,5 +281,5 @@ class RemoteLayers:
             self._executor._prepare_next()
 
     def wait(self) -> None:
-        """Wait for what has been started; between two runs, when no plan is in flight."""
-        self._executor._wait(lambda: not self.pending)
+        """Wait for what has been started, as long as the workers live; between two runs, when no plan is in flight."""
+        self._executor._wait_for_layers()
