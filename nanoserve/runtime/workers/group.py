@@ -112,12 +112,12 @@ class WorkerGroup:
         for child in self._children:
             self._poller.register(child.pulse, zmq.POLLIN)
             self._beat_at[child.rank] = time.monotonic()
-            child.begin(self._start_of(child.rank, addresses, directory))
+            child.begin(self._start_of(child.rank, addresses))
         for rank in set(range(config.num_workers)).difference(rendezvous.spawned):
-            rendezvous.hand_out(rank, msgspec.json.encode(self._start_of(rank, addresses, directory)))
+            rendezvous.hand_out(rank, msgspec.json.encode(self._start_of(rank, addresses)))
 
-    def _start_of(self, rank: int, addresses: Addresses, directory: Path) -> WorkerStart:
-        """For a worker of this machine; another machine puts its own directories in."""
+    def _start_of(self, rank: int, addresses: Addresses) -> WorkerStart:
+        """For a worker of this machine; another machine puts the places of its own files in."""
         resolved = self._settings.resolved
         return WorkerStart(
             rank=rank,
