@@ -20,10 +20,10 @@ that has only just let go of it, to send something, waits until the next plan is
 def main() -> None:
     """Entry point of a worker that the engine starts: stdin brings the WorkerStart and is the lifeline."""
     parent, pulse = own_pipes()
-    start = msgspec.json.decode(read_line(parent), type=WorkerStart)
-    assert start.directory is not None
-    Lifeline(parent, pulse, Path(start.directory)).start()
-    os.environ["TMPDIR"] = start.directory  # what a compiler leaves that is killed goes with the rest
+    directory = Path(sys.argv[2])
+    start = msgspec.json.decode(read_line(parent, directory), type=WorkerStart)
+    Lifeline(parent, pulse, directory).start()
+    os.environ["TMPDIR"] = str(directory)  # what a compiler leaves that is killed goes with the rest
     run_worker(start)
 
 

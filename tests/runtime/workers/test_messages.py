@@ -71,7 +71,6 @@ def test_the_first_line_is_one_line() -> None:
         reports="tcp://host:1",
         engine_key="k" * 40,
         init_method="env://",
-        directory=None,
         name="storyteller",
         model_directory=None,
         tokenizer_directory="/models/ü",
