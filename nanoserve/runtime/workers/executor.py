@@ -4,6 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal
 
 from nanoserve.config import EngineConfig
@@ -17,6 +18,7 @@ from nanoserve.runtime.workers.messages import (
     Answered,
     Follow,
     FromWorker,
+    Hello,
     Loaded,
     Loading,
     Observed,
@@ -152,6 +154,7 @@ class WorkersExecutor:
 
     def _begin_life(self) -> None:
         """Start all workers; `_take` follows them until they run."""
+        self._introduced: set[int] = set()
         self._loaded: dict[int, Loaded] = {}
         self._ready: set[int] = set()
         self._held: list[StepPlan] = []
@@ -204,17 +207,24 @@ class WorkersExecutor:
         elif isinstance(message, Loading):
             if self._progress is not None and message.rank == 0:
                 self._progress(message.stage, message.done, message.total)
+        elif isinstance(message, Hello):
+            self._introduced.add(message.rank)
+            self._allocate()
         elif isinstance(message, Loaded):
             self._loaded[message.rank] = message
-            if len(self._loaded) == self._config.num_workers:
-                self._allocate()
+            self._allocate()
         elif isinstance(message, Ready):
             self._ready.add(message.rank)
             if self._running:
                 self._go()
 
     def _allocate(self) -> None:
-        """All have loaded: tell them how large the KV cache is, the same in every life."""
+        """Once all have loaded, tell them how large the KV cache is, the same in every life.
+
+        Their first word comes another way, and until it has come nothing can be sent to them.
+        """
+        if min(len(self._introduced), len(self._loaded)) < self._config.num_workers:
+            return
         if not self.num_blocks:
             self.num_blocks = common_num_blocks(list(self._loaded.values()), self._config, self._longest)
         self._open_group().send(Allocate(self.num_blocks))
@@ -271,5 +281,9 @@ class RemoteLayers:
             self._executor._prepare_next()
 
     def wait(self) -> None:
-        """Wait for what has been started; between two runs, when no plan is in flight."""
-        self._executor._wait(lambda: not self.pending)
+        """Wait for what has been started; between two runs, when no plan is in flight.
+
+        If a worker dies this returns: the next `collect` says so, and starts new ones, which begin again.
+        """
+        with suppress(WorkersDied):
+            self._executor._wait(lambda: not self.pending)
