@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nanoserve.config import EngineConfig
-from nanoserve.errors import RuntimeFailure
+from nanoserve.errors import RuntimeFailure, WorkersFailed
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.runtime.workers import group as groups
 from nanoserve.runtime.workers.executor import WorkersExecutor
@@ -22,7 +22,7 @@ from nanoserve.scheduler.plan import StepPlan, StepResult
 
 ROOT = Path(__file__).parents[3]
 WORKER = """
-import json, os, sys
+import json, os, sys, time
 sys.path[:] = json.loads(sys.argv[1])
 from pathlib import Path
 import msgspec
@@ -105,6 +105,19 @@ def test_a_worker_that_dies_while_somebody_waits_for_its_layers() -> None:
         workers.layers.wait()
         assert not workers.layers.loaded
         assert loss(workers) == "worker 1 was killed by SIGKILL"
+
+
+def test_a_plan_that_kills_its_workers_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large models take long to load, so that there is more time between two deaths than three of them may take."""
+    slow = WORKER.replace("station.report(Loaded", "time.sleep(0.5)\nstation.report(Loaded")
+    deadly = slow.replace("station.report(Answered(StepResult(plan.step)))", "os.kill(os.getpid(), 9)")
+    monkeypatch.setattr("nanoserve.runtime.workers.child._PROGRAM", deadly)
+    monkeypatch.setattr("nanoserve.runtime.workers.executor.DEATHS_SECONDS", 0.9)
+    with closing(two_workers()) as workers:
+        for _ in range(2):
+            assert answer(workers, 0).lost == "worker 1 was killed by SIGKILL"
+        with pytest.raises(WorkersFailed, match="the workers died 3 times within 0 s; the last time worker 1 was"):
+            answer(workers, 0)
 
 
 def test_the_first_worker_ends_if_the_second_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
