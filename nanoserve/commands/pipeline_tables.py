@@ -28,6 +28,8 @@ def show_pipeline(report: "Report") -> str:
     title = _title(report)
     print_head(report)
     print(f"{sum(one.counts for one in rounds)} of {len(rounds)} rounds count (read bandwidth drift below 10 %)")
+    if not summary:
+        return title
     print_table(title, _request_columns(), summary, keys=2)
     print_table(
         "micro-batches, and what the time of the stages went into", _stage_columns(), _stage_rows(summary), keys=3
