@@ -3,6 +3,7 @@
 import random
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
@@ -53,16 +54,16 @@ class LLM:
             )
             self.model_name = resolved.name
             self.tokenizer = load_tokenizer(resolved.tokenizer_directory)
-        try:
+        with ExitStack() as failing:
+            failing.callback(self.tokenizer.close)
             built = build_engine(resolved, self.engine_config, progress)
-            self.engine, self.config, self.max_model_len = built.engine, built.model, built.max_model_len
-            self._default_params = built.default_params
-            self._operators, self._layers = built.operators, built.layers
-            self.gpu = built.gpu
-            check_vocabulary(self.tokenizer, self.config.vocab_size)
-        except BaseException:
-            self.tokenizer.close()
-            raise
+            failing.callback(built.engine.close)
+            check_vocabulary(self.tokenizer, built.model.vocab_size)
+            failing.pop_all()  # the LLM closes them
+        self.engine, self.config, self.max_model_len = built.engine, built.model, built.max_model_len
+        self._default_params = built.default_params
+        self._operators, self._layers = built.operators, built.layers
+        self.gpu = built.gpu
         self.end_tokens = _end_tokens(self.config, self.tokenizer)
         self._grammars = GrammarChecker(resolved.tokenizer_directory)
         self._trackers: dict[str, RequestTracker] = {}

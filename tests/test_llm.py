@@ -236,3 +236,17 @@ def test_prepared_means_compiled_with_the_same_tokens(storyteller: LLM) -> None:
         llm.prepare(lambda *_: pytest.fail("nothing is left to prepare"))
         tokens = [llm.chat(STORY, GREEDY)[0].outputs[0].token_ids]
     assert tokens == [storyteller.chat(STORY, GREEDY)[0].outputs[0].token_ids]
+
+
+def test_an_engine_that_finds_no_user_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker processes would go on until somebody collects the garbage."""
+    closed = []
+    monkeypatch.setattr("nanoserve.engine.Engine.close", lambda engine: closed.append(engine))
+
+    def refuse(*_: object) -> None:
+        raise ModelError("the tokenizer does not fit")
+
+    monkeypatch.setattr("nanoserve.llm.check_vocabulary", refuse)
+    with pytest.raises(ModelError, match="does not fit"):
+        LLM(eager=True, kv_cache_memory=1 << 20, max_model_len=64)
+    assert len(closed) == 1

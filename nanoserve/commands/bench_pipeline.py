@@ -15,11 +15,11 @@ from nanoserve.commands.bench_options import (
     work_option,
 )
 from nanoserve.commands.failures import EXIT_OK
-from nanoserve.commands.options import ENGINE_PANEL, MODEL_PANEL, option, switch
+from nanoserve.commands.options import ENGINE_PANEL, MODEL_PANEL, at_most, option, switch
 from nanoserve.commands.terminal import load_progress, remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import WORKERS_PANEL, WorkersOptions
-from nanoserve.config import EngineConfig
+from nanoserve.config import MOST_PARALLEL, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.runtime.torchrun import TorchrunProcess
 
@@ -60,7 +60,17 @@ class PipelineOptions(WorkersOptions):
             envvar=None,
         ),
     ] = "sarathi,throttling"
-    pp: Annotated[int, option("--pp", panel=WORKERS_PANEL, help="Stages of the pipeline.", min=1, envvar=None)] = 2
+    pp: Annotated[
+        int,
+        option(
+            "--pp",
+            panel=WORKERS_PANEL,
+            help="Stages of the pipeline.",
+            min=1,
+            callback=at_most(MOST_PARALLEL),
+            envvar=None,
+        ),
+    ] = 2
 
     def config(self) -> EngineConfig:
         """Of the workers; policies are for each run's own scheduler.
@@ -250,6 +260,7 @@ def _contenders(
             engine=engine.name,
             executor=engine.executor,
             make_scheduler=scheduling.maker(policy, engine.executor),
+            workers=engine.workers,
             tensor_parallel=engine.tensor_parallel,
             simulated=engine.simulated,
         )

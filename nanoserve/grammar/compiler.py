@@ -108,12 +108,12 @@ class GrammarCompiler:
         Raises:
             UsageError: if the schema is not valid, not supported, or too complex.
         """
-        if schema not in self._compiled:
-            self._compiled[schema] = self._compile(schema)
-            if len(self._compiled) > MAX_CACHED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(schema)
-        return self._compiled[schema].copy()
+        # Another thread may `forget` at any moment: a worker prepares a step while it takes in the answers of another.
+        compiled = self._compiled.pop(schema, None) or self._compile(schema)
+        self._compiled[schema] = compiled  # as the latest that was used
+        if len(self._compiled) > MAX_CACHED:
+            self._compiled.popitem(last=False)
+        return compiled.copy()
 
     def forget(self, schema: str) -> None:
         """Compile it anew the next time: what a failed text has left behind is shared with its copies."""

@@ -1,6 +1,8 @@
 """Random logits through the real sampler: whatever a model says, the text meets its schema."""
 
 import json
+import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,3 +204,33 @@ def test_few_compiled_grammars_are_kept(models: dict[str, Model]) -> None:
     for number in range(40):
         compiler.matcher(json.dumps({"const": number}))
     assert len(compiler._compiled) <= 16
+
+
+class Text(str):
+    """In place of a matcher."""
+
+    def copy(self) -> "Text":
+        return self
+
+
+def test_one_thread_forgets_while_another_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker prepares a step while it takes in the answers of another."""
+    compiler = GrammarCompiler(Path())
+    monkeypatch.setattr(compiler, "_compile", Text)
+    over = threading.Event()
+
+    def forget() -> None:
+        while not over.is_set():
+            compiler.forget("{}")
+
+    forgetting = threading.Thread(target=forget)
+    forgetting.start()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20_000):
+            assert compiler.matcher("{}") == "{}"
+    finally:
+        sys.setswitchinterval(before)
+        over.set()
+        forgetting.join()

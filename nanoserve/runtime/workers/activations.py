@@ -12,6 +12,8 @@ from nanoserve.runtime.workers.ranks import Ranks
 
 _UNSENT = 2
 """Sends that may be on their way: the one before need not have left when the next step is computed."""
+_Sent = list[tuple[dist.Work, Tensor]]
+"""What was sent together: its tensors must stay until they have left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ class Activations:
             with torch.inference_mode():  # as steps run
                 self._buffers = [self._like.new_empty(self._shape) for _ in range(2)]
         self._turn = cycle((0, 1))
-        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._hidden_states: deque[_Sent] = deque()
+        self._plans: deque[_Sent] = deque()
 
     @torch.inference_mode()
     def expect(self, num_tokens: int) -> Expected | None:
@@ -64,20 +67,25 @@ class Activations:
 
     def send(self, hidden: Tensor) -> None:
         """Put hidden states on their way to the stage behind; waits only if earlier ones have not left."""
-        assert self._ranks.behind is not None
-        if len(self._sending) == _UNSENT:
-            work, _ = self._sending.popleft()
-            work.wait()
-        hidden = hidden.contiguous()
-        self._sending.append((_started(dist.isend(hidden, self._ranks.behind)), hidden))
+        self._send(self._hidden_states, hidden.contiguous())
 
     def send_plan(self, encoded: bytes) -> None:
-        """Send a plan ahead of its hidden states, as a coupled design does: the receiver knows nothing of it before."""
+        """Send a plan ahead of its hidden states, as a coupled design does: the receiver knows nothing of it before.
+
+        Waits as `send` does. Were it to wait until the stage behind receives, that one would be through with the step
+        before by then, and no two stages would ever compute at a time.
+        """
+        data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self._like.device)
+        self._send(self._plans, torch.tensor([len(data)], device=data.device), data)
+
+    def _send(self, sending: deque[_Sent], *tensors: Tensor) -> None:
+        """Put what belongs together on its way, behind others of its kind."""
         behind = self._ranks.behind
         assert behind is not None
-        data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self._like.device)
-        dist.send(torch.tensor([len(data)], device=data.device), behind)
-        dist.send(data, behind)
+        if len(sending) == _UNSENT:
+            for work, _ in sending.popleft():
+                work.wait()
+        sending.append([(_started(dist.isend(tensor, behind)), tensor) for tensor in tensors])
 
     def receive_plan(self) -> bytes:
         """Wait for what `send_plan` sends."""

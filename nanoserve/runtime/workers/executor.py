@@ -17,6 +17,7 @@ from nanoserve.runtime.workers.messages import (
     Answered,
     Follow,
     FromWorker,
+    Hello,
     Loaded,
     Loading,
     Observed,
@@ -28,7 +29,10 @@ from nanoserve.runtime.workers.messages import (
 from nanoserve.scheduler.plan import StepPlan, StepResult
 
 MAX_DEATHS, DEATHS_SECONDS = 3, 60.0
-"""So many within such a time, and they are not started again."""
+"""So many within such a time of running, and they are not started again.
+
+Starting does not count: with a large model it takes so long that a plan that kills whoever runs it would kill for ever.
+"""
 
 
 class WorkersExecutor:
@@ -77,7 +81,9 @@ class WorkersExecutor:
         self._in_flight: set[int] = set()
         self._results: deque[StepResult] = deque()
         self._times: list[StageTimes] = []
-        self._died_at: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._starting_since: float | None = None
+        self._starting_seconds = 0.0
+        self._died_at: deque[float] = deque(maxlen=MAX_DEATHS)  # on a clock that stands still while they start
         self._failure: WorkersFailed | None = None
         self._group: WorkerGroup | None = None
         self._begin_life()
@@ -152,6 +158,7 @@ class WorkersExecutor:
 
     def _begin_life(self) -> None:
         """Start all workers; `_take` follows them until they run."""
+        self._introduced: set[int] = set()
         self._loaded: dict[int, Loaded] = {}
         self._ready: set[int] = set()
         self._held: list[StepPlan] = []
@@ -159,7 +166,13 @@ class WorkersExecutor:
         self._death: WorkersDied | None = None
         self._in_flight.clear()
         self._results.clear()
+        self._starting_since = self.now()
         self._group = WorkerGroup(self._settings)
+
+    def _end_of_starting(self) -> None:
+        if self._starting_since is not None:
+            self._starting_seconds += self.now() - self._starting_since
+            self._starting_since = None
 
     @property
     def _running(self) -> bool:
@@ -171,7 +184,8 @@ class WorkersExecutor:
         self._open_group().end()
         self._group = None
         self.deaths += 1
-        self._died_at.append(self.now())
+        self._end_of_starting()
+        self._died_at.append(self.now() - self._starting_seconds)
         if len(self._died_at) == MAX_DEATHS and self._died_at[-1] - self._died_at[0] < DEATHS_SECONDS:
             times = f"{MAX_DEATHS} times within {self._died_at[-1] - self._died_at[0]:.0f} s"
             self._failure = WorkersFailed(f"the workers died {times}; the last time {death}")
@@ -207,23 +221,31 @@ class WorkersExecutor:
         elif isinstance(message, Loading):
             if self._progress is not None and message.rank == 0:
                 self._progress(message.stage, message.done, message.total)
+        elif isinstance(message, Hello):
+            self._introduced.add(message.rank)
+            self._allocate()
         elif isinstance(message, Loaded):
             self._loaded[message.rank] = message
-            if len(self._loaded) == self._config.num_workers:
-                self._allocate()
+            self._allocate()
         elif isinstance(message, Ready):
             self._ready.add(message.rank)
             if self._running:
                 self._go()
 
     def _allocate(self) -> None:
-        """All have loaded: tell them how large the KV cache is, the same in every life."""
+        """Once all have loaded, tell them how large the KV cache is, the same in every life.
+
+        Their first word comes another way, and until it has come nothing can be sent to them.
+        """
+        if min(len(self._introduced), len(self._loaded)) < self._config.num_workers:
+            return
         if not self.num_blocks:
             self.num_blocks = common_num_blocks(list(self._loaded.values()), self._config, self._longest)
         self._open_group().send(Allocate(self.num_blocks))
 
     def _go(self) -> None:
         """All are ready: send what was held back."""
+        self._end_of_starting()
         self._open_group().loading = False
         if self.layers.wanted:
             self._prepare_next()

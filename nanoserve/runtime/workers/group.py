@@ -86,6 +86,8 @@ class WorkerGroup:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
         self._beat_at: dict[int, float] = {}
+        self._looked_at = time.monotonic()
+        self._death: WorkersDied | None = None
         self.loading = True
         try:
             self._start()
@@ -99,7 +101,8 @@ class WorkerGroup:
         threads = threads_of_each(rendezvous.workers_here)
         directory = self._directory = choose_directory()
         try:
-            self._children = [WorkerChild(rank, threads, directory) for rank in rendezvous.spawned]
+            for rank in rendezvous.spawned:
+                self._children.append(WorkerChild(rank, threads, directory))
         except OSError as error:
             raise RuntimeFailure(f"the workers cannot be started: {error.strerror or error}") from error
         make_directory(directory)
@@ -145,8 +148,16 @@ class WorkerGroup:
         """What the workers say, in order, perhaps nothing; waits for it at most so long, and not for ever.
 
         Raises:
-            WorkersDied: if one is dead or cannot go on. What was said before is lost with it.
+            WorkersDied: if one is dead or cannot go on, every time. What was said before is lost with it.
         """
+        if self._death is None:
+            try:
+                return self._heard(seconds)
+            except WorkersDied as death:
+                self._death = death
+        raise self._death
+
+    def _heard(self, seconds: float | None) -> list[FromWorker]:
         seconds = _WATCH_SECONDS if seconds is None else min(seconds, _WATCH_SECONDS)
         ready = dict(self._poller.poll(math.ceil(1000 * seconds)))
         heard = [*self._received(self._plans, ready), *self._received(self._reports, ready)]
@@ -159,6 +170,9 @@ class WorkerGroup:
     def _watch(self, ready: Mapping[object, int]) -> None:
         """See that all workers live. What they wrote while nobody looked counts as a sign of life now."""
         now = time.monotonic()
+        if now - self._looked_at > 2 * _WATCH_SECONDS:  # asleep, perhaps with the whole machine: give them time to wake
+            self._beat_at = dict.fromkeys(self._beat_at, now)
+        self._looked_at = now
         silence = _LOADING_SILENCE_SECONDS if self.loading else SILENCE_SECONDS
         for child in self._children:
             if child.pulse in ready:

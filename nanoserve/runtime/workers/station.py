@@ -6,9 +6,6 @@ import zmq
 from nanoserve.runtime.rendezvous import guard_worker
 from nanoserve.runtime.workers.messages import FromWorker, Hello, ToWorker, WorkerStart
 
-_HEARTBEAT_MILLISECONDS, _SILENCE_MILLISECONDS = 1000, 10_000
-"""ZeroMQ's own, by threads that Python does not hold up: a machine that is gone closes no connection."""
-
 
 class Station:
     """Where a worker hears from the engine and answers it. Nothing that is said waits."""
@@ -51,8 +48,10 @@ def identity(rank: int) -> bytes:
 
 
 def prepare_socket(socket: "zmq.Socket[bytes]") -> None:
-    """No bounds on what is queued, since plans in flight are bounded, and a sign of life now and then."""
+    """No bounds on what is queued, since plans in flight are bounded.
+
+    ZeroMQ's own heartbeats stay off: an engine that is stopped for a while (Ctrl-Z) would lose its connections, and
+    with them, without a word, the plans that it sends before the workers have come back.
+    """
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
-    socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MILLISECONDS)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MILLISECONDS)

@@ -26,17 +26,19 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Puts simulated engines in the place of real ones; the list fills with those that were closed."""
     names: list[str] = []
 
-    def opened(name: str, executor: SimulatedExecutor, *, simulated: bool) -> OpenEngine:
-        return OpenEngine(name, executor, 100, 1, True, simulated, lambda: names.append(name))
+    def opened(name: str, executor: SimulatedExecutor, *, workers: int, simulated: bool) -> OpenEngine:
+        return OpenEngine(name, executor, 100, workers, 1, True, simulated, lambda: names.append(name))
 
     def open_workers(resolved: Any, config: EngineConfig, metadata: Any, progress: Any) -> OpenEngine:
         times = LinearTimes(num_stages=config.pipeline_parallel, host=2.0**-8, send=2.0**-9, **_TIMES)
         executor = ObservedExecutor(times, runtime=Runtime(metadata=metadata))
-        return opened(workers_name(config, metadata), executor, simulated=metadata == "decoupled")
+        return opened(
+            workers_name(config, metadata), executor, workers=config.num_workers, simulated=metadata == "decoupled"
+        )
 
     def open_one_process(resolved: Any, config: EngineConfig, progress: Any) -> OpenEngine:
         executor = SimulatedExecutor(LinearTimes(**_TIMES), answer=dummy_answers)
-        return opened("one process", executor, simulated=False)
+        return opened("one process", executor, workers=0, simulated=False)
 
     monkeypatch.setattr("nanoserve.benchmarks.pipeline.engines.open_workers", open_workers)
     monkeypatch.setattr("nanoserve.benchmarks.pipeline.engines.open_one_process", open_one_process)

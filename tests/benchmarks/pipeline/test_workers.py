@@ -41,7 +41,7 @@ def _maker(engine: OpenEngine, policy: str, budget: int = 64) -> Callable[[], Sc
 def _run(engine: OpenEngine, make: Callable[[], Scheduler], shapes: list[RequestShape], rate: float) -> PipelineRun:
     arrivals = poisson_arrivals(rate, len(shapes), seed=1)
     requests = make_requests(shapes, arrivals, MODEL.vocab_size, seed=1)
-    return run_requests(engine.executor, make, requests, vocab_size=MODEL.vocab_size)
+    return run_requests(engine.executor, make, requests, vocab_size=MODEL.vocab_size, workers=engine.workers)
 
 
 @pytest.mark.parametrize("policy", ["sarathi", "throttling", "throttling:without_wt:min_prefill=8"])

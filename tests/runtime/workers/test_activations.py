@@ -45,9 +45,6 @@ class Network:
         assert of == 0
         return Work(lambda: self.recv(tensor, of))
 
-    def send(self, tensor: Tensor, to: int) -> None:
-        self.isend(tensor, to)
-
     @torch.inference_mode()
     def recv(self, tensor: Tensor, of: int) -> None:
         tensor.copy_(self.way.popleft())
@@ -56,7 +53,7 @@ class Network:
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     network = Network()
-    for name in ("isend", "irecv", "send", "recv"):
+    for name in ("isend", "irecv", "recv"):
         monkeypatch.setattr(dist, name, getattr(network, name))
     yield network
 
@@ -114,6 +111,17 @@ def test_hidden_states_with_gaps_arrive_without(network: Network) -> None:
     link(0).send(wide[:, ::2])
     assert network.way[0].is_contiguous()
     assert torch.equal(expected(link(1)).wait(), wide[:, ::2])
+
+
+def test_a_sender_of_plans_does_not_wait_for_their_receiver(network: Network) -> None:
+    """gloo sends when the other side receives: whoever waits for that computes nothing meanwhile."""
+    sender = link(0)
+    for number in range(2):
+        sender.send_plan(b"plan")
+        sender.send(hidden(number))
+    assert not any(work.done for work in network.sends)
+    sender.send_plan(b"plan")
+    assert [work.done for work in network.sends[:3]] == [True, True, False], "length and plan of the first"
 
 
 @pytest.mark.parametrize("plan", [b"\x00", bytes(range(256)) * 100])

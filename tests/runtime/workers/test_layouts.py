@@ -9,6 +9,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.models.hub import ResolvedModel
 from tests.models.test_shards import write_checkpoint
 from tests.runtime.workers.loads import ROOMY_BLOCKS, TIGHT_BLOCKS, Case, Reference, start_workers
+from triton_ops.cpu import cpu_operators
 
 pytestmark = pytest.mark.slow
 
@@ -62,26 +63,24 @@ def test_coupled_plans_through_more_processes(layout: dict[str, int], tmp_path: 
     check(reference, metadata="coupled", **layout)
 
 
-def test_compiled_layers_in_a_pipeline() -> None:
-    settings = {"dtype": "float32", "kv_cache_memory": 16 << 20}
+@pytest.mark.parametrize(
+    ("layout", "compiled"),
+    [
+        ({"pipeline_parallel": 2}, True),
+        ({"pipeline_parallel": 2, "eager": True}, False),
+        ({"tensor_parallel": 2}, False),
+    ],
+    ids=str,
+)
+def test_what_is_prepared_answers_the_same(storyteller: LLM, layout: dict[str, int], *, compiled: bool) -> None:
+    """While layers are compiled, if they have not been before, and then. Ranks of one stage run eagerly on CPUs."""
+    if not cpu_operators().wait():
+        pytest.skip(f"nothing can be built: {cpu_operators().problem}")
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    with LLM(eager=True, **settings) as llm:
-        expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
-    with LLM(pipeline_parallel=2, **settings) as llm:
-        llm.prepare()
-        assert llm.compiled
-        assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)] == expected
-    with LLM(pipeline_parallel=2, eager=True, **settings) as llm:
-        llm.prepare()
-        assert not llm.compiled
-        assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)] == expected
-
-
-def test_layers_that_become_ready_meanwhile_take_over_between_two_steps() -> None:
-    settings = {"dtype": "float32", "kv_cache_memory": 16 << 20}
-    params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
-    with LLM(eager=True, **settings) as llm:
-        expected = llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids
-    with LLM(pipeline_parallel=2, **settings) as llm:
+    expected = [output.outputs[0].token_ids for output in storyteller.generate(PROMPTS, params)]
+    with LLM(dtype="float32", kv_cache_memory=16 << 20, **layout) as llm:
         llm.start_preparing()
-        assert llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids == expected
+        for _ in range(2):
+            assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)] == expected
+            llm.prepare()
+        assert llm.compiled == compiled

@@ -69,7 +69,7 @@ def test_the_first_line_is_one_line() -> None:
         local_rank=0,
         plans="ipc:///tmp/a\nb",
         reports="tcp://host:1",
-        engine_key="key",
+        engine_key="k" * 40,
         init_method="env://",
         name="storyteller",
         model_directory=None,

@@ -1,0 +1,177 @@
+"""Workers as the engine sees them: started, spoken to, watched and ended. Those here have no model, nor torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from nanoserve.config import EngineConfig
+from nanoserve.errors import RuntimeFailure, WorkersFailed
+from nanoserve.models.hub import ResolvedModel
+from nanoserve.runtime.workers import group as groups
+from nanoserve.runtime.workers.executor import WorkersExecutor
+from nanoserve.scheduler.plan import StepPlan, StepResult
+
+ROOT = Path(__file__).parents[3]
+WORKER = """
+import json, os, sys, time
+sys.path[:] = json.loads(sys.argv[1])
+from pathlib import Path
+import msgspec
+from nanoserve.lifeline import Lifeline, own_pipes, read_line
+from nanoserve.runtime.workers.messages import *
+from nanoserve.runtime.workers.station import Station
+
+parent, pulse = own_pipes()
+start = msgspec.json.decode(read_line(parent), type=WorkerStart)
+Lifeline(parent, pulse, Path(start.directory)).start()
+station = Station(start)
+station.report(Loaded(start.rank, "memory", 1000, 10**9))
+station.introduce(Hello(start.rank, ("", "")))
+while True:
+    match station.hear():
+        case Allocate():
+            station.report(Ready(start.rank))
+        case Run(plan) if start.rank == 1:
+            station.report(Answered(StepResult(plan.step)))
+        case Prepare() if start.rank == 1:
+            os.kill(os.getpid(), 9)
+        case Prepare():
+            station.report(Prepared(start.rank, True))
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr("nanoserve.runtime.workers.child._PROGRAM", WORKER)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+
+
+def two_workers() -> WorkersExecutor:
+    config = EngineConfig(pipeline_parallel=2, kv_cache_memory=1 << 20, max_model_len=64)
+    return WorkersExecutor(ResolvedModel("none", None, Path()), config, longest=64)
+
+
+def processes(workers: WorkersExecutor) -> list[int]:
+    assert workers._group is not None
+    return [child._process.pid for child in workers._group._children]
+
+
+def answer(workers: WorkersExecutor, step: int) -> StepResult:
+    workers.submit(StepPlan(step))
+    (result,) = workers.collect(None)
+    return result
+
+
+def loss(workers: WorkersExecutor) -> str | None:
+    (result,) = workers.collect(workers.now() + 20)
+    return result.lost
+
+
+def mine() -> tuple[int, int, int]:
+    """Descriptors, threads and directories of this process."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir(tempfile.gettempdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_deaths_and_ends_leave_nothing_behind() -> None:
+    with closing(two_workers()):
+        pass  # what ZeroMQ makes once
+    before = mine()
+    with closing(two_workers()) as workers:
+        running = mine()
+        for rank in range(2):
+            assert answer(workers, rank) == StepResult(rank)
+            os.kill(processes(workers)[rank], signal.SIGKILL)
+            assert loss(workers) == f"worker {rank} was killed by SIGKILL"
+            assert answer(workers, 11) == StepResult(11)
+            assert mine() == running
+    assert mine() == before
+
+
+def test_a_worker_that_dies_while_somebody_waits_for_its_layers() -> None:
+    """Nobody but `collect` can tell the scheduler that all is lost."""
+    with closing(two_workers()) as workers:
+        workers.layers.start()
+        workers.layers.wait()
+        assert not workers.layers.loaded
+        assert loss(workers) == "worker 1 was killed by SIGKILL"
+
+
+def test_a_plan_that_kills_its_workers_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large models take long to load, so that there is more time between two deaths than three of them may take."""
+    slow = WORKER.replace("station.report(Loaded", "time.sleep(0.5)\nstation.report(Loaded")
+    deadly = slow.replace("station.report(Answered(StepResult(plan.step)))", "os.kill(os.getpid(), 9)")
+    monkeypatch.setattr("nanoserve.runtime.workers.child._PROGRAM", deadly)
+    monkeypatch.setattr("nanoserve.runtime.workers.executor.DEATHS_SECONDS", 0.9)
+    with closing(two_workers()) as workers:
+        for _ in range(2):
+            assert answer(workers, 0).lost == "worker 1 was killed by SIGKILL"
+        with pytest.raises(WorkersFailed, match="the workers died 3 times within 0 s; the last time worker 1 was"):
+            answer(workers, 0)
+
+
+def test_the_first_worker_ends_if_the_second_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    class OnlyOnce(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: object, **settings: object) -> None:
+            if started:
+                raise OSError(11, "Resource temporarily unavailable")
+            started.append(self)
+            super().__init__(*arguments, **settings)
+
+    monkeypatch.setattr(subprocess, "Popen", OnlyOnce)
+    with pytest.raises(RuntimeFailure, match="the workers cannot be started: Resource temporarily unavailable"):
+        two_workers()
+    assert started[0].returncode is not None, "nobody has waited for it"
+
+
+def test_workers_that_slept_with_the_engine_are_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a machine's processes do that is paused as a whole: the engine may be the first to wake up."""
+    monkeypatch.setattr(groups, "SILENCE_SECONDS", 1.5)
+    with closing(two_workers()) as workers:
+        for process in processes(workers):
+            os.kill(process, signal.SIGSTOP)
+        time.sleep(0.1)
+        for _ in range(2):
+            assert workers.collect(workers.now()) == []  # hears their last beats
+        time.sleep(3)
+        assert workers.collect(workers.now()) == []
+        for process in processes(workers):
+            os.kill(process, signal.SIGCONT)
+        assert answer(workers, 0) == StepResult(0)
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_stopped_for_a_while_keeps_its_workers(tmp_path: Path) -> None:
+    """Ctrl-Z and fg: the plan that it sends at once finds them."""
+    program = (
+        "import sys; from tests.runtime.workers import test_group as test\n"
+        "import nanoserve.runtime.workers.child as child; child._PROGRAM = test.WORKER\n"
+        "workers = test.two_workers(); print('started', flush=True); sys.stdin.readline()\n"
+        "print(test.answer(workers, 0).step, flush=True); workers.close()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as engine:
+        assert engine.stdin is not None and engine.stdout is not None
+        assert engine.stdout.readline() == "started\n"
+        engine.send_signal(signal.SIGSTOP)
+        time.sleep(13)
+        engine.stdin.write("\n")
+        engine.stdin.flush()
+        engine.send_signal(signal.SIGCONT)
+        watch = threading.Timer(30, engine.kill)
+        watch.start()
+        assert engine.stdout.readline() == "0\n"
+        watch.cancel()
