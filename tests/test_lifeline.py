@@ -1,0 +1,38 @@
+"""The directory that a parent and its child have together is removed by whoever is left."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from nanoserve.errors import RuntimeFailure
+from nanoserve.lifeline import choose_directory, make_directory, read_line
+
+
+@pytest.fixture
+def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return choose_directory()
+
+
+@pytest.mark.parametrize("made", [True, False])
+@pytest.mark.parametrize("said", [b"", b"half a li"])
+def test_a_child_that_was_told_nothing_removes_the_directory(chosen: Path, said: bytes, made: bool) -> None:  # noqa: FBT001
+    if made:
+        make_directory(chosen)
+        (chosen / "socket").touch()
+    reader, writer = os.pipe()
+    os.write(writer, said)
+    os.close(writer)
+    with pytest.raises(SystemExit) as ended:
+        read_line(reader, chosen)
+    os.close(reader)
+    assert ended.value.code == 0 and list(chosen.parent.iterdir()) == []
+
+
+def test_only_its_owner_may_enter_a_directory_and_none_is_taken_over(chosen: Path) -> None:
+    make_directory(chosen)
+    assert chosen.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(RuntimeFailure, match=r"no temporary directory can be made \(File exists\): set TMPDIR"):
+        make_directory(chosen)
+    assert choose_directory() != chosen
