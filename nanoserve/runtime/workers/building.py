@@ -12,7 +12,7 @@ from nanoserve.models.shards import make_shards
 from nanoserve.runtime.compiled_layers import CompiledLayers
 from nanoserve.runtime.devices import usable_device
 from nanoserve.runtime.gpu_start import GpuStart
-from nanoserve.runtime.memory import available_memory, kv_bytes_per_block
+from nanoserve.runtime.memory import available_memory, kv_bytes_per_block, memory_errors
 from nanoserve.runtime.model_loading import load_decoder, read_config
 from nanoserve.runtime.model_runner import ModelRunner
 from nanoserve.runtime.workers.activations import Activations
@@ -20,6 +20,7 @@ from nanoserve.runtime.workers.messages import Allocate, Loaded, Loading, Ready,
 from nanoserve.runtime.workers.ranks import Ranks, meet
 from nanoserve.runtime.workers.station import Station
 from nanoserve.runtime.workers.worker import Worker
+from nanoserve.sizes import format_size
 from triton_ops.cpu import cpu_operators
 
 
@@ -46,14 +47,16 @@ def build_worker(start: WorkerStart, station: Station) -> Worker:
     if operators is not None and not config.eager and ranks.degree == 1:
         layers = CompiledLayers(decoder, block_size=config.block_size, operators=operators)
     plain = DecoderLayer.__call__ if gpu is None else gpu.run_layer
-    runner = ModelRunner(
-        decoder,
-        num_blocks=allocate.num_blocks,
-        block_size=config.block_size,
-        device=device,
-        run_layer=plain if layers is None else layers,
-        grammars=GrammarCompiler(Path(start.tokenizer_directory), decoder.config.vocab_size),
-    )
+    problem = f"a KV cache of {format_size(allocate.num_blocks * block_bytes)} does not fit"
+    with memory_errors(device, problem, "lower --kv-cache-memory"):
+        runner = ModelRunner(
+            decoder,
+            num_blocks=allocate.num_blocks,
+            block_size=config.block_size,
+            device=device,
+            run_layer=plain if layers is None else layers,
+            grammars=GrammarCompiler(Path(start.tokenizer_directory), decoder.config.vocab_size),
+        )
     activations = Activations(
         ranks,
         hidden_size=decoder.config.hidden_size,
