@@ -7,12 +7,16 @@ stopped, the end of the pipe that it is dead.
 """
 
 import os
+import secrets
 import select
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 from pathlib import Path
+
+from nanoserve.errors import RuntimeFailure
 
 HEARTBEAT_SECONDS = 0.5
 
@@ -35,12 +39,12 @@ class Lifeline:
         os.set_blocking(pulse, False)  # a parent that hangs must not make the watch hang
 
     def start(self) -> None:
-        """Tell the parent the directory's name, as the first line on the pulse, and begin to watch."""
+        """Give the first sign of life, a line, and begin to watch."""
         # A stopped group that loses its parent is sent SIGHUP, then SIGCONT. The second is enough: the watch goes on,
         # and cleans up.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
-            os.write(self._pulse, os.fsencode(self._directory) + b"\n")
+            os.write(self._pulse, b"\n")
         except OSError:
             self._end()
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
@@ -74,12 +78,49 @@ def own_pipes() -> tuple[int, int]:
     return parent, pulse
 
 
-def read_line(descriptor: int) -> bytes:
-    """Byte by byte, so that nothing behind the line is swallowed. Ends the process if the parent is gone."""
+def choose_directory() -> Path:
+    """A name that nothing has, for a directory of a parent and its children.
+
+    They are started with that name before the parent makes it: at any moment, whoever of them is killed, one is left
+    that knows what to remove.
+
+    Raises:
+        RuntimeFailure: if there is no place for one.
+    """
+    try:
+        return Path(tempfile.gettempdir()) / f"nanoserve-{secrets.token_hex(4)}"
+    except OSError as error:
+        raise _no_directory(error) from None
+
+
+def make_directory(path: Path) -> None:
+    """A new directory that only this user may enter.
+
+    Raises:
+        RuntimeFailure: if it cannot be made, or there is something of that name.
+    """
+    try:
+        path.mkdir(mode=0o700)
+    except OSError as error:
+        raise _no_directory(error) from None
+
+
+def _no_directory(error: OSError) -> RuntimeFailure:
+    return RuntimeFailure(
+        f"no temporary directory can be made ({error.strerror}): set TMPDIR to a directory that can be written to"
+    )
+
+
+def read_line(descriptor: int, directory: Path) -> bytes:
+    """What the parent says first, byte by byte, so that nothing behind it is swallowed.
+
+    If the parent is gone, the process removes the directory that it perhaps has made, and ends.
+    """
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(descriptor, 1)
         if not byte:
+            shutil.rmtree(directory, ignore_errors=True)
             sys.exit(0)
         line += byte
     return bytes(line)

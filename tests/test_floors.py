@@ -36,7 +36,7 @@ FLOORS: dict[str, set[str]] = {
     "files": {"errors"},
     "sizes": {"errors"},
     "threads": set(),
-    "lifeline": set(),
+    "lifeline": {"errors"},
     "request": {"errors"},
     "config": {"errors", "files"},
     "measures": {"errors"},

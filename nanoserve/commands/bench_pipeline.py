@@ -1,6 +1,6 @@
 """``nanoserve bench pipeline``: scheduling policies side by side on the same worker processes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +15,19 @@ from nanoserve.commands.bench_options import (
     work_option,
 )
 from nanoserve.commands.failures import EXIT_OK
-from nanoserve.commands.options import ENGINE_PANEL, option, switch
+from nanoserve.commands.options import ENGINE_PANEL, MODEL_PANEL, at_most, option, switch
 from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import WORKERS_PANEL, WorkersOptions
-from nanoserve.config import EngineConfig
+from nanoserve.config import MOST_PARALLEL, EngineConfig
 from nanoserve.errors import UsageError
+from nanoserve.runtime.torchrun import TorchrunProcess
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.pipeline.engines import Metadata, OpenEngine
-    from nanoserve.benchmarks.pipeline.picture import ShownRun
+    from nanoserve.benchmarks.pipeline.picture import RunKeeper
     from nanoserve.benchmarks.pipeline.policies import Scheduling
     from nanoserve.benchmarks.pipeline.rounds import Bench, Contender
-    from nanoserve.benchmarks.pipeline.running import PipelineRun
     from nanoserve.benchmarks.report import Report
     from nanoserve.benchmarks.serving.work import Work
     from nanoserve.config import ModelConfig
@@ -45,6 +46,10 @@ METADATA: "dict[str, tuple[Metadata, ...]]" = {
 class PipelineOptions(WorkersOptions):
     """Workers that several policies run on in turn."""
 
+    model: Annotated[
+        str | None,
+        option("--model", "-m", panel=MODEL_PANEL, help="Directory, hub id or dummy:NAME.", metavar="MODEL"),
+    ] = DEFAULT_MODEL
     policy: Annotated[
         str,
         option(
@@ -55,7 +60,17 @@ class PipelineOptions(WorkersOptions):
             envvar=None,
         ),
     ] = "sarathi,throttling"
-    pp: Annotated[int, option("--pp", panel=WORKERS_PANEL, help="Stages of the pipeline.", min=1, envvar=None)] = 2
+    pp: Annotated[
+        int,
+        option(
+            "--pp",
+            panel=WORKERS_PANEL,
+            help="Stages of the pipeline.",
+            min=1,
+            callback=at_most(MOST_PARALLEL),
+            envvar=None,
+        ),
+    ] = 2
 
     def config(self) -> EngineConfig:
         """Of the workers; policies are for each run's own scheduler.
@@ -106,13 +121,16 @@ class ComparisonOptions:
         """Ways of telling stages of plans.
 
         Raises:
-            UsageError: for an unknown way.
+            UsageError: for an unknown way, or both where there are workers for one.
         """
         if self.metadata not in METADATA:
             raise UsageError(f"--metadata {self.metadata!r:.40} is not one of {', '.join(METADATA)}")
+        if self.metadata == "both" and TorchrunProcess.from_environment() is not None:
+            raise UsageError("--metadata both takes two groups of workers, but torchrun started one: measure each")
         return METADATA[self.metadata]
 
 
+@on_all_machines
 def pipeline(
     *,
     lengths: LengthOptions,
@@ -123,8 +141,8 @@ def pipeline(
     """Run the same requests under several policies on the same workers, in interleaved rounds.
 
     Printed are tokens per second and latencies, where the stages' time went (bubbles), how even the micro-batches
-    were, ratios with their spread, and what the simulator makes of the same stage times. Default model:
-    dummy:qwen3-0.6b. Answers have the length that was asked for, prompts are random, no prefixes are shared.
+    were, ratios with their spread, and what the simulator makes of the same stage times. Answers have the length
+    that was asked for, prompts are random, no prefixes are shared.
 
     [bold]Examples[/bold]
 
@@ -132,25 +150,25 @@ def pipeline(
       nanoserve bench pipeline --policy throttling --metadata both --json metadata.json
       nanoserve bench pipeline --policy sarathi --against-one-process --rounds 5
     """
+    from nanoserve.benchmarks.pipeline.picture import RunKeeper
     from nanoserve.benchmarks.pipeline.policies import parse_policies
+    from nanoserve.measures.chrome_trace import ChromeTraceFile
 
     engine.check_is_for_cpu()
     config, metadatas, rate, seed = engine.config(), comparison.metadatas(), comparison.rate, engine.seed or 0
     policies = parse_policies(engine.policy, engine.max_num_batched_tokens)
     work = lengths.read(seed)
-    settings = {"work": work.name, "requests": len(work.shapes), "request_rate": comparison.request_rate}
-    settings |= {"rounds": comparison.rounds, "policies": policies, "metadata": comparison.metadata, "seed": seed}
-    settings |= {"pp": engine.pp, "tp": engine.tp, "max_num_batched_tokens": engine.max_num_batched_tokens}
-    report = results.open_report("pipeline", settings)
+    report = results.open_report("pipeline", _settings(work, comparison, engine))
     operators = settled_operators(engine.threads)
-    shown: dict[str, ShownRun] = {}
-    with ExitStack() as opened, kept(report, lambda: _show(report, results, shown)):
-        keep = _keeper(shown, engine.trace_out, opened)
+    with ExitStack() as opened:
+        trace = None if engine.trace_out is None else ChromeTraceFile(Path(engine.trace_out))
+        keeper = RunKeeper(None if trace is None else opened.enter_context(trace))
+        opened.enter_context(kept(report, lambda: _show(report, results, keeper)))
         resolved, model = _resolve(engine)
         engines = _open_engines(resolved, config, metadatas, comparison, opened)
         scheduling, work = _scheduling(engines, config, model, work, report)
         contenders = _contenders(engines, policies, scheduling)
-        bench = _bench(contenders, work, rate, seed, config, model, keep)
+        bench = _bench(contenders, work, rate, seed, config, model, keeper)
         report.put("engine", _facts(resolved, config, model, engines, bench, operators))
         remark(f"warming up with {len(work.shapes)} requests of {work.name}")
         bench.warm_up()
@@ -160,12 +178,29 @@ def pipeline(
     return EXIT_OK
 
 
+def _settings(work: "Work", comparison: ComparisonOptions, engine: PipelineOptions) -> dict[str, Any]:
+    """For the report."""
+    return {
+        "work": work.name,
+        "requests": len(work.shapes),
+        "request_rate": comparison.request_rate,
+        "rounds": comparison.rounds,
+        "policies": engine.policy,
+        "metadata": comparison.metadata,
+        "pp": engine.pp,
+        "tp": engine.tp,
+        "pp_split": engine.pp_split,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "seed": engine.seed or 0,
+    }
+
+
 def _resolve(engine: PipelineOptions) -> "tuple[ResolvedModel, ModelConfig]":
     from nanoserve.models.hub import resolve_model
     from nanoserve.runtime.model_loading import read_config
 
     with load_progress() as progress:
-        resolved = resolve_model(engine.model or DEFAULT_MODEL, offline=engine.offline, progress=progress)
+        resolved = resolve_model(engine.model, offline=engine.offline, progress=progress)
     return resolved, read_config(resolved)
 
 
@@ -225,6 +260,7 @@ def _contenders(
             engine=engine.name,
             executor=engine.executor,
             make_scheduler=scheduling.maker(policy, engine.executor),
+            workers=engine.workers,
             tensor_parallel=engine.tensor_parallel,
             simulated=engine.simulated,
         )
@@ -240,12 +276,13 @@ def _bench(
     seed: int,
     config: EngineConfig,
     model: "ModelConfig",
-    keep: "Callable[[Contender, PipelineRun], None]",
+    keeper: "RunKeeper",
 ) -> "Bench":
     import torch
 
     from nanoserve.benchmarks.cpu_load import ForeignLoad
     from nanoserve.benchmarks.floors import ModelCost
+    from nanoserve.benchmarks.pipeline.picture import ShownRun
     from nanoserve.benchmarks.pipeline.rounds import Bench
     from nanoserve.benchmarks.pipeline.running import make_requests
     from nanoserve.benchmarks.roofline import BandwidthProbe, machine_limits
@@ -269,7 +306,7 @@ def _bench(
         limits=machine_limits(dtype, probe),
         probe=probe.read,
         foreign=ForeignLoad(),
-        keep=keep,
+        keep=lambda contender, run: keeper.keep(ShownRun(contender.name, run, contender.tensor_parallel)),
     )
 
 
@@ -299,31 +336,11 @@ def _facts(
     }
 
 
-def _keeper(
-    shown: "dict[str, ShownRun]", trace_out: str | None, opened: ExitStack
-) -> "Callable[[Contender, PipelineRun], None]":
-    """Keeps the last run of each contender to be drawn, and writes all of them into the trace."""
-    import time
-
-    from nanoserve.benchmarks.pipeline.picture import ShownRun, trace_run
-    from nanoserve.measures.chrome_trace import ChromeTraceFile
-
-    file = None if trace_out is None else opened.enter_context(ChromeTraceFile(Path(trace_out)))
-    began = time.monotonic()
-
-    def keep(contender: "Contender", run: "PipelineRun") -> None:
-        shown[contender.name] = ShownRun(contender.name, run, contender.tensor_parallel)
-        if file is not None:
-            trace_run(file, began, shown[contender.name])
-
-    return keep
-
-
-def _show(report: "Report", results: ResultOptions, shown: "dict[str, ShownRun]") -> None:
+def _show(report: "Report", results: ResultOptions, keeper: "RunKeeper") -> None:
     from nanoserve.commands.pipeline_tables import show_pipeline
 
     title = show_pipeline(report)
-    if results.plot is not None and shown:
+    if results.plot is not None:
         from nanoserve.benchmarks.pipeline.picture import plot_runs
 
-        plot_runs(results.plot, f"{title}, last round", list(shown.values()))
+        plot_runs(results.plot, f"{title}, last round", list(keeper.last.values()))

@@ -134,5 +134,5 @@ def _simulated_columns() -> "list[Column]":
         ("TPOT", "simulated.tpot", ".3f"),
         ("plans", "simulated.plans", ",.0f"),
         ("replayed", "simulated.replayed", ",.0f"),
-        ("others when simulated", "simulated.unmeasured", ",.0f"),
+        ("others when simulated", "simulated.others", ",.0f"),
     )

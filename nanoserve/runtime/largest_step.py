@@ -32,14 +32,14 @@ class LargestStep:
     num_rows: int
     block_size: int
 
-    def run(self, decoder: Decoder, run_layer: LayerFunction) -> Tensor:
-        """Compute and sample it; its tokens, or hidden states of a shard that does not sample. All positions read one
-        block of a cache of one block, nothing is written: what comes out is meaningless."""
+    def run(self, decoder: Decoder, run_layer: LayerFunction) -> Tensor | None:
+        """Compute and sample it; its tokens, or None of a shard that does not sample. All positions read one block of a
+        cache of one block, nothing is written: what comes out is meaningless."""
         with torch.inference_mode():
             forward = ForwardPass(decoder, self._caches(decoder), run_layer)
             hidden = forward(self._inputs(decoder))
             if not decoder.shard.is_last:
-                return hidden
+                return None
             vocab_size = decoder.config.vocab_size
             # Log probabilities of a prompt's tokens are computed for so many positions at a time.
             num_sampled = min(self.num_tokens, max(self.num_rows, rows_per_chunk(vocab_size)))
@@ -49,7 +49,7 @@ class LargestStep:
             settings = SamplingRows.stage(states, [1] * num_sampled, staging)
             staging.transfer()
             logits = decoder.compute_logits(hidden[last_tokens.tensor])
-            return sample(logits, settings).tokens if len(logits) else hidden  # another rank gathers them
+            return sample(logits, settings).tokens if len(logits) else None  # another rank has gathered them
 
     def _caches(self, decoder: Decoder) -> Caches:
         config = decoder.config
@@ -61,10 +61,7 @@ class LargestStep:
         return Caches(keys, values)
 
     def _inputs(self, decoder: Decoder) -> StepInputs:
-        device, hidden_size = decoder.device, decoder.config.hidden_size
-        entering = None
-        if not decoder.shard.is_first:
-            entering = torch.zeros(self.num_tokens, hidden_size, dtype=decoder.dtype, device=device)
+        device = decoder.device
         longest = self.num_tokens - (self.num_rows - 1)
         lengths = torch.tensor([longest] + [1] * (self.num_rows - 1), dtype=torch.int32, device=device)
         starts = torch.zeros(self.num_rows + 1, dtype=torch.int32, device=device)
@@ -76,8 +73,12 @@ class LargestStep:
             block_tables=torch.zeros(self.num_rows, -(-longest // self.block_size), dtype=torch.int32, device=device),
             query_starts=starts,
             context_lengths=lengths,
-            entering=entering,
+            entering=None if decoder.shard.is_first else self._entering(decoder),
         )
+
+    def _entering(self, decoder: Decoder) -> Tensor:
+        shape = (self.num_tokens, decoder.config.hidden_size)
+        return torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
 
 
 def measured_memory(device: torch.device, step: Callable[[], object]) -> int:

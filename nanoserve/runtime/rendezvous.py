@@ -1,6 +1,5 @@
 """Where an engine and its workers meet: in a private directory of one machine, or over several by torchrun's store."""
 
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,20 +134,6 @@ def open_rendezvous(num_workers: int, model: str) -> Rendezvous:
     process.check_num_workers(num_workers)
     process.use_interface()
     return SeveralMachines(process, call_meeting(process, model))
-
-
-def private_directory() -> Path:
-    """A new directory that only this user may enter.
-
-    Raises:
-        RuntimeFailure: if there is no place for one.
-    """
-    try:
-        return Path(tempfile.mkdtemp(prefix="nanoserve-"))  # mode 0700
-    except OSError as error:
-        raise RuntimeFailure(
-            f"no temporary directory can be made ({error.strerror}): set TMPDIR to a directory that can be written to"
-        ) from None
 
 
 def ipc_address(path: Path) -> str:

@@ -28,7 +28,7 @@ class TracedLayers:
         """backend: of torch.compile."""
         self.problem: str | None = None
         kinds = [layer_config(decoder.config, layer.index) for layer in _layers(decoder)]
-        functions = {kind: _compiled(kind, decoder.dtype, backend) for kind in dict.fromkeys(kinds)}
+        functions = {kind: _compiled(kind, decoder, backend) for kind in dict.fromkeys(kinds)}
         self._of_layer = [functions[kind] for kind in kinds]
         self._kinds = kinds
         self._ran: set[ModelConfig] = set()
@@ -72,10 +72,13 @@ class TracedLayers:
         logging.getLogger("nanoserve").warning("nanoserve: layers run uncompiled, which is slower: %s", self.problem)
 
 
-def _compiled(kind: ModelConfig, dtype: torch.dtype, backend: str | Callable[..., object]) -> Callable[..., Tensor]:
-    """The function of `layer_compiler.FunctionalLayer` for layers of one kind."""
+def _compiled(kind: ModelConfig, decoder: Decoder, backend: str | Callable[..., object]) -> Callable[..., Tensor]:
+    """The function of `layer_compiler.FunctionalLayer` for layers of one kind.
+
+    The sums over the ranks of a tensor-parallel group become a part of it: torch's compiler knows its own collectives.
+    """
     with torch.device("meta"):  # weights are arguments: these are never used
-        layer = DecoderLayer(kind, 0).to(dtype).requires_grad_(False).eval()
+        layer = DecoderLayer(kind, 0, decoder.group).to(decoder.dtype).requires_grad_(False).eval()
     function: Callable[..., Tensor] = torch.compile(FunctionalLayer(layer), fullgraph=True, backend=backend)
     return function
 

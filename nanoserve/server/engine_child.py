@@ -15,8 +15,9 @@ import zmq
 import zmq.asyncio
 
 from nanoserve.errors import NanoserveError, RuntimeFailure
+from nanoserve.lifeline import choose_directory, make_directory
 from nanoserve.server.messages import Command, EngineMessage, EngineStart
-from nanoserve.server.sockets import COMMANDS, NO_DIRECTORY, REPORTS
+from nanoserve.server.sockets import COMMANDS, REFUSAL, REPORTS
 
 START_SECONDS = 60.0
 """Until the process has made its directory: Python starts and imports ZeroMQ, nothing more."""
@@ -61,28 +62,32 @@ class EngineChild:
         Raises:
             RuntimeFailure: if it does not come up.
         """
+        directory = choose_directory()
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",
             _PREPARE + program,
             json.dumps([_PACKAGES, *sys.path]),
+            str(directory),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             process_group=0,  # Ctrl-C is for the front end, which then ends its engine
         )
         assert process.stdin is not None and process.stdout is not None
         try:
+            make_directory(directory)
             process.stdin.write(msgspec.json.encode(start) + b"\n")
             async with asyncio.timeout(START_SECONDS):
                 line = await process.stdout.readline()
-            if line.startswith(NO_DIRECTORY):
-                raise RuntimeFailure(line[len(NO_DIRECTORY) :].decode().rstrip())
+            if line.startswith(REFUSAL):
+                raise RuntimeFailure(line.removeprefix(REFUSAL).decode().rstrip())
             if not line.endswith(b"\n"):
                 raise RuntimeFailure("the engine process died at once; its own words are above")
-            return cls(process, Path(os.fsdecode(line[:-1])))
+            return cls(process, directory)
         except BaseException as error:
-            process.stdin.close()  # it removes its directory, whose name is not known here
+            process.stdin.close()
             await _end_within(process, GRACE_SECONDS)
+            shutil.rmtree(directory, ignore_errors=True)
             if isinstance(error, TimeoutError):
                 raise RuntimeFailure(f"the engine process did not start within {START_SECONDS:g} s") from None
             raise

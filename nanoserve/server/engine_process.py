@@ -32,7 +32,7 @@ from nanoserve.server.messages import (
     StartFailed,
     Stop,
 )
-from nanoserve.server.sockets import COMMANDS, NO_DIRECTORY, REPORTS
+from nanoserve.server.sockets import COMMANDS, REFUSAL, REPORTS
 
 MAX_COMMAND_BYTES = 64 << 20
 COMMAND_SECONDS = 0.1
@@ -177,11 +177,14 @@ Build = Callable[[EngineStart, Mailbox], Engine]
 def main(build: Build | None = None) -> None:
     """Entry point; ``build`` makes the engine, from a model if not given.
 
-    Stdin brings the EngineStart and is the lifeline, stdout the directory's name and the heartbeats.
+    Stdin brings the EngineStart and is the lifeline, stdout takes the heartbeats.
+    The directory that is to go with this process is named on the command line.
     """
     parent, pulse = own_pipes()
-    start = msgspec.json.decode(read_line(parent), type=EngineStart)
-    directory, mailbox = _open_mailbox(pulse)  # before the watch begins, which may remove the directory at any moment
+    directory = Path(sys.argv[2])
+    start = msgspec.json.decode(read_line(parent, directory), type=EngineStart)
+    mailbox = _open_mailbox(directory, pulse)  # before the watch begins, which may remove the directory at any moment
+    tempfile.gettempdir()  # once and for all: what workers write must not lie in what is removed before they end
     os.environ["TMPDIR"] = str(directory)  # what a compiler leaves that is killed goes with the rest
     Lifeline(parent, pulse, directory).start()
     try:
@@ -196,18 +199,14 @@ def main(build: Build | None = None) -> None:
     sys.exit(WorkersFailed.exit_code)
 
 
-def _open_mailbox(pulse: int) -> tuple[Path, Mailbox]:
-    """A directory of this user's with the sockets in it; ends the process where there is no place for them."""
-    directory = None
+def _open_mailbox(directory: Path, pulse: int) -> Mailbox:
+    """The sockets; ends the process where the directory is no place for them."""
     try:
-        directory = Path(tempfile.mkdtemp(prefix="nanoserve-"))  # mode 0700
-        return directory, Mailbox(directory)
-    except (OSError, zmq.ZMQError) as error:
-        if directory is not None:
-            directory.rmdir()
+        return Mailbox(directory)
+    except zmq.ZMQError as error:
         reason = os.strerror(error.errno or 0)
-        advice = "set TMPDIR to a directory that can be written to and has a short name"
-        os.write(pulse, NO_DIRECTORY + f"there is no place for sockets ({reason}): {advice}\n".encode())
+        advice = f"set TMPDIR to a directory with a shorter name than {directory.parent}"
+        os.write(pulse, REFUSAL + f"there is no place for sockets ({reason}): {advice}\n".encode())
         sys.exit(RuntimeFailure.exit_code)
 
 

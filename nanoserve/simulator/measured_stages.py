@@ -1,13 +1,13 @@
 """MeasuredStages: a pipeline whose stages take what they took in a real run, for the simulator to run again."""
 
-from collections.abc import Callable, Iterable, Sequence
-from statistics import fmean
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import NamedTuple
 
-from nanoserve.costs.curves import interpolate
 from nanoserve.costs.work import Chunk, StepWork
 
-Key = TypeVar("Key")
+_ABOUT = 1.25
+"""Numbers of tokens within this factor are about the same."""
 
 
 class MeasuredStep(NamedTuple):
@@ -27,63 +27,60 @@ class MeasuredStep(NamedTuple):
 
 
 class MeasuredStages:
-    """StepTimes: a micro-batch that was measured takes what it took; another one, what its number of tokens suggests.
+    """StepTimes, asked about one plan after another: each takes what the plan in its place took in the real run.
 
-    Where arrivals fall between other steps than they did in the real run, the scheduler makes other micro-batches;
-    between the numbers of tokens that were measured, times lie on straight lines.
+    Where arrivals fall between other plans than they did in the real run, the scheduler makes other micro-batches. Such
+    a one takes what the nearest plan, in their order, took that had about as many tokens: what a machine does beside
+    its steps comes and goes with time.
 
     Args:
-        steps: at least one, each of the same number of stages.
+        steps: at least one, each of the same number of stages, in the order of the plans.
 
     Attributes:
         num_stages: of the pipeline.
-        unmeasured: micro-batches that were asked for and had not been measured.
+        others: micro-batches that were not those of the real run.
     """
 
     def __init__(self, steps: Sequence[MeasuredStep]) -> None:
         self.num_stages = len(steps[0].stages)
-        self.unmeasured = 0
-        self._by_work = {work: _mean(work, same) for work, same in _grouped(steps, lambda step: step.work).items()}
-        by_tokens = _grouped(steps, lambda step: step.work.tokens)
-        self._sizes = sorted(by_tokens)
-        self._by_tokens = [_mean(by_tokens[size][0].work, by_tokens[size]) for size in self._sizes]
+        self.others = 0
+        self._steps = steps
+        self._places = count()
+        self._step = steps[0]
 
     def work(
         self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
     ) -> StepWork:
-        """Sum a micro-batch up."""
+        """Sum the next micro-batch up; what is asked from here on is about it."""
         work = StepWork.of(decode_contexts, chunks, sampled)
-        self.unmeasured += work not in self._by_work
+        place = min(next(self._places), len(self._steps) - 1)
+        self._step = self._steps[place]
+        if self._step.work != work:
+            self.others += 1
+            self._step = self._nearest(work.tokens, place)
         return work
+
+    def _nearest(self, tokens: int, place: int) -> MeasuredStep:
+        """The nearest to this place with about so many tokens, or as near to that as there is."""
+        factors = [_factor(step.work.tokens, tokens) for step in self._steps]
+        accepted = max(_ABOUT, min(factors))
+        nearest = min((abs(other - place), other) for other, factor in enumerate(factors) if factor <= accepted)
+        return self._steps[nearest[1]]
 
     def stage_seconds(self, work: StepWork, stage: int) -> float:
         """What one stage computed on it."""
-        return self._seconds(work, lambda step: step.stages[stage])
+        return self._step.stages[stage]
 
     def send_seconds(self, work: StepWork, stage: int) -> float:
         """Its activations, from this stage to the next."""
-        return self._seconds(work, lambda step: step.sends[stage])
+        return self._step.sends[stage]
 
     def host_seconds(self, work: StepWork) -> float:
         """Making the plan, telling the workers, preparing its inputs."""
-        return self._seconds(work, lambda step: step.host)
-
-    def _seconds(self, work: StepWork, part: Callable[[MeasuredStep], float]) -> float:
-        if work in self._by_work:
-            return part(self._by_work[work])
-        seconds = [part(step) for step in self._by_tokens]
-        return seconds[0] if len(seconds) == 1 else interpolate(self._sizes, seconds, work.tokens)
+        return self._step.host
 
 
-def _grouped(steps: Sequence[MeasuredStep], key: Callable[[MeasuredStep], Key]) -> dict[Key, list[MeasuredStep]]:
-    groups: dict[Key, list[MeasuredStep]] = {}
-    for step in steps:
-        groups.setdefault(key(step), []).append(step)
-    return groups
-
-
-def _mean(work: StepWork, steps: Sequence[MeasuredStep]) -> MeasuredStep:
-    """Of each part."""
-    stages = tuple(fmean(times) for times in zip(*(step.stages for step in steps), strict=True))
-    sends = tuple(fmean(times) for times in zip(*(step.sends for step in steps), strict=True))
-    return MeasuredStep(work, stages, sends, fmean(step.host for step in steps))
+def _factor(tokens: int, others: int) -> float:
+    """The larger over the smaller; a plan may be without tokens."""
+    low, high = sorted((tokens, others))
+    return (high + 1) / (low + 1)

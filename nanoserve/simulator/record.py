@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 
 from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.engine import Engine
@@ -55,7 +56,10 @@ class RecordingExecutor:
         self._tick()
 
     def _tick(self) -> None:
-        self._now = max(self._now, round(self._executor.now() * _TICKS_PER_SECOND) / _TICKS_PER_SECOND)
+        # Upwards: a request whose time has come on the executor's clock has come on this one, too. And no two moments
+        # are the same, or a replay could not know which of a result and an arrival was first.
+        ticks = ceil(self._executor.now() * _TICKS_PER_SECOND)
+        self._now = max(self._now + 1 / _TICKS_PER_SECOND, ticks / _TICKS_PER_SECOND)
 
     def submit(self, plan: StepPlan) -> None:
         """Note the plan and pass it on."""

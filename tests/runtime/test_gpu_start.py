@@ -253,20 +253,18 @@ def test_the_largest_step_is_as_large_as_a_step_may_be() -> None:
 
     tokens = LargestStep(num_tokens=11, num_rows=4, block_size=4).run(decoder, run_layer)
     assert seen == [(11, 8, 1, 1, 1)] * small_config().num_layers
-    assert len(tokens) == 11, "prompt log probabilities may look at every position"
+    assert tokens is not None and len(tokens) == 11, "prompt log probabilities may look at every position"
 
 
-def test_every_shard_runs_the_largest_step() -> None:
-    """A later stage begins with hidden states, and only the first rank of the last one has logits to sample."""
-    config, step = small_config(), LargestStep(num_tokens=11, num_rows=4, block_size=4)
-    shards = make_shards(config, pipeline_parallel=2, tensor_parallel=2)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_every_shard_of_a_model_has_a_largest_step(stages: int) -> None:
+    """A later stage begins with hidden states; only the first rank of the last stage samples."""
+    shards = make_shards(small_config(), pipeline_parallel=stages, tensor_parallel=2)
 
-    def run(rank: int, group: ThreadGroup) -> list[tuple[int, ...]]:
-        return [
-            tuple(step.run(Decoder(config, shard=shard, group=group).eval(), DecoderLayer.__call__).shape)
-            for shard in shards
-            if shard.rank == rank
-        ]
+    def run(rank: int, group: ThreadGroup) -> int | None:
+        decoder = Decoder(small_config(), shard=shards[first + rank], group=group).eval()
+        tokens = LargestStep(num_tokens=11, num_rows=4, block_size=4).run(decoder, DecoderLayer.__call__)
+        return None if tokens is None else len(tokens)
 
-    hidden = (11, config.hidden_size)
-    assert list(on_every_rank(run, 2)) == [[hidden, (11,)], [hidden, hidden]]
+    for first in range(0, len(shards), 2):
+        assert on_every_rank(run, 2) == ([11, None] if shards[first].is_last else [None, None])

@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
+from nanoserve.lifeline import choose_directory, make_directory
 from nanoserve.runtime import meetings, torchrun
 from nanoserve.runtime.meetings import Presence, SharedKeys, call_meeting, open_store
 from nanoserve.runtime.rendezvous import (
@@ -24,7 +25,6 @@ from nanoserve.runtime.rendezvous import (
     guard_worker,
     ipc_address,
     open_rendezvous,
-    private_directory,
 )
 from nanoserve.runtime.torchrun import TorchrunProcess, interface_of
 
@@ -65,7 +65,7 @@ def test_no_place_for_a_directory_is_one_clear_line(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
 
     with pytest.raises(RuntimeFailure, match=r"no temporary directory can be made \(No such .*\): set TMPDIR"):
-        private_directory()
+        make_directory(choose_directory())
 
 
 def test_a_port_in_use_is_one_clear_line() -> None:

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 from nanoserve.config import ModelConfig, MoeConfig
-from nanoserve.models.decoder import DecoderLayer
+from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.shards import make_shards
 from nanoserve.runtime.forward_pass import Caches, ForwardPass
 from nanoserve.runtime.staging import HostBuffer
 from nanoserve.runtime.step_inputs import StepInputs
@@ -64,6 +66,26 @@ def test_one_graph_per_kind_of_layer_equals_eager() -> None:
     assert layers.loaded
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
+
+
+def test_sums_over_a_group_are_part_of_a_layer() -> None:
+    class Twin:
+        """The only rank that there is of two: the other is thought to compute the same."""
+
+        def all_reduce(self, tensor: Tensor) -> Tensor:
+            return 2 * tensor
+
+        def gather(self, tensor: Tensor) -> Tensor:
+            return torch.cat((tensor, tensor), dim=1)
+
+    config = replace(small_config(), num_layers=1, sliding_windows=(0,))
+    (shard, _) = make_shards(config, pipeline_parallel=1, tensor_parallel=2)
+    decoder = Decoder(config, shard=shard, group=Twin()).requires_grad_(False).eval()
+    layers, step = TracedLayers(decoder, backend="eager"), step_of(2, 3, torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        traced = ForwardPass(decoder, caches(decoder.config, 4), layers)(step)
+        torch.testing.assert_close(traced, ForwardPass(decoder, caches(decoder.config, 4))(step))
+    assert layers.loaded
 
 
 def test_a_compiler_that_fails_leaves_the_same_answers_and_one_notice(caplog: pytest.LogCaptureFixture) -> None:

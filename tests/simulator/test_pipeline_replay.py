@@ -4,7 +4,6 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,9 +53,11 @@ class JitteryTimes:
     stages=st.integers(1, 4),
     blocks=st.integers(10, 30),
     seed=st.integers(0, 1000),
-    gaps=st.lists(st.integers(0, 60), min_size=1, max_size=8),
+    gaps=st.lists(st.integers(0, 60) | st.floats(0, 60), min_size=1, max_size=8),
 )
-def test_a_replay_makes_the_plans_of_the_run(policy: str, stages: int, blocks: int, seed: int, gaps: list[int]) -> None:
+def test_a_replay_makes_the_plans_of_the_run(
+    policy: str, stages: int, blocks: int, seed: int, gaps: list[float]
+) -> None:
     def scheduler() -> Scheduler:
         return Scheduler(
             make_policy(policy, 8), num_blocks=blocks, block_size=4, max_model_len=32, pipeline_depth=stages
@@ -70,17 +71,3 @@ def test_a_replay_makes_the_plans_of_the_run(policy: str, stages: int, blocks: i
         requests.append(Request(f"r{number}", (1,) * (3 + 2 * number), params, seed=0, arrival_time=now))
     record = record_run(Engine(scheduler(), executor, vocab_size=2), requests)
     assert replay(record, scheduler, vocab_size=2) == record.plans
-
-
-def test_a_replay_under_another_budget_is_noticed() -> None:
-    def scheduler(budget: int) -> Scheduler:
-        return Scheduler(
-            make_policy("sarathi", budget), num_blocks=30, block_size=4, max_model_len=32, pipeline_depth=2
-        )
-
-    executor = ObservedExecutor(JitteryTimes(2, seed=0))
-    params = SamplingParams(max_tokens=9, ignore_eos=True)
-    requests = [Request(f"r{n}", (1,) * 7, params, seed=0, arrival_time=executor.now()) for n in range(6)]
-    record = record_run(Engine(scheduler(8), executor, vocab_size=2), requests)
-    with pytest.raises(ValueError, match="is not that of the record"):
-        replay(record, lambda: scheduler(6), vocab_size=2)

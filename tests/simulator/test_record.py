@@ -4,6 +4,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Collection
+from dataclasses import replace
 
 import pytest
 
@@ -105,8 +106,10 @@ def test_deaths_of_workers_are_recorded_and_replayed(depth: int) -> None:
             pipeline_depth=depth,
         )
 
+    # The first comes after a while, in which there surely is nothing to do.
+    requests = [replace(request, arrival_time=request.arrival_time + 0.3) for request in _requests(depth)]
     executor = RealTimeExecutor(depth, seed=depth, deaths=(3, 20, 50), dies_idle=True)
-    record = record_run(Engine(scheduler(), executor, vocab_size=50), _requests(depth))
+    record = record_run(Engine(scheduler(), executor, vocab_size=50), requests)
     assert sum(result.lost is not None for result in record.results.values()) == 3 and len(record.idle_losses) == 1
     assert replay(record, scheduler, vocab_size=50) == record.plans
 

@@ -23,6 +23,8 @@ class OpenEngine:
     Attributes:
         name: what tells it from the others.
         num_blocks: that its KV cache has.
+        workers: processes that compute and say what they do; 0 where this one computes.
+        tensor_parallel: workers of a stage.
         compiled: whether its layers run compiled.
         simulated: whether the simulator has a model of it: several stages that plans are sent ahead to.
     """
@@ -30,6 +32,7 @@ class OpenEngine:
     name: str
     executor: Executor
     num_blocks: int
+    workers: int
     tensor_parallel: int
     compiled: bool
     simulated: bool
@@ -70,6 +73,7 @@ def open_workers(
         name=workers_name(config, metadata),
         executor=executor,
         num_blocks=executor.num_blocks,
+        workers=config.num_workers,
         tensor_parallel=config.tensor_parallel,
         compiled=executor.layers.loaded,
         simulated=metadata == "decoupled" and config.pipeline_parallel > 1,
@@ -95,6 +99,7 @@ def open_one_process(resolved: ResolvedModel, config: EngineConfig, progress: Pr
         name=ONE_PROCESS,
         executor=llm.engine.executor,
         num_blocks=llm.engine.scheduler.pool.num_blocks,
+        workers=0,
         tensor_parallel=1,
         compiled=llm.compiled,
         simulated=False,

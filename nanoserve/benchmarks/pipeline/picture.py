@@ -64,6 +64,34 @@ def _window(shown: ShownRun) -> StepWindow:
     return window
 
 
+class RunKeeper:
+    """Keeps the last run of each contender to be drawn, and writes all runs into a trace as they are done.
+
+    Args:
+        file: of the trace; None writes none.
+
+    Attributes:
+        last: by name.
+    """
+
+    def __init__(self, file: ChromeTraceFile | None) -> None:
+        self.last: dict[str, ShownRun] = {}
+        self._file = file
+        self._began: float | None = None
+
+    def keep(self, shown: ShownRun) -> None:
+        """A run is done.
+
+        Raises:
+            RuntimeFailure: if it cannot be written.
+        """
+        self.last[shown.name] = shown
+        if self._began is None:
+            self._began = shown.run.record.arrivals[0].arrival_time
+        if self._file is not None:
+            trace_run(self._file, self._began, shown)
+
+
 def trace_run(file: ChromeTraceFile, began: float, shown: ShownRun) -> None:
     """Write a run behind those before it, on tracks of its own.
 

@@ -28,13 +28,15 @@ class Contender:
     """A policy on an engine.
 
     Attributes:
-        simulated: whether the simulator is to be compared with it.
+        engine: what it is called.
+        workers, tensor_parallel, simulated: as OpenEngine has them.
     """
 
     policy: str
     engine: str
     executor: Executor
     make_scheduler: Callable[[], Scheduler]
+    workers: int
     tensor_parallel: int
     simulated: bool
 
@@ -146,8 +148,13 @@ class Bench:
         )
 
     def _run(self, contender: Contender, number: int) -> PipelineRun:
-        requests = self.make_requests(number)
-        return run_requests(contender.executor, contender.make_scheduler, requests, vocab_size=self.vocab_size)
+        return run_requests(
+            contender.executor,
+            contender.make_scheduler,
+            self.make_requests(number),
+            vocab_size=self.vocab_size,
+            workers=contender.workers,
+        )
 
     def _figures(self, contender: Contender, run: PipelineRun, foreign_cores: float | None) -> Figures:
         timings, seconds, plans = run.outcome.timings, run.outcome.makespan, run.record.plans

@@ -108,42 +108,45 @@ def make_requests(
 
 
 def run_requests(
-    executor: Executor, make_scheduler: Callable[[], Scheduler], requests: Sequence[Request], *, vocab_size: int
+    executor: Executor,
+    make_scheduler: Callable[[], Scheduler],
+    requests: Sequence[Request],
+    *,
+    vocab_size: int,
+    workers: int = 0,
 ) -> PipelineRun:
     """Run requests to their ends under a new scheduler, and collect what the workers say of it.
 
     Args:
         executor: with nothing in flight; it is not closed.
         requests: with arrival times from the beginning of the run on, in order.
+        workers: how many there are that say what they do; 0 where nobody does.
 
     Raises:
         UsageError: if a request can never run.
-        RuntimeFailure: if one fails.
+        RuntimeFailure: if one fails, or a worker dies or does not say what it did.
     """
-    _take_times(executor)  # of what was before
+    if isinstance(executor, Observed):
+        executor.take_times()  # of what was before
     scheduler = make_scheduler()
     began = executor.now()
     moved = [replace(request, arrival_time=began + request.arrival_time) for request in requests]
     tokens = TokenTimes(moved)
     record = record_run(Engine(scheduler, executor, vocab_size=vocab_size), moved, tokens.on_updates)
-    times = _all_times(executor, {plan.step for plan in record.plans})
+    if losses := [result.lost for result in record.results.values() if result.lost is not None]:
+        raise RuntimeFailure(f"nothing can be measured of a run in which workers die: {losses[0]}")
+    times = _all_times(executor, len(record.plans) * workers)
     return PipelineRun(Outcome.of(moved, tokens), record, times, scheduler.preemptions)
 
 
-def _take_times(executor: Executor) -> list[StageTimes]:
-    return executor.take_times() if isinstance(executor, Observed) else []
-
-
-def _all_times(executor: Executor, steps: set[int]) -> tuple[StageTimes, ...]:
-    """What all workers did for these plans; reports of the last ones may come behind the results."""
-    if not isinstance(executor, Observed):
-        return ()
-    times = executor.take_times()
+def _all_times(executor: Executor, wanted: int) -> tuple[StageTimes, ...]:
+    """What all workers did for all plans; reports of the last ones may come behind the results."""
+    times: list[StageTimes] = []
     until = executor.now() + _PATIENCE
-    while executor.now() < until:
-        ranks = {one.rank for one in times}
-        if len({(one.rank, one.step) for one in times}) >= len(ranks) * len(steps) > 0:
-            return tuple(times)
-        executor.collect(executor.now() + _LOOK)
+    while isinstance(executor, Observed) and len(times) < wanted:
         times += executor.take_times()
-    raise RuntimeFailure("the workers did not report what they did for every plan")
+        if len(times) < wanted:
+            if executor.now() > until:
+                raise RuntimeFailure("the workers did not report what they did for every plan")
+            executor.collect(executor.now() + _LOOK)
+    return tuple(times)

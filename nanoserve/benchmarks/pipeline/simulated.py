@@ -32,7 +32,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         simulated_seconds, simulated_ttft_ms, simulated_tpot_ms: what the ratios are of.
         plans: of the real run.
         replayed: how many of these a replay of the record made again: all.
-        unmeasured: micro-batches of the simulation that the real run had not made.
+        others: micro-batches of the simulation that were not those of the real run.
     """
 
     makespan: float
@@ -43,7 +43,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     simulated_tpot_ms: float | None
     plans: int
     replayed: int
-    unmeasured: int
+    others: int
 
 
 def compare_with_simulator(
@@ -79,7 +79,7 @@ def compare_with_simulator(
         simulated_tpot_ms=None if tpot is None else tpot * MILLISECONDS,
         plans=len(run.record.plans),
         replayed=len(replayed),
-        unmeasured=times.unmeasured,
+        others=times.others,
     )
 
 

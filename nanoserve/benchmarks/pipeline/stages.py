@@ -89,6 +89,6 @@ def engine_seconds(run: PipelineRun) -> list[float]:
     record, seconds, done = run.record, [], 0.0
     for plan in record.plans:
         made = record.handed_over[plan.step]
-        seconds.append(made - max(record.submitted[plan.step], done))
+        seconds.append(max(0.0, made - max(record.submitted[plan.step], done)))  # the former is in ticks of the record
         done = made
     return seconds

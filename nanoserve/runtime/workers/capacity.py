@@ -22,20 +22,16 @@ def common_num_blocks(workers: Sequence[Loaded], config: EngineConfig, longest: 
     for worker in workers:
         per_block[worker.memory] += worker.block_bytes
         free[worker.memory] = min(worker.free_bytes, free.get(worker.memory, worker.free_bytes))
-    asked = config.kv_cache_memory
     total = sum(per_block.values())
-    fitting = [
-        blocks_that_fit(
-            per_block[memory],
-            free[memory],
-            share=CPU_SHARE if config.device == "cpu" else CUDA_SHARE,
-            block_size=config.block_size,
-            longest=longest,
-            # Asked for is the whole cache, of which this memory holds its part.
-            kv_cache_memory=None if asked is None else asked * per_block[memory] // total,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-        )
-        for memory in free
-    ]
-    return min(fitting)
+    # The memory that holds the fewest blocks is the measure: so much could be free of all together, and be used.
+    together = min(free[memory] * total // per_block[memory] for memory in free)
+    return blocks_that_fit(
+        total,
+        together,
+        share=CPU_SHARE if config.device == "cpu" else CUDA_SHARE,
+        block_size=config.block_size,
+        longest=longest,
+        kv_cache_memory=config.kv_cache_memory,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+    )

@@ -27,15 +27,18 @@ _PROGRAM = (
 class WorkerChild:
     """A process that runs a worker; it lives as long as this process holds its pipes, and no longer.
 
+    Args:
+        directory: a name from `choose_directory`; it is removed with everything in it when this process is gone.
+
     Raises:
         OSError: if it cannot be started.
     """
 
-    def __init__(self, rank: int, threads: int) -> None:
+    def __init__(self, rank: int, threads: int, directory: Path) -> None:
         """It waits for `begin`."""
         self.rank = rank
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, json.dumps([_PACKAGES, *sys.path])],
+            [sys.executable, "-c", _PROGRAM, json.dumps([_PACKAGES, *sys.path]), str(directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": str(threads)},

@@ -4,7 +4,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Literal
 
 from nanoserve.config import EngineConfig
@@ -164,6 +163,7 @@ class WorkersExecutor:
         self._ready: set[int] = set()
         self._held: list[StepPlan] = []
         self._prepared: dict[int, bool] = {}
+        self._death: WorkersDied | None = None
         self._in_flight.clear()
         self._results.clear()
         self._starting_since = self.now()
@@ -199,6 +199,8 @@ class WorkersExecutor:
 
     def _wait(self, known: Callable[[], bool], until: float | None = None) -> None:
         """Take in what the workers say, until that is known or the time is up. Raises WorkersDied."""
+        if self._death is not None:
+            raise self._death
         while True:
             seconds = None if until is None else max(0.0, until - self.now())
             for message in self._open_group().hear(0.0 if known() else seconds):
@@ -257,6 +259,13 @@ class WorkersExecutor:
         if rank < self._config.num_workers:
             self._open_group().send(Prepare(), [rank])
 
+    def _wait_for_layers(self) -> None:
+        """Until all are prepared, or a worker is dead: that can be said by the next `collect` alone."""
+        try:
+            self._wait(lambda: not self.layers.pending)
+        except WorkersDied as death:
+            self._death = death
+
     def _open_group(self) -> WorkerGroup:
         if self._failure is not None:
             raise self._failure
@@ -294,9 +303,5 @@ class RemoteLayers:
             self._executor._prepare_next()
 
     def wait(self) -> None:
-        """Wait for what has been started; between two runs, when no plan is in flight.
-
-        If a worker dies this returns: the next `collect` says so, and starts new ones, which begin again.
-        """
-        with suppress(WorkersDied):
-            self._executor._wait(lambda: not self.pending)
+        """Wait for what has been started, as long as the workers live; between two runs, when no plan is in flight."""
+        self._executor._wait_for_layers()

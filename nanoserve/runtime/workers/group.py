@@ -13,6 +13,7 @@ import zmq
 
 from nanoserve.config import EngineConfig
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
+from nanoserve.lifeline import choose_directory, make_directory
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.runtime.rendezvous import (
     Addresses,
@@ -20,7 +21,6 @@ from nanoserve.runtime.rendezvous import (
     bind,
     guard_engine,
     open_rendezvous,
-    private_directory,
 )
 from nanoserve.runtime.workers.child import GRACE_SECONDS, WorkerChild
 from nanoserve.runtime.workers.messages import Failed, FromWorker, ToWorker, WorkerStart
@@ -87,7 +87,6 @@ class WorkerGroup:
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
         self._beat_at: dict[int, float] = {}
         self._looked_at = time.monotonic()
-        self._death: WorkersDied | None = None
         self.loading = True
         try:
             self._start()
@@ -99,12 +98,13 @@ class WorkerGroup:
         config = self._settings.config
         rendezvous = self._rendezvous = open_rendezvous(config.num_workers, self._settings.resolved.name)
         threads = threads_of_each(rendezvous.workers_here)
+        directory = self._directory = choose_directory()
         try:
             for rank in rendezvous.spawned:
-                self._children.append(WorkerChild(rank, threads))
+                self._children.append(WorkerChild(rank, threads, directory))
         except OSError as error:
             raise RuntimeFailure(f"the workers cannot be started: {error.strerror or error}") from error
-        directory = self._directory = private_directory()  # only now is there always someone who removes it
+        make_directory(directory)
         addresses = rendezvous.addresses(directory)
         for socket, address in ((self._plans, addresses.plans), (self._reports, addresses.reports)):
             prepare_socket(socket)
@@ -114,12 +114,12 @@ class WorkerGroup:
         for child in self._children:
             self._poller.register(child.pulse, zmq.POLLIN)
             self._beat_at[child.rank] = time.monotonic()
-            child.begin(self._start_of(child.rank, addresses, directory))
+            child.begin(self._start_of(child.rank, addresses))
         for rank in set(range(config.num_workers)).difference(rendezvous.spawned):
-            rendezvous.hand_out(rank, msgspec.json.encode(self._start_of(rank, addresses, directory)))
+            rendezvous.hand_out(rank, msgspec.json.encode(self._start_of(rank, addresses)))
 
-    def _start_of(self, rank: int, addresses: Addresses, directory: Path) -> WorkerStart:
-        """For a worker of this machine; another machine puts its own directories in."""
+    def _start_of(self, rank: int, addresses: Addresses) -> WorkerStart:
+        """For a worker of this machine; another machine puts the places of its own files in."""
         resolved = self._settings.resolved
         return WorkerStart(
             rank=rank,
@@ -128,7 +128,6 @@ class WorkerGroup:
             reports=addresses.reports,
             engine_key=None if addresses.keys is None else addresses.keys.public,
             init_method=addresses.init_method,
-            directory=str(directory),
             name=resolved.name,
             model_directory=None if resolved.directory is None else str(resolved.directory),
             tokenizer_directory=str(resolved.tokenizer_directory),
@@ -148,16 +147,8 @@ class WorkerGroup:
         """What the workers say, in order, perhaps nothing; waits for it at most so long, and not for ever.
 
         Raises:
-            WorkersDied: if one is dead or cannot go on, every time. What was said before is lost with it.
+            WorkersDied: if one is dead or cannot go on. What was said before is lost with it.
         """
-        if self._death is None:
-            try:
-                return self._heard(seconds)
-            except WorkersDied as death:
-                self._death = death
-        raise self._death
-
-    def _heard(self, seconds: float | None) -> list[FromWorker]:
         seconds = _WATCH_SECONDS if seconds is None else min(seconds, _WATCH_SECONDS)
         ready = dict(self._poller.poll(math.ceil(1000 * seconds)))
         heard = [*self._received(self._plans, ready), *self._received(self._reports, ready)]

@@ -11,9 +11,10 @@ import msgspec
 import zmq
 
 from nanoserve.errors import NanoserveError, RuntimeFailure
+from nanoserve.lifeline import choose_directory, make_directory
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.runtime.meetings import Presence, SharedKeys
-from nanoserve.runtime.rendezvous import guard_worker, private_directory
+from nanoserve.runtime.rendezvous import guard_worker
 from nanoserve.runtime.torchrun import TorchrunProcess
 from nanoserve.runtime.workers.child import GRACE_SECONDS, WorkerChild
 from nanoserve.runtime.workers.messages import Failed, WorkerStart
@@ -89,33 +90,31 @@ class Keeper:
                 return
             time.sleep(_POLL_SECONDS)
         start = msgspec.json.decode(self.keys.get(handed_out), type=WorkerStart)
-        directory = private_directory()
+        directory = choose_directory()
+        child = WorkerChild(start.rank, threads_of_each(self.process.local_world_size), directory)
         try:
+            make_directory(directory)
             here = msgspec.structs.replace(
                 start,
                 local_rank=self.process.local_rank,
-                directory=str(directory),
                 model_directory=None if resolved.directory is None else str(resolved.directory),
                 tokenizer_directory=str(resolved.tokenizer_directory),
             )
-            self._keep_worker(number, here)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
-
-    def _keep_worker(self, number: int, start: WorkerStart) -> None:
-        """Have a worker; if it dies, tell the engine, which then calls the next meeting."""
-        child = WorkerChild(start.rank, threads_of_each(self.process.local_world_size))
-        try:
-            child.begin(start)
-            alive = True
-            while not self._over(number):
-                readable, _, _ = select.select([child.pulse] if alive else [], [], [], _POLL_SECONDS)
-                if readable and not child.beats():
-                    alive = False
-                    _report(start, f"its process {child.ending()} on {socket.gethostname()}")
+            self._keep_worker(number, child, here)
         finally:
             child.let_go()
             child.wait(time.monotonic() + GRACE_SECONDS)
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _keep_worker(self, number: int, child: WorkerChild, start: WorkerStart) -> None:
+        """Have it work; if it dies, tell the engine, which then calls the next meeting."""
+        child.begin(start)
+        alive = True
+        while not self._over(number):
+            readable, _, _ = select.select([child.pulse] if alive else [], [], [], _POLL_SECONDS)
+            if readable and not child.beats():
+                alive = False
+                _report(start, f"its process {child.ending()} on {socket.gethostname()}")
 
 
 def _report(start: WorkerStart, ending: str) -> None:

@@ -18,7 +18,6 @@ class WorkerStart(msgspec.Struct, frozen=True):
         plans, reports: ZeroMQ addresses of the engine: plans come from the first, reports go to the second.
         engine_key: public key of the engine behind these addresses; None where they are on one machine.
         init_method: where the workers meet, as `Addresses` has it.
-        directory: removed with everything in it when the engine is gone; None where that is not the worker's business.
         name, model_directory, tokenizer_directory: of the model, as in `ResolvedModel`.
         coupled: plans come from the stage before, with the hidden states, and not ahead of them.
         observe_times: whether to report what was done when.
@@ -30,7 +29,6 @@ class WorkerStart(msgspec.Struct, frozen=True):
     reports: str
     engine_key: str | None
     init_method: str
-    directory: str | None
     name: str
     model_directory: str | None
     tokenizer_directory: str

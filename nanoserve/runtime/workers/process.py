@@ -1,6 +1,7 @@
 """A worker process, from its first line of input on. The tie to its parent is there before torch is imported."""
 
 import os
+import sys
 from pathlib import Path
 
 import msgspec
@@ -11,14 +12,18 @@ from nanoserve.lifeline import Lifeline, own_pipes, read_line
 from nanoserve.runtime.workers.messages import Failed, Hello, WorkerStart
 from nanoserve.runtime.workers.station import Station
 
+_SWITCH_SECONDS = 0.0002
+"""How long one of a worker's two threads may keep the interpreter when the other wants it. With Python's 5 ms, a loop
+that has only just let go of it, to send something, waits until the next plan is prepared: longer than a small step."""
+
 
 def main() -> None:
     """Entry point of a worker that the engine starts: stdin brings the WorkerStart and is the lifeline."""
     parent, pulse = own_pipes()
-    start = msgspec.json.decode(read_line(parent), type=WorkerStart)
-    assert start.directory is not None
-    Lifeline(parent, pulse, Path(start.directory)).start()
-    os.environ["TMPDIR"] = start.directory  # what a compiler leaves that is killed goes with the rest
+    directory = Path(sys.argv[2])
+    start = msgspec.json.decode(read_line(parent, directory), type=WorkerStart)
+    Lifeline(parent, pulse, directory).start()
+    os.environ["TMPDIR"] = str(directory)  # what a compiler leaves that is killed goes with the rest
     run_worker(start)
 
 
@@ -28,6 +33,7 @@ def run_worker(start: WorkerStart) -> None:
 
     from nanoserve.runtime.workers.building import build_worker
 
+    sys.setswitchinterval(_SWITCH_SECONDS)
     station = Station(start)
     station.introduce(Hello(start.rank, (__version__, str(torch.__version__))))
     try:

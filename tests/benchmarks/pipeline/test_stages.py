@@ -8,7 +8,7 @@ from nanoserve.benchmarks.pipeline.stages import engine_seconds, stage_shares, w
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.plan import Answer, StepPlan
+from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.pipeline import Runtime
 from tests.fakes.observed_executor import ObservedExecutor
@@ -26,7 +26,8 @@ def _scheduler(stages: int = 2) -> Scheduler:
 def _run(times: LinearTimes, arrivals: list[float], runtime: Runtime | None = None) -> PipelineRun:
     executor = ObservedExecutor(times, runtime=runtime or Runtime())
     requests = make_requests([RequestShape(10, 6)] * len(arrivals), arrivals, VOCAB_SIZE, seed=0)
-    return run_requests(executor, lambda: _scheduler(times.num_stages), requests, vocab_size=VOCAB_SIZE)
+    stages = times.num_stages
+    return run_requests(executor, lambda: _scheduler(stages), requests, vocab_size=VOCAB_SIZE, workers=stages)
 
 
 def test_two_even_stages_with_two_micro_batches_are_always_busy() -> None:
@@ -64,7 +65,7 @@ def test_the_simulator_makes_the_same_of_a_simulated_run() -> None:
     assert compared.ttft == pytest.approx(1)
     assert compared.tpot == pytest.approx(1)
     assert compared.replayed == compared.plans == len(run.record.plans)
-    assert compared.unmeasured == 0
+    assert compared.others == 0
 
 
 def test_one_process_tells_no_times() -> None:
@@ -85,7 +86,7 @@ def test_a_request_that_fails_ends_the_run() -> None:
     executor = ObservedExecutor(LinearTimes(num_stages=2), answer=failing)
     requests = make_requests([RequestShape(10, 6)], [0.0], VOCAB_SIZE, seed=0)
     with pytest.raises(RuntimeFailure, match="its logits are no numbers"):
-        run_requests(executor, _scheduler, requests, vocab_size=VOCAB_SIZE)
+        run_requests(executor, _scheduler, requests, vocab_size=VOCAB_SIZE, workers=2)
 
 
 def test_workers_that_report_nothing_of_a_plan_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,4 +97,21 @@ def test_workers_that_report_nothing_of_a_plan_are_noticed(monkeypatch: pytest.M
     monkeypatch.setattr("nanoserve.benchmarks.pipeline.running._PATIENCE", 0.1)
     requests = make_requests([RequestShape(10, 6)], [0.0], VOCAB_SIZE, seed=0)
     with pytest.raises(RuntimeFailure, match="did not report"):
-        run_requests(Silent(LinearTimes(num_stages=2)), _scheduler, requests, vocab_size=VOCAB_SIZE)
+        run_requests(Silent(LinearTimes(num_stages=2)), _scheduler, requests, vocab_size=VOCAB_SIZE, workers=2)
+
+
+def test_a_run_in_which_workers_die_is_refused() -> None:
+    class Dying(ObservedExecutor):
+        died = False
+
+        def collect(self, until: float | None) -> list[StepResult]:
+            results = super().collect(until)
+            if results and not self.died:
+                self.died = True
+                self._pending, self._in_flight = [], 0
+                return [StepResult(None, lost="worker 1 was killed")]
+            return results
+
+    requests = make_requests([RequestShape(10, 6)], [0.0], VOCAB_SIZE, seed=0)
+    with pytest.raises(RuntimeFailure, match="a run in which workers die: worker 1 was killed"):
+        run_requests(Dying(LinearTimes(num_stages=2)), _scheduler, requests, vocab_size=VOCAB_SIZE, workers=2)

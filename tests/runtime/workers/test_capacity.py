@@ -7,6 +7,7 @@ from nanoserve.errors import UsageError
 from nanoserve.runtime.memory import CPU_SHARE, CUDA_SHARE
 from nanoserve.runtime.workers.capacity import common_num_blocks
 from nanoserve.runtime.workers.messages import Loaded
+from nanoserve.sizes import format_size
 
 
 def config(**settings: object) -> EngineConfig:
@@ -35,6 +36,14 @@ def test_no_more_than_requests_can_use() -> None:
 def test_memory_that_is_asked_for_is_that_of_all_workers_together(machines: int) -> None:
     workers = [Loaded(rank, f"host{rank % machines} cpu", size, 10**6) for rank, size in enumerate((100, 300))]
     assert common_num_blocks(workers, config(kv_cache_memory=8_000), longest=64) == 8_000 // 400
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_what_would_do_is_named_as_it_has_to_be_asked_for(machines: int) -> None:
+    workers = [Loaded(rank, f"host{rank % machines} cpu", 1000, 900_000) for rank in range(2)]
+    with pytest.raises(UsageError, match=f"holds 16 tokens, .* raise it to {format_size(32_000)} or"):
+        common_num_blocks(workers, config(kv_cache_memory=8_000), longest=64)
+    assert common_num_blocks(workers, config(kv_cache_memory=32_000), longest=64) == 16
 
 
 def test_a_request_of_full_length_that_does_not_fit_is_refused_in_one_line() -> None:

@@ -31,8 +31,9 @@ from nanoserve.runtime.workers.messages import *
 from nanoserve.runtime.workers.station import Station
 
 parent, pulse = own_pipes()
-start = msgspec.json.decode(read_line(parent), type=WorkerStart)
-Lifeline(parent, pulse, Path(start.directory)).start()
+directory = Path(sys.argv[2])
+start = msgspec.json.decode(read_line(parent, directory), type=WorkerStart)
+Lifeline(parent, pulse, directory).start()
 station = Station(start)
 station.report(Loaded(start.rank, "memory", 1000, 10**9))
 station.introduce(Hello(start.rank, ("", "")))
