@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from nanoserve.grammar.compiler import GrammarCompiler
-from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.shards import make_shards
 from nanoserve.runtime.compiled_layers import CompiledLayers
@@ -47,16 +47,7 @@ def build_worker(start: WorkerStart, station: Station) -> Worker:
     if operators is not None and not config.eager and ranks.degree == 1:
         layers = CompiledLayers(decoder, block_size=config.block_size, operators=operators)
     plain = DecoderLayer.__call__ if gpu is None else gpu.run_layer
-    problem = f"a KV cache of {format_size(allocate.num_blocks * block_bytes)} does not fit"
-    with memory_errors(device, problem, "lower --kv-cache-memory"):
-        runner = ModelRunner(
-            decoder,
-            num_blocks=allocate.num_blocks,
-            block_size=config.block_size,
-            device=device,
-            run_layer=plain if layers is None else layers,
-            grammars=GrammarCompiler(Path(start.tokenizer_directory), decoder.config.vocab_size),
-        )
+    runner = _make_runner(start, decoder, allocate.num_blocks, device, plain if layers is None else layers)
     activations = Activations(
         ranks,
         hidden_size=decoder.config.hidden_size,
@@ -76,6 +67,22 @@ def build_worker(start: WorkerStart, station: Station) -> Worker:
     )
     station.report(Ready(ranks.rank))
     return worker
+
+
+def _make_runner(
+    start: WorkerStart, decoder: Decoder, num_blocks: int, device: torch.device, run_layer: LayerFunction
+) -> ModelRunner:
+    block_size = start.config.block_size
+    size = format_size(num_blocks * kv_bytes_per_block(decoder.config, block_size, decoder.dtype))
+    with memory_errors(device, f"a KV cache of {size} does not fit", "lower --kv-cache-memory"):
+        return ModelRunner(
+            decoder,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            device=device,
+            run_layer=run_layer,
+            grammars=GrammarCompiler(Path(start.tokenizer_directory), decoder.config.vocab_size),
+        )
 
 
 def _load(start: WorkerStart, station: Station, ranks: Ranks, device: torch.device) -> tuple[Decoder, int]:
