@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 
 from nanoserve.grammar.compiler import GrammarCompiler
-from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.shards import make_shards
 from nanoserve.runtime.compiled_layers import CompiledLayers
 from nanoserve.runtime.devices import usable_device
 from nanoserve.runtime.gpu_start import GpuStart
-from nanoserve.runtime.memory import available_memory, kv_bytes_per_block
+from nanoserve.runtime.memory import available_memory, kv_bytes_per_block, memory_errors
 from nanoserve.runtime.model_loading import load_decoder, read_config
 from nanoserve.runtime.model_runner import ModelRunner
 from nanoserve.runtime.workers.activations import Activations
@@ -20,6 +20,7 @@ from nanoserve.runtime.workers.messages import Allocate, Loaded, Loading, Ready,
 from nanoserve.runtime.workers.ranks import Ranks, meet
 from nanoserve.runtime.workers.station import Station
 from nanoserve.runtime.workers.worker import Worker
+from nanoserve.sizes import format_size
 from triton_ops.cpu import cpu_operators
 
 
@@ -46,14 +47,7 @@ def build_worker(start: WorkerStart, station: Station) -> Worker:
     if operators is not None and not config.eager and ranks.degree == 1:
         layers = CompiledLayers(decoder, block_size=config.block_size, operators=operators)
     plain = DecoderLayer.__call__ if gpu is None else gpu.run_layer
-    runner = ModelRunner(
-        decoder,
-        num_blocks=allocate.num_blocks,
-        block_size=config.block_size,
-        device=device,
-        run_layer=plain if layers is None else layers,
-        grammars=GrammarCompiler(Path(start.tokenizer_directory), decoder.config.vocab_size),
-    )
+    runner = _make_runner(start, decoder, allocate.num_blocks, device, plain if layers is None else layers)
     activations = Activations(
         ranks,
         hidden_size=decoder.config.hidden_size,
@@ -73,6 +67,22 @@ def build_worker(start: WorkerStart, station: Station) -> Worker:
     )
     station.report(Ready(ranks.rank))
     return worker
+
+
+def _make_runner(
+    start: WorkerStart, decoder: Decoder, num_blocks: int, device: torch.device, run_layer: LayerFunction
+) -> ModelRunner:
+    block_size = start.config.block_size
+    size = format_size(num_blocks * kv_bytes_per_block(decoder.config, block_size, decoder.dtype))
+    with memory_errors(device, f"a KV cache of {size} does not fit", "lower --kv-cache-memory"):
+        return ModelRunner(
+            decoder,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            device=device,
+            run_layer=run_layer,
+            grammars=GrammarCompiler(Path(start.tokenizer_directory), decoder.config.vocab_size),
+        )
 
 
 def _load(start: WorkerStart, station: Station, ranks: Ranks, device: torch.device) -> tuple[Decoder, int]:

@@ -87,7 +87,6 @@ class WorkerGroup:
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
         self._beat_at: dict[int, float] = {}
         self._looked_at = time.monotonic()
-        self._death: WorkersDied | None = None
         self.loading = True
         try:
             self._start()
@@ -148,16 +147,8 @@ class WorkerGroup:
         """What the workers say, in order, perhaps nothing; waits for it at most so long, and not for ever.
 
         Raises:
-            WorkersDied: if one is dead or cannot go on, every time. What was said before is lost with it.
+            WorkersDied: if one is dead or cannot go on. What was said before is lost with it.
         """
-        if self._death is None:
-            try:
-                return self._heard(seconds)
-            except WorkersDied as death:
-                self._death = death
-        raise self._death
-
-    def _heard(self, seconds: float | None) -> list[FromWorker]:
         seconds = _WATCH_SECONDS if seconds is None else min(seconds, _WATCH_SECONDS)
         ready = dict(self._poller.poll(math.ceil(1000 * seconds)))
         heard = [*self._received(self._plans, ready), *self._received(self._reports, ready)]

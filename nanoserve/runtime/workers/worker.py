@@ -8,6 +8,7 @@ import msgspec
 from torch import Tensor
 
 from nanoserve.runtime.compiled_layers import CompiledLayers
+from nanoserve.runtime.memory import memory_errors
 from nanoserve.runtime.model_runner import ModelRunner
 from nanoserve.runtime.stage_times import StageTimes
 from nanoserve.runtime.workers.activations import Activations
@@ -60,7 +61,8 @@ class Worker:
         """Serve until the process is ended.
 
         Raises:
-            Exception: whatever a step fails with; hidden states that other workers wait for are then missing.
+            RuntimeFailure: if memory runs out.
+            Exception: whatever else a step fails with; hidden states that other workers wait for are then missing.
         """
         while True:
             free = time.monotonic()
@@ -87,13 +89,9 @@ class Worker:
         """Compute a step whose turn it is."""
         entering = None if turn.entering is None else turn.entering.wait()
         arrived = began if entering is None else time.monotonic()
-        hidden = self._runner.compute(turn.step, entering)
-        if self._ranks.behind is None:
-            computed = self._answer(turn, hidden)
-        else:
-            computed = time.monotonic()
-            if hidden is not None:
-                self._activations.send(hidden)
+        problem = f"a step of {turn.step.num_tokens} tokens does not fit"
+        with memory_errors(self._runner.device, problem, "lower --max-num-batched-tokens"):
+            computed = self._compute(turn, entering)
         self._intake.done()
         if self._observe_times:
             times = StageTimes(
@@ -108,6 +106,16 @@ class Worker:
                 sent=time.monotonic(),
             )
             self._station.report(Observed(times))
+
+    def _compute(self, turn: Turn, entering: Tensor | None) -> float:
+        """Run its layers, and pass on what comes of it; when the device was done."""
+        hidden = self._runner.compute(turn.step, entering)
+        if self._ranks.behind is None:
+            return self._answer(turn, hidden)
+        computed = time.monotonic()
+        if hidden is not None:
+            self._activations.send(hidden)
+        return computed
 
     def _answer(self, turn: Turn, hidden: Tensor | None) -> float:
         """Sample, and say what came of it; when the device was done."""
