@@ -204,8 +204,8 @@ class EngineConfig:
     def _check_split(self, split: tuple[int, ...]) -> None:
         if len(split) != self.pipeline_parallel:
             raise UsageError(
-                f"pipeline_split (--pp-split) is for {len(split)} stages, but pipeline_parallel (--pp) is "
-                f"{self.pipeline_parallel}: give one number of layers for each stage"
+                f"--pp-split {','.join(map(str, split))} names {len(split)} stages, but --pp is "
+                f"{self.pipeline_parallel}: give one number for each stage"
             )
         if min(split) < 1:
-            raise UsageError("pipeline_split (--pp-split): every stage needs at least one layer")
+            raise UsageError(f"--pp-split {','.join(map(str, split))}: every stage needs at least one layer")

@@ -64,8 +64,8 @@ def test_a_split_that_is_none_is_one_clear_line(split: str) -> None:
         ({"pipeline_parallel": 0}, "pipeline_parallel must be from 1 to 64, not 0"),
         ({"tensor_parallel": 65}, "tensor_parallel must be from 1 to 64, not 65"),
         ({"pipeline_parallel": 2, "device": "cuda:1"}, "device cuda:1 with 2 workers: say cuda"),
-        ({"pipeline_split": (4, 2)}, r"is for 2 stages, but .*--pp.* is 1: give one number"),
-        ({"pipeline_parallel": 2, "pipeline_split": (6, 0)}, "every stage needs at least one layer"),
+        ({"pipeline_split": (4, 2)}, "--pp-split 4,2 names 2 stages, but --pp is 1: give one number for each stage"),
+        ({"pipeline_parallel": 2, "pipeline_split": (6, 0)}, "--pp-split 6,0: every stage needs at least one layer"),
     ],
 )
 def test_layouts_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:

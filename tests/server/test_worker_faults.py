@@ -61,7 +61,7 @@ def test_streams_go_on_when_a_worker_is_killed(two_stages: Server, mark: str, wh
     restarts = two_stages.metric("nanoserve:engine_restarts_total")
     kill(first[1])
     killed = time.monotonic()
-    wait_until(lambda: "worker 1 was killed by SIGKILL" in two_stages.log)
+    wait_until(lambda: "worker 1 was killed by SIGKILL; all workers are started anew" in two_stages.log)
     print(f"told on stderr {1000 * (time.monotonic() - killed):.0f} ms after the kill")
     _hang_up(two_stages)  # while new workers are being started
     assert whole_text(two_stages, LONG) == whole["greedy"], "who comes while there are no workers waits for them"

@@ -88,6 +88,7 @@ class WorkersExecutor:
         self._group: WorkerGroup | None = None
         self._begin_life()
         try:
+            self._show_start()
             self._wait(lambda: self._running)
         except BaseException as error:
             self.close()
@@ -180,7 +181,6 @@ class WorkersExecutor:
 
     def _lost(self, death: WorkersDied) -> StepResult:
         """Everything in flight is; new workers are started unless that has been tried too often."""
-        logging.getLogger("nanoserve").warning("nanoserve: %s", death)
         self._open_group().end()
         self._group = None
         self.deaths += 1
@@ -190,6 +190,7 @@ class WorkersExecutor:
             times = f"{MAX_DEATHS} times within {self._died_at[-1] - self._died_at[0]:.0f} s"
             self._failure = WorkersFailed(f"the workers died {times}; the last time {death}")
             raise self._failure
+        logging.getLogger("nanoserve").warning("nanoserve: %s; all workers are started anew", death)
         try:
             self._begin_life()
         except RuntimeFailure as error:
@@ -229,8 +230,14 @@ class WorkersExecutor:
             self._allocate()
         elif isinstance(message, Ready):
             self._ready.add(message.rank)
+            self._show_start()
             if self._running:
                 self._go()
+
+    def _show_start(self) -> None:
+        """How many workers run. Long before one of them loads, each imports torch, and nobody shall wonder why."""
+        if self._progress is not None:
+            self._progress("start workers", len(self._ready), self._config.num_workers)
 
     def _allocate(self) -> None:
         """Once all have loaded, tell them how large the KV cache is, the same in every life.
