@@ -96,6 +96,8 @@ def _load(start: WorkerStart, station: Station, ranks: Ranks, device: torch.devi
         tensor_parallel=config.tensor_parallel,
         pipeline_split=config.pipeline_split,
     )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before NCCL takes the one that is set
     group = meet(ranks, start.init_method, device)
     decoder, model = load_decoder(
         resolved,

@@ -63,10 +63,9 @@ ToWorker = Allocate | Prepare | Run | Follow
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first word of a worker. The versions are of nanoserve and of torch."""
+    """The first word of a worker."""
 
     rank: int
-    versions: tuple[str, str]
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):

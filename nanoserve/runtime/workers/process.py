@@ -6,7 +6,6 @@ from pathlib import Path
 
 import msgspec
 
-from nanoserve import __version__
 from nanoserve.errors import NanoserveError, RuntimeFailure
 from nanoserve.lifeline import Lifeline, own_pipes, read_line
 from nanoserve.runtime.workers.messages import Failed, Hello, WorkerStart
@@ -29,13 +28,11 @@ def main() -> None:
 
 def run_worker(start: WorkerStart) -> None:
     """Work for the engine until this process is ended, or cannot go on."""
-    import torch
-
     from nanoserve.runtime.workers.building import build_worker
 
     sys.setswitchinterval(_SWITCH_SECONDS)
     station = Station(start)
-    station.introduce(Hello(start.rank, (__version__, str(torch.__version__))))
+    station.introduce(Hello(start.rank))
     try:
         build_worker(start, station).run()
     except NanoserveError as error:

@@ -91,7 +91,7 @@ class Worker:
         arrived = began if entering is None else time.monotonic()
         problem = f"a step of {turn.step.num_tokens} tokens does not fit"
         with memory_errors(self._runner.device, problem, "lower --max-num-batched-tokens"):
-            computed = self._compute(turn, entering)
+            computed, result = self._compute(turn, entering)
         self._intake.done()
         if self._observe_times:
             times = StageTimes(
@@ -106,26 +106,22 @@ class Worker:
                 sent=time.monotonic(),
             )
             self._station.report(Observed(times))
-
-    def _compute(self, turn: Turn, entering: Tensor | None) -> float:
-        """Run its layers, and pass on what comes of it; when the device was done."""
-        hidden = self._runner.compute(turn.step, entering)
-        if self._ranks.behind is None:
-            return self._answer(turn, hidden)
-        computed = time.monotonic()
-        if hidden is not None:
-            self._activations.send(hidden)
-        return computed
-
-    def _answer(self, turn: Turn, hidden: Tensor | None) -> float:
-        """Sample, and say what came of it; when the device was done."""
-        launched = self._runner.sample(turn.step, hidden)
-        answers = launched.answers()
-        computed = time.monotonic()
-        if self._ranks.answers:
-            result = StepResult(turn.step.plan.step, answers, seconds=computed - turn.received)
+        if result is not None:  # behind the times: with its last answer the engine may end
             self._station.report(Answered(result))
-        return computed
+
+    def _compute(self, turn: Turn, entering: Tensor | None) -> tuple[float, StepResult | None]:
+        """Run its layers, and pass on or sample what comes of it; when the device was done, and what to answer."""
+        hidden = self._runner.compute(turn.step, entering)
+        if self._ranks.behind is not None:
+            computed = time.monotonic()
+            if hidden is not None:
+                self._activations.send(hidden)
+            return computed, None
+        answers = self._runner.sample(turn.step, hidden).answers()
+        computed = time.monotonic()
+        if not self._ranks.answers:
+            return computed, None
+        return computed, StepResult(turn.step.plan.step, answers, seconds=computed - turn.received)
 
     def _take_coupled(self, plan: StepPlan) -> None:
         """A plan of which nothing was known before: prepare its inputs now, after the stage behind has been told."""

@@ -36,7 +36,7 @@ start = msgspec.json.decode(read_line(parent, directory), type=WorkerStart)
 Lifeline(parent, pulse, directory).start()
 station = Station(start)
 station.report(Loaded(start.rank, "memory", 1000, 10**9))
-station.introduce(Hello(start.rank, ("", "")))
+station.introduce(Hello(start.rank))
 while True:
     match station.hear():
         case Allocate():

@@ -37,7 +37,7 @@ LOGPROB = TokenLogprob(6, -0.5, 1, ((6, -0.5), (7, -1.0)))
 RESULT = StepResult(3, (Answer(8, (6,), (LOGPROB,)), Answer(9, error="no")), seconds=0.25)
 TO_WORKER = [Allocate(17), Prepare(), Run(PLAN), Follow()]
 FROM_WORKER = [
-    Hello(1, ("0.1.0", "2.13.0")),
+    Hello(1),
     Loading(1, "load", 3, 5),
     Loaded(1, "host cpu", 4096, 2**40),
     Ready(1),
