@@ -72,6 +72,7 @@ def test_streams_go_on_when_a_worker_is_killed(two_stages: Server, mark: str, wh
     two_stages.wait_idle()
 
 
+@pytest.mark.slow
 def test_workers_that_die_while_there_is_nothing_to_do_are_replaced(two_stages: Server, mark: str) -> None:
     losses = two_stages.metric("nanoserve:worker_losses_total")
     kill(workers(mark)[0])
@@ -80,6 +81,7 @@ def test_workers_that_die_while_there_is_nothing_to_do_are_replaced(two_stages: 
     assert two_stages.metric("nanoserve:worker_losses_total") == losses + 1
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_engine_and_streams_go_on_in_the_next(
     two_stages: Server, mark: str, whole: dict[str, str]
 ) -> None:
@@ -93,6 +95,7 @@ def test_workers_end_with_their_engine_and_streams_go_on_in_the_next(
     two_stages.wait_idle()
 
 
+@pytest.mark.slow
 def test_after_three_deaths_within_a_minute_the_server_says_why_and_tries_again_later(
     two_stages: Server, mark: str, whole: dict[str, str]
 ) -> None:

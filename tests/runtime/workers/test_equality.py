@@ -5,6 +5,8 @@ Two processes at a time. Larger layouts, families and compiled layers are in `te
 
 from contextlib import closing
 
+import pytest
+
 from nanoserve.runtime.workers.executor import WorkersExecutor
 from nanoserve.scheduler.registry import POLICIES
 from tests.runtime.workers.loads import ROOMY_BLOCKS, TIGHT_BLOCKS, Case, Reference, Seen, pairwise, start_workers
@@ -44,6 +46,7 @@ def test_two_ranks_of_one_stage(two_ranks: WorkersExecutor, reference: Reference
     assert seen.together == 1
 
 
+@pytest.mark.slow
 def test_plans_that_come_with_the_hidden_states(reference: Reference) -> None:
     """The coupled design knows no less than the decoupled one, only later."""
     with closing(start_workers(reference, pipeline_parallel=2, metadata="coupled")) as workers:

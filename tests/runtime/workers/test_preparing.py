@@ -13,6 +13,7 @@ def story(llm: LLM) -> tuple[int, ...]:
     return llm.generate("Once upon a time", GREEDY)[0].outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_meanwhile_is_missed_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     mark = new_mark()
     monkeypatch.setenv(MARK, mark)
