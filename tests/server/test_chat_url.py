@@ -43,8 +43,8 @@ def test_the_answer_is_the_one_that_others_get(
 
 def test_a_conversation_is_counted_and_regenerated(server: Server) -> None:
     session = session_with(server, settings={"temperature": 0, "max_tokens": 6})
-    first = [piece.text for piece in session.ask(QUESTION)]
-    assert [piece.text for piece in session.regenerate()] == first
+    first = "".join(piece.text for piece in session.ask(QUESTION))
+    assert "".join(piece.text for piece in session.regenerate()) == first  # pieces come together on a busy machine
     assert session.last_answer is not None
     prompt, answer = session.last_answer.usage.prompt_tokens, session.last_answer.usage.completion_tokens
     assert answer == 6
