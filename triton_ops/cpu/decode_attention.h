@@ -4,6 +4,8 @@
 // on the other rows of the step nor on the number of threads.
 #pragma once
 
+#include <bit>
+
 #include "attention_problem.h"
 
 namespace nanoserve {
@@ -11,25 +13,63 @@ namespace nanoserve {
 constexpr int64_t kSpan = 256;       // positions
 constexpr int64_t kHeadsAtOnce = 4;  // query heads whose sums stay in registers together
 
-// scores[g][j] = query[g] . keys[j] for `count` keys lying together; the next stretch is fetched meanwhile.
+// The products of some heads' queries with some keys, lane by lane: of query g and key j at place g * Keys + j.
+template <int64_t Heads, int64_t Keys>
+struct Products {
+  Vec places[Heads * Keys];
+};
+
+// For keys lying together and queries in the order of `convert_scaled_pairs`. What is `ahead` of a key in memory is
+// fetched meanwhile. Loops are unrolled by hand, or the compiler would keep the products in memory.
+template <int64_t Heads, int64_t Keys, typename Number>
+C10_ALWAYS_INLINE Products<Heads, Keys> multiply_keys(
+    const float* query, int64_t query_stride, const Number* keys, int64_t head_dim, int64_t ahead) {
+  Products<Heads, Keys> products;
+  c10::ForcedUnroll<Heads * Keys>{}([&](auto place) { products.places[place] = Vec(0.0f); });
+  int64_t d = 0;
+  for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes)
+    c10::ForcedUnroll<Keys>{}([&](auto j) {
+      prefetch_pair(keys + j * head_dim + d + ahead);
+      const Pair key = pair_at(keys + j * head_dim + d);
+      c10::ForcedUnroll<Heads>{}([&](auto g) {
+        const float* part = query + g * query_stride + d;
+        Vec& product = products.places[g * Keys + j];
+        product = at::vec::fmadd(floats_at(part), key.first, product);
+        product = at::vec::fmadd(floats_at(part + kLanes), key.second, product);
+      });
+    });
+  for (; d < head_dim; d += kLanes) {
+    const int64_t columns = std::min(head_dim - d, kLanes);
+    c10::ForcedUnroll<Keys>{}([&](auto j) {
+      const Number* place = keys + j * head_dim + d;
+      const Vec key = columns < kLanes ? some_floats_at(place, columns) : floats_at(place);
+      c10::ForcedUnroll<Heads>{}([&](auto g) {
+        Vec& product = products.places[g * Keys + j];
+        product = at::vec::fmadd(floats_at(query + g * query_stride + d), key, product);
+      });
+    });
+  }
+  return products;
+}
+
+// scores[g][j] = query[g] . keys[j] for `count` keys lying together. As many keys at once as their sums, those of all
+// heads, fill a vector: adding up lanes takes several times as long for one at a time.
 template <typename Number, int64_t Heads>
 inline void score_keys(
     const float* query, int64_t query_stride, const Number* keys, int64_t count, int64_t head_dim, const Number* next,
     float* scores) {
-  const int64_t whole = head_dim / kLanes * kLanes;
-  for (int64_t j = 0; j < count; ++j, keys += head_dim, next += head_dim) {
-    Vec sums[Heads];
-    for (auto& sum : sums) sum = Vec(0.0f);
-    for (int64_t d = 0; d < whole; d += kLanes) {
-      __builtin_prefetch(next + d);
-      const Vec key = floats_at(keys + d);
-      for (int64_t g = 0; g < Heads; ++g) sums[g] = at::vec::fmadd(floats_at(query + g * query_stride + d), key, sums[g]);
-    }
-    if (whole < head_dim) {
-      const Vec key = some_floats_at(keys + whole, head_dim - whole);
-      for (int64_t g = 0; g < Heads; ++g) sums[g] = at::vec::fmadd(floats_at(query + g * query_stride + whole), key, sums[g]);
-    }
-    for (int64_t g = 0; g < Heads; ++g) scores[g * kSpan + j] = sum_of_lanes(sums[g]);
+  constexpr int64_t kKeys = kLanes / std::bit_ceil(static_cast<uint64_t>(Heads));
+  const int64_t ahead = next - keys;
+  int64_t j = 0;
+  for (; j + kKeys <= count; j += kKeys) {
+    const auto products = multiply_keys<Heads, kKeys>(query, query_stride, keys + j * head_dim, head_dim, ahead);
+    float sums[kLanes];
+    sums_of_lanes(products.places).store(sums);
+    for (int64_t g = 0; g < Heads; ++g) std::copy_n(sums + g * kKeys, kKeys, scores + g * kSpan + j);
+  }
+  for (; j < count; ++j) {
+    const auto products = multiply_keys<Heads, 1>(query, query_stride, keys + j * head_dim, head_dim, ahead);
+    for (int64_t g = 0; g < Heads; ++g) scores[g * kSpan + j] = sum_of_lanes(products.places[g]);
   }
 }
 
@@ -49,33 +89,56 @@ inline std::pair<float, float> weigh(float* scores, int64_t count) {
   return {top, sum_of_lanes(total)};
 }
 
-// out[g][d] += sum over positions of weights[g][position] * value[position][d], for Vectors * kLanes columns from d.
-template <typename Number, int64_t Heads, int64_t Vectors>
+// out[g][d] = sum over positions of weights[g][position] * value[position][d], for Pairs * 2 * kLanes columns from d.
+template <typename Number, int64_t Heads, int64_t Pairs>
 inline void add_values(
     const Problem<Number>& problem, int64_t row, int64_t kv_head, int64_t first, int64_t last, const float* weights,
-    int64_t d, int64_t columns, float* out, int64_t out_stride) {
-  Vec sums[Heads][Vectors];
+    int64_t d, float* out, int64_t out_stride) {
+  Pair sums[Heads][Pairs];
   for (auto& head : sums)
-    for (auto& sum : head) sum = Vec(0.0f);
+    for (auto& sum : head) sum = {Vec(0.0f), Vec(0.0f)};
   const int64_t head_dim = problem.head_dim;
   problem.stretches(row, kv_head, first, last, [&](int64_t offset, int64_t position, int64_t count) {
     const Number* values = problem.values + offset + d;
     const int64_t after = position + count;
     const Number* next = after < last ? problem.values + problem.offset(row, kv_head, after) + d : values;
     for (int64_t j = 0; j < count; ++j, values += head_dim, next += head_dim) {
-      Vec value[Vectors];
-      for (int64_t v = 0; v < Vectors; ++v) {
-        __builtin_prefetch(next + v * kLanes);
-        value[v] = columns < kLanes ? some_floats_at(values, columns) : floats_at(values + v * kLanes);
+      Pair value[Pairs];
+      for (int64_t pair = 0; pair < Pairs; ++pair) {
+        prefetch_pair(next + pair * 2 * kLanes);
+        value[pair] = pair_at(values + pair * 2 * kLanes);
       }
       for (int64_t g = 0; g < Heads; ++g) {
         const Vec weight(weights[g * kSpan + position - first + j]);
-        for (int64_t v = 0; v < Vectors; ++v) sums[g][v] = at::vec::fmadd(weight, value[v], sums[g][v]);
+        for (int64_t pair = 0; pair < Pairs; ++pair) {
+          sums[g][pair].first = at::vec::fmadd(weight, value[pair].first, sums[g][pair].first);
+          sums[g][pair].second = at::vec::fmadd(weight, value[pair].second, sums[g][pair].second);
+        }
       }
     }
   });
   for (int64_t g = 0; g < Heads; ++g)
-    for (int64_t v = 0; v < Vectors; ++v) sums[g][v].store(out + g * out_stride + d + v * kLanes);
+    for (int64_t pair = 0; pair < Pairs; ++pair)
+      store_in_order<Number>(sums[g][pair], out + g * out_stride + d + pair * 2 * kLanes);
+}
+
+// The same for the columns from d that make no pair: at most kLanes of them.
+template <typename Number, int64_t Heads>
+inline void add_last_values(
+    const Problem<Number>& problem, int64_t row, int64_t kv_head, int64_t first, int64_t last, const float* weights,
+    int64_t d, float* out, int64_t out_stride) {
+  Vec sums[Heads];
+  for (auto& sum : sums) sum = Vec(0.0f);
+  const int64_t columns = std::min(problem.head_dim - d, kLanes);
+  problem.stretches(row, kv_head, first, last, [&](int64_t offset, int64_t position, int64_t count) {
+    const Number* values = problem.values + offset + d;
+    for (int64_t j = 0; j < count; ++j, values += problem.head_dim) {
+      const Vec value = columns < kLanes ? some_floats_at(values, columns) : floats_at(values);
+      for (int64_t g = 0; g < Heads; ++g)
+        sums[g] = at::vec::fmadd(Vec(weights[g * kSpan + position - first + j]), value, sums[g]);
+    }
+  });
+  for (int64_t g = 0; g < Heads; ++g) sums[g].store(out + g * out_stride + d);
 }
 
 // A span for some heads of a group. Each result is [padded head_dim] sums, then the largest score and the sum of weights.
@@ -89,7 +152,7 @@ void attend_span(
   const int64_t token = problem.query_starts[row];
   for (int64_t g = 0; g < Heads; ++g) {
     std::fill(query + g * padded + head_dim, query + (g + 1) * padded, 0.0f);
-    convert_scaled(problem.query_at(token, head + g), query + g * padded, head_dim, problem.scale);
+    convert_scaled_pairs(problem.query_at(token, head + g), query + g * padded, head_dim, problem.scale);
   }
   float scores[Heads * kSpan];
   problem.stretches(row, kv_head, first, last, [&](int64_t offset, int64_t position, int64_t count) {
@@ -101,13 +164,16 @@ void attend_span(
   for (int64_t g = 0; g < Heads; ++g)
     std::tie(results[g * result_stride + padded], results[g * result_stride + padded + 1]) =
         weigh(scores + g * kSpan, last - first);
-  constexpr int64_t kVectors = Heads > 2 || kLanes < 16 ? 4 : 8;
-  int64_t d = 0;
-  for (; d + kVectors * kLanes <= head_dim; d += kVectors * kLanes)
-    add_values<Number, Heads, kVectors>(
-        problem, row, kv_head, first, last, scores, d, head_dim - d, results, result_stride);
+  // As many columns at once as there are registers for their sums, about.
+  constexpr int64_t kPairs = Heads > 2 || kLanes < 16 ? 2 : 4;
+  const auto add = [&]<int64_t Pairs>(int64_t d) {
+    for (; d + Pairs * 2 * kLanes <= head_dim; d += Pairs * 2 * kLanes)
+      add_values<Number, Heads, Pairs>(problem, row, kv_head, first, last, scores, d, results, result_stride);
+    return d;
+  };
+  int64_t d = add.template operator()<1>(add.template operator()<kPairs>(0));
   for (; d < head_dim; d += kLanes)
-    add_values<Number, Heads, 1>(problem, row, kv_head, first, last, scores, d, head_dim - d, results, result_stride);
+    add_last_values<Number, Heads>(problem, row, kv_head, first, last, scores, d, results, result_stride);
 }
 
 // The spans of one query and head become its attention: their weights are brought to the same largest score.

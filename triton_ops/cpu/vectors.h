@@ -4,10 +4,13 @@
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
+#include <c10/util/Unroll.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
 namespace nanoserve {
@@ -38,6 +41,58 @@ inline Vec some_floats_at(const Number* source, int64_t count) {
   return Vec::loadu(numbers);
 }
 
+// Two vectors' worth of numbers that lie together, in whichever order is cheapest to have; `store_in_order` undoes it.
+struct Pair {
+  Vec first, second;
+};
+
+template <typename Number>
+inline Pair pair_at(const Number* source) {
+  return {floats_at(source), floats_at(source + kLanes)};
+}
+
+// A bfloat16 is the upper half of a float. Of two in a word of 32 bits, the first is shifted there, and the second lies
+// there already.
+template <>
+inline Pair pair_at(const at::BFloat16* source) {
+  using Words = at::vec::Vectorized<int32_t>;
+  const Words words = Words::loadu(source);
+  return {
+      at::vec::cast<float, int32_t>(words << Words(16)),
+      at::vec::cast<float, int32_t>(words & Words(static_cast<int32_t>(0xffff0000)))};
+}
+
+// What came of numbers of that format by `pair_at`.
+template <typename Number>
+inline void store_in_order(Pair pair, float* target) {
+  if constexpr (std::is_same_v<Number, at::BFloat16>)
+    std::tie(pair.first, pair.second) = at::vec::interleave2(pair.first, pair.second);
+  pair.first.store(target);
+  pair.second.store(target + kLanes);
+}
+
+template <typename Number>
+inline void prefetch_pair(const Number* source) {
+  constexpr int64_t kLine = 64 / sizeof(Number);
+  for (int64_t i = 0; i < 2 * kLanes; i += kLine) __builtin_prefetch(source + i);
+}
+
+// Lane i of the result is the sum of the lanes of vectors[i]; zero where there are fewer vectors than lanes.
+template <size_t Count, int64_t Lanes = kLanes>
+C10_ALWAYS_INLINE Vec sums_of_lanes(const Vec (&vectors)[Count]) {
+  if constexpr (Lanes == 1) {
+    return vectors[0];
+  } else {
+    Vec halves[(Count + 1) / 2];
+    c10::ForcedUnroll<(Count + 1) / 2>{}([&](auto i) {
+      const Vec other = 2 * i + 1 < Count ? vectors[std::min<size_t>(2 * i + 1, Count - 1)] : Vec(0.0f);
+      const auto [even, odd] = at::vec::deinterleave2(vectors[2 * i], other);
+      halves[i] = even + odd;
+    });
+    return sums_of_lanes<(Count + 1) / 2, Lanes / 2>(halves);
+  }
+}
+
 inline float sum_of_lanes(const Vec& vector) {
   return at::vec::vec_reduce_all<float>([](const Vec& a, const Vec& b) { return a + b; }, vector);
 }
@@ -52,6 +107,18 @@ inline void convert_scaled(const Number* source, float* target, int64_t count, f
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) (floats_at(source + i) * Vec(scale)).store(target + i);
   for (; i < count; ++i) target[i] = static_cast<float>(source[i]) * scale;
+}
+
+// The same with the order of `pair_at` in every two vectors' worth.
+template <typename Number>
+inline void convert_scaled_pairs(const Number* source, float* target, int64_t count, float scale) {
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+    const Pair pair = pair_at(source + i);
+    (pair.first * Vec(scale)).store(target + i);
+    (pair.second * Vec(scale)).store(target + i + kLanes);
+  }
+  convert_scaled(source + i, target + i, count - i, scale);
 }
 
 template <typename Number>
