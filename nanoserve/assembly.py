@@ -1,32 +1,50 @@
 """Put a model and an engine together: LLM does so in its own process, a server in its engine process."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from nanoserve.config import EngineConfig, ModelConfig, SamplingDefaults
+from nanoserve.costs.corrected_predictor import CorrectedPredictor
+from nanoserve.costs.measured_machine import MachineSpeeds, layout_predictors, measured_machine
+from nanoserve.costs.measured_predictor import MeasuredPredictor
+from nanoserve.costs.profile import read_profile
+from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
-from nanoserve.models.shards import make_shards
+from nanoserve.models.shards import shards_of_layouts
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compiled_layers import CompiledLayers
+from nanoserve.runtime.core_division import divide_cores
 from nanoserve.runtime.devices import usable_device
+from nanoserve.runtime.gpu_staging import staging_memory
 from nanoserve.runtime.gpu_start import GpuFacts, GpuStart
+from nanoserve.runtime.host_pool import HostPool, choose_host_blocks, shared_memory_directory
+from nanoserve.runtime.host_processor import HostProcessor
 from nanoserve.runtime.local import LocalExecutor
-from nanoserve.runtime.memory import choose_num_blocks
+from nanoserve.runtime.measuring_speeds import measure_speeds
+from nanoserve.runtime.memory import choose_num_blocks, kv_bytes_per_block
 from nanoserve.runtime.model_loading import load_decoder, read_config
+from nanoserve.runtime.start_profile import StartingEngine, hybrid_predictor
 from nanoserve.runtime.traced_executor import TracedExecutor
 from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.layouts import LayoutCapacity
+from nanoserve.scheduler.load import Policy, Predictor
 from nanoserve.scheduler.scheduler import Scheduler
 from triton_ops.cpu import CpuOperators, cpu_operators
 
 if TYPE_CHECKING:
-    from nanoserve.runtime.workers.executor import RemoteLayers
+    from nanoserve.runtime.workers.remote_layers import RemoteLayers
+    from nanoserve.runtime.workers.several import LayersOfAll
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +52,22 @@ class BuiltEngine:
     """An engine, and what its users need to know of its model.
 
     Attributes:
+        engine: the only one, or the dispatcher of several.
         max_model_len: longest sequence in tokens that the engine takes.
         default_params: what the model's generation_config.json recommends.
         operators, layers: what is built in the background and makes steps faster; None where nothing is.
         gpu: what getting the GPU ready took; None without one.
+        speeds: of each worker beside the others; None where nobody decides by them.
     """
 
-    engine: Engine
+    engine: Engine | Dispatcher
     model: ModelConfig
     max_model_len: int
     default_params: SamplingParams
     operators: CpuOperators | None
-    layers: "CompiledLayers | RemoteLayers | None"
+    layers: "CompiledLayers | RemoteLayers | LayersOfAll | None"
     gpu: GpuFacts | None
+    speeds: MachineSpeeds | None = None
 
 
 def build_engine(
@@ -64,31 +85,60 @@ def build_engine(
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
         raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
-    build = _build_here if config.num_workers == 1 else _build_on_workers
+    _check_host_attention(config)
+    build = _build_here if config.data_parallel * config.num_workers == 1 else _build_on_workers
     if config.trace is None:
         return build(resolved, config, progress, default_params)
     with ExitStack() as failing:
         file = failing.enter_context(ChromeTraceFile(Path(config.trace)))  # told at once if it cannot be written
         built = build(resolved, config, progress, default_params)
-        engine = built.engine
-        engine.executor = TracedExecutor(engine.executor, file, tensor_parallel=config.tensor_parallel)
+        _trace(built.engine, file, config)
         failing.pop_all()  # the executor closes it
     return built
+
+
+def _check_host_attention(config: EngineConfig) -> None:
+    """What cannot be is refused before anything is loaded.
+
+    Raises:
+        UsageError: for more threads in host memory than this machine has cores, and a profile that is none.
+    """
+    if config.host_threads is not None:
+        divide_cores(config.host_threads)
+    if config.profile is not None:
+        read_profile(Path(config.profile))
+
+
+def _trace(built: Engine | Dispatcher, file: ChromeTraceFile, config: EngineConfig) -> None:
+    """Have what every engine does written into one file."""
+    engines = built.engines if isinstance(built, Dispatcher) else (built,)
+    for number, engine in enumerate(engines):
+        which = number if len(engines) > 1 else None
+        engine.executor = TracedExecutor(
+            engine.executor, file, scheduler=engine.scheduler, layouts=config.layouts, engine=which
+        )
 
 
 def _build_here(
     resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None, default_params: SamplingParams
 ) -> BuiltEngine:
     """On one device, in this process."""
+    _make_policy(config)  # what cannot be is refused before anything is loaded
     device = usable_device(config.device)
     decoder, model = load_decoder(resolved, config, device, progress)
     gpu = GpuStart(decoder, config, device) if device.type == "cuda" else None
     num_blocks = _choose_num_blocks(decoder, model, config, gpu, progress)
+    host_pool = _host_pool(decoder, model, config, num_blocks)
+    speeds = None if host_pool is None else measure_speeds(device, decoder.dtype)
     max_model_len = min(config.max_model_len or model.max_position_embeddings, num_blocks * config.block_size)
     operators = cpu_operators() if gpu is None else None
+    # Before anything is compiled for a number of threads.
+    processor = HostProcessor.set_apart(config.host_threads, device) if config.attends_on_host else None
     layers: CompiledLayers | None = None
     if operators is not None and not config.eager:
-        layers = CompiledLayers(decoder, block_size=config.block_size, operators=operators)
+        layers = CompiledLayers(
+            decoder, block_size=config.block_size, operators=operators, with_pieces=config.attends_on_host
+        )
     executor = LocalExecutor(
         decoder,
         model,
@@ -99,35 +149,126 @@ def _build_here(
         run_layer=DecoderLayer.__call__ if gpu is None else gpu.run_layer,
         grammars=GrammarCompiler(resolved.tokenizer_directory, model.vocab_size),
         feeds_tokens=gpu is not None and not config.eager,
+        host_pool=host_pool,
+        processor=processor,
+        pieces=layers if gpu is None else gpu.pieces,
     )
     facts = None if gpu is None else gpu.capture(executor.runner, max_model_len, progress)
-    scheduler = _make_scheduler(config, num_blocks, max_model_len, feeds_tokens=executor.feeds_tokens)
+    if processor is None or speeds is None:
+        predictors = make_predictors(speeds, model, config)
+    else:
+        starting = StartingEngine(
+            runner=executor.runner,
+            processor=processor,
+            config=config,
+            max_model_len=max_model_len,
+            speeds=speeds,
+            compiled=facts.compiled if facts is not None else layers is not None and layers.loaded,
+        )
+        predictors = _profiled(starting, executor, progress)
+    scheduler = _make_scheduler(
+        config,
+        [LayoutCapacity(num_blocks)],
+        max_model_len,
+        0 if host_pool is None else host_pool.num_blocks,
+        predictors,
+        feeds_tokens=executor.feeds_tokens,
+    )
     engine = Engine(scheduler, executor, vocab_size=model.vocab_size)
     return BuiltEngine(engine, model, max_model_len, default_params, operators, layers, facts)
+
+
+def _profiled(
+    starting: StartingEngine, executor: LocalExecutor, progress: ProgressCallback | None
+) -> Sequence[Predictor]:
+    """What a policy that attends in host memory decides by; nobody knows where nothing can be measured.
+
+    Raises:
+        UsageError: if the profile that is given is of something else; the executor is closed then.
+    """
+    try:
+        measured = hybrid_predictor(starting, progress)
+    except UsageError:
+        executor.close()
+        raise
+    return () if measured is None else (CorrectedPredictor(measured),)
 
 
 def _build_on_workers(
     resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None, default_params: SamplingParams
 ) -> BuiltEngine:
-    """On several devices, each with a process of its own."""
-    from nanoserve.runtime.workers.executor import WorkersExecutor  # which needs ZeroMQ; one device does not
+    """On several devices, each with a process of its own: one engine, or several behind a dispatcher."""
+    from nanoserve.runtime.workers.several import LayersOfAll, start_workers, wait_for_news  # ZeroMQ is for them alone
 
     model = read_config(resolved)
-    make_shards(  # what cannot be divided is refused before any process is started
+    shards_of_layouts(model, config)  # what cannot be divided is refused before any process is started
+    _make_policy(config)  # likewise
+    host_blocks = choose_num_host_blocks(model, config, shared_memory_directory())
+    executors = start_workers(
+        resolved,
+        config,
+        model=model,
+        host_blocks=host_blocks,
+        progress=progress,
+        observe_times=config.trace is not None,
+        profiles=config.attends_on_host,
+    )
+    blocks = min(capacity.num_blocks for executor in executors for capacity in executor.capacities)
+    if config.decode_layout is not None:  # every sequence passes through host memory
+        blocks = min(blocks, host_blocks)
+    max_model_len = min(config.max_model_len or model.max_position_embeddings, blocks * config.block_size)
+    engines = []
+    for executor in executors:
+        if not config.attends_on_host:
+            predictors = make_predictors(executor.speeds, model, config)
+        elif executor.profile is not None:
+            predictors = (CorrectedPredictor(MeasuredPredictor(executor.profile)),)
+        else:
+            predictors = ()
+        scheduler = _make_scheduler(config, executor.capacities, max_model_len, host_blocks, predictors)
+        engines.append(Engine(scheduler, executor, vocab_size=model.vocab_size))
+    speeds = executors[0].speeds
+    if len(engines) == 1:
+        return BuiltEngine(engines[0], model, max_model_len, default_params, None, executors[0].layers, None, speeds)
+    layers = LayersOfAll(executors)
+
+    def wait(until: float | None) -> None:
+        layers.go_on()
+        wait_for_news(executors, until)
+
+    return BuiltEngine(Dispatcher(engines, wait), model, max_model_len, default_params, None, layers, None, speeds)
+
+
+def choose_num_host_blocks(model: ModelConfig, config: EngineConfig, directory: Path | None, reserved: int = 0) -> int:
+    """KV blocks of an engine in host memory: none, unless asked for or needed by two layouts or the policy.
+
+    Args:
+        directory: of the shared memory that workers use; None for one process.
+        reserved: bytes of free memory that the KV cache will take.
+    """
+    if not config.uses_host_memory:
+        return 0
+    return choose_host_blocks(
         model,
-        pipeline_parallel=config.pipeline_parallel,
-        tensor_parallel=config.tensor_parallel,
-        pipeline_split=config.pipeline_split,
+        block_size=config.block_size,
+        dtype=resolve_dtype(config.dtype, torch.device(config.device), model.dtype),
+        host_kv_memory=config.host_kv_memory,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        directory=directory,
+        engines=config.data_parallel,
+        reserved=reserved,
     )
-    make_policy(config.policy, config.max_num_batched_tokens)  # likewise
-    longest = model.max_position_embeddings
-    executor = WorkersExecutor(
-        resolved, config, longest=longest, progress=progress, observe_times=config.trace is not None
-    )
-    max_model_len = min(config.max_model_len or longest, executor.num_blocks * config.block_size)
-    scheduler = _make_scheduler(config, executor.num_blocks, max_model_len, feeds_tokens=False)
-    engine = Engine(scheduler, executor, vocab_size=model.vocab_size)
-    return BuiltEngine(engine, model, max_model_len, default_params, None, executor.layers, None)
+
+
+def _host_pool(decoder: Decoder, model: ModelConfig, config: EngineConfig, num_blocks: int) -> HostPool | None:
+    """Memory of this process, beside so many blocks on its device, if that was asked for."""
+    cache = num_blocks * kv_bytes_per_block(model, config.block_size, decoder.dtype)
+    on_host = decoder.device.type == "cpu"
+    host_blocks = choose_num_host_blocks(model, config, None, reserved=cache if on_host else 0)
+    if host_blocks == 0:
+        return None
+    return HostPool.of_one_process(model, num_blocks=host_blocks, block_size=config.block_size, dtype=decoder.dtype)
 
 
 def _choose_num_blocks(
@@ -139,6 +280,8 @@ def _choose_num_blocks(
 ) -> int:
     longest = model.max_position_embeddings
     reserved = 0 if gpu is None else gpu.measure(config.max_model_len or longest, progress)
+    if gpu is not None and config.uses_host_memory:
+        reserved += staging_memory(kv_bytes_per_block(model, config.block_size, decoder.dtype))
     return choose_num_blocks(
         model,
         block_size=config.block_size,
@@ -151,17 +294,52 @@ def _choose_num_blocks(
     )
 
 
-def _make_scheduler(config: EngineConfig, num_blocks: int, max_model_len: int, *, feeds_tokens: bool) -> Scheduler:
+def _make_scheduler(
+    config: EngineConfig,
+    capacities: Sequence[LayoutCapacity],
+    max_model_len: int,
+    host_blocks: int = 0,
+    predictors: Sequence[Predictor] = (),
+    *,
+    feeds_tokens: bool = False,
+) -> Scheduler:
+    first, *others = capacities
     return Scheduler(
-        make_policy(config.policy, config.max_num_batched_tokens),
-        num_blocks=num_blocks,
+        _make_policy(config, host_blocks),
+        num_blocks=first.num_blocks,
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         prefix_caching=config.enable_prefix_caching,
-        pipeline_depth=config.pipeline_parallel,
+        pipeline_depth=first.pipeline_depth,
+        host_blocks=host_blocks,
+        other_layouts=others,
+        predictors=predictors,
         feeds_tokens=feeds_tokens,
     )
+
+
+def _make_policy(config: EngineConfig, host_blocks: int = 0) -> Policy:
+    """The one asked for; with host memory, one that knows nothing of it preempts by swaps where that is cheaper."""
+    swaps = host_blocks > 0 and config.decode_layout is None
+    return make_policy(config.policy_name, config.max_num_batched_tokens, swaps=swaps)
+
+
+def make_predictors(speeds: MachineSpeeds | None, model: ModelConfig, config: EngineConfig) -> Sequence[Predictor]:
+    """What steps and moves will take, by layout; nobody knows where no speeds were measured.
+
+    Where the CPU attends, it is taken to read as fast as a worker that computes on it does, or as the link to a GPU
+    does; what steps then take corrects that.
+    """
+    if speeds is None:
+        return ()
+    dtype = str(resolve_dtype(config.dtype, torch.device(config.device), model.dtype)).removeprefix("torch.")
+    on_cpu = torch.device(config.device).type == "cpu"
+    reads = speeds.memory_bandwidth if on_cpu else speeds.host_link_bandwidth
+    attends = config.attends_on_host
+    machine = measured_machine(speeds, devices=config.num_workers, host_read_bandwidth=reads if attends else None)
+    predictors = layout_predictors(machine, model, dtype, config.layouts)
+    return tuple(CorrectedPredictor(one) for one in predictors) if attends else predictors
 
 
 def _default_params(defaults: SamplingDefaults) -> SamplingParams:

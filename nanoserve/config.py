@@ -4,11 +4,13 @@ No torch here: the scheduler, the simulator and `--help` read these without load
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from nanoserve.errors import UsageError
+from nanoserve.layout import ParallelLayout
+from nanoserve.threads import MOST_THREADS
 
 # ------------------------------------------------------------------------------------------------- Model
 
@@ -129,7 +131,13 @@ class ModelConfig:
 # ------------------------------------------------------------------------------------------------ Engine
 
 MOST_PARALLEL = 64
-"""Stages of a pipeline, and ranks of a tensor-parallel group: more than a layout of use has."""
+"""Stages of a pipeline, ranks of a tensor-parallel group, whole engines: more than a layout of use has."""
+PAIR_OPTIONS = ("--prefill-parallel", "--decode-parallel")
+"""What two layouts are asked for by, in the order of their numbers."""
+DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS = "sarathi", "seesaw"
+"""What runs next unless something else is asked for: the one policy that ever changes the layout, if there are two."""
+POLICIES_ON_HOST = ("neo", "overlap", "apex", "hybrid")
+"""Those that have the CPU attend to keys and values in host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +148,11 @@ class EngineConfig:
         dtype: of weights and KV cache: auto, bfloat16, float16 or float32.
         device: cpu, cuda or cuda:N; with several workers, cuda is for each the GPU of its number on its machine.
         max_model_len: longest sequence in tokens; None takes the model's limit, or what the cache holds.
-        kv_cache_memory: bytes of the KV cache; None takes a share of what is free.
+        kv_cache_memory: bytes of the KV cache, of each engine; None takes a share of what is free.
         block_size: tokens per KV block.
         max_num_seqs: sequences that hold blocks at a time.
         max_num_batched_tokens: token budget of a step.
-        policy: name of a scheduling policy.
+        policy: name of a scheduling policy; None takes `policy_name`.
         enable_prefix_caching: share the KV of equal prefixes.
         eager: never run compiled layers or captured steps.
         offline: never use the network.
@@ -152,10 +160,19 @@ class EngineConfig:
         pipeline_parallel: stages that the layers are divided over, each in a worker process of its own.
         tensor_parallel: workers that share the heads and channels of each stage.
         pipeline_split: layers of each stage, all of the model's together; None divides by cost.
+        data_parallel: whole engines, each with workers of its own, behind one dispatcher.
+        decode_layout: a second layout of one engine's workers, which decodes run under; the first is then that of
+            prompts. None: one layout.
+        host_kv_memory: bytes in host memory for KV blocks, of all engines of a machine together; None: a share of what
+            is free with two layouts or a policy that attends there, else nothing.
+        host_threads: CPU threads that attend to keys and values in host memory, on cores of their own; None: half of
+            the cores where the device is the CPU itself, else all but two.
+        profile: file of `nanoserve profile` for the policies that attend in host memory; None: one is measured.
         trace: file that the Chrome trace of the run is written to.
 
     Raises:
-        UsageError: if a number is out of range, or the split is not one of so many stages.
+        UsageError: if a number is out of range, the split is not one of so many stages, the two layouts do not suit
+            each other, or the policy does not suit the layout or what is said of host memory.
     """
 
     dtype: str = "auto"
@@ -165,7 +182,7 @@ class EngineConfig:
     block_size: int = 16
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    policy: str = "sarathi"
+    policy: str | None = None
     enable_prefix_caching: bool = True
     eager: bool = False
     offline: bool = False
@@ -173,12 +190,38 @@ class EngineConfig:
     pipeline_parallel: int = 1
     tensor_parallel: int = 1
     pipeline_split: tuple[int, ...] | None = None
+    data_parallel: int = 1
+    decode_layout: ParallelLayout | None = None
+    host_kv_memory: int | None = None
+    host_threads: int | None = None
+    profile: str | None = None
     trace: str | None = None
 
     @property
     def num_workers(self) -> int:
-        """Devices that compute, each in a process of its own when there are several."""
+        """Devices of one engine that compute, each in a process of its own when there are several."""
         return self.pipeline_parallel * self.tensor_parallel
+
+    @property
+    def layouts(self) -> tuple[ParallelLayout, ...]:
+        """Of one engine, by number: the only one, or that of prompts and that of decodes."""
+        first = ParallelLayout(tensor_parallel=self.tensor_parallel, pipeline_parallel=self.pipeline_parallel)
+        return (first,) if self.decode_layout is None else (first, self.decode_layout)
+
+    @property
+    def policy_name(self) -> str:
+        """The policy that runs: the one asked for, or the default of so many layouts."""
+        return self.policy or (DEFAULT_POLICY if self.decode_layout is None else POLICY_OF_TWO_LAYOUTS)
+
+    @property
+    def attends_on_host(self) -> bool:
+        """Whether the CPU attends to keys and values in host memory beside the device's steps."""
+        return self.policy_name in POLICIES_ON_HOST
+
+    @property
+    def uses_host_memory(self) -> bool:
+        """Whether there are KV blocks in host memory: asked for, or needed."""
+        return self.host_kv_memory is not None or self.decode_layout is not None or self.attends_on_host
 
     def __post_init__(self) -> None:
         bounds = {
@@ -189,17 +232,43 @@ class EngineConfig:
             "max_num_batched_tokens": (self.max_num_batched_tokens, 1, 2**31),
             "pipeline_parallel": (self.pipeline_parallel, 1, MOST_PARALLEL),
             "tensor_parallel": (self.tensor_parallel, 1, MOST_PARALLEL),
+            "data_parallel": (self.data_parallel, 1, MOST_PARALLEL),
+            "host_kv_memory": (self.host_kv_memory, 1, 2**50),
+            "host_threads": (self.host_threads, 1, MOST_THREADS),
         }
         for name, (value, low, high) in bounds.items():
             if value is not None and not low <= value <= high:
                 raise UsageError(f"{name} must be from {low} to {high}, not {value}")
-        if self.num_workers > 1 and ":" in self.device:
+        if (workers := self.data_parallel * self.num_workers) > 1 and ":" in self.device:
             raise UsageError(
-                f"device {self.device} with {self.num_workers} workers: say cuda, and choose GPUs by "
+                f"device {self.device} with {workers} workers: say cuda, and choose GPUs by "
                 "CUDA_VISIBLE_DEVICES; each worker takes the one of its number"
             )
+        if self.decode_layout is not None:
+            self._check_pair(self.decode_layout)
         if self.pipeline_split is not None:
             self._check_split(self.pipeline_split)
+        self._check_host_attention()
+
+    def _check_pair(self, decode: ParallelLayout) -> None:
+        if decode.data_parallel > 1:
+            raise UsageError(f"decode_layout {decode.name} is that of one engine: leave the D to data_parallel")
+        if max(decode.tensor_parallel, decode.pipeline_parallel) > MOST_PARALLEL:
+            raise UsageError(f"decode_layout {decode.name}: a degree must be from 1 to {MOST_PARALLEL}")
+        whole = [replace(layout, data_parallel=self.data_parallel) for layout in self.layouts]
+        first, second = (f"{option} {layout.name}" for option, layout in zip(PAIR_OPTIONS, whole, strict=True))
+        devices = [layout.devices for layout in whole]
+        if devices[0] != devices[1]:
+            raise UsageError(f"{first} takes {devices[0]} devices and {second} {devices[1]}: both run on the same ones")
+        if whole[0] == whole[1]:
+            raise UsageError(f"{first} and {second} are one layout: there is nothing to change between them")
+        if self.pipeline_split is not None:
+            raise UsageError(f"--pp-split is for one layout; leave it out with {' and '.join(PAIR_OPTIONS)}")
+        if self.policy_name != POLICY_OF_TWO_LAYOUTS:
+            raise UsageError(
+                f"--policy {self.policy} runs under one layout; leave it out with {' and '.join(PAIR_OPTIONS)}, "
+                f"which {POLICY_OF_TWO_LAYOUTS} is for"
+            )
 
     def _check_split(self, split: tuple[int, ...]) -> None:
         if len(split) != self.pipeline_parallel:
@@ -209,3 +278,18 @@ class EngineConfig:
             )
         if min(split) < 1:
             raise UsageError(f"--pp-split {','.join(map(str, split))}: every stage needs at least one layer")
+
+    def _check_host_attention(self) -> None:
+        if self.attends_on_host:
+            if self.tensor_parallel > 1:
+                raise UsageError(
+                    f"--policy {self.policy} has the CPU attend beside whole layers, which --tp {self.tensor_parallel} "
+                    "divides: leave --tp out or choose another policy"
+                )
+            return
+        for option, value in (("--host-threads", self.host_threads), ("--profile", self.profile)):
+            if value is not None:
+                raise UsageError(
+                    f"{option} is for policies that attend in host memory, which {self.policy_name} does not: leave it "
+                    f"out or choose --policy {', '.join(POLICIES_ON_HOST[:-1])} or {POLICIES_ON_HOST[-1]}"
+                )

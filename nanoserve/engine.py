@@ -1,9 +1,103 @@
 """Engine: the loop intake -> schedule -> submit -> collect -> output, and nothing else."""
 
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+from functools import reduce
+from operator import add
+
 from nanoserve.errors import RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.request import FinishReason, Request, SequenceUpdate
 from nanoserve.scheduler.plan import Executor
 from nanoserve.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What an engine holds at a moment and has done so far; or what several do together.
+
+    Attributes:
+        layouts: number of the parallel layout that runs, of each engine.
+        changing: of each engine, whether that layout is being left: its devices are emptied, or change.
+        running, on_host, waiting: sequences that hold KV blocks on the device, in host memory, and that hold none.
+        free_blocks, total_blocks: KV blocks on the device.
+        free_host_blocks, total_host_blocks: KV blocks in host memory.
+        prompt_tokens: of requests whose first token is there.
+        output_tokens: of all samples.
+        preemptions, steps, transitions: so far.
+        losses: how often workers died and were started anew.
+        host_losses: how often attention on the CPU was lost, and its sequences computed again.
+    """
+
+    layouts: tuple[int, ...]
+    changing: tuple[bool, ...]
+    running: int
+    on_host: int
+    waiting: int
+    free_blocks: int
+    total_blocks: int
+    free_host_blocks: int
+    total_host_blocks: int
+    prompt_tokens: int
+    output_tokens: int
+    preemptions: int
+    steps: int
+    transitions: int
+    losses: int
+    host_losses: int
+
+    @classmethod
+    def together(cls, statuses: Iterable["EngineStatus"]) -> "EngineStatus":
+        """The sums, and what each has for itself one after the other; of one engine at least."""
+        return cls(*(reduce(add, column) for column in zip(*map(astuple, statuses), strict=True)))
+
+
+@dataclass(slots=True)
+class _Unended:
+    """A request of which something goes on: its tokens, samples that have not ended, and whether any has begun."""
+
+    tokens: int
+    samples: int
+    answered: bool = False
+
+
+class TokenCounts:
+    """Tokens of an engine's requests.
+
+    Attributes:
+        outstanding: the prompts and the answers so far of requests that have not ended. More of what is to be done
+            nobody knows in advance, for nobody knows how long an answer will be.
+        prompts: all those for which a first token is there.
+        outputs: all that were sampled.
+    """
+
+    def __init__(self) -> None:
+        self.outstanding = self.prompts = self.outputs = 0
+        self._unended: dict[str, _Unended] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._unended
+
+    def on_request(self, request: Request) -> None:
+        """A request has come."""
+        self._unended[request.request_id] = _Unended(len(request.prompt), request.params.n)
+        self.outstanding += len(request.prompt)
+
+    def on_updates(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
+        """What sequences gained at a moment, each at most once; returns the same."""
+        for update in updates:
+            request, gained = self._unended[update.request_id], len(update.new_tokens)
+            if gained and not request.answered:
+                request.answered = True
+                self.prompts += len(update.sequence.request.prompt)
+            request.tokens += gained
+            self.outputs += gained
+            self.outstanding += gained
+            if update.finished:
+                request.samples -= 1
+                if not request.samples:
+                    self.outstanding -= request.tokens
+                    del self._unended[update.request_id]
+        return updates
 
 
 class Engine:
@@ -15,6 +109,7 @@ class Engine:
         vocab_size: width of the logits; every token id of a request must be below it.
 
     Attributes:
+        tokens: of its requests.
         losses: how often the executor's workers died and new ones were started.
         failure: why the executor runs nothing any more; None while it does.
 
@@ -28,13 +123,42 @@ class Engine:
         self.scheduler = scheduler
         self.executor = executor
         self.vocab_size = vocab_size
+        self.tokens = TokenCounts()
         self.losses = 0
         self.failure: str | None = None
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """`failure`, if there is one, as of several engines."""
+        return () if self.failure is None else (self.failure,)
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return self.scheduler.has_work
+
+    @property
+    def status(self) -> EngineStatus:
+        """How it is doing."""
+        scheduler = self.scheduler
+        return EngineStatus(
+            layouts=(scheduler.layout,),
+            changing=(scheduler.changing_layout,),
+            running=len(scheduler.running),
+            on_host=len(scheduler.on_host),
+            waiting=len(scheduler.waiting),
+            free_blocks=scheduler.pool.free_blocks,
+            total_blocks=scheduler.pool.num_blocks,
+            free_host_blocks=scheduler.host_pool.free_blocks,
+            total_host_blocks=scheduler.host_pool.num_blocks,
+            prompt_tokens=self.tokens.prompts,
+            output_tokens=self.tokens.outputs,
+            preemptions=scheduler.preemptions,
+            steps=scheduler.steps,
+            transitions=scheduler.transitions,
+            losses=self.losses,
+            host_losses=scheduler.host_losses,
+        )
 
     def now(self) -> float:
         """Seconds on the executor's clock."""
@@ -56,12 +180,13 @@ class Engine:
             if outside := [token for token in tokens if not 0 <= token < self.vocab_size]:
                 raise UsageError(f"{name}: token id {outside[0]} is not in the vocabulary of {self.vocab_size}")
         self.scheduler.add(request)
+        self.tokens.on_request(request)
 
     def stop(
         self, request_id: str, *, index: int | None = None, reason: FinishReason = FinishReason.ABORT
     ) -> list[SequenceUpdate]:
         """End a request, or one of its samples, from outside: an abort, or a stop string seen in the text."""
-        return self.scheduler.stop(request_id, self.now(), index=index, reason=reason)
+        return self.tokens.on_updates(self.scheduler.stop(request_id, self.now(), index=index, reason=reason))
 
     def step(self, until: float | None = None) -> list[SequenceUpdate]:
         """Submit as many plans as may be in flight, then take in what has become known.
@@ -74,27 +199,38 @@ class Engine:
             until: wait for a result at most until this time; None waits for one. With nothing to do, time passes until
                 then: workers may die meanwhile, and be started anew.
         """
+        return self.submit() or self.collect(until)
+
+    def submit(self) -> list[SequenceUpdate]:
+        """The first half of a step; returns what has ended because nothing can be submitted."""
+        try:
+            while self.has_work and self.scheduler.steps_in_flight < self.executor.max_in_flight:
+                plan = self.scheduler.schedule(self.executor.now())
+                if plan is None:
+                    break
+                self.executor.submit(plan)
+        except RuntimeFailure as error:
+            return self._fail(error)
+        return []
+
+    def collect(self, until: float | None = None) -> list[SequenceUpdate]:
+        """The second half of a step, with its argument."""
         updates: list[SequenceUpdate] = []
         try:
-            if self.has_work:
-                self._submit_plans()
             if self.scheduler.awaits_results or (until is not None and not self.has_work):
                 for result in self.executor.collect(until):
                     self.losses += result.lost is not None
-                    updates += self.scheduler.apply(result, self.executor.now())
-        except WorkersFailed as error:
-            self.failure = str(error)
-            updates += self.scheduler.fail_all(self.failure, self.executor.now())
+                    updates += self.tokens.on_updates(self.scheduler.apply(result, self.executor.now()))
         except RuntimeFailure as error:
-            updates += self.scheduler.fail_steps(str(error), self.executor.now())
+            updates += self._fail(error)
         return updates
 
-    def _submit_plans(self) -> None:
-        while self.scheduler.steps_in_flight < self.executor.max_in_flight:
-            plan = self.scheduler.schedule(self.executor.now())
-            if plan is None:
-                return
-            self.executor.submit(plan)
+    def _fail(self, error: RuntimeFailure) -> list[SequenceUpdate]:
+        """What is in flight ends with an error, or everything."""
+        if isinstance(error, WorkersFailed):
+            self.failure = str(error)
+            return self.tokens.on_updates(self.scheduler.fail_all(self.failure, self.executor.now()))
+        return self.tokens.on_updates(self.scheduler.fail_steps(str(error), self.executor.now()))
 
     def close(self) -> None:
         """Close the executor."""

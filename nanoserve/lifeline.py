@@ -14,11 +14,13 @@ import signal
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from nanoserve.errors import RuntimeFailure
 
 HEARTBEAT_SECONDS = 0.5
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 class Lifeline:
@@ -29,7 +31,7 @@ class Lifeline:
     Args:
         parent: descriptor that reads end-of-file when the parent is gone.
         pulse: descriptor that the heartbeats are written to.
-        directory: removed with everything in it when the parent is gone.
+        directory: removed with everything in it when the parent is gone, and so is its namesake in shared memory.
     """
 
     def __init__(self, parent: int, pulse: int, directory: Path) -> None:
@@ -64,7 +66,7 @@ class Lifeline:
 
     def _end(self) -> None:
         """No one is left to tell: leave nothing behind and stop in the middle of whatever goes on."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        remove_directory(self._directory)
         os.killpg(0, signal.SIGKILL)  # with a compiler that may be at work for it
 
 
@@ -102,7 +104,35 @@ def make_directory(path: Path) -> None:
     try:
         path.mkdir(mode=0o700)
     except OSError as error:
+        if path.parent == _SHARED_MEMORY:
+            raise RuntimeFailure(
+                f"workers share memory in {_SHARED_MEMORY}, but nothing can be made there ({error.strerror}): mount it"
+                " so that it can be written to"
+            ) from None
         raise _no_directory(error) from None
+
+
+def in_shared_memory(directory: Path) -> Path:
+    """The namesake of a chosen directory where files are memory, for what is large and must be shared.
+
+    Where there is no such place (macOS), it is within the directory; also where that is there itself (TMPDIR=/dev/shm).
+    """
+    apart = _SHARED_MEMORY.is_dir() and directory.parent != _SHARED_MEMORY
+    return _SHARED_MEMORY / directory.name if apart else directory / "shared"
+
+
+def remove_directory(directory: Path) -> None:
+    """Remove a chosen directory and its namesake in shared memory, as far as there are such.
+
+    They get another name first: whoever still works (a thread of this process, a compiler) could otherwise put a file
+    into one that has just been emptied, and it would stay.
+    """
+    for each in (in_shared_memory(directory), directory):
+        gone = each.with_name(f"{each.name}-gone")
+        with suppress(OSError):
+            each.rename(gone)
+        for name in (gone, each):
+            shutil.rmtree(name, ignore_errors=True)
 
 
 def _no_directory(error: OSError) -> RuntimeFailure:
@@ -120,7 +150,7 @@ def read_line(descriptor: int, directory: Path) -> bytes:
     while not line.endswith(b"\n"):
         byte = os.read(descriptor, 1)
         if not byte:
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_directory(directory)
             sys.exit(0)
         line += byte
     return bytes(line)

@@ -1,7 +1,7 @@
 """LLM: the offline API. Puts a model, a tokenizer and an engine together in this process."""
 
 import random
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from itertools import count
@@ -10,18 +10,22 @@ from typing import Any, Self
 
 from nanoserve.assembly import build_engine
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.dispatcher import Dispatcher
+from nanoserve.engine import Engine, EngineStatus
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.files import unreadable_as_model_error
 from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.interrupts import deferred_interrupts
 from nanoserve.models.hub import resolve_model
 from nanoserve.outputs import RequestTracker
-from nanoserve.request import MAX_SEED, FinishReason, Request, RequestOutput, SamplingParams
+from nanoserve.request import MAX_SEED, FinishReason, Request, RequestOutput, SamplingParams, SequenceUpdate
 from nanoserve.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 Message = Mapping[str, Any]
 Prompt = str | SequenceOf[int] | SequenceOf[Message]
 """Text, token ids, or the messages of a conversation."""
+_WATCHED_SECONDS = 0.1
+"""A step that somebody watches waits no longer for its answer, which the next one goes on waiting for."""
 
 
 class LLM:
@@ -38,7 +42,9 @@ class LLM:
         settings: the fields of EngineConfig.
 
     Attributes:
+        driven: the engine, or the dispatcher of several.
         gpu: what getting the GPU ready took (`GpuFacts`); None without one.
+        speeds: what each worker reaches beside the others; None where nobody decides by them.
 
     Raises:
         ModelError: if the model cannot be used.
@@ -60,14 +66,30 @@ class LLM:
             failing.callback(built.engine.close)
             check_vocabulary(self.tokenizer, built.model.vocab_size)
             failing.pop_all()  # the LLM closes them
-        self.engine, self.config, self.max_model_len = built.engine, built.model, built.max_model_len
+        self.driven, self.config, self.max_model_len = built.engine, built.model, built.max_model_len
         self._default_params = built.default_params
         self._operators, self._layers = built.operators, built.layers
-        self.gpu = built.gpu
+        self.gpu, self.speeds = built.gpu, built.speeds
         self.end_tokens = _end_tokens(self.config, self.tokenizer)
         self._grammars = GrammarChecker(resolved.tokenizer_directory)
         self._trackers: dict[str, RequestTracker] = {}
         self._names = count()
+
+    @property
+    def engine(self) -> Engine:
+        """The only engine, for whoever looks into it.
+
+        Raises:
+            UsageError: if there are several.
+        """
+        if isinstance(self.driven, Dispatcher):
+            raise UsageError(f"this is for one engine, not {len(self.driven.engines)}: leave out the D of the layouts")
+        return self.driven
+
+    @property
+    def status(self) -> EngineStatus:
+        """How the engine is doing, or all engines together."""
+        return self.driven.status
 
     @property
     def compiled(self) -> bool:
@@ -154,18 +176,23 @@ class LLM:
             self._forget(tracker)
 
     def generate_as_completed(
-        self, items: Iterable[tuple[Prompt, SamplingParams | None]]
+        self,
+        items: Iterable[tuple[Prompt, SamplingParams | None]],
+        *,
+        on_step: Callable[[SequenceOf[SequenceUpdate]], None] | None = None,
     ) -> Iterator[tuple[int, RequestOutput | NanoserveError]]:
         """Yield (position, output) in the order in which requests finish; a refused one yields its error.
 
-        ``items`` is read only as far ahead as the engine can use, so it may be long.
+        Args:
+            items: read only as far ahead as the engine can use, so it may be long.
+            on_step: called with what sequences gained, several times a second even while none gains anything.
         """
         pending = enumerate(items)
         running: dict[int, RequestTracker] = {}
         exhausted = False
         try:
             while running or not exhausted:
-                while not exhausted and len(running) < 2 * self.engine_config.max_num_seqs:
+                while not exhausted and self._wants_more:
                     position, item = next(pending, (0, None))
                     if item is None:
                         exhausted = True
@@ -175,7 +202,9 @@ class LLM:
                     except NanoserveError as error:
                         yield position, error
                 if running:
-                    self._step()
+                    updates = self._step(None if on_step is None else self.driven.now() + _WATCHED_SECONDS)
+                    if on_step is not None:
+                        on_step(updates)
                 for position in [position for position, tracker in running.items() if tracker.finished]:
                     tracker = running.pop(position)
                     self._forget(tracker)
@@ -214,12 +243,18 @@ class LLM:
             params=params,
             seed=self._random.randint(0, MAX_SEED) if params.seed is None else params.seed,
             end_tokens=self.end_tokens,
-            arrival_time=self.engine.now(),
+            arrival_time=self.driven.now(),
         )
-        self.engine.add(request)
+        self.driven.add(request)
         tracker = RequestTracker(request, self.tokenizer, prompt=text)
         self._trackers[request.request_id] = tracker
         return tracker
+
+    @property
+    def _wants_more(self) -> bool:
+        """Whether an engine might run out of prompts. Those in host memory are beside the sequences that run."""
+        status = self.status
+        return status.waiting < self.engine_config.max_num_seqs * len(status.layouts)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, SequenceOf[int]]:
         if isinstance(prompt, str):
@@ -232,24 +267,25 @@ class LLM:
             raise UsageError("a prompt is text, a list of token ids, or a list of messages")
         return None, prompt  # type: ignore[return-value]  # checked just above
 
-    def _step(self) -> None:
-        """One engine step. Ctrl-C takes effect behind it, so that no step is left half done."""
+    def _step(self, until: float | None = None) -> list[SequenceUpdate]:
+        """One engine step, which waits at most until then. Ctrl-C takes effect behind it: no step is left half done."""
         with deferred_interrupts():
-            updates = self.engine.step()
-            now = self.engine.now()
+            updates = self.driven.step(until)
+            now = self.driven.now()
             for update in updates:
                 tracker = self._trackers.get(update.request_id)
                 if tracker is not None and tracker.take(update, now):
-                    self.engine.stop(update.request_id, index=update.index, reason=FinishReason.STOP)
+                    self.driven.stop(update.request_id, index=update.index, reason=FinishReason.STOP)
+        return updates
 
     def _forget(self, tracker: RequestTracker) -> None:
         """The caller wants no more of this request; what still runs of it is aborted."""
         if self._trackers.pop(tracker.request.request_id, None) is not None and not tracker.finished:
-            self.engine.stop(tracker.request.request_id)
+            self.driven.stop(tracker.request.request_id)
 
     def close(self) -> None:
         """Give everything back."""
-        self.engine.close()
+        self.driven.close()
         self.tokenizer.close()
         self._grammars.close()
 

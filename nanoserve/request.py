@@ -244,7 +244,7 @@ class Sequence:
         block_table: device blocks in order of position.
         host_table: host blocks in order of position; on the device, those reserved for a prompt that will move.
         chain: prefix-cache entries of its first full blocks.
-        in_flight: how many rows and swaps of submitted plans are not answered yet.
+        in_flight: how many rows of submitted plans are not answered yet. A swap that is not shows in ``place``.
         preempt_when_answered: chosen as a victim while in flight; its blocks come back with its last answer.
         copy_source: a block whose first slots must be copied before this fork writes (copy-on-write), or None.
     """

@@ -43,9 +43,16 @@ def threads_of_each(workers: int, environment: MutableMapping[str, str] | None =
 
 def physical_cores(processors: Path = _PROCESSORS, quota: Path = _QUOTA) -> int:
     """Cores that this process may use: two threads of one core count once, and a container's limit counts."""
+    return max(1, min(len(cores_in_use(processors)), _limit(quota)))
+
+
+def cores_in_use(processors: Path = _PROCESSORS) -> list[tuple[int, ...]]:
+    """The processors that this process may use, each core's together, in the order of their numbers."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    cores = {_core(processors, number) for number in allowed}
-    return max(1, min(len(cores), _limit(quota)))
+    cores: dict[str, list[int]] = {}
+    for number in sorted(allowed):
+        cores.setdefault(_core(processors, number), []).append(number)
+    return [tuple(core) for core in cores.values()]
 
 
 def _core(processors: Path, number: int) -> str:

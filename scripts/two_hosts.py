@@ -128,15 +128,19 @@ def _bucket(rate: str) -> list[str]:
 
 
 def torchrun(
-    hosts: Sequence[Host], words: Sequence[str], environments: Sequence[Mapping[str, str]] = ({}, {})
+    hosts: Sequence[Host],
+    words: Sequence[str],
+    environments: Sequence[Mapping[str, str]] = ({}, {}),
+    *,
+    port: int = MASTER_PORT,
 ) -> list[Program]:
-    """Start the same command on all hosts, one process on each; the first host is torchrun's master."""
+    """Start the same command on all hosts, one process on each; the first host is torchrun's master, at this port."""
     return [
         host.start(
             [
                 *(sys.executable, "-m", "torch.distributed.run"),
                 *("--nnodes", str(len(hosts)), "--nproc-per-node", "1", "--node-rank", str(number)),
-                *("--master-addr", hosts[0].address, "--master-port", str(MASTER_PORT)),
+                *("--master-addr", hosts[0].address, "--master-port", str(port)),
                 *words,
             ],
             environment,

@@ -9,8 +9,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from nanoserve import LLM
+
+settings.register_profile("untimed", deadline=None)  # how long an example takes says more of the machine than of us
+settings.load_profile("untimed")
 
 # Triton's interpreter is switched on for a whole process: these tests have an invocation of their own.
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]

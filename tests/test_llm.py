@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,30 @@ def test_results_come_as_they_finish_and_a_refused_item_does_not_stop_the_rest(s
     assert order[-1] == 0, "the longest is the last"
     assert isinstance(results[1], UsageError)
     assert _all_blocks_are_back(storyteller)
+
+
+def test_who_watches_sees_what_each_step_of_a_batch_gained(storyteller: LLM) -> None:
+    steps: list[int] = []
+    items = [("Once", SamplingParams(max_tokens=12, ignore_eos=True))]
+    ((_, output),) = storyteller.generate_as_completed(
+        items, on_step=lambda updates: steps.append(sum(len(update.new_tokens) for update in updates))
+    )
+    assert not isinstance(output, Exception)
+    assert sum(steps) == len(output.outputs[0].token_ids) == 12
+    assert len(steps) >= 12, "it is called between the steps, not when the row is done"
+
+
+def test_a_batch_is_read_as_far_ahead_as_prompts_wait() -> None:
+    read: list[int] = []
+
+    def items() -> Iterator[tuple[str, SamplingParams]]:
+        for number in range(20):
+            read.append(number)
+            yield "Once", GREEDY
+
+    with LLM(max_num_seqs=2, eager=True) as llm:
+        next(iter(llm.generate_as_completed(items())))
+        assert len(read) <= 6, "two run, two wait, and each of the first two may have made room for another"
 
 
 @pytest.mark.parametrize(

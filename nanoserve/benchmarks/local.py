@@ -43,7 +43,7 @@ class LocalBench:
             "operators": operators,
             "layers": "compiled" if llm.compiled else "eager",
             "threads": torch.get_num_threads(),
-            "policy": llm.engine_config.policy,
+            "policy": llm.engine_config.policy_name,
             "limit_read_gb_per_s": self._limits.bytes_per_second / 1e9,
             "limit_gflops": self._limits.operations_per_second / 1e9,
         }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve import __version__
+from nanoserve.runtime.this_machine import processor
 
 PACKAGES = ("torch", "triton", "transformers", "llama-cpp-python", "numpy", "safetensors", "tokenizers")
 ENVIRONMENT = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "MKL_NUM_THREADS")
@@ -45,7 +46,7 @@ def command_line() -> str:
 @cache
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, memory and system."""
-    model, flags = _processor()
+    model, flags = processor()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "processor": model,
@@ -59,19 +60,6 @@ def describe_machine() -> dict[str, Any]:
 def available_cores() -> int:
     """Logical processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _processor() -> tuple[str, frozenset[str]]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return platform.processor() or platform.machine(), frozenset()
-    fields: dict[str, str] = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        fields.setdefault(name.strip(), value.strip())
-    flags = fields.get("flags") or fields.get("Features", "")
-    return fields.get("model name", platform.machine()), frozenset(flags.split())
 
 
 def installed_versions() -> dict[str, str]:

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -21,7 +21,8 @@ from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.rounds import GIGA, Bracketed, bandwidth_states, until_enough_count
 from nanoserve.models.shapes import dummy_config
-from triton_ops import linear, paged_attention, plain_operators
+from nanoserve.runtime.host_attention import HostAttention, HostRows
+from triton_ops import cache_write, linear, paged_attention, plain_operators
 
 SHAPE = "qwen3-0.6b"
 OURS = "nanoserve"
@@ -72,10 +73,8 @@ def attention_case(batch: int, context: int, dtype: torch.dtype) -> OperatorCase
     """Decode: one new token each of ``batch`` sequences over ``context`` tokens in shuffled blocks."""
     shape = dummy_config(SHAPE)
     heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    blocks_each = -(-context // BLOCK_SIZE)
-    cache_shape = (2, batch * blocks_each, kv_heads, BLOCK_SIZE, size)
-    caches = _cold(torch.randn(cache_shape).to(dtype))
-    tables = torch.randperm(batch * blocks_each, dtype=torch.int32).view(batch, blocks_each)
+    caches = _cold(torch.randn(2, *_cache_shape(batch, context)).to(dtype))
+    tables = _shuffled_tables(batch, context)
     query = torch.randn(batch, heads, size).to(dtype)
     out = torch.empty(batch, heads * size, dtype=dtype)
     starts = torch.arange(batch + 1, dtype=torch.int32)
@@ -102,6 +101,67 @@ def attention_case(batch: int, context: int, dtype: torch.dtype) -> OperatorCase
             "plain torch": Route(ours, plain_operators),
         },
     )
+
+
+@contextmanager
+def host_attention_case(batch: int, context: int, dtype: torch.dtype) -> Iterator[OperatorCase]:
+    """Decode over the host tier: rows as in `attention_case` are handed to a thread of its own, with as many threads to
+    share the work as torch has here, and waited for. Beside it the operator that this thread calls, called directly.
+    """
+    shape = dummy_config(SHAPE)
+    heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    fused = torch.randn(batch, heads + 2 * kv_heads, size).to(dtype)  # as a layer's projection gives them
+    query, key, value = fused[:, :heads], fused[:, heads:-kv_heads], fused[:, -kv_heads:]
+    tables = _shuffled_tables(batch, context)
+    slots = tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
+    pool = torch.randn(2, *_cache_shape(batch, context)).to(dtype)
+    cache_write(key, value, pool[0], pool[1], slots)
+    keys, values = zip(*(layer.unbind() for layer in _copies(pool)), strict=True)
+    rows = HostRows(tables, torch.full((batch,), context, dtype=torch.int32), slots)
+    host = HostAttention(shape, keys, values, torch.device("cpu"), threads=torch.get_num_threads())
+    layers = cycle(range(len(keys)))
+
+    def hand_over_and_wait() -> Tensor:
+        task = host.attend(next(layers), query, key, value, rows)
+        task.wait()
+        return task.result()
+
+    try:
+        yield OperatorCase(
+            name=f"host attention {batch} x {context}",
+            num_bytes=2 * batch * context * kv_heads * size * dtype.itemsize,
+            operations=4 * batch * context * heads * size,
+            routes={
+                OURS: Route(hand_over_and_wait),
+                "operator alone": Route(_attend_alone(query, ((keys[it], values[it]) for it in layers), rows)),
+            },
+        )
+    finally:
+        host.close()
+
+
+def _attend_alone(query: Tensor, caches: Iterator[tuple[Tensor, Tensor]], rows: HostRows) -> Callable[[], Tensor]:
+    """The operator over one pair of caches after the other, in this thread."""
+    batch, heads, size = query.shape
+    out = torch.empty(batch, heads * size, dtype=query.dtype)
+    starts = torch.arange(batch + 1, dtype=torch.int32)
+
+    def attend() -> Tensor:
+        arguments = (out, query, *next(caches), rows.block_tables, starts, rows.context_lengths)
+        paged_attention(*arguments, scale=size**-0.5, sliding_window=0)
+        return out
+
+    return attend
+
+
+def _cache_shape(batch: int, context: int) -> tuple[int, ...]:
+    """Of keys or values of so many sequences."""
+    shape = dummy_config(SHAPE)
+    return batch * -(-context // BLOCK_SIZE), shape.num_kv_heads, BLOCK_SIZE, shape.head_dim
+
+
+def _shuffled_tables(batch: int, context: int) -> Tensor:
+    return torch.randperm(batch * -(-context // BLOCK_SIZE), dtype=torch.int32).view(batch, -1)
 
 
 def _gather_and_attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: Tensor, context: int) -> Tensor:
@@ -154,8 +214,12 @@ def _linear_case(
 
 def _cold(tensor: Tensor) -> Iterator[Tensor]:
     """The same tensor in different places of memory, over and over; by the time one comes back, no cache holds it."""
-    copies = max(2, math.ceil(COLD_BYTES / tensor.nbytes))
-    return cycle([tensor, *(tensor.clone() for _ in range(copies - 1))])
+    return cycle(_copies(tensor))
+
+
+def _copies(tensor: Tensor) -> list[Tensor]:
+    """As many as no cache holds."""
+    return [tensor, *(tensor.clone() for _ in range(max(2, math.ceil(COLD_BYTES / tensor.nbytes)) - 1))]
 
 
 def measure_case(

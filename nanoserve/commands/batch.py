@@ -1,53 +1,29 @@
 """Offline batches: all rows of a file at once through the engine, each result written as it finishes."""
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoserve.commands.batch_advice import advice_for
 from nanoserve.commands.batch_files import ResultFile, Row, read_rows
+from nanoserve.commands.batch_progress import Phases, Tally, progress_bar
 from nanoserve.commands.failures import EXIT_OK, say
-from nanoserve.commands.options import EngineOptions, sampling_params
-from nanoserve.commands.terminal import is_terminal, load_progress
+from nanoserve.commands.options import sampling_params
+from nanoserve.commands.terminal import load_progress, remark
 from nanoserve.commands.usage import Usage
-from nanoserve.errors import NanoserveError, UsageError
+from nanoserve.commands.workers_options import WorkersOptions
+from nanoserve.errors import NanoserveError, UsageError, WorkersFailed
 
 if TYPE_CHECKING:
     from nanoserve.llm import LLM
-    from nanoserve.request import RequestOutput, SamplingParams
+    from nanoserve.request import RequestOutput, SamplingParams, SequenceUpdate
 
 Item = tuple[Any, "SamplingParams"]
 
 
-@dataclass(slots=True)
-class _Tally:
-    """What this run wrote so far."""
-
-    total: int
-    done_before: int
-    started: float
-    written: int = 0
-    errors: int = 0
-    tokens: int = 0
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.started
-
-    def summary(self, path: Path) -> str:
-        parts = [f"{self.written - self.errors} rows written to {path}"]
-        if self.errors:
-            parts.append(f"{self.errors} rows with errors")
-        if self.done_before:
-            parts.append(f"{self.done_before} were there already")
-        parts.append(f"{self.tokens} tokens in {self.seconds:.1f} s ({self.tokens / max(self.seconds, 1e-9):,.0f}/s)")
-        return ", ".join(parts)
-
-
-def run_batch(source: Path, target: Path, engine: EngineOptions, settings: dict[str, Any]) -> int:
+def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict[str, Any]) -> int:
     """Answer every row of ``source`` that ``target`` does not hold yet. Rows with errors do not make it fail.
 
     Raises:
@@ -61,66 +37,116 @@ def run_batch(source: Path, target: Path, engine: EngineOptions, settings: dict[
         if not open_rows:
             say(f"all {len(rows)} rows are in {target} already")
             return EXIT_OK
-        tally = _Tally(len(rows), len(rows) - len(open_rows), time.monotonic())
+        tally = Tally(len(rows), len(rows) - len(open_rows), time.monotonic())
+        layouts = engine.layouts()
+        phases = Phases(layouts) if len(layouts) > 1 else None
         usable = [row for row in open_rows if row.error is None]
         for row in open_rows:
             if row.error is not None:
                 _write(results, tally, row, {"error": row.error})
         try:
             if usable:
-                _answer_rows(usable, results, tally, engine, settings)
-        except KeyboardInterrupt:
-            left = tally.total - tally.done_before - tally.written
-            state = f"{tally.summary(target)}, {left} rows are left; the same command goes on from here"
+                _answer_rows(usable, results, tally, phases, engine, settings)
+        except (KeyboardInterrupt, WorkersFailed) as error:
+            left = f"{tally.left} rows are left; the same command goes on from here"
+            separator = "," if phases is None else ";"
+            state = f"{_summary(tally, phases, target)}{separator} {left}"
+            if isinstance(error, WorkersFailed):
+                raise WorkersFailed(f"{error}; {state}") from None
             raise KeyboardInterrupt(state) from None
-    say(tally.summary(target))
+    say(_summary(tally, phases, target))
     return EXIT_OK
 
 
 def _answer_rows(
-    rows: list[Row], results: ResultFile, tally: _Tally, engine: EngineOptions, settings: dict[str, Any]
+    rows: list[Row],
+    results: ResultFile,
+    tally: Tally,
+    phases: Phases | None,
+    engine: WorkersOptions,
+    settings: dict[str, Any],
 ) -> None:
     with load_progress() as progress:
         llm = engine.open_llm(progress)
         llm.prepare(progress)
-    tally.started = time.monotonic()
-    with llm, _progress_bar(tally) as draw:
+    with llm:
         items = _Items(llm, settings, engine.seed, results, tally)
-        for position, outcome in llm.generate_as_completed(items.of(rows)):
-            row = items.accepted[position]
-            if isinstance(outcome, NanoserveError):
-                _write(results, tally, row, {"error": str(outcome)})
-            else:
-                tally.tokens += sum(len(sample.token_ids) for sample in outcome.outputs)
-                _write(results, tally, row, _result(outcome))
-            draw()
+        if phases is not None and (advice := advice_for(llm, phases.layouts, items.like(rows))) is not None:
+            remark(advice)
+        tally.started = time.monotonic()
+        with progress_bar(tally, phases) as draw:
+            _run(llm, items, rows, phases, draw)
+
+
+def _run(llm: "LLM", items: "_Items", rows: list[Row], phases: Phases | None, draw: Callable[[], None]) -> None:
+    def look(updates: "Sequence[SequenceUpdate]") -> None:
+        if phases is not None:
+            phases.observe(time.monotonic(), updates, llm.status)
+        draw()
+
+    for position, outcome in llm.generate_as_completed(items.of(rows), on_step=look):
+        items.answer(position, outcome)
+    if items.lost is not None:
+        raise WorkersFailed(items.lost)
 
 
 class _Items:
-    """Turns rows into what the LLM takes; rows whose settings are wrong are answered with an error row at once.
+    """Turns rows into what the LLM takes and its answers into results; rows whose settings are wrong end as errors.
 
     Attributes:
-        accepted: the rows handed to the LLM, by position.
+        lost: why an engine runs nothing any more, if it took rows with it: they are left for the next run.
     """
 
-    def __init__(self, llm: "LLM", settings: dict[str, Any], seed: int | None, results: ResultFile, tally: _Tally):
+    def __init__(self, llm: "LLM", settings: dict[str, Any], seed: int | None, results: ResultFile, tally: Tally):
+        self._llm = llm
         self._defaults = llm.default_sampling_params()
         self._settings = settings
         self._seed = seed
         self._results = results
         self._tally = tally
-        self.accepted: list[Row] = []
+        self._accepted: list[Row] = []
+        self.lost: str | None = None
 
     def of(self, rows: list[Row]) -> Iterator[Item]:
         """The items of the usable rows."""
         for row in rows:
             try:
-                params = sampling_params(self._defaults, self._settings, self._seed_of(row), dict(row.settings))
+                params = self._params(row)
             except UsageError as error:
                 _write(self._results, self._tally, row, {"error": str(error)})
                 continue
-            self.accepted.append(row)
+            self._accepted.append(row)
             yield row.prompt, params
+
+    def answer(self, position: int, outcome: "RequestOutput | NanoserveError") -> None:
+        """Write what came of an item.
+
+        Raises:
+            WorkersFailed: if it failed because nothing runs any more.
+        """
+        row = self._accepted[position]
+        if isinstance(outcome, NanoserveError):
+            _write(self._results, self._tally, row, {"error": str(outcome)})
+            return
+        result = _result(outcome)
+        if result.get("error") in self._llm.driven.failures:  # not because of the row
+            self.lost = result["error"]
+            if self._llm.driven.failure is not None:
+                raise WorkersFailed(self._llm.driven.failure)
+            return  # other engines go on with other rows
+        self._tally.tokens += sum(len(sample.token_ids) for sample in outcome.outputs)
+        _write(self._results, self._tally, row, result)
+
+    def like(self, rows: list[Row]) -> list[Item]:
+        """What `of` will yield, as far as it can be known before."""
+        items = []
+        for row in rows:
+            with suppress(UsageError):
+                items.append((row.prompt, self._params(row)))
+        return items
+
+    def _params(self, row: Row) -> "SamplingParams":
+        return sampling_params(self._defaults, self._settings, self._seed_of(row), dict(row.settings))
 
     def _seed_of(self, row: Row) -> dict[str, int]:
         """It depends on the row's place alone: a run that goes on after Ctrl-C gives what it would have given."""
@@ -138,29 +164,22 @@ def _result(output: "RequestOutput") -> dict[str, Any]:
     return {"text": [sample.text for sample in samples], "finish_reason": reasons, "usage": usage}
 
 
-def _write(results: ResultFile, tally: _Tally, row: Row, fields: Mapping[str, Any]) -> None:
+def _write(results: ResultFile, tally: Tally, row: Row, fields: Mapping[str, Any]) -> None:
     identity = {} if row.id is None else {"id": row.id}
     results.write({"index": row.index} | identity | dict(fields))
     tally.written += 1
     tally.errors += "error" in fields
 
 
-@contextmanager
-def _progress_bar(tally: _Tally) -> Iterator[Callable[[], None]]:
-    """Draws rows, tokens/s and the time left on stderr, if someone watches; in this thread, when a row finishes."""
-    if not is_terminal(sys.stderr):
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]} tokens/s, left"), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bars:
-        task = bars.add_task("rows", total=tally.total, completed=tally.done_before + tally.written, rate="-")
-
-        def draw() -> None:
-            rate = f"{tally.tokens / max(tally.seconds, 1e-9):,.0f}"
-            bars.update(task, completed=tally.done_before + tally.written, rate=rate)
-            bars.refresh()
-
-        yield draw
+def _summary(tally: Tally, phases: Phases | None, path: Path) -> str:
+    parts = [f"{tally.written - tally.errors} rows written to {path}"]
+    if tally.errors:
+        parts.append(f"{tally.errors} rows with errors")
+    if tally.done_before:
+        parts.append(f"{tally.done_before} were there already")
+    rates = f"{tally.rate:,.0f}/s"
+    if phases is not None:
+        rates += f", {(tally.tokens + phases.prompt_tokens) / max(tally.seconds, 1e-9):,.0f}/s with prompts"
+    parts.append(f"{tally.tokens} tokens in {tally.seconds:.1f} s ({rates})")
+    said = ", ".join(parts)
+    return said if phases is None else f"{said}; {phases.summary}"

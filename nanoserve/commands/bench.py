@@ -5,11 +5,13 @@ import typer
 from nanoserve.commands.bench_compare import compare
 from nanoserve.commands.bench_diff import diff
 from nanoserve.commands.bench_gpu import gpu
+from nanoserve.commands.bench_hybrid import hybrid
 from nanoserve.commands.bench_latency import latency
 from nanoserve.commands.bench_operators import operators
 from nanoserve.commands.bench_paper import paper
 from nanoserve.commands.bench_pipeline import pipeline
 from nanoserve.commands.bench_quality import quality
+from nanoserve.commands.bench_reshard import reshard
 from nanoserve.commands.bench_scheduler import scheduler
 from nanoserve.commands.bench_serve import serve
 from nanoserve.commands.bench_startup import startup
@@ -24,6 +26,8 @@ HELP = """Measure: alone, beside other engines, before and after a change.
   nanoserve bench throughput --preset cpu -m dummy:qwen3-0.6b
   nanoserve bench serve --url http://127.0.0.1:8000 --request-rate 1,2,4
   nanoserve bench pipeline --pp 2 --request-rate 2
+  nanoserve bench reshard --prefill-parallel p2 --decode-parallel t2
+  nanoserve bench hybrid --threads 1 --host-threads 1
   nanoserve bench compare -m dummy:qwen3-0.6b --rounds 5
   nanoserve bench gpu --out results
   nanoserve bench paper gllm --plot figures
@@ -41,6 +45,8 @@ def bench_commands() -> typer.Typer:
         throughput,
         serve,
         pipeline,
+        reshard,
+        hybrid,
         compare,
         operators,
         gpu,

@@ -16,6 +16,7 @@ from nanoserve.commands.bench_options import (
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions
 from nanoserve.commands.terminal import remark
+from nanoserve.config import DEFAULT_POLICY
 from nanoserve.errors import NanoserveError, UsageError
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def _openings(
     model = resolve_model(model_name, offline=engine.offline)
     config = model_config(model)
     dtype, threads = dtype_name(engine.dtype, config), engine.threads or available_cores()
+    policy = engine.policy or DEFAULT_POLICY
     openings = []
     for name in ("nanoserve", *names):
         remark(f"preparing {name}")
@@ -107,11 +109,11 @@ def _openings(
                 threads=threads,
                 max_batch=max(case.batch for case in cases),
                 max_length=max(case.input_tokens + case.output_tokens for case in cases),
-                policy=engine.policy,
+                policy=policy,
                 eager=engine.eager,
             )
         )
-    facts = {"model": model.name, "dtype": dtype, "threads": threads, "policy": engine.policy}
+    facts = {"model": model.name, "dtype": dtype, "threads": threads, "policy": policy}
     return openings, facts | {"vocab_size": config.vocab_size}
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from nanoserve.benchmarks.operators import OperatorCase
     from nanoserve.benchmarks.report import Report
 
-DTYPES = ("bfloat16", "float16")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def operators(
@@ -26,7 +26,8 @@ def operators(
     ] = "1,4,16,64,512",
     rounds: Annotated[int, work_option("--rounds", help="Rounds that count, for each case.", min=1)] = 5,
     dtype: Annotated[
-        str, work_option("--dtype", help=f"Number format: {' or '.join(DTYPES)}.", metavar="NAME")
+        str,
+        work_option("--dtype", help=f"Number format: {' or '.join(DTYPES)}, for attention only.", metavar="NAME"),
     ] = "bfloat16",
     threads: Annotated[
         int | None,
@@ -34,7 +35,8 @@ def operators(
     ] = None,
     results: ResultOptions,
 ) -> int:
-    """Time paged attention and the linear layers in the shapes of Qwen3-0.6B, beside stock torch doing the same.
+    """Time paged attention, the same on the host tier, and the linear layers in the shapes of Qwen3-0.6B, beside stock
+    torch doing the same.
 
     Routes take turns within a round; a round counts only if the machine's read bandwidth before and after it differs
     by less than 10 %. Shares are of the least time in which the bytes can be read and the products computed.
@@ -91,11 +93,16 @@ def _measure(
 
 
 def _cases(cells: Sequence[tuple[int, int]], rows: Sequence[int], dtype: Any) -> Iterator["OperatorCase"]:
-    from nanoserve.benchmarks.operators import attention_case, linear_cases
+    import torch
+
+    from nanoserve.benchmarks.operators import attention_case, host_attention_case, linear_cases
 
     for batch, context in cells:
         yield attention_case(batch, context, dtype)
-    yield from linear_cases(rows, dtype)
+        with host_attention_case(batch, context, dtype) as case:
+            yield case
+    if dtype != torch.float32:  # for weights of 32 bits there is no operator of our own
+        yield from linear_cases(rows, dtype)
 
 
 def _show(report: "Report", results: ResultOptions) -> None:

@@ -14,12 +14,13 @@ from nanoserve.commands.bench_options import (
     settled_operators,
     work_option,
 )
+from nanoserve.commands.bench_rounds import fitting_work, measure_rounds, resolved_model
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import ENGINE_PANEL, MODEL_PANEL, at_most, option, switch
 from nanoserve.commands.terminal import load_progress, remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import WORKERS_PANEL, WorkersOptions
-from nanoserve.config import MOST_PARALLEL, EngineConfig
+from nanoserve.config import MOST_PARALLEL, PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.runtime.torchrun import TorchrunProcess
 
@@ -76,9 +77,14 @@ class PipelineOptions(WorkersOptions):
         """Of the workers; policies are for each run's own scheduler.
 
         Raises:
-            UsageError: for a setting out of range.
+            UsageError: for a setting out of range, and for what only one policy of these can use.
         """
-        return EngineConfig(**{**WorkersOptions.settings(self), "policy": EngineConfig().policy, "trace": None})
+        if self.prefill_parallel or self.decode_parallel or self.host_kv_memory:
+            raise UsageError(
+                "policies are compared on one layout without host memory: leave out "
+                f"{PAIR_OPTIONS[0]}, {PAIR_OPTIONS[1]} and --host-kv-memory"
+            )
+        return EngineConfig(**{**WorkersOptions.settings(self), "policy": None, "trace": None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +170,7 @@ def pipeline(
         trace = None if engine.trace_out is None else ChromeTraceFile(Path(engine.trace_out))
         keeper = RunKeeper(None if trace is None else opened.enter_context(trace))
         opened.enter_context(kept(report, lambda: _show(report, results, keeper)))
-        resolved, model = _resolve(engine)
+        resolved, model = resolved_model(engine)
         engines = _open_engines(resolved, config, metadatas, comparison, opened)
         scheduling, work = _scheduling(engines, config, model, work, report)
         contenders = _contenders(engines, policies, scheduling)
@@ -172,9 +178,7 @@ def pipeline(
         report.put("engine", _facts(resolved, config, model, engines, bench, operators))
         remark(f"warming up with {len(work.shapes)} requests of {work.name}")
         bench.warm_up()
-        for number, done in enumerate(bench.rounds(comparison.rounds), start=1):
-            remark(f"round {number} is done")
-            report.add({"case": work.name, "round": done, "drift": done.drift, "counts": done.counts})
+        measure_rounds(bench, comparison.rounds, report)
     return EXIT_OK
 
 
@@ -193,15 +197,6 @@ def _settings(work: "Work", comparison: ComparisonOptions, engine: PipelineOptio
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "seed": engine.seed or 0,
     }
-
-
-def _resolve(engine: PipelineOptions) -> "tuple[ResolvedModel, ModelConfig]":
-    from nanoserve.models.hub import resolve_model
-    from nanoserve.runtime.model_loading import read_config
-
-    with load_progress() as progress:
-        resolved = resolve_model(engine.model, offline=engine.offline, progress=progress)
-    return resolved, read_config(resolved)
 
 
 def _open_engines(
@@ -236,9 +231,6 @@ def _scheduling(
     from nanoserve.benchmarks.pipeline.policies import Scheduling
 
     num_blocks, context = common_context(engines, config, model)
-    fitting = work.fitting(context)
-    if left_out := len(work.shapes) - len(fitting.shapes):
-        report.note(f"{left_out} requests are longer than the context of {context} and left out")
     scheduling = Scheduling(
         num_blocks=num_blocks,
         block_size=config.block_size,
@@ -246,7 +238,7 @@ def _scheduling(
         max_num_seqs=config.max_num_seqs,
         token_budget=config.max_num_batched_tokens,
     )
-    return scheduling, fitting
+    return scheduling, fitting_work(work, context, report)
 
 
 def _contenders(

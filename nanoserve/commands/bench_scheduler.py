@@ -28,8 +28,8 @@ def scheduler(
       nanoserve bench scheduler --sequences 64,256,1024
     """
     from nanoserve.benchmarks.cpu_load import ForeignLoad
-    from nanoserve.benchmarks.scheduler_cost import measure_scheduler
     from nanoserve.measures.workloads import parse_sizes
+    from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
     from nanoserve.scheduler import make_policy
 
     sizes = parse_sizes(sequences, "--sequences")

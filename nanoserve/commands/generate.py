@@ -52,6 +52,8 @@ def generate(
       nanoserve generate "Once upon a time" --max-tokens 60
       cat story.txt | nanoserve generate - --json
       nanoserve generate --file prompts.jsonl --output results.jsonl
+      nanoserve generate -f in.jsonl -o out.jsonl --prefill-parallel p2 \\
+        --decode-parallel t2 --host-kv-memory 4GiB
 
     A row of a .jsonl file is an object with "prompt" or "messages", and if you
     like "id" and sampling settings, as {"id": 7, "prompt": "Once", "top_p": 0.9}.

@@ -3,6 +3,7 @@
 What is imported here is small: Ctrl-C while the rest is imported already ends in one line.
 """
 
+import contextlib
 import io
 import os
 import signal
@@ -16,7 +17,9 @@ from nanoserve.commands.failures import EXIT_INTERRUPTED, EXIT_OK, guarded
 
 def run(*first: str) -> NoReturn:
     """Entry point of the console script; ``first`` are words put before the process's arguments."""
-    code = main([*first, *sys.argv[1:]])
+    code = EXIT_INTERRUPTED
+    with contextlib.suppress(KeyboardInterrupt):  # one that comes when the last line is written already
+        code = main([*first, *sys.argv[1:]])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt but the interpreter's own end
     sys.exit(code)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from nanoserve.config import EngineConfig
+from nanoserve.config import DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.interrupts import deferred_interrupts
 from nanoserve.scheduler import POLICIES
@@ -48,9 +48,9 @@ def switch(*names: str, panel: str, help: str, **settings: Any) -> Any:
     return option(*names, panel=panel, help=help, metavar="", **settings)
 
 
-def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
-    def check(value: str) -> str:
-        if value not in choices:
+def _one_of(choices: tuple[str, ...]) -> Callable[[str | None], str | None]:
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in choices:
             raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}")
         return value
 
@@ -129,9 +129,15 @@ class EngineOptions:
     max_num_batched_tokens: Annotated[
         int, option("--max-num-batched-tokens", panel=ENGINE_PANEL, help="Token budget of one step.")
     ] = _DEFAULTS.max_num_batched_tokens
-    policy: Annotated[str, _choice("--policy", choices=tuple(POLICIES), panel=ENGINE_PANEL, help="What runs next.")] = (
-        _DEFAULTS.policy
-    )
+    policy: Annotated[
+        str | None,
+        _choice(
+            "--policy",
+            choices=tuple(POLICIES),
+            panel=ENGINE_PANEL,
+            help=f"What runs next; default: {DEFAULT_POLICY}, with two layouts {POLICY_OF_TWO_LAYOUTS}.",
+        ),
+    ] = None
     no_prefix_caching: Annotated[
         bool,
         switch("--no-prefix-caching", panel=ENGINE_PANEL, help="Compute every prompt from its start."),
@@ -164,7 +170,7 @@ class EngineOptions:
             "dtype": self.dtype,
             "device": self.device,
             "max_model_len": self.max_model_len,
-            "kv_cache_memory": _bytes(self.kv_cache_memory),
+            "kv_cache_memory": parsed_bytes(self.kv_cache_memory),
             "block_size": self.block_size,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
@@ -368,7 +374,12 @@ def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _bytes(size: str | None) -> int | None:
+def parsed_bytes(size: str | None) -> int | None:
+    """Bytes of a size that was given.
+
+    Raises:
+        UsageError: for what is no size.
+    """
     if size is None:
         return None
     from nanoserve.sizes import parse_size

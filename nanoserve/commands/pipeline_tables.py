@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from nanoserve.commands.bench_options import print_head
 
 if TYPE_CHECKING:
-    from nanoserve.benchmarks.pipeline.rounds import Ratio
+    from nanoserve.benchmarks.contenders import Ratio
     from nanoserve.benchmarks.report import Report
     from nanoserve.benchmarks.tables import Column
 
@@ -17,14 +17,15 @@ def show_pipeline(report: "Report") -> str:
     """Print the tables of a report with rows, and put their figures into it; returns what they are about."""
     import msgspec
 
-    from nanoserve.benchmarks.pipeline.rounds import PipelineRound, pairs, ratios, samples, summarize
+    from nanoserve.benchmarks.contenders import ratios, samples, summarize
+    from nanoserve.benchmarks.pipeline.rounds import RATIOS, PipelineRound, pairs
     from nanoserve.benchmarks.tables import print_table
 
     rounds = [msgspec.convert(row["round"], PipelineRound) for row in report.rows]
-    summary, compared = summarize(rounds), ratios(rounds, pairs(list(rounds[0].contenders)))
+    summary, compared = summarize(rounds), ratios(rounds, pairs(list(rounds[0].contenders)), RATIOS)
     report.put("summary", summary)
     report.put("ratios", compared)
-    report.put("samples", samples(rounds))
+    report.put("samples", samples(rounds, RATIOS))
     title = _title(report)
     print_head(report)
     print(f"{sum(one.counts for one in rounds)} of {len(rounds)} rounds count (read bandwidth drift below 10 %)")

@@ -1,20 +1,33 @@
 """``nanoserve profile``: what the parts of a step take on this machine, and how well that predicts a real run."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from nanoserve.commands.bench_options import RESULTS_PANEL
 from nanoserve.commands.failures import EXIT_OK
-from nanoserve.commands.options import EngineOptions, option
+from nanoserve.commands.options import EngineOptions, at_most, option
 from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.threads import MOST_THREADS, physical_cores, prepare_threads
 
 if TYPE_CHECKING:
     from nanoserve.costs.profile import Profile
+    from nanoserve.runtime.host_processor import HostProcessor
 
 
 def profile(
     *,
     engine: EngineOptions,
+    host_threads: Annotated[
+        int | None,
+        option(
+            "--host-threads",
+            panel=RESULTS_PANEL,
+            help="Set so many cores apart for attention in host memory; a CPU that is the device keeps the others.",
+            min=1,
+            callback=at_most(MOST_THREADS),
+        ),
+    ] = None,
     json_file: Annotated[
         Path | None,
         option(
@@ -32,29 +45,46 @@ def profile(
     policy over this machine. At the end two small workloads run for real beside their predictions. Takes about a
     minute for the bundled model; leave the machine alone meanwhile.
 
+    Policies that attend in host memory read a profile too (--profile), one that has the same --host-threads.
+
     [bold]Examples[/bold]
 
       nanoserve profile --json storyteller.json
       nanoserve profile -m dummy:qwen3-0.6b --threads 1 --json qwen.json
+      nanoserve profile --host-threads 1 --json hybrid.json
       nanoserve simulate --profile qwen.json --policy sarathi,throttling --rate 2 --lengths 128+32
     """
     from nanoserve.costs.profile import check_writable, write_profile
 
-    engine.check_is_for_cpu()
     if json_file is not None:
         check_writable(json_file)
-    with load_progress() as progress:
-        llm = engine.open_llm(progress)
-    with llm:
-        from nanoserve.benchmarks.profiling.measuring import measure_profile  # torch: opening sets the threads first
-        from nanoserve.benchmarks.profiling.prediction import predict_and_run
+    prepare_threads(engine.threads)
+    with closing(_set_apart(host_threads, engine.device)) as processor:
+        with load_progress() as progress:
+            llm = engine.open_llm(progress)
+        with llm:
+            from nanoserve.benchmarks.profiling.measuring import measure_profile
+            from nanoserve.benchmarks.profiling.prediction import predict_and_run
 
-        measured = measure_profile(llm, remark)
-        measured = measured.with_predictions(predict_and_run(llm.engine, llm.engine_config, measured, remark))
+            measured = measure_profile(llm, processor, remark)
+            measured = measured.with_predictions(predict_and_run(llm.engine, llm.engine_config, measured, remark))
     if json_file is not None:
         write_profile(measured, json_file)
     _show(measured)
     return EXIT_OK
+
+
+def _set_apart(host_threads: int | None, device: str) -> "HostProcessor":
+    """What attends in host memory; a CPU that is the device shares all cores with it, unless some are asked for."""
+    from nanoserve.runtime.core_division import divide_cores  # torch: the threads are set
+    from nanoserve.runtime.devices import usable_device
+    from nanoserve.runtime.host_processor import HostProcessor
+
+    found = usable_device(device)
+    if host_threads is None and found.type == "cpu":
+        cores = physical_cores()
+        return HostProcessor(cores, divide_cores(cores), None)
+    return HostProcessor.set_apart(host_threads, found)
 
 
 def _show(profile: "Profile") -> None:
@@ -65,8 +95,8 @@ def _show(profile: "Profile") -> None:
     settings, device = profile.settings, profile.device
     print(
         f"{profile.name}: {settings['dtype']}, {str(settings['operators']).partition(' (')[0]} operators,"
-        f" {settings['layers']} layers, {settings['threads']} threads; at best"
-        f" {device.read_bytes_per_second / 1e9:,.1f} GB/s, {device.operations_per_second / 1e9:,.0f} GFLOP/s"
+        f" {settings['layers']} layers, {settings['threads']} threads and {settings['host_threads']} in host memory;"
+        f" at best {device.read_bytes_per_second / 1e9:,.1f} GB/s, {device.operations_per_second / 1e9:,.0f} GFLOP/s"
     )
     if profile.foreign_cores is not None and profile.foreign_cores > BUSY_CORES:
         print(

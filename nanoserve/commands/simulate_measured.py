@@ -1,7 +1,7 @@
 """What ``nanoserve simulate --profile`` runs on: a model on this machine, as ``nanoserve profile`` measured it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,9 @@ from nanoserve.commands.simulate_options import MOST_BLOCKS, HardwareOptions
 from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
+    from nanoserve.costs.measured_predictor import MeasuredPredictor
     from nanoserve.costs.measured_times import MeasuredTimes
+    from nanoserve.costs.profile import Profile
     from nanoserve.simulator import OtherLayout
 
 
@@ -20,6 +22,7 @@ class MeasuredHardware:
     Attributes:
         layouts: the measured times.
         kv_blocks: as many as the measured engine had, unless others are asked for.
+        host_blocks: in host memory.
     """
 
     layouts: "tuple[MeasuredTimes]"
@@ -45,13 +48,20 @@ class MeasuredHardware:
             raise UsageError(f"{blocks:,d} KV blocks fit, more than can be simulated: give --num-blocks")
         return cls(layouts=(times,), kv_blocks=(blocks,))
 
+    def with_host_blocks(self, host_blocks: int) -> "MeasuredHardware":
+        """The same with so many blocks in host memory."""
+        return replace(self, host_blocks=host_blocks)
+
+    @property
+    def profile(self) -> "Profile":
+        return self.layouts[0].profile
+
     @property
     def facts(self) -> Mapping[str, Any]:
         """What a report says of it, in the words of the options."""
-        profile = self.layouts[0].profile
         return {
-            "model": profile.settings["model"],
-            "hardware": profile.device.name,
+            "model": self.profile.settings["model"],
+            "hardware": self.profile.device.name,
             "stages": 1,
             "tensor_parallel": 1,
         }
@@ -62,12 +72,15 @@ class MeasuredHardware:
 
     @property
     def blocks_name(self) -> str:
-        return f"{self.kv_blocks[0]:,d} KV blocks"
+        host = f", {self.host_blocks:,d} in host memory" if self.host_blocks else ""
+        return f"{self.kv_blocks[0]:,d} KV blocks{host}"
 
     @property
     def other_layouts(self) -> "Sequence[OtherLayout]":
         return ()
 
     @property
-    def predictors(self) -> "Sequence[MeasuredTimes]":
-        return self.layouts
+    def predictors(self) -> "Sequence[MeasuredPredictor]":
+        from nanoserve.costs.measured_predictor import MeasuredPredictor
+
+        return (MeasuredPredictor(self.profile),)

@@ -83,12 +83,13 @@ class TierOptions:
 
         Raises:
             UsageError: for layouts that do not suit each other, the model or the machine, for host memory that is
-                not there or holds no block, and for a profile with any of these.
+                not there or holds no block, and for a profile with layouts.
         """
         if hardware.profile is not None:
-            if self != TierOptions():
-                raise UsageError("--profile has one layout and no host memory: leave them out, or leave the profile")
-            return MeasuredHardware.of(hardware, hardware.profile)
+            if (self.prefill_parallel, self.decode_parallel) != (None, None):
+                raise UsageError("--profile has one layout: leave --prefill-parallel and --decode-parallel out")
+            measured = MeasuredHardware.of(hardware, hardware.profile)
+            return measured.with_host_blocks(self._host_blocks(measured.profile.step_costs(), hardware.block_size))
         layouts = [hardware.costs(layout) for layout in self._layouts(hardware)]
         blocks = [hardware.kv_blocks(costs) for costs in layouts]
         host = self._host_blocks(layouts[0], hardware.block_size)

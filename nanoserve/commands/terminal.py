@@ -15,7 +15,8 @@ from nanoserve.errors import UsageError
 if TYPE_CHECKING:
     from nanoserve.commands.options import Progress
 
-_REDRAW_SECONDS = 0.1
+REDRAW_SECONDS = 0.1
+"""Nobody sees more."""
 
 T = TypeVar("T")
 
@@ -126,7 +127,7 @@ def load_progress() -> Iterator["Progress | None"]:
             if stage not in stages:
                 stages[stage] = bars.add_task(stage, total=total)
             bars.update(stages[stage], completed=done, total=total)
-            if done >= total or time.monotonic() - drawn > _REDRAW_SECONDS:
+            if done >= total or time.monotonic() - drawn > REDRAW_SECONDS:
                 drawn = time.monotonic()
                 bars.refresh()
 

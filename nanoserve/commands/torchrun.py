@@ -9,7 +9,7 @@ from typing import Any
 from nanoserve.commands.failures import EXIT_FAILURE, EXIT_OK
 from nanoserve.commands.terminal import load_progress, remark
 from nanoserve.commands.workers_options import WorkersOptions
-from nanoserve.errors import RuntimeFailure
+from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.runtime.torchrun import TorchrunProcess
 from nanoserve.threads import prepare_threads
 
@@ -22,7 +22,10 @@ def on_all_machines(command: Callable[..., int]) -> Callable[..., int]:
         process = TorchrunProcess.from_environment()
         if process is None:
             return command(engine=engine, **others)
-        process.check_num_workers(engine.pp * engine.tp)
+        layout = engine.layouts()[0]
+        if layout.data_parallel > 1:
+            raise UsageError(f"torchrun starts the workers of one engine: leave the D out of {layout.name}")
+        process.check_num_workers(layout.devices)
         # Read when torch is imported. What fails here is told in our own words; torch adds pages of addresses.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if process.rank > 0:

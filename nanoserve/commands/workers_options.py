@@ -1,11 +1,13 @@
 """Options of the commands whose model may be divided over several worker processes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from nanoserve.commands.options import EngineOptions, at_most, option
-from nanoserve.config import MOST_PARALLEL
+from nanoserve.commands.options import EngineOptions, at_most, option, parsed_bytes
+from nanoserve.config import MOST_PARALLEL, PAIR_OPTIONS
 from nanoserve.errors import UsageError
+from nanoserve.layout import ParallelLayout
+from nanoserve.threads import MOST_THREADS
 
 WORKERS_PANEL = "Workers"
 _TRACE_HELP = "Write what each worker did when, for Perfetto or chrome://tracing."
@@ -44,6 +46,52 @@ class WorkersOptions(EngineOptions):
             metavar="N,N",
         ),
     ] = None
+    prefill_parallel: Annotated[
+        str | None,
+        option(
+            PAIR_OPTIONS[0],
+            panel=WORKERS_PANEL,
+            help="Layout for prompts, as p4 or d2t2p2; with the next one, instead of --pp and --tp.",
+            metavar="NAME",
+        ),
+    ] = None
+    decode_parallel: Annotated[
+        str | None,
+        option(
+            PAIR_OPTIONS[1],
+            panel=WORKERS_PANEL,
+            help="Layout for decodes, as t4: the same workers with other shares of the weights.",
+            metavar="NAME",
+        ),
+    ] = None
+    host_kv_memory: Annotated[
+        str | None,
+        option(
+            "--host-kv-memory",
+            panel=WORKERS_PANEL,
+            help="Host memory for KV blocks, as 4GiB; default: from what is free if layouts or policy need it.",
+            metavar="SIZE",
+        ),
+    ] = None
+    host_threads: Annotated[
+        int | None,
+        option(
+            "--host-threads",
+            panel=WORKERS_PANEL,
+            help="CPU threads that attend in host memory; default: half of the cores, with a GPU all but two.",
+            min=1,
+            callback=at_most(MOST_THREADS),
+        ),
+    ] = None
+    profile: Annotated[
+        str | None,
+        option(
+            "--profile",
+            panel=WORKERS_PANEL,
+            help="What nanoserve profile measured here, to predict steps by; default: measured at start.",
+            metavar="FILE",
+        ),
+    ] = None
     # Where --trace names the lengths of requests, a file that is read, this one must not take its variable.
     trace_out: Annotated[
         str | None,
@@ -59,15 +107,43 @@ class WorkersOptions(EngineOptions):
         """What LLM takes, without the model and the threads.
 
         Raises:
-            UsageError: for a size or a split that is none.
+            UsageError: for a size, a split or a layout that is none, and two layouts that do not suit each other.
         """
+        first, *others = self.layouts()
         return {
             **EngineOptions.settings(self),
-            "pipeline_parallel": self.pp,
-            "tensor_parallel": self.tp,
+            "pipeline_parallel": first.pipeline_parallel,
+            "tensor_parallel": first.tensor_parallel,
             "pipeline_split": _split(self.pp_split),
+            "data_parallel": first.data_parallel,
+            "decode_layout": replace(others[0], data_parallel=1) if others else None,
+            "host_kv_memory": parsed_bytes(self.host_kv_memory),
+            "host_threads": self.host_threads,
+            "profile": self.profile,
             "trace": self.trace_out,
         }
+
+    def layouts(self) -> tuple[ParallelLayout, ...]:
+        """Of all engines together: the only one, or that of prompts and that of decodes.
+
+        Raises:
+            UsageError: for what is no layout, one without the other, or another number of engines in each.
+        """
+        prefill, decode = self.prefill_parallel, self.decode_parallel
+        if prefill is None and decode is None:
+            return (ParallelLayout(tensor_parallel=self.tp, pipeline_parallel=self.pp),)
+        first, second = PAIR_OPTIONS
+        if prefill is None or decode is None:
+            raise UsageError(f"give both {first} and {second}, or neither")
+        if (self.pp, self.tp, self.pp_split) != (1, 1, None):
+            raise UsageError(f"{first} and {second} replace --pp, --tp and --pp-split: leave these out")
+        pair = ParallelLayout.parse(prefill), ParallelLayout.parse(decode)
+        if pair[0].data_parallel != pair[1].data_parallel:
+            raise UsageError(
+                f"{first} {pair[0].name} and {second} {pair[1].name} differ in D, the number of whole engines: "
+                "it stays the same"
+            )
+        return pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,11 +22,11 @@ on the machine at hand (profile.py) answers the same questions (measured_times.p
 from nanoserve.costs.counts import Precision
 from nanoserve.costs.efficiency import Efficiency
 from nanoserve.costs.hardware import Machine, load_machine
-from nanoserve.costs.layout import ParallelLayout
 from nanoserve.costs.memory import DoesNotFit
 from nanoserve.costs.model_table import load_shape
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.costs.work import StepWork
+from nanoserve.layout import ParallelLayout
 
 __all__ = [
     "DoesNotFit",

@@ -8,7 +8,7 @@ printed text is wrong the correction is said. Nothing in nanoserve decides by th
 from dataclasses import dataclass
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.layout import ParallelLayout
+from nanoserve.layout import ParallelLayout
 
 _NUMBER = 2
 """Bytes of a number: both texts assume 16 bits."""

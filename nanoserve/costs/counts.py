@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.layout import ParallelLayout
 from nanoserve.costs.work import StepWork, chunk_keys, chunk_pairs
 from nanoserve.errors import UsageError
+from nanoserve.layout import ParallelLayout
 
 # Bits that a stored number takes; four-bit weights come with a 16-bit scale for each group of 128.
 STORED_BITS = {4: 4 + 16 / 128, 8: 8.0, 16: 16.0, 32: 32.0}

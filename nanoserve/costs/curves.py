@@ -2,14 +2,14 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 
 import msgspec
 
 _LARGEST = 2**50
 """Of sizes, bytes perhaps: as floats they are still exact."""
-_LONGEST = 3e7
-"""Seconds."""
+_LONGEST, _SHORTEST = 3e7, 1e-9
+"""Seconds: of any measured time, and of a difference of two."""
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,6 +37,14 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def at(self, size: float) -> float:
         """Seconds at that size: 0 at 0, the first one's below the first, beyond the last one along the last line."""
         return interpolate(self.sizes, self.seconds, size)
+
+    def undisturbed(self) -> "Curve":
+        """The same with its lower quartiles for times."""
+        return Curve(sizes=self.sizes, seconds=self.low, low=self.low, high=self.high)
+
+    def rising(self) -> "Curve":
+        """The same as far as no size takes less than a smaller one: two that noise has turned meet half way."""
+        return Curve(sizes=self.sizes, seconds=_rising(self.seconds), low=_rising(self.low), high=_rising(self.high))
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,20 +76,55 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 check_seconds(name, row, len(self.contexts))
 
     def at(self, batch: float, context: float) -> float:
-        """Seconds for so many sequences of so many keys each: a line over the contexts, then one over the batches."""
-        if not batch:
-            return 0.0
-        return interpolate(self.batches, [interpolate(self.contexts, row, context) for row in self.seconds], batch)
+        """Seconds for so many sequences of so many keys each: a line over the contexts, then one over the batches.
 
-    def by_keys(self, keys: float) -> float:
-        """Seconds for so many keys in all, whoever reads them: a line over the means of cells with as many keys."""
-        if keys <= 0:
+        Beyond the last ones it grows in proportion, as what reads many bytes does: lines that are drawn on in two
+        directions may cross, and more would take less.
+        """
+        if batch <= 0:
             return 0.0
+        most, longest = self.batches[-1], self.contexts[-1]
+        lower, upper, share = _between(self.batches, min(batch, most))
+        few, many = (interpolate(self.contexts, self.seconds[row], min(context, longest)) for row in (lower, upper))
+        return _on_line(few, many, share) * max(1.0, batch / most) * max(1.0, context / longest)
+
+    def undisturbed(self) -> "Grid":
+        """The same with its lower quartiles for times."""
+        return Grid(batches=self.batches, contexts=self.contexts, seconds=self.low, low=self.low, high=self.high)
+
+    def rising(self) -> "Grid":
+        """The same as far as neither more sequences nor more keys take less."""
+        return Grid(
+            batches=self.batches,
+            contexts=self.contexts,
+            seconds=_rising_rows(self.seconds),
+            low=_rising_rows(self.low),
+            high=_rising_rows(self.high),
+        )
+
+    def less(self, part: Curve) -> "Grid":
+        """The same without what the curve says of each batch."""
+
+        def without(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+            pairs = zip(self.batches, rows, strict=True)
+            return tuple(tuple(max(_SHORTEST, value - part.at(batch)) for value in row) for batch, row in pairs)
+
+        return Grid(
+            batches=self.batches,
+            contexts=self.contexts,
+            seconds=without(self.seconds),
+            low=without(self.low),
+            high=without(self.high),
+        )
+
+    def over_keys(self) -> Curve:
+        """Over the keys in all, whoever reads them: the means of the cells with as many."""
         cells: dict[int, list[float]] = {}
         for size, seconds in self._cells():
             cells.setdefault(size, []).append(seconds)
-        sizes = sorted(cells)
-        return interpolate(sizes, [sum(cells[size]) / len(cells[size]) for size in sizes], keys)
+        sizes = tuple(sorted(cells))
+        means = tuple(sum(cells[size]) / len(cells[size]) for size in sizes)
+        return Curve(sizes=sizes, seconds=means, low=means, high=means)
 
     def _cells(self) -> Iterator[tuple[int, float]]:
         for batch, row in zip(self.batches, self.seconds, strict=True):
@@ -92,14 +135,37 @@ def interpolate(sizes: Sequence[int], seconds: Sequence[float], size: float) -> 
     """Piecewise linear; 0 at 0, constant below the first size; beyond the last along the last line, never falling."""
     if size <= 0:
         return 0.0
+    lower, upper, share = _between(sizes, size)
+    return _on_line(seconds[lower], seconds[upper], share)
+
+
+def _between(sizes: Sequence[int], size: float) -> tuple[int, int, float]:
+    """Places of the sizes that it lies between, and how far: 0 at the lower one, 1 at the upper one. Below the first it
+    is 0; beyond the last, more than 1 behind the last two."""
     if size <= sizes[0]:
-        return seconds[0]
-    above = bisect_left(sizes, size)
-    if above == len(sizes):
-        rise = max(0.0, (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]))
-        return seconds[-1] + rise * (size - sizes[-1])
-    share = (size - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
-    return seconds[above - 1] + share * (seconds[above] - seconds[above - 1])
+        return 0, 0, 0.0
+    upper = min(bisect_left(sizes, size), len(sizes) - 1)
+    below = sizes[upper - 1]
+    return upper - 1, upper, (size - below) / (sizes[upper] - below)
+
+
+def _on_line(lower: float, upper: float, share: float) -> float:
+    if share <= 1:
+        return lower + share * (upper - lower)
+    return upper + (share - 1) * max(0.0, upper - lower)
+
+
+def _rising(values: Sequence[float]) -> tuple[float, ...]:
+    """Half way between the largest so far and the smallest from here on."""
+    largest = accumulate(values, max)
+    smallest = reversed(list(accumulate(reversed(values), min)))
+    return tuple((high + low) / 2 for high, low in zip(largest, smallest, strict=True))
+
+
+def _rising_rows(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    """Along each row, then along each column, which leaves rows as they became."""
+    columns = [_rising(column) for column in zip(*map(_rising, rows), strict=True)]
+    return tuple(zip(*columns, strict=True))
 
 
 def check_sizes(name: str, sizes: Sequence[int]) -> None:

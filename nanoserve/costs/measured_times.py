@@ -1,4 +1,7 @@
-"""MeasuredTimes: how long steps take, by a profile, for whoever would otherwise ask the cost model. No torch."""
+"""MeasuredTimes: how long steps take by a profile, for the simulator and whoever adds steps up. No torch.
+
+What policies ask is another matter: see measured_predictor.py.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,7 +11,7 @@ from nanoserve.costs.work import Chunk, StepWork
 
 
 class MeasuredTimes:
-    """What the simulator (``StepTimes``, of one stage) and policies (``Predictor``) ask; all in seconds.
+    """What the simulator asks (``TieredTimes``, of one stage); all in seconds.
 
     Attributes:
         num_stages: one; a pipeline was not measured.
@@ -20,12 +23,10 @@ class MeasuredTimes:
         model = profile.model
         self.profile, self.memory = profile, profile.memory
         self.num_stages, self.num_layers = 1, model.num_layers
-        self._number_bytes = profile.bits / 8
         # How many layers have each sliding window; a window of 0 sees all.
         self._layers = dict(Counter(model.sliding_window(layer) for layer in range(model.num_layers)))
         self._windows = tuple(sorted(window for window in self._layers if window))
-
-    # ----------------------------------------------------------------------------------------- StepTimes
+        self._host_attention = profile.host_attention.less(profile.host_exchange).over_keys()
 
     def work(
         self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
@@ -34,15 +35,26 @@ class MeasuredTimes:
         return StepWork.of(decode_contexts, chunks, sampled, self._windows)
 
     def stage_seconds(self, work: StepWork, stage: int = 0) -> float:
-        """Layers and head. A chunk's attention is what a prompt to its end takes longer than one to its beginning."""
-        profile = self.profile
-        seconds = profile.linear.at(work.tokens) * self.num_layers + profile.head.at(work.sampled)
+        """Layers and head."""
+        return self.layers_seconds(work.tokens) + self.attention_seconds(work) + self.ends_seconds(work)
+
+    def layers_seconds(self, tokens: int, stage: int = 0) -> float:
+        """All layers without their attention."""
+        return self.profile.linear.at(tokens) * self.num_layers
+
+    def attention_seconds(self, work: StepWork, stage: int = 0) -> float:
+        """All layers' attention. A chunk's is what a prompt to its end takes longer than one to its beginning."""
+        seconds = 0.0
         for window, layers in self._layers.items():
             seconds += layers * self._decode_seconds(work, window)
             for start, length in work.chunks:
                 longer = self._prompt_seconds(start + length, window) - self._prompt_seconds(start, window)
                 seconds += layers * max(0.0, longer)  # medians of a busy machine may fall from one size to the next
         return seconds
+
+    def ends_seconds(self, work: StepWork, stage: int = 0) -> float:
+        """The head."""
+        return self.profile.head.at(work.sampled)
 
     def send_seconds(self, work: StepWork, stage: int) -> float:
         """There is no next stage."""
@@ -52,44 +64,23 @@ class MeasuredTimes:
         """The engine and the inputs: one device has nobody who prepares a step while another one computes."""
         return self.profile.inputs.at(work.rows) + self.profile.engine.at(work.rows)
 
-    # ----------------------------------------------------------------------------------------- Predictor
-
-    def linear_seconds(self, tokens: int) -> float:
-        """A layer without attention."""
-        return self.profile.linear.at(tokens)
-
-    def attention_seconds(self, context_tokens: int) -> float:
-        """Decode attention of a layer over so many keys in all, however many sequences read them."""
-        return self.profile.decode_attention.by_keys(context_tokens)
-
-    def prefill_attention_seconds(self, tokens: int) -> float:
-        """Attention of a layer over one prompt from its beginning."""
-        return self.profile.prefill_attention.at(tokens)
-
-    def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
-        """Decode attention of a layer on the CPU, with moving queries, keys and values there and results back."""
-        if not sequences:
-            return 0.0
-        model, copy = self.profile.model, self.profile.copy
-        head = sequences * model.head_dim * self._number_bytes
-        moving = copy.at(head * (model.num_heads + 2 * model.num_kv_heads)) + copy.at(head * model.num_heads)
-        return self.profile.host_attention.at(sequences, context_tokens / sequences) + moving
-
-    def step_overhead_seconds(self) -> float:
-        """What a step of one sequence takes beside its layers."""
-        return self.profile.inputs.at(1) + self.profile.head.at(1) + self.profile.engine.at(1)
-
-    def swap_seconds(self, context_tokens: int) -> float:
+    def swap_seconds(self, tokens: int, stage: int = 0) -> float:
         """The KV of so many tokens, all layers, one way."""
         model = self.profile.model
         numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-        return self.profile.copy.at(context_tokens * numbers * self._number_bytes)
+        return self.profile.copy.at(tokens * numbers * self.profile.bits / 8)
 
-    def transition_seconds(self, layout: int) -> float:
-        """Infinite, for another layout than the one that was measured."""
-        return 0.0 if layout == 0 else float("inf")
+    def reload_seconds(self, stage: int) -> float:
+        """Infinite: there is no other layout than the one that was measured."""
+        return float("inf")
 
-    # -------------------------------------------------------------------------------------------- inside
+    def host_attention_seconds(self, context: int) -> float:
+        """Decode attention of a layer on the CPU over so many keys in all, beside what is exchanged for it."""
+        return self._host_attention.at(context)
+
+    def host_exchange_seconds(self, rows: int) -> float:
+        """A layer's queries, keys, values and results of so many rows between device and host."""
+        return self.profile.host_exchange.at(rows)
 
     def _decode_seconds(self, work: StepWork, window: int) -> float:
         if not work.decodes:

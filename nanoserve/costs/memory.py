@@ -5,8 +5,8 @@ from dataclasses import replace
 from nanoserve.costs.counts import STORED_BITS, ModelCounts
 from nanoserve.costs.efficiency import Efficiency
 from nanoserve.costs.hardware import GIBI, Machine
-from nanoserve.costs.layout import ParallelLayout
 from nanoserve.errors import UsageError
+from nanoserve.layout import ParallelLayout
 
 _MOST_STAGES = 1024
 _USEFUL_TOKENS = 4096  # room for fewer keys and values is no advice

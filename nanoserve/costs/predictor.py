@@ -1,9 +1,53 @@
-"""CostPredictor: what policies are told of the times to come, straight from the cost model."""
+"""What policies are told of the times to come: Predictor, and CostPredictor, which answers from the cost model.
+
+MeasuredPredictor answers from a profile, CorrectedPredictor by another Predictor and the steps that it saw.
+"""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from nanoserve.costs.step_costs import StepCosts
+from nanoserve.costs.step_features import Strategy
 from nanoserve.costs.work import StepWork
+
+
+class Predictor(Protocol):
+    """What a step will take, by a profile or a cost model. Seconds; of one layer of one stage unless it says otherwise.
+
+    Attributes:
+        num_layers: of the model.
+    """
+
+    num_layers: int
+
+    def linear_seconds(self, tokens: int) -> float:
+        """The linear layers for so many rows of tokens, with all that runs beside them but attention."""
+
+    def attention_seconds(self, context_tokens: int) -> float:
+        """Decode attention on the device over so many keys, summed over sequences."""
+
+    def prefill_attention_seconds(self, tokens: int) -> float:
+        """Attention of one prompt of so many tokens, from its beginning.
+
+        A Load does not tell how many prompts a step's tokens belong to, nor where in them they begin. A policy that
+        asks for all of them at once takes them for one new prompt: too much for several short ones, for the time grows
+        faster than the tokens, and too little for a chunk far into a prompt, which reads the keys before it too.
+        """
+
+    def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
+        """Decode attention on the CPU over so many keys, with moving queries, keys, values and results."""
+
+    def step_overhead_seconds(self, rows: int = 1) -> float:
+        """What a whole step takes beside its layers, with so many rows that are sampled."""
+
+    def slowdown(self, strategy: Strategy) -> float:
+        """By which factor a step of that strategy takes longer than its parts; 1 where nobody measured it."""
+
+    def swap_seconds(self, context_tokens: int) -> float:
+        """The KV of so many tokens, all layers, one way between device and host."""
+
+    def transition_seconds(self, layout: int) -> float:
+        """Changing from the current layout to that one, with nothing in flight."""
 
 
 class CostPredictor:
@@ -60,11 +104,15 @@ class CostPredictor:
         """
         return self._costs.host_attention_seconds(context_tokens) + self._costs.host_exchange_seconds(sequences)
 
-    def step_overhead_seconds(self) -> float:
+    def step_overhead_seconds(self, rows: int = 1) -> float:
         """What a whole step takes beside its layers: the CPU's fixed part, embedding and head."""
-        one = self._costs.work([1])
-        ends = sum(self._costs.ends_seconds(one, stage) for stage in range(self._costs.num_stages))
+        work = StepWork(decodes=rows, sampled=rows)
+        ends = sum(self._costs.ends_seconds(work, stage) for stage in range(self._costs.num_stages))
         return self._costs.efficiency.step_seconds + ends
+
+    def slowdown(self, strategy: Strategy) -> float:
+        """None: the cost model knows the parts."""
+        return 1.0
 
     def swap_seconds(self, context_tokens: int) -> float:
         """The KV of so many tokens, all layers, one way between device and host; the slowest stage counts."""

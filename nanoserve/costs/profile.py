@@ -1,7 +1,7 @@
 """Profile: what ``nanoserve profile`` measured of one model on one machine (APEX's offline profiler). No torch.
 
-``MeasuredTimes`` (measured_times.py) answers from it, ``step_costs`` is the cost model with the factors it reaches.
-Times are seconds.
+``MeasuredTimes`` (measured_times.py) and ``MeasuredPredictor`` (measured_predictor.py) answer from it; ``step_costs``
+is the cost model with the factors it reaches. Times are seconds.
 """
 
 import os
@@ -19,11 +19,12 @@ from nanoserve.costs.hardware import Device, Link, Machine, Processor
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 
-SCHEMA: Final = "nanoserve-profile/1"
+SCHEMA: Final = "nanoserve-profile/2"
 _MOST_TOKENS = 2**28
 """Of a measured KV cache: each of its blocks takes some memory when it is simulated."""
 _MOST_LAYERS = 100_000
-_SETTINGS = ("model", "dtype", "operators", "layers", "threads", "rounds")
+_MOST_TIMES_AS_LONG = 1000.0
+_SETTINGS = ("model", "dtype", "operators", "layers", "threads", "host_threads", "rounds")
 
 
 class Reached(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,27 +99,33 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         schema: of the file.
         about: machine, versions, command, commit and when.
-        settings: model, number format, operators, threads, whether layers are compiled.
+        settings: model, number format, operators, threads of the device and of attention in host memory, whether layers
+            are compiled.
         foreign_cores: how many other programs kept busy meanwhile; None where the system does not tell.
         model: its shape.
         bits: of weights, keys and values.
         device, host: what computes, and the CPU beside it, which is the device itself where there is no other.
         memory: of the KV cache.
-        linear: a layer without attention, over tokens.
-        decode_attention, host_attention: attention of single tokens in one layer, on the device and on the CPU.
+        linear: a layer without attention, over tokens; embedding and last norm are divided between the layers.
+        decode_attention: attention of single tokens in one layer, on the device.
+        host_attention: the same by the threads that attend in host memory, beside a busy device, from handing over
+            queries, keys and values until the result is there.
+        host_exchange: over rows, the same for sequences of one key each: it is mostly handing over.
+        beside_host: how many times as long a layer without attention takes while attention in host memory is busy too:
+            above 1 where both read the same memory.
         prefill_attention: of one whole prompt in one layer, over its tokens.
         copy: between device memory and the CPU's, over bytes; one place to another where both are the same.
-        inputs: what an executor does in a step before its layers, over rows: tensors and the embedding.
-        head: last norm, logits and greedy sampling, over sampled rows.
+        inputs: what an executor does in a step before its layers, over rows.
+        head: logits and greedy sampling, over sampled rows.
         engine: scheduling, and taking answers in, over rows.
         efficiency: the factors that the machine reaches; ``step_costs`` predicts with them.
         predictions: workloads that ran for real, beside what was predicted.
 
     Raises:
-        ValueError: for a setting that is missing, bits that no number has, or a number of layers beyond all measure.
+        ValueError: for a setting that is missing, bits that no number has, or a number beyond all measure.
     """
 
-    schema: Literal["nanoserve-profile/1"]
+    schema: Literal["nanoserve-profile/2"]
     about: dict[str, Any]
     settings: dict[str, str | int]
     foreign_cores: float | None
@@ -130,11 +137,13 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     linear: Curve
     decode_attention: Grid
     host_attention: Grid
+    host_exchange: Curve
     prefill_attention: Curve
     copy: Curve
     inputs: Curve
     head: Curve
     engine: Curve
+    beside_host: float = 1.0
     efficiency: Efficiency = Efficiency()
     predictions: tuple[Prediction, ...] = ()
 
@@ -142,6 +151,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if missing := [name for name in _SETTINGS if name not in self.settings]:
             raise ValueError(f"settings must have {', '.join(missing)}")
         Precision(weight_bits=self.bits, kv_bits=self.bits, other_bits=self.bits)
+        if not 1 <= self.beside_host <= _MOST_TIMES_AS_LONG:
+            raise ValueError(f"beside_host must be 1 to {_MOST_TIMES_AS_LONG}, not {self.beside_host}")
         if not 1 <= self.model.num_layers <= _MOST_LAYERS:
             raise ValueError(f"num_layers must be 1 to {_MOST_LAYERS}, not {str(self.model.num_layers)[:20]}")
 
@@ -157,6 +168,18 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def with_predictions(self, predictions: Sequence[Prediction]) -> "Profile":
         """The same with these predictions."""
         return msgspec.structs.replace(self, predictions=tuple(predictions))
+
+    def rising(self) -> "Profile":
+        """The same as far as nothing takes less for being larger, as medians of a busy machine sometimes have it."""
+        return msgspec.structs.replace(self, **{name: found.rising() for name, found in self._measured().items()})
+
+    def undisturbed(self) -> "Profile":
+        """The same with lower quartiles for times: of a few samples, others disturb more than half now and then."""
+        return msgspec.structs.replace(self, **{name: found.undisturbed() for name, found in self._measured().items()})
+
+    def _measured(self) -> dict[str, Curve | Grid]:
+        fields = {field.name: getattr(self, field.name) for field in msgspec.structs.fields(self)}
+        return {name: found for name, found in fields.items() if isinstance(found, Curve | Grid)}
 
     def machine(self) -> Machine:
         """This machine as the cost model takes it: what was reached at best, of which ``efficiency`` has the shares."""

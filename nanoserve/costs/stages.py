@@ -30,9 +30,16 @@ _UNITS = 10**9
 
 
 def stage_layers(
-    model: ModelConfig, pipeline_parallel: int, pipeline_split: Sequence[int] | None = None
+    model: ModelConfig,
+    pipeline_parallel: int,
+    pipeline_split: Sequence[int] | None = None,
+    *,
+    asked: str | None = None,
 ) -> tuple[range, ...]:
     """The layers of each stage: as many as `pipeline_split` says, or divided by cost.
+
+    Args:
+        asked: the words that so many stages were asked for by, for errors; None: --pp.
 
     Raises:
         UsageError: if the stages cannot be filled, or the split is not one of this model's layers.
@@ -41,7 +48,7 @@ def stage_layers(
         raise UsageError(f"--pp must be at least 1, not {pipeline_parallel}")
     if pipeline_parallel > model.num_layers:
         raise UsageError(
-            f"--pp {pipeline_parallel}: the model has {model.num_layers} layers,"
+            f"{asked or f'--pp {pipeline_parallel}'}: the model has {model.num_layers} layers,"
             f" so there are at most {model.num_layers} stages"
         )
     if pipeline_split is not None:

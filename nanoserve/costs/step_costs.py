@@ -7,10 +7,10 @@ from nanoserve.config import ModelConfig
 from nanoserve.costs.counts import Matrix, ModelCounts, Operator, OperatorKind, Precision
 from nanoserve.costs.efficiency import Efficiency
 from nanoserve.costs.hardware import Link, Machine
-from nanoserve.costs.layout import ParallelLayout
 from nanoserve.costs.memory import DeviceMemory
 from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.errors import UsageError
+from nanoserve.layout import ParallelLayout
 
 _ALL_REDUCES_PER_LAYER = 2  # behind the attention's output and behind the feed-forward part
 _KERNELS_OF_HEAD = 3  # norm, logits, sampling

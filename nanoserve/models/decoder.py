@@ -181,11 +181,20 @@ class Decoder(nn.Module):
         [T, hidden_size]; positions: int64 [T]. The T tokens may belong to any number of sequences: only `attention`
         knows which.
         """
-        hidden = self._embed(entering) if self.shard.is_first else entering
-        cos, sin = self.rotary(positions)
-        cos, sin = cos.to(hidden.dtype), sin.to(hidden.dtype)
+        hidden, cos, sin = self.enter(entering, positions)
         for layer in cast(Iterable[DecoderLayer], self.layers):
             hidden = run_layer(layer, hidden, cos, sin, attention)
+        return self.leave(hidden)
+
+    def enter(self, entering: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What comes before the layers, arguments as in `forward`: hidden states [T, hidden_size], and the positions'
+        cosines and sines as a layer takes them."""
+        hidden = self._embed(entering) if self.shard.is_first else entering
+        cos, sin = self.rotary(positions)
+        return hidden, cos.to(hidden.dtype), sin.to(hidden.dtype)
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """What is behind the layers: the final norm in the last stage, and nothing in the others."""
         if not self.shard.is_last:
             return hidden
         normed: Tensor = self.final_norm(hidden)

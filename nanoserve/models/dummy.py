@@ -1,18 +1,26 @@
 """Models with random weights of a real shape: as fast and as large as the real ones, and meaningless."""
 
 import hashlib
+import json
 import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
+from nanoserve.errors import RuntimeFailure
 from nanoserve.models.decoder import INITIAL_STANDARD_DEVIATION, Decoder
 from nanoserve.models.dtypes import resolve_dtype
-from nanoserve.models.loading import empty_decoder
-from nanoserve.models.shapes import dummy_config
+from nanoserve.models.loading import INDEX_NAME, SINGLE_NAME, empty_decoder
+from nanoserve.models.shapes import dummy_config, dummy_shape
 from nanoserve.models.shards import Shard, TensorParallelGroup
 from nanoserve.models.weights import TensorPart, shard_parts, tensor_parts
+from nanoserve.sizes import format_size
 
 DUMMY_SEED = 1
 """Names the weights of dummy models, also where they are kept: another one whenever they are drawn in another way."""
@@ -20,6 +28,9 @@ DUMMY_SEED = 1
 # A uniform distribution of this half-width has the standard deviation of a fresh decoder; it is drawn much faster than
 # a normal one, which matters for billions of weights.
 _HALF_WIDTH = INITIAL_STANDARD_DEVIATION * math.sqrt(3.0)
+
+_FILE_BYTES = 256 << 20
+"""A written file holds so much, or one tensor: no more of a model is in this process's memory while it is written."""
 
 
 def make_dummy_model(
@@ -41,6 +52,55 @@ def make_dummy_model(
     for part in shard_parts(tensor_parts(config), config, decoder.shard):
         _draw(part, part.region(parameters[part.parameter]), generator)
     return decoder, config
+
+
+def save_dummy_checkpoint(spec: str, dtype: torch.dtype, directory: Path) -> None:
+    """Write the model that `make_dummy_model` makes on a CPU as a checkpoint, in the number format that it is run in.
+
+    Raises:
+        ModelError: if `spec` is no model.
+        RuntimeFailure: if it cannot be written to the directory, which must be there.
+    """
+    config = dummy_config(spec)
+    files = list(_shared_out(config, dtype))
+    needed, free = sum(map(_numbers, files)) * dtype.itemsize, shutil.disk_usage(directory).free
+    if needed > free:
+        raise RuntimeFailure(
+            f"{directory}: the weights of {spec} take {format_size(needed)}, but only {format_size(free)} are free"
+        )
+    last = len(files)
+    names = [SINGLE_NAME] if last == 1 else [f"model-{n + 1:05}-of-{last:05}.safetensors" for n in range(last)]
+    name_of_dtype = str(dtype).removeprefix("torch.")
+    shape = dummy_shape(spec) | {"dtype": name_of_dtype, "torch_dtype": name_of_dtype}  # the new key and the old one
+    generator, memory = torch.Generator("cpu"), torch.empty(max(map(_numbers, files)), dtype=dtype, device="cpu")
+    try:
+        for parts, name in zip(files, names, strict=True):
+            runs = torch.split(memory[: _numbers(parts)], [part.size for part in parts])
+            tensors = {part.name: run.view(part.shape) for part, run in zip(parts, runs, strict=True)}
+            for part in parts:
+                _draw(part, tensors[part.name], generator)
+            save_file(tensors, directory / name, metadata={"format": "pt"})
+        if last > 1:
+            weight_map = {part.name: name for parts, name in zip(files, names, strict=True) for part in parts}
+            (directory / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+        (directory / "config.json").write_text(json.dumps(shape, indent=1), encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise RuntimeFailure(f"{directory}: the weights of {spec} cannot be written ({error})") from error
+
+
+def _shared_out(config: ModelConfig, dtype: torch.dtype) -> Iterator[list[TensorPart]]:
+    """The tensors of each file."""
+    parts: list[TensorPart] = []
+    for part in tensor_parts(config):
+        if parts and _numbers([*parts, part]) * dtype.itemsize > _FILE_BYTES:
+            yield parts
+            parts = []
+        parts.append(part)
+    yield parts
+
+
+def _numbers(parts: list[TensorPart]) -> int:
+    return sum(part.size for part in parts)
 
 
 def _draw(part: TensorPart, region: Tensor, generator: torch.Generator) -> None:

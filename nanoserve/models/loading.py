@@ -3,8 +3,8 @@
 Only safetensors are read: a `.bin` checkpoint is a pickle, and unpickling can run code.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -37,12 +37,34 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _StoredTensor:
+class StoredTensor:
     """Where a tensor of the checkpoint lies, known from the file's header; nothing is read yet."""
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An open model directory, all of whose headers were checked.
+
+    Attributes:
+        parts: every tensor of the whole model.
+        stored: where each of them lies, by name.
+    """
+
+    parts: list[TensorPart]
+    stored: Mapping[str, StoredTensor]
+    _files: Mapping[Path, Any]
+
+    def view(self, part: TensorPart) -> Tensor:
+        """A part as it is stored, in the memory that its file is mapped to: a read happens when it is used.
+
+        The mapping lives as long as the view, also when the checkpoint is closed and its files are deleted.
+        """
+        path = self.stored[part.name].path
+        return _view(part, self._files[path], path)
 
 
 def load_model(
@@ -62,12 +84,24 @@ def load_model(
     """
     path, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(path)
-    with ExitStack() as files:
-        stored = _stored_tensors(path, {file: files.enter_context(_open(file)) for file in _weight_files(path)})
-    parts = _check(tensor_parts(config), stored, config, path)
+    with open_checkpoint(path, config) as checkpoint:
+        parts, stored = checkpoint.parts, checkpoint.stored
     decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device, shard=shard, group=group)
     _fill(decoder, list(shard_parts(parts, config, decoder.shard)), stored, progress)
     return decoder, config
+
+
+@contextmanager
+def open_checkpoint(directory: Path, config: ModelConfig) -> Iterator[Checkpoint]:
+    """The checkpoint of a model directory, whose files are closed afterwards.
+
+    Raises:
+        ModelError: if a file or a tensor is missing, damaged or not of this model; one line that names it.
+    """
+    with ExitStack() as opened:
+        files = {path: opened.enter_context(_open(path)) for path in _weight_files(directory)}
+        stored = _stored_tensors(directory, files)
+        yield Checkpoint(_check(tensor_parts(config), stored, config, directory), stored, files)
 
 
 def empty_decoder(
@@ -78,8 +112,25 @@ def empty_decoder(
     shard: Shard | None = None,
     group: TensorParallelGroup | None = None,
 ) -> Decoder:
-    """A decoder whose parameters are allocated and not trainable. They are not initialized, except that those of a
-    tensor-parallel rank are zero: no tensor fills padding, nor biases that another rank adds."""
+    """`unset_decoder`, except that the parameters of a tensor-parallel rank are zero: no tensor fills padding, nor
+    biases that another rank adds."""
+    decoder = unset_decoder(config, dtype, device, shard=shard, group=group)
+    if decoder.shard.degree > 1:
+        for parameter in decoder.parameters():
+            nn.init.zeros_(parameter)
+    return decoder
+
+
+def unset_decoder(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    shard: Shard | None = None,
+    group: TensorParallelGroup | None = None,
+) -> Decoder:
+    """A decoder whose parameters are allocated, not trainable, and hold whatever was in memory: on a CPU matrices take
+    none until they are written to."""
     # Not on the meta device first: torch imports its compiler for that, which takes longer than loading a small model.
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -88,9 +139,6 @@ def empty_decoder(
             decoder = Decoder(config, initialize=False, shard=shard, group=group)
     finally:
         torch.set_default_dtype(usual)
-    if decoder.shard.degree > 1:
-        for parameter in decoder.parameters():
-            nn.init.zeros_(parameter)
     return decoder.requires_grad_(False).eval()
 
 
@@ -125,15 +173,15 @@ def _open(path: Path) -> Any:
         raise ModelError(f"{path}: not a complete safetensors file ({' '.join(str(error).split())})") from error
 
 
-def _stored_tensors(directory: Path, handles: Mapping[Path, Any]) -> dict[str, _StoredTensor]:
-    stored: dict[str, _StoredTensor] = {}
+def _stored_tensors(directory: Path, handles: Mapping[Path, Any]) -> dict[str, StoredTensor]:
+    stored: dict[str, StoredTensor] = {}
     for path, handle in handles.items():
         for name in handle.keys():  # noqa: SIM118  (a safetensors file is not a mapping)
             header = handle.get_slice(name)
             shape, dtype = tuple(header.get_shape()), header.get_dtype()
             if name in stored:
                 raise ModelError(f"{path}: tensor {name} is also in {stored[name].path.name}")
-            stored[name] = _StoredTensor(path, shape, dtype)
+            stored[name] = StoredTensor(path, shape, dtype)
     index = directory / INDEX_NAME
     if index.is_file():
         for name, file in _weight_map(index).items():
@@ -143,7 +191,7 @@ def _stored_tensors(directory: Path, handles: Mapping[Path, Any]) -> dict[str, _
 
 
 def _check(
-    wanted_parts: Iterable[TensorPart], stored: Mapping[str, _StoredTensor], config: ModelConfig, directory: Path
+    wanted_parts: Iterable[TensorPart], stored: Mapping[str, StoredTensor], config: ModelConfig, directory: Path
 ) -> list[TensorPart]:
     """The parts, each of which is there in the right shape, and nothing else is.
 
@@ -170,7 +218,7 @@ def _check(
 
 
 def _fill(
-    decoder: Decoder, parts: list[TensorPart], stored: Mapping[str, _StoredTensor], progress: Progress | None
+    decoder: Decoder, parts: list[TensorPart], stored: Mapping[str, StoredTensor], progress: Progress | None
 ) -> None:
     parameters, degree = dict(decoder.named_parameters()), decoder.shard.degree
     pieces = [piece for part in parts for piece in part.pieces(_MAPPED_BYTES // 8)]
@@ -191,13 +239,23 @@ def _fill(
 
 
 def _read(part: TensorPart, region: Tensor, file: Any, path: Path) -> None:
+    region.copy_(_view(part, file, path))
+    check_finite(region, part.name, path)
+
+
+def _view(part: TensorPart, file: Any, path: Path) -> Tensor:
     try:
-        region.copy_(file.get_slice(part.name)[part.source])
+        view: Tensor = file.get_slice(part.name)[part.source]
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path}: tensor {part.name} cannot be read ({error})") from error
-    if not all(extreme.isfinite() for extreme in region.aminmax()):  # NaN spreads to both; nothing is allocated
-        dtype = str(region.dtype).removeprefix("torch.")
+    return view
+
+
+def check_finite(values: Tensor, name: str, path: Path) -> None:
+    """Raises ModelError if what was read of the file's tensor `name` holds NaN or infinite values."""
+    if not all(extreme.isfinite() for extreme in values.aminmax()):  # NaN spreads to both; nothing is allocated
+        dtype = str(values.dtype).removeprefix("torch.")
         raise ModelError(
-            f"{path}: tensor {part.name} has NaN or infinite values as {dtype};"
+            f"{path}: tensor {name} has NaN or infinite values as {dtype};"
             " the file is damaged, or --dtype is too narrow for it"
         )

@@ -1,6 +1,7 @@
 """Models with random weights of a published shape: `dummy:NAME` or `dummy:path/to/config.json`. No torch here."""
 
 from pathlib import Path
+from typing import Any
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.model_table import published_shapes
@@ -11,8 +12,8 @@ DUMMY_PREFIX = "dummy:"
 SHAPES = published_shapes()
 
 
-def dummy_config(spec: str) -> ModelConfig:
-    """The config of `NAME` from SHAPES, or of a config.json at that path; a leading "dummy:" is accepted.
+def dummy_shape(spec: str) -> dict[str, Any]:
+    """What the config.json says of `NAME` from SHAPES, or that lies at that path; a leading "dummy:" is accepted.
 
     Raises ModelError naming the known shapes when it is neither.
     """
@@ -21,7 +22,14 @@ def dummy_config(spec: str) -> ModelConfig:
         path = Path(name)
         if not path.is_file():
             raise ModelError(f"{path}: no such file; dummy: takes a config.json or a name")
-        return ModelConfig.from_hf(read_json_object(path), source=str(path))
+        return read_json_object(path)
     if name.lower() not in SHAPES:
         raise ModelError(f"unknown shape {name!r}; use a path to a config.json or one of: {', '.join(SHAPES)}")
-    return ModelConfig.from_hf(SHAPES[name.lower()], source=f"{DUMMY_PREFIX}{name}")
+    return dict(SHAPES[name.lower()])
+
+
+def dummy_config(spec: str) -> ModelConfig:
+    """The model of `dummy_shape`, with its errors."""
+    name = spec.removeprefix(DUMMY_PREFIX)
+    source = name if name.endswith(".json") else f"{DUMMY_PREFIX}{name}"
+    return ModelConfig.from_hf(dummy_shape(spec), source=source)

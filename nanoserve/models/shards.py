@@ -14,7 +14,7 @@ What does not divide evenly is padded with zeros, which change no result: inner 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from nanoserve.config import ModelConfig
+from nanoserve.config import PAIR_OPTIONS, EngineConfig, ModelConfig
 from nanoserve.costs.counts import tensor_degrees
 from nanoserve.costs.stages import stage_layers
 from nanoserve.errors import UsageError
@@ -87,23 +87,51 @@ def whole_model(config: ModelConfig) -> Shard:
     return Shard(range(config.num_layers))
 
 
+def shards_of_layouts(config: ModelConfig, engine: EngineConfig) -> tuple[list[Shard], ...]:
+    """The shards of each of the engine's layouts, by layout and rank.
+
+    Raises:
+        UsageError: if the model cannot be divided so; the line names the option that asked for it.
+    """
+    if engine.decode_layout is None:
+        return (
+            make_shards(
+                config,
+                pipeline_parallel=engine.pipeline_parallel,
+                tensor_parallel=engine.tensor_parallel,
+                pipeline_split=engine.pipeline_split,
+            ),
+        )
+    return tuple(
+        make_shards(
+            config,
+            pipeline_parallel=layout.pipeline_parallel,
+            tensor_parallel=layout.tensor_parallel,
+            asked=f"{option} {layout.name}",
+        )
+        for option, layout in zip(PAIR_OPTIONS, engine.layouts, strict=True)
+    )
+
+
 def make_shards(
     config: ModelConfig,
     *,
     pipeline_parallel: int,
     tensor_parallel: int,
     pipeline_split: tuple[int, ...] | None = None,
+    asked: str | None = None,
 ) -> list[Shard]:
     """The shards of a model by rank: rank = stage * tensor_parallel + rank in the group.
 
     Args:
         pipeline_split: layers of each stage; None divides them by cost.
+        asked: the words that this layout was asked for by, for errors; None: --pp and --tp.
 
     Raises:
-        UsageError: if the model cannot be divided so; the line names --pp, --pp-split or --tp.
+        UsageError: if the model cannot be divided so; the line names --pp, --pp-split or --tp, or what was `asked`.
     """
-    stages = stage_layers(config, pipeline_parallel, pipeline_split)
-    _check_degree(config, tensor_parallel)
+    stages = stage_layers(config, pipeline_parallel, pipeline_split, asked=asked)
+    _check_degree(config, tensor_parallel, asked)
     return [
         Shard(layers, stage, len(stages), rank, tensor_parallel)
         for stage, layers in enumerate(stages)
@@ -134,7 +162,7 @@ def divided(size: int, degree: int) -> int:
     return -(-size // degree)
 
 
-def _check_degree(config: ModelConfig, degree: int) -> None:
+def _check_degree(config: ModelConfig, degree: int, asked: str | None) -> None:
     if degree < 1:
         raise UsageError(f"--tp must be at least 1, not {degree}")
     if degree in (possible := tensor_degrees(config)):
@@ -143,4 +171,5 @@ def _check_degree(config: ModelConfig, degree: int) -> None:
     problem = f"{heads} attention heads" if heads % degree else f"{config.num_kv_heads} key-value heads evenly"
     *others, last = map(str, possible)
     choice = f"{', '.join(others)} or {last}" if others else last
-    raise UsageError(f"--tp {degree} does not divide {problem}; choose {choice}")
+    told = f"--tp {degree}" if asked is None else f"{asked}: a tensor degree of {degree}"
+    raise UsageError(f"{told} does not divide {problem}; choose {choice}")

@@ -6,7 +6,8 @@ one shard of the model needs of it.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -142,6 +143,18 @@ def shard_parts(parts: Iterable[TensorPart], config: ModelConfig, shard: Shard) 
             yield from _cut(replace(part, parameter=parameter), config, shard)
 
 
+def unfilled_regions(parts: Iterable[TensorPart], parameters: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Views of all that a shard's `parts` leave of its parameters: padding, and biases that another rank adds."""
+    filled: dict[tuple[str, int | None], list[TensorPart]] = defaultdict(list)
+    for part in parts:
+        filled[part.parameter, part.expert].append(part)
+    for name, parameter in parameters.items():
+        experts = range(len(parameter)) if parameter.dim() == 3 else (None,)
+        for expert in experts:
+            rows = parameter if expert is None else parameter[expert]
+            yield from _gaps(rows, sorted(filled[name, expert], key=lambda part: part.first_row))
+
+
 def may_be_ignored(name: str, config: ModelConfig) -> bool:
     """Whether an extra tensor means nothing: rotary tables of old checkpoints, a written copy of a tied matrix."""
     if name.endswith(("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")):
@@ -206,6 +219,19 @@ def _parameters_in(shard: Shard, parameter: str, config: ModelConfig) -> list[st
         return [parameter] * shard.is_last
     _, index, rest = parameter.split(".", 2)
     return [f"layers.{int(index) - shard.layers.start}.{rest}"] * (int(index) in shard.layers)
+
+
+def _gaps(rows: Tensor, parts: Iterable[TensorPart]) -> Iterator[Tensor]:
+    """What the parts, in the order of rows, leave of a matrix or a vector: rows between them, columns beside them."""
+    done = 0
+    for part in parts:
+        if done < part.first_row:
+            yield rows[done : part.first_row]
+        done = part.first_row + (part.shape[0] if part.rows is None else len(part.rows))
+        if part.columns is not None and len(part.columns) < rows.shape[1]:
+            yield rows[part.first_row : done, len(part.columns) :]
+    if done < len(rows):
+        yield rows[done:]
 
 
 class _Block(NamedTuple):

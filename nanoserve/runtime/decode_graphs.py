@@ -118,8 +118,9 @@ class DecodeGraphs:
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         rows, width = inputs.block_tables.shape
-        decodes_only = len(inputs.token_ids) == rows
-        if not decodes_only or rows > self._buckets[-1] or width > self._static.most_blocks:
+        # A graph tells nobody how far it is in its layers.
+        replayable = len(inputs.token_ids) == rows and inputs.computed is None
+        if not replayable or rows > self._buckets[-1] or width > self._static.most_blocks:
             return self._forward(inputs)
         graph = self._graphs[self._buckets[bisect_left(self._buckets, rows)]]
         fill(graph.inputs, inputs)

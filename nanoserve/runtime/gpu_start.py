@@ -3,6 +3,7 @@
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -12,6 +13,7 @@ from nanoserve.models.hub import ProgressCallback
 from nanoserve.runtime.decode_graphs import CudaRecorder, DecodeGraphs, StaticInputs, bucket_sizes
 from nanoserve.runtime.devices import compiler_errors
 from nanoserve.runtime.largest_step import LargestStep, measured_memory
+from nanoserve.runtime.layer_pieces import EagerPieces, LayerPieces, whole_layer
 from nanoserve.runtime.memory import memory_errors, out_of_memory
 from nanoserve.runtime.model_runner import ModelRunner
 from nanoserve.runtime.traced_layers import TracedLayers
@@ -57,6 +59,7 @@ class GpuStart:
 
     Attributes:
         run_layer: runs the layers from now on.
+        pieces: run those that part of a step's rows attend in elsewhere.
     """
 
     def __init__(self, decoder: Decoder, config: EngineConfig, device: torch.device) -> None:
@@ -65,6 +68,7 @@ class GpuStart:
         self._device = device
         self._traced = None if config.eager else TracedLayers(decoder)
         self.run_layer: LayerFunction = DecoderLayer.__call__ if self._traced is None else self._traced
+        self.pieces: LayerPieces = EagerPieces() if self._traced is None else self._traced
         # A stage's steps begin with hidden states that come from elsewhere: they run compiled, and uncaptured.
         captures = not config.eager and config.num_workers == 1 and _can_be_captured(decoder, device)
         self._buckets = bucket_sizes(config.max_num_seqs) if captures else ()
@@ -72,7 +76,8 @@ class GpuStart:
         self._step_memory = 0
 
     def measure(self, longest: int, progress: ProgressCallback | None) -> int:
-        """Run the largest step twice: to compile what it needs, then to see its memory.
+        """Run the largest step twice: to compile what it needs, then to see its memory. So too in pieces of layers, if
+        the policy has steps of these.
 
         Args:
             longest: tokens of the longest sequence.
@@ -91,11 +96,14 @@ class GpuStart:
             progress(stage, 0, 1)
         advice = "lower --max-num-batched-tokens or --max-num-seqs"
         problem = f"a step of {num_tokens} tokens does not fit"
+        ways = [self.run_layer, whole_layer(self.pieces)] if config.attends_on_host else [self.run_layer]
         with memory_errors(self._device, problem, advice), compiler_errors(self._device):
-            step.run(self._decoder, self.run_layer)
+            for run_layer in ways:
+                step.run(self._decoder, run_layer)
             torch.cuda.synchronize(self._device)
             self._warm_up_seconds = time.monotonic() - began
-            self._step_memory = measured_memory(self._device, lambda: step.run(self._decoder, self.run_layer))
+            runs = [partial(step.run, self._decoder, run_layer) for run_layer in ways]
+            self._step_memory = max(measured_memory(self._device, run) for run in runs)
         if progress is not None:
             progress(stage, 1, 1)
         if not self._buckets:

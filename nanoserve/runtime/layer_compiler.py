@@ -1,13 +1,15 @@
-"""Compiles the layers of a decoder ahead of time, into a library without Python. A program of its own.
+"""Compiles layers of a decoder, or their pieces, ahead of time, into a library without Python. A program of its own.
 
 One library serves all layers of a kind: their weights are arguments, as are the tensors of a step, with any number of
 tokens, rows and blocks. A chat can begin and end while it is being compiled.
 """
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import msgspec
 import torch
@@ -18,6 +20,8 @@ from nanoserve.models.attention import AttentionFunction, PagedAttention
 from nanoserve.models.decoder import DecoderLayer
 from triton_ops.cpu import CannotBuild, Shelf
 
+LayerPart = Literal["layer", "pre_attention", "post_attention"]
+"""What is compiled: a whole layer, or one of its pieces."""
 _EXAMPLE_ROWS, _EXAMPLE_TOKENS, _EXAMPLE_BLOCKS = 3, 6, 5
 
 
@@ -26,13 +30,15 @@ class LayerJob(Shelf):
     """What to compile and where to keep it.
 
     Attributes:
-        config: of a model with this layer alone, in JSON; see `layer_config`.
+        config: of a model with this layer alone, in JSON; see `layer_config` and `piece_config`.
+        part: what of the layer.
         dtype: of weights, cache and hidden states, as torch names it.
-        block_size: tokens per KV block.
+        block_size: tokens per KV block; 0 for a piece, which knows of none.
         threads: that the library uses.
     """
 
     config: str
+    part: LayerPart
     dtype: str
     block_size: int
     threads: int
@@ -66,13 +72,17 @@ def layer_config(config: ModelConfig, index: int) -> ModelConfig:
     )
 
 
-class FunctionalLayer(nn.Module):
-    """A layer as a function of the step's tensors and of its weights."""
+def piece_config(config: ModelConfig, index: int) -> ModelConfig:
+    """As `layer_config`, for the pieces of that layer: how attention looks back does not matter to them."""
+    return replace(layer_config(config, index), sliding_windows=())
+
+
+class WholeLayer(nn.Module):
+    """A layer with attention over its paged cache; see `step_arguments`."""
 
     def __init__(self, layer: DecoderLayer) -> None:
         super().__init__()
-        self._names = [name for name, _ in layer.named_parameters()]
-        self._layer = (layer,)  # not as a submodule: its own weights are no part of the function
+        self.layer = layer
 
     def forward(
         self,
@@ -85,11 +95,9 @@ class FunctionalLayer(nn.Module):
         query_starts: Tensor,
         context_lengths: Tensor,
         slot_mapping: Tensor,
-        weights: list[Tensor],
-    ) -> Tensor:
-        (layer,) = self._layer
+    ) -> tuple[Tensor]:
         attention = PagedAttention(
-            config=layer.config,
+            config=self.layer.config,
             key_caches=[key_cache],
             value_caches=[value_cache],
             block_tables=block_tables,
@@ -97,15 +105,59 @@ class FunctionalLayer(nn.Module):
             context_lengths=context_lengths,
             slot_mapping=slot_mapping,
         )
+        return (self.layer(hidden, cos, sin, attention),)
+
+
+class PreAttention(nn.Module):
+    """The first piece of a layer."""
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.layer.pre_attention(hidden, cos, sin)
+
+
+class PostAttention(nn.Module):
+    """The second piece of a layer."""
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, attention_output: Tensor, residual: Tensor) -> tuple[Tensor]:
+        return (self.layer.post_attention(attention_output, residual),)
+
+
+_PARTS: Mapping[LayerPart, Callable[[DecoderLayer], nn.Module]] = {
+    "layer": WholeLayer,
+    "pre_attention": PreAttention,
+    "post_attention": PostAttention,
+}
+
+
+class LayerAsFunction(nn.Module):
+    """A layer, or a piece of it, as a function of tensors and of the layer's weights."""
+
+    def __init__(self, layer: DecoderLayer, part: LayerPart) -> None:
+        super().__init__()
+        module = _PARTS[part](layer)
+        self._names = [name for name, _ in module.named_parameters()]
+        self._module = (module,)  # not as a submodule: its own weights are no part of the function
+
+    def forward(self, tensors: tuple[Tensor, ...], weights: list[Tensor]) -> tuple[Tensor, ...]:
+        """weights: all of the layer's, in its own order, whichever of them the part needs."""
+        (module,) = self._module
         named = dict(zip(self._names, weights, strict=True))
-        output: Tensor = torch.func.functional_call(layer, named, (hidden, cos, sin, attention))
-        return output
+        outputs: tuple[Tensor, ...] = torch.func.functional_call(module, named, tensors)
+        return outputs
 
 
 def step_arguments(
     index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
 ) -> tuple[Tensor, ...]:
-    """What `FunctionalLayer` takes before the weights, for the layer of that index."""
+    """What `WholeLayer` takes, for the layer of that index."""
     assert isinstance(attention, PagedAttention), "layers are compiled with a paged cache"
     return (
         hidden,
@@ -127,33 +179,40 @@ def compile_layer(job: LayerJob, temporary: Path) -> Path:
     with torch.device("meta"):
         layer = DecoderLayer(config, 0).to(dtype)
     layer = layer.to_empty(device="cpu").requires_grad_(False).eval()  # memory that is never touched costs nothing
-    function = FunctionalLayer(layer)
-    step = _example_step(config, dtype, job.block_size)
+    function = LayerAsFunction(layer, job.part)
     weights: list[Tensor] = list(layer.parameters())
-    arguments = (*step, weights)
-    counts = torch.export.Dim.DYNAMIC
-    dynamic = ({0: counts},) * 5 + ({0: counts, 1: counts},) + ({0: counts},) * 3 + ([None] * len(weights),)
+    tensors, dynamic = _examples(config, job.part, dtype, job.block_size)
+    arguments, dynamic_shapes = (tensors, weights), (dynamic, [None] * len(weights))
     try:
         with torch.no_grad(), TemporaryDirectory(prefix=f"{temporary.name}.", dir=job.directory) as folder:
-            program = torch.export.export(function, arguments, dynamic_shapes=dynamic, strict=False)
+            program = torch.export.export(function, arguments, dynamic_shapes=dynamic_shapes, strict=False)
             options = {"aot_inductor.output_path": f"{folder}/layer.so"}
             made = Path(str(torch._inductor.aot_compile(program.module(), arguments, options=options)))
-            (operator_calls,) = made.parent.glob("*.wrapper.json")
-            # torch looks for the calls of our operators in a file that differs from the library in its suffix.
-            operator_calls.rename(temporary.with_name(temporary.name + ".json"))
+            for operator_calls in made.parent.glob("*.wrapper.json"):  # there is none if nothing calls our operators
+                # torch looks for these calls in a file that differs from the library in its suffix.
+                operator_calls.rename(temporary.with_name(temporary.name + ".json"))
             return made.rename(temporary.with_name(temporary.name + ".so"))
     except Exception as error:  # whatever torch's compiler stumbles over, the layers run without it
         lines = str(error).strip().splitlines() or [""]
         raise CannotBuild(f"{type(error).__name__}: {lines[0]}") from error
 
 
-def _example_step(config: ModelConfig, dtype: torch.dtype, block_size: int) -> tuple[Tensor, ...]:
-    """Tensors of the right kinds whose sizes are examples: neither 0 nor 1, which a compiler takes for a promise."""
+def _examples(
+    config: ModelConfig, part: LayerPart, dtype: torch.dtype, block_size: int
+) -> tuple[tuple[Tensor, ...], tuple[dict[int, object], ...]]:
+    """Tensors of the right kinds for a part of a layer, and which of their sizes are mere examples: these are neither 0
+    nor 1, which a compiler takes for a promise."""
     tokens, rows = _EXAMPLE_TOKENS, _EXAMPLE_ROWS
+    hidden = torch.zeros(tokens, config.hidden_size, dtype=dtype)
     angles = torch.zeros(tokens, 1, config.rope.rotary_dim // 2, dtype=dtype)
+    any_length: dict[int, object] = {0: torch.export.Dim.DYNAMIC}
+    if part == "pre_attention":
+        return (hidden, angles, angles.clone()), (any_length,) * 3
+    if part == "post_attention":
+        return (torch.zeros(tokens, config.num_heads * config.head_dim, dtype=dtype), hidden), (any_length,) * 2
     cache = torch.zeros(_EXAMPLE_BLOCKS, config.num_kv_heads, block_size, config.head_dim, dtype=dtype)
-    return (
-        torch.zeros(tokens, config.hidden_size, dtype=dtype),
+    tensors = (
+        hidden,
         angles,
         angles.clone(),
         cache,
@@ -163,6 +222,8 @@ def _example_step(config: ModelConfig, dtype: torch.dtype, block_size: int) -> t
         torch.ones(rows, dtype=torch.int32),
         torch.zeros(tokens, dtype=torch.int64),
     )
+    any_table: dict[int, object] = {**any_length, 1: torch.export.Dim.DYNAMIC}
+    return tensors, (any_length,) * 5 + (any_table,) + (any_length,) * 3
 
 
 def main(job: str) -> bool:

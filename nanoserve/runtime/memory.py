@@ -191,6 +191,7 @@ def out_of_memory(error: BaseException) -> bool:
     kinds = (torch.OutOfMemoryError, MemoryError)
     told = (
         "DefaultCPUAllocator",
+        "Cannot allocate memory",  # for a file to be mapped to
         "CUDA error: out of memory",
         "CUBLAS_STATUS_ALLOC_FAILED",
         "Triton Error [CUDA]: out of memory",

@@ -17,44 +17,19 @@ from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.runtime.fed_tokens import FedTokens, LastTokens
 from nanoserve.runtime.fetching import Fetching
-from nanoserve.runtime.forward_pass import Caches, ForwardFunction, ForwardPass
+from nanoserve.runtime.forward_pass import ForwardFunction, ForwardPass, attention_over, make_caches
 from nanoserve.runtime.grammars import SequenceGrammar
+from nanoserve.runtime.hybrid_pass import DeviceRows, HostGroup, HybridPass
+from nanoserve.runtime.hybrid_rows import StagedHostRows, stage_host_rows
 from nanoserve.runtime.launched_step import LaunchedStep, SampledTokens, ScoredPrompt
+from nanoserve.runtime.layer_marks import LayerComputed
 from nanoserve.runtime.logprobs import LogprobColumns, rows_per_chunk
 from nanoserve.runtime.sampling import SamplingRows, SamplingState, sample
+from nanoserve.runtime.sequence_record import SequenceRecord
 from nanoserve.runtime.staging import Staged, Staging
-from nanoserve.runtime.step_inputs import BlockTable, InputBuilder, StagedInputs, row_ends
+from nanoserve.runtime.step_inputs import BlockTable, InputBuilder, StagedInputs, StepInputs, row_ends
 from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan
 from triton_ops import copy_blocks
-
-
-class SequenceRecord:
-    """What the runner knows of one sequence from its Begin on."""
-
-    def __init__(self, begin: Begin, vocab_size: int, grammar: SequenceGrammar | None) -> None:
-        self.prompt = np.array(begin.tokens[: begin.prompt_length], np.int64)
-        self.params = begin.params
-        self.num_known = len(begin.tokens)
-        self.block_table = BlockTable()
-        self.sampling = SamplingState(begin, vocab_size, grammar)
-
-    def take(self, row: Row) -> None:
-        """Take note of a row that is about to be computed. What it samples counts as known: the device will know it.
-
-        Raises:
-            RuntimeError: if it has tokens that neither Begin nor sampling told: guesses are not verified here.
-        """
-        end = row.start + len(row.tokens)
-        if end > self.num_known:
-            raise RuntimeError(f"sequence {row.sequence}: a row goes beyond its {self.num_known} known tokens")
-        if row.new_blocks:
-            self.block_table.extend(row.new_blocks)
-        if row.sample:
-            self.num_known = max(self.num_known, end + 1)
-
-    def prompt_targets(self, row: Row) -> np.ndarray:
-        """The prompt tokens that the row's logits predict."""
-        return self.prompt[row.start + 1 : row.start + 1 + len(row.tokens)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,29 +83,34 @@ class PreparedStep:
 
     Attributes:
         copies: int64 [number of copies, 2], source and target blocks; None if the plan has none.
-        rows: None if the plan has none.
+        rows: those whose KV is on the device; None if the plan has none.
+        host: what host sequences have to do with the step; None if they take no part.
+        computed: told of each layer whose keys and values its rows on the device have written; None if nobody waits.
     """
 
     plan: StepPlan
     fetching: Fetching
     copies: Staged | None
     rows: _StagedRows | None
+    host: StagedHostRows | None = None
+    computed: LayerComputed | None = None
 
     @property
     def num_tokens(self) -> int:
-        """T, the tokens of all its rows."""
+        """T, the tokens of all its rows on the device."""
         return 0 if self.rows is None else len(self.rows.inputs.token_ids.array)
 
 
 class ModelRunner:
     """Executes plans in order; `run_layer` runs the decoder's layers, `grammars` compiles JSON schemas.
 
-    Its KV cache is a pair of tensors per layer, [num_blocks, num_kv_heads, block_size, head_dim], in the decoder's
-    dtype, and holds anything at first: memory that is never touched costs no time. Raises torch's errors when memory
-    runs out.
+    Its KV cache is in the decoder's dtype, and in `storage` if that is given, as `make_caches` has it. Raises torch's
+    errors when memory runs out.
 
     Attributes:
+        caches: keys and values.
         forward: computes the rows of a step; whoever has a faster way to do so may put it here.
+        hybrid: computes steps in which host sequences take part; None where there is no host memory to attend over.
     """
 
     def __init__(
@@ -142,22 +122,29 @@ class ModelRunner:
         device: torch.device,
         run_layer: LayerFunction = DecoderLayer.__call__,
         grammars: GrammarCompiler | None = None,
+        storage: Tensor | None = None,
     ) -> None:
         config = decoder.config
         self.decoder = decoder
         self.config = config
         self.device = device
-        shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
-        dtype = decoder.dtype
-        with torch.inference_mode():  # as steps run: compiled code is made for tensors of one mode
-            self.key_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-            self.value_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.forward: ForwardFunction = ForwardPass(decoder, Caches(self.key_caches, self.value_caches), run_layer)
+        self.caches = make_caches(
+            config, num_blocks=num_blocks, block_size=block_size, dtype=decoder.dtype, device=device, storage=storage
+        )
+        self.forward: ForwardFunction = ForwardPass(decoder, self.caches, run_layer)
+        self.hybrid: HybridPass | None = None
         self._grammars = grammars
+        self._block_size = block_size
         self._inputs = cycle((InputBuilder(block_size), InputBuilder(block_size)))
-        self._staging = Staging(device)
+        self._staging, self._late_staging = Staging(device), Staging(device)
         self._last_tokens = LastTokens()
         self._records: dict[int, SequenceRecord] = {}
+
+    def forget(self) -> None:
+        """Forget all sequences: what is in the caches is of no use from now on."""
+        self._records.clear()
+        if self.hybrid is not None:
+            self.hybrid.forget()
 
     def execute(self, plan: StepPlan) -> tuple[Answer, ...]:
         """Launch one plan and wait for its answers.
@@ -167,14 +154,16 @@ class ModelRunner:
         """
         return self.launch(plan).answers()
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Hand one plan to the device; nothing in here waits for it. On the CPU it is done when this returns.
+    def launch(self, plan: StepPlan, computed: LayerComputed | None = None) -> LaunchedStep:
+        """Hand one plan to the device without waiting for it; on the CPU it is done then. `computed`: see PreparedStep.
 
         Raises:
             RuntimeError: as `prepare` does.
         """
-        step = self.prepare(plan)
-        return self.sample(step, self.compute(step))
+        step = replace(self.prepare(plan), computed=computed)
+        if step.host is None:
+            return self.sample(step, self.compute(step))
+        return self.sample(step, *self.compute_hybrid(step))
 
     @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> PreparedStep:
@@ -184,19 +173,19 @@ class ModelRunner:
         two sets of buffers take turns.
 
         Raises:
-            RuntimeError: if the plan uses a host tier or grammars where there are none, or sequences or tokens unknown
-                here.
+            RuntimeError: if the plan has rows in host memory or grammars where there are none, or sequences or tokens
+                unknown here.
         """
-        if plan.swaps or any(row.tier != "device" for row in plan.rows):
-            raise RuntimeError("this executor has no host tier")
         for sequence in plan.end:
             self._records.pop(sequence, None)
         for begin in plan.begin:
             self._records[begin.sequence] = SequenceRecord(begin, self.config.vocab_size, self._grammar(begin))
         pairs = self._stage_copies(plan.copies) if plan.copies else None
-        rows = self._stage(plan.rows) if plan.rows else None
+        host = self._stage_host(plan)
+        own = plan.rows if host is None else [row for row in plan.rows if row.tier == "device"]
+        rows = self._stage(own, alone=host is None) if own else None
         self._staging.transfer()
-        return PreparedStep(plan, Fetching(self.device), pairs, rows)
+        return PreparedStep(plan, Fetching(self.device), pairs, rows, host)
 
     @torch.inference_mode()
     def compute(self, step: PreparedStep, entering: Tensor | None = None) -> Tensor | None:
@@ -208,37 +197,107 @@ class ModelRunner:
         Returns:
             hidden states of its tokens, [T, hidden_size], which are good until the next step; None without rows.
         """
+        inputs = self._begin(step, entering)
+        return None if inputs is None else self.forward(inputs)
+
+    @torch.inference_mode()
+    def compute_hybrid(
+        self, step: PreparedStep, entering: Tensor | None = None, arriving: Sequence[Sequence[HostGroup]] = ((), ())
+    ) -> tuple[Tensor | None, list[HostGroup]]:
+        """Issue the work of a step's layers in which host sequences take part. It may wait: for the CPU in a step of
+        asymmetric pipelining, and for the device where it has to be seen how far the CPU has come.
+
+        Args:
+            entering: as for `compute`.
+            arriving: groups of either sub-batch that come from the stage before.
+
+        Returns:
+            hidden states of its tokens on the device, None without any; and the groups that have passed the last layer.
+        """
+        assert step.host is not None and self.hybrid is not None
+        inputs, device = self._begin(step, entering), None
+        if inputs is not None:
+            attention = attention_over(self.caches, self.config, inputs)
+            device = DeviceRows(*self.decoder.enter(inputs.first, inputs.positions), attention, inputs.computed)
+        halves = [list(groups) for groups in arriving]
+        for number, half in enumerate(halves):
+            if self.decoder.shard.is_first:
+                half += step.host.begin(step.plan.step, self.decoder, number)
+            half += self.hybrid.take(step.host.going_on[number])
+        if step.host.strategy == "overlap":
+            hidden, groups = self.hybrid.overlap(device, halves[0])
+        else:
+            hidden, groups = self.hybrid.asymmetric(device, *halves)
+        for group in groups:
+            group.hidden = self.decoder.leave(group.hidden)
+        return None if hidden is None else self.decoder.leave(hidden), groups
+
+    def _begin(self, step: PreparedStep, entering: Tensor | None) -> StepInputs | None:
+        """Issue what comes before the layers; the inputs of the rows on the device, None without any."""
         step.fetching.begin()
         if step.copies is not None:
             self._copy(step.copies)
         if step.rows is None:
+            if step.computed is not None:
+                raise RuntimeError("a swap follows a row, and the plan has none on the device")
             return None
         inputs = step.rows.inputs.tensors()
         if step.rows.fed is not None:
             step.rows.fed.write_into(inputs.token_ids)
-        return self.forward(inputs if entering is None else replace(inputs, entering=entering))
+        return replace(inputs, entering=entering, computed=step.computed)
 
     @torch.inference_mode()
-    def sample(self, step: PreparedStep, hidden: Tensor | None) -> LaunchedStep:
-        """Issue the work behind the last layer: logits and samples of what `compute` returned in the last stage.
+    def sample(self, step: PreparedStep, hidden: Tensor | None, groups: Sequence[HostGroup] = ()) -> LaunchedStep:
+        """Issue the work behind the last layer: logits and samples of what `compute` or `compute_hybrid` returned in
+        the last stage.
 
         All ranks of a tensor-parallel group do so; what comes of it is known to the first.
         """
         fetching = step.fetching
         launched = LaunchedStep(fetching)
-        if step.rows is not None and hidden is not None:
-            prompts = [self._score(scoring, hidden, fetching) for scoring in step.rows.scorings]
-            sampled = None
-            if step.rows.sampling is None:
+        if hidden is not None or groups:
+            scorings = step.rows.scorings if step.rows is not None else []
+            prompts = [] if hidden is None else [self._score(scoring, hidden, fetching) for scoring in scorings]
+            sampling = step.rows.sampling if step.rows is not None else None
+            if step.host is not None:  # only now it is known which of its sequences have their token
+                sampling = self._stage_with_groups(step.plan, groups)
+                hidden = torch.cat([*([] if hidden is None else [hidden]), *(group.hidden for group in groups)])
+            if sampling is None:
                 self._last_tokens.keep([], None)
+                sampled = None
             else:
-                sampled = self._sample(step.rows.sampling, hidden, fetching)
+                assert hidden is not None
+                sampled = self._sample(sampling, hidden, fetching)
             launched = LaunchedStep(fetching, prompts, sampled)
         fetching.end()
         return launched
 
-    def _stage(self, rows: Sequence[Row]) -> _StagedRows:
-        """Put together what the device must be told of these rows."""
+    def _stage_host(self, plan: StepPlan) -> StagedHostRows | None:
+        """Host rows of a plan; None if host sequences take no part."""
+        if self.hybrid is None:
+            if any(row.tier != "device" for row in plan.rows):
+                raise RuntimeError("the rows of a plan for one device are all in its memory")
+            return None
+        for row in plan.rows:
+            if row.tier == "host" and row.tokens:
+                self._record(row.sequence).take(row)
+        return stage_host_rows(plan, self._table_of, self._block_size, self._staging)
+
+    def _table_of(self, sequence: int) -> BlockTable:
+        return self._record(sequence).block_table
+
+    def _stage_with_groups(self, plan: StepPlan, groups: Sequence[HostGroup]) -> _Sampling | None:
+        """What is sampled of a step's rows on the device and of the groups behind them."""
+        rows = [row for row in plan.rows if row.tier == "device"]
+        rows += [row for group in groups for row in group.rows]
+        records = [self._record(row.sequence) for row in rows]
+        # Apart from what the next plan is prepared with, perhaps at this moment.
+        sampling = self._stage_sampling(rows, row_ends(rows), records, self._late_staging)
+        self._late_staging.transfer()
+        return sampling
+
+    def _stage(self, rows: Sequence[Row], *, alone: bool) -> _StagedRows:
+        """Put together what the device must be told of these rows; what is sampled of them only if they are alone."""
         records = [self._record(row.sequence) for row in rows]
         for row, record in zip(rows, records, strict=True):
             record.take(row)
@@ -248,7 +307,7 @@ class ModelRunner:
             inputs=next(self._inputs).stage(rows, ends, tables, self._staging),
             fed=self._last_tokens.stage(rows, ends, self._staging),
             scorings=self._stage_scorings(rows, ends, records) if samples else [],
-            sampling=self._stage_sampling(rows, ends, records) if samples else None,
+            sampling=self._stage_sampling(rows, ends, records, self._staging) if samples and alone else None,
         )
 
     def _grammar(self, begin: Begin) -> SequenceGrammar | None:
@@ -270,7 +329,7 @@ class ModelRunner:
         return self._staging.add(np.array([(copy.source, copy.target) for copy in copies]))
 
     def _copy(self, pairs: Staged) -> None:
-        for key_cache, value_cache in zip(self.key_caches, self.value_caches, strict=True):
+        for key_cache, value_cache in zip(self.caches.keys, self.caches.values, strict=True):
             copy_blocks(key_cache, value_cache, pairs.tensor)
 
     def _stage_scorings(
@@ -286,7 +345,7 @@ class ModelRunner:
         return scorings
 
     def _stage_sampling(
-        self, rows: Sequence[Row], ends: np.ndarray, records: Sequence[SequenceRecord]
+        self, rows: Sequence[Row], ends: np.ndarray, records: Sequence[SequenceRecord], staging: Staging
     ) -> _Sampling | None:
         """Of the rows that are to be sampled; None if none is."""
         places = [place for place, row in enumerate(rows) if row.sample]
@@ -298,10 +357,10 @@ class ModelRunner:
         return _Sampling(
             sequences=[rows[place].sequence for place in places],
             states=states,
-            last_tokens=self._staging.add(ends[places] - 1),
-            settings=SamplingRows.stage(states, positions, self._staging),
+            last_tokens=staging.add(ends[places] - 1),
+            settings=SamplingRows.stage(states, positions, staging),
             asked=asked,
-            asked_places=self._staging.add(np.array([place for place, _ in asked])) if asked else None,
+            asked_places=staging.add(np.array([place for place, _ in asked])) if asked else None,
         )
 
     def _score(self, scoring: _Scoring, hidden: Tensor, fetching: Fetching) -> ScoredPrompt:

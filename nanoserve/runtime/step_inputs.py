@@ -7,6 +7,7 @@ from itertools import chain
 import numpy as np
 from torch import Tensor
 
+from nanoserve.runtime.layer_marks import LayerComputed
 from nanoserve.runtime.staging import Staged, Staging
 from nanoserve.scheduler.plan import Row
 
@@ -32,7 +33,7 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The tensors of one forward pass over T tokens in R rows. They are views of buffers: good until the next step.
+    """What one forward pass over T tokens in R rows is given. Tensors are views of buffers: good until the next step.
 
     Attributes:
         token_ids, positions, slot_mapping: int64 [T].
@@ -40,6 +41,7 @@ class StepInputs:
         query_starts: int32 [R + 1].
         context_lengths: int32 [R], tokens in the cache once this step has written.
         entering: [T, hidden_size], hidden states from the stage before; None in the first stage.
+        computed: told of each layer, while later ones are still computed; None if nobody waits for that.
     """
 
     token_ids: Tensor
@@ -49,6 +51,12 @@ class StepInputs:
     query_starts: Tensor
     context_lengths: Tensor
     entering: Tensor | None = None
+    computed: LayerComputed | None = None
+
+    @property
+    def first(self) -> Tensor:
+        """What the decoder takes first: the hidden states from the stage before, or the token ids."""
+        return self.token_ids if self.entering is None else self.entering
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,8 +72,8 @@ class TorchrunProcess:
         """
         if self.world_size != num_workers:
             raise UsageError(
-                f"torchrun started {self.world_size} processes, but --pp times --tp is {num_workers}: "
-                "there must be one for each worker"
+                f"torchrun started {self.world_size} processes, but there are {num_workers} workers "
+                "(--pp times --tp, or the devices of a layout): each needs one"
             )
 
     def wait_for_store(self) -> None:

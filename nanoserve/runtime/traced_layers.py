@@ -13,12 +13,14 @@ from torch import Tensor
 from nanoserve.config import ModelConfig
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import Decoder, DecoderLayer
-from nanoserve.runtime.layer_compiler import FunctionalLayer, layer_config, step_arguments
+from nanoserve.runtime.layer_compiler import LayerAsFunction, LayerPart, layer_config, piece_config, step_arguments
 from nanoserve.runtime.memory import out_of_memory
 
 
 class TracedLayers:
-    """A LayerFunction: each kind of layer is compiled when it first runs; all run eagerly where that cannot be.
+    """A LayerFunction, and LayerPieces: each kind of layer or piece is compiled when it first runs.
+
+    All run eagerly where that cannot be.
 
     Attributes:
         problem: why layers run eagerly, if they do; told in a notice, once.
@@ -27,12 +29,17 @@ class TracedLayers:
     def __init__(self, decoder: Decoder, *, backend: str | Callable[..., object] = "inductor") -> None:
         """backend: of torch.compile."""
         self.problem: str | None = None
-        kinds = [layer_config(decoder.config, layer.index) for layer in _layers(decoder)]
-        functions = {kind: _compiled(kind, decoder, backend) for kind in dict.fromkeys(kinds)}
-        self._of_layer = [functions[kind] for kind in kinds]
-        self._kinds = kinds
-        self._ran: set[ModelConfig] = set()
-        self._weights = [list(layer.parameters()) for layer in _layers(decoder)]
+        config, layers = decoder.config, _layers(decoder)
+        of_pieces = [piece_config(config, layer.index) for layer in layers]
+        self._kinds: dict[LayerPart, list[ModelConfig]] = {
+            "layer": [layer_config(config, layer.index) for layer in layers],
+            "pre_attention": of_pieces,
+            "post_attention": of_pieces,
+        }
+        kinds = {(part, kind) for part, of_part in self._kinds.items() for kind in of_part}
+        self._functions = {(part, kind): _compiled(kind, part, decoder, backend) for part, kind in kinds}
+        self._ran: set[tuple[LayerPart, ModelConfig]] = set()
+        self._weights = [list(layer.parameters()) for layer in layers]
 
     @property
     def loaded(self) -> bool:
@@ -42,28 +49,53 @@ class TracedLayers:
     def __call__(
         self, layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
     ) -> Tensor:
-        if self.problem is None:
-            step = step_arguments(layer.index, hidden, cos, sin, attention)
-            try:
-                return self._run(layer.index, step)
-            except Exception as error:  # whatever torch's compiler stumbles over, the layers run without it
-                if out_of_memory(error) or not self._failed_to_compile(layer, error):
-                    raise
-                self._give_up(error)
-        output: Tensor = layer(hidden, cos, sin, attention)  # writes the cache once more, with the same numbers
+        outputs = self._outputs("layer", layer, step_arguments(layer.index, hidden, cos, sin, attention))
+        if outputs is None:
+            output: Tensor = layer(hidden, cos, sin, attention)  # writes the cache once more, with the same numbers
+            return output
+        (output,) = outputs
         return output
 
-    def _run(self, index: int, step: tuple[Tensor, ...]) -> Tensor:
-        for tensor in step:
+    def pre_attention(
+        self, layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        outputs = self._outputs("pre_attention", layer, (hidden, cos, sin))
+        if outputs is None:
+            return layer.pre_attention(hidden, cos, sin)
+        query, key, value = outputs
+        return query, key, value
+
+    def post_attention(self, layer: DecoderLayer, attention_output: Tensor, residual: Tensor) -> Tensor:
+        outputs = self._outputs("post_attention", layer, (attention_output, residual))
+        if outputs is None:
+            return layer.post_attention(attention_output, residual)
+        (output,) = outputs
+        return output
+
+    def _outputs(self, part: LayerPart, layer: DecoderLayer, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """What the part makes of these tensors; None where it is to run eagerly."""
+        if self.problem is not None:
+            return None
+        try:
+            return self._run(part, layer.index, tensors)
+        except Exception as error:  # whatever torch's compiler stumbles over, the layers run without it
+            if out_of_memory(error) or not self._failed_to_compile(part, layer, error):
+                raise
+            self._give_up(error)
+            return None
+
+    def _run(self, part: LayerPart, index: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        for tensor in tensors:
             _mark_any_length(tensor)
-        output = self._of_layer[index](*step, self._weights[index])
-        self._ran.add(self._kinds[index])
-        return output
+        kind = self._kinds[part][index]
+        outputs = self._functions[part, kind](tensors, self._weights[index])
+        self._ran.add((part, kind))
+        return outputs
 
-    def _failed_to_compile(self, layer: DecoderLayer, error: Exception) -> bool:
+    def _failed_to_compile(self, part: LayerPart, layer: DecoderLayer, error: Exception) -> bool:
         """Whether the compiler is to blame: what has run once fails for another reason, unless torch says otherwise."""
         of_compiler = isinstance(error, torch._dynamo.exc.TorchDynamoException)
-        return of_compiler or self._kinds[layer.index] not in self._ran
+        return of_compiler or (part, self._kinds[part][layer.index]) not in self._ran
 
     def _give_up(self, error: Exception) -> None:
         cause = getattr(error, "inner_exception", error)  # torch wraps what its backends raise
@@ -72,15 +104,18 @@ class TracedLayers:
         logging.getLogger("nanoserve").warning("nanoserve: layers run uncompiled, which is slower: %s", self.problem)
 
 
-def _compiled(kind: ModelConfig, decoder: Decoder, backend: str | Callable[..., object]) -> Callable[..., Tensor]:
-    """The function of `layer_compiler.FunctionalLayer` for layers of one kind.
+def _compiled(
+    kind: ModelConfig, part: LayerPart, decoder: Decoder, backend: str | Callable[..., object]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """The function of `layer_compiler.LayerAsFunction` for layers of one kind.
 
     The sums over the ranks of a tensor-parallel group become a part of it: torch's compiler knows its own collectives.
     """
     with torch.device("meta"):  # weights are arguments: these are never used
         layer = DecoderLayer(kind, 0, decoder.group).to(decoder.dtype).requires_grad_(False).eval()
-    function: Callable[..., Tensor] = torch.compile(FunctionalLayer(layer), fullgraph=True, backend=backend)
-    return function
+    function = LayerAsFunction(layer, part)
+    compiled: Callable[..., tuple[Tensor, ...]] = torch.compile(function, fullgraph=True, backend=backend)
+    return compiled
 
 
 def _mark_any_length(tensor: Tensor) -> None:

@@ -74,12 +74,15 @@ class Draft:
         )
 
     def _strategy(self, *, any_under_way: bool) -> Strategy:
-        """As decided where it concerns anyone; an idle device lets the host sequences under way go on."""
+        """As decided where a row on the host says so; else the host sequences under way go on, on an idle device too.
+
+        Who decided that none shall begin did not decide that those under way stand still, which cannot come back.
+        """
         if not self.does_something:
             return "overlap"
         if self.host_rows:
             return self.decision.strategy
-        return "overlap" if self.decision.strategy == "overlap" and self.rows and any_under_way else "device"
+        return "overlap" if self.rows and any_under_way else "device"
 
     # ---- decodes ----------------------------------------------------------------------------------------------
 
@@ -290,6 +293,8 @@ class Draft:
             self._blocks.share_full(sequence, end)
             if sequence.in_flight > 1:
                 self.chunks_behind.append(name)
+            if end == known:
+                self._tiers.park_behind_row(sequence)
 
     def _begin_sequence(self, sequence: Sequence) -> None:
         sequence.begun = True

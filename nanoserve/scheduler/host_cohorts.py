@@ -61,9 +61,22 @@ class HostCohorts:
         for step in self._by_progress():
             yield from self._members[step].values()
 
+    def layers_behind(self, sequence: int) -> int:
+        """How far one is whose token is under way.
+
+        Raises:
+            KeyError: if it is not.
+        """
+        return self._layers[self._plan_of[sequence]]
+
+    @property
+    def under_way(self) -> dict[int, Cohort]:
+        """By the plan in which they began, the most advanced first."""
+        return {step: self._cohort(step) for step in self._by_progress()}
+
     def snapshot(self) -> tuple[Cohort, ...]:
         """As the policy sees them, the most advanced first."""
-        return tuple(self._cohort(step) for step in self._by_progress())
+        return tuple(self.under_way.values())
 
     def _cohort(self, step: int) -> Cohort:
         members = self._members[step].values()

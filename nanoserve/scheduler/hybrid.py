@@ -14,7 +14,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from nanoserve.scheduler.load import Decision, Load, Predictor, check_parameter
+from nanoserve.scheduler.load import Alternative, Decision, Load, Predictor, check_parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,11 @@ class AsymmetricPipelining:
         prompts = step.prefill / max(1, load.first_waiting_tokens)
         advanced = step.decodes + prompts
         sizes, seconds = step.pipelined()
-        if (advanced + sum(sizes)) / seconds > advanced / step.seconds:
-            return replace(plan, strategy="asymmetric", host_decodes=sizes)
-        return plan
+        alone, pipelined = advanced / step.seconds, (advanced + sum(sizes)) / seconds
+        weighed = Alternative("device", step.seconds, alone), Alternative("asymmetric", seconds, pipelined)
+        if pipelined > alone:
+            return replace(plan, strategy="asymmetric", host_decodes=sizes, alternatives=weighed)
+        return replace(plan, alternatives=weighed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,14 @@ class ApexAlgorithm1:
             return plan
         tlin, tgatt = step.tlin, step.tgatt
         window = step.tlin_pref + tlin + step.tgatt_pref if step.prefill else 2 * tlin + tgatt
-        if pipelined_rate(step.ng, step.nc, tlin, tgatt, window) > device_rate(step.ng, tlin, tgatt):
+        pipelined, alone = pipelined_rate(step.ng, step.nc, tlin, tgatt, window), device_rate(step.ng, tlin, tgatt)
+        layers = step.predictor.num_layers  # the inequality's rates are those of a model of one layer
+        weighed = (
+            Alternative("device", step.decode_only_seconds, alone / layers),
+            Alternative("asymmetric", step.whole_seconds(2 * tlin + tgatt), pipelined / layers),
+        )
+        plan = replace(plan, alternatives=weighed)
+        if pipelined > alone:
             sizes, _ = step.pipelined()
             if sum(sizes) > 0:
                 return replace(plan, strategy="asymmetric", host_decodes=sizes)
@@ -129,12 +138,14 @@ class ApexAlgorithm1:
 class HybridByPrediction:
     """Ours: device alone, asymmetric or overlapped, whichever is predicted to advance most sequences per second.
 
-    A prompt counts as one sequence, by the share of it that the step computes; what the host adds is counted by the
-    sequences that are there, not by what the CPU could compute::
+    A prompt counts as as many sequences as the device could decode in its time. Were it one, any sequence of the host
+    would seem worth a large part of the time of a step with a prompt, though the device could have decoded many after a
+    shorter one. What the host adds is counted by the sequences that are there, not by what the CPU could compute::
 
-        device alone      (decodes + prompts) / its seconds
-        overlap           (decodes + prompts + host sequences under way / (L + 1)) / seconds
-        asymmetric        (decodes + prompts + host sequences taken) / seconds
+        work = the step's seconds on the device alone / seconds of one of its decodes without prompts
+        device alone      work / its seconds
+        overlap           (work + host sequences under way / (L + 1)) / seconds
+        asymmetric        (work + host sequences taken) / seconds
 
     Overlap is the choice where host sequences are too few, or the CPU too slow, to pay for a second pass of the linear
     layers: cohorts begin whenever the CPU can serve one layer of each within a step. But a sequence that is under way
@@ -142,58 +153,90 @@ class HybridByPrediction:
 
     A prompt that the device has no room for is computed and parked as long as the CPU could serve one more under
     overlap without prompts: it costs no more now than later, and yields tokens meanwhile. Beyond that it would only
-    take room, and prompts wait.
+    take room, and prompts wait. And where too little would be gained with as many host sequences as there are, or as
+    the CPU can serve, prompts and decodes keep to the device as if there were no host: passing prompts on takes room
+    that decodes could use. Sequences that must give way move to the host all the same, and come back.
 
     Attributes:
         token_budget: device decodes and prompt tokens of one step together.
         least_gain: by overlap, as a share of what the device advances, for which cohorts begin.
+        worthwhile: by asymmetric steps, for which they are taken, and by the host at its best, for which prompts are
+            parked. What rates do not show costs about as much: prompts that pass through keep decodes out of memory,
+            and what the host has begun ends late, in steps with few rows. Where the host is of use, it gains far more.
     """
 
     token_budget: int
     least_gain: float = 0.02
+    worthwhile: float = 0.1
 
     reads_forecast: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_parameter("least_gain", self.least_gain, 0)
+        check_parameter("worthwhile", self.worthwhile, 0)
 
     def decide(self, load: Load) -> Decision:
         plan = _device_first(load, self.token_budget)
         if (step := _Step.of(load, plan)) is None:
             return plan
+        if (plan.park or plan.swap_out) and load.first_waiting_tokens and not self._pays(load, step):
+            plan = _device_alone(load, self.token_budget)
+            step = _Step.of(load, plan) or step
         if plan.park and step.cpu_seconds(load.host_decodes + load.moving + 1) > step.decode_only_seconds:
             begun = min(plan.prefill_tokens, load.first_waiting_tokens) if load.ready_prefills else 0
             plan = replace(plan, park=False, prefill_tokens=begun)
             step = replace(step, prefill=begun)
         if step.host == 0:
             return plan
-        advanced = step.decodes + step.prefill / max(1, load.first_waiting_tokens)
-        overlapped, overlap_seconds, overlap_tokens = self._overlap(load, plan, step, advanced)
+        advanced = step.seconds / step.token_seconds
+        overlapped, overlap_seconds, overlap_tokens = self._overlap(load, plan, step)
         if step.rows == 0:
-            return overlapped
+            # Who begins a token on the host cannot come back before it is there: none needs to while others come back.
+            return plan if not load.cohorts and (plan.swap_in or load.moving) else overlapped
         sizes, asymmetric_seconds = step.pipelined()
-        rates = [
-            (advanced / step.seconds, plan),
-            ((advanced + overlap_tokens) / overlap_seconds, overlapped),
-            ((advanced + sum(sizes)) / asymmetric_seconds, replace(plan, strategy="asymmetric", host_decodes=sizes)),
-        ]
-        return max(rates, key=lambda pair: pair[0])[1]
+        weighed = (
+            Alternative("device", step.seconds, advanced / step.seconds),
+            Alternative("overlap", overlap_seconds, (advanced + overlap_tokens) / overlap_seconds),
+            Alternative("asymmetric", asymmetric_seconds, (advanced + sum(sizes)) / asymmetric_seconds),
+        )
+        alone, beside, pipelined = (one.per_second for one in weighed)
+        if pipelined > max(beside, (1 + self.worthwhile) * alone):
+            plan = replace(plan, strategy="asymmetric", host_decodes=sizes)
+        elif beside > alone:
+            plan = overlapped
+        return replace(plan, alternatives=weighed)
 
-    def _overlap(self, load: Load, plan: Decision, step: "_Step", advanced: float) -> tuple[Decision, float, float]:
+    def _pays(self, load: Load, step: "_Step") -> bool:
+        """Whether anything would be gained with all who wait on the host, or as many as the CPU serves by overlap."""
+        predictor, alone = step.predictor, step.decode_only_seconds
+        waiting = load.waiting_tokens // max(load.first_waiting_tokens, step.host_keys)
+        served = step.hidden(alone, min(load.host_decodes + waiting, load.host_blocks // load.first_parked_blocks))
+        full = replace(step, host=served)
+        sizes, seconds = full.pipelined()
+        asymmetric = (full.seconds + sum(sizes) * step.token_seconds) / seconds
+        joining = step.linear_seconds(step.decodes + served) - step.linear_seconds(step.decodes)
+        # Sequences come and go: half of so many are there on average.
+        gained = served / 2 / (predictor.num_layers + 1) * step.token_seconds
+        overlap = (alone + gained) / ((alone + joining) * predictor.slowdown("overlap"))
+        return max(asymmetric, overlap) > 1 + self.worthwhile
+
+    def _overlap(self, load: Load, plan: Decision, step: "_Step") -> tuple[Decision, float, float]:
         """The overlapped step with as many new host tokens as the CPU has time for; its seconds and host tokens."""
         busy = sum(
             step.predictor.host_attention_seconds(cohort.sequences, cohort.context_tokens) for cohort in load.cohorts
         )
         ready = load.ready_host - plan.swap_in
         if step.rows:
-            ready = step.hidden(step.seconds - busy, ready)
+            # Where P plans are in flight, one ends P times as often as one takes.
+            ready = step.hidden(step.seconds / load.pipeline_depth - busy, ready)
             under_way = sum(cohort.sequences for cohort in load.cohorts)
-            if under_way + ready < self.least_gain * advanced * (step.predictor.num_layers + 1):
+            if under_way + ready < self.least_gain * step.decodes * (step.predictor.num_layers + 1):
                 ready = 0
         sizes = [cohort.sequences for cohort in load.cohorts] + [ready]
         # Each cohort is in the linear part of one layer a step.
         alone = step.linear_seconds(step.rows)
         seconds = step.seconds + sum(step.linear_seconds(step.rows + size) - alone for size in sizes)
+        seconds *= step.predictor.slowdown("overlap")
         tokens = sum(sizes) / (step.predictor.num_layers + 1)
         if tokens == 0:
             return plan, seconds, tokens
@@ -210,6 +253,14 @@ def pipelined_rate(ng: float, nc: float, tlin: float, tgatt: float, window: floa
     return (ng * tgatt + nc * window) / (2 * tlin + tgatt)
 
 
+def _device_alone(load: Load, token_budget: int) -> Decision:
+    """ChunkedPrefill, and what is on the host comes back to all but a block for each decode."""
+    decodes = min(load.ready_decodes, token_budget)
+    spare = max(0, load.free_blocks - load.running_decodes)
+    back = max(load.fitting_host, min(load.ready_host, spare // (load.host_sequence_blocks + 1)))
+    return Decision(token_budget - decodes, decodes, swap_in=back, preempt_to_host=True)
+
+
 def _device_first(load: Load, token_budget: int) -> Decision:
     """Rule 1: the step on the device alone, and where new prompts and host sequences go.
 
@@ -223,7 +274,7 @@ def _device_first(load: Load, token_budget: int) -> Decision:
     come back to all but a block for each decode: if that was too many, the newest leave again, which costs a swap each
     way, while the growth may be overestimated until the last of the first answers, and they would stand still so long.
     """
-    decodes = min(load.ready_decodes, token_budget)
+    decodes = min(load.decode_share, token_budget)
     plan = Decision(prefill_tokens=token_budget - decodes, decodes=decodes)
     if load.host_blocks == 0:
         return plan
@@ -337,14 +388,20 @@ class _Step:
     @property
     def seconds(self) -> float:
         """Of the whole step."""
-        return self._whole(self.tlin_pref + self.tgatt_pref)
+        return self.whole_seconds(self.tlin_pref + self.tgatt_pref)
 
     @property
     def decode_only_seconds(self) -> float:
         """Of the whole step, had it no prompts."""
-        return self._whole(self.tlin + self.tgatt)
+        return self.whole_seconds(self.tlin + self.tgatt)
 
-    def _whole(self, layer_seconds: float) -> float:
+    @property
+    def token_seconds(self) -> float:
+        """What one decode of the step takes without prompts."""
+        return self.decode_only_seconds / max(1, self.decodes)
+
+    def whole_seconds(self, layer_seconds: float) -> float:
+        """Of a step whose layers take so long each."""
         return self.predictor.num_layers * layer_seconds + self.predictor.step_overhead_seconds()
 
     def linear_seconds(self, rows: int) -> float:
@@ -364,4 +421,5 @@ class _Step:
         second = self.hidden(self.tlin_pref + self.tgatt_pref, self.host) if self.rows else 0
         tlin_second = self.linear_seconds(second)
         first = self.hidden(tlin_second, self.host - second) if second else 0
-        return (first, second), self._whole(self.linear_seconds(self.rows + first) + self.tgatt_pref + tlin_second)
+        seconds = self.whole_seconds(self.linear_seconds(self.rows + first) + self.tgatt_pref + tlin_second)
+        return (first, second), seconds * self.predictor.slowdown("asymmetric")

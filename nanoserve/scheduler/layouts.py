@@ -47,6 +47,11 @@ class Layouts:
         """The one with the fewest blocks; what fits there fits everywhere."""
         return min(self.capacities, key=lambda capacity: capacity.num_blocks)
 
+    @property
+    def changing(self) -> bool:
+        """Whether the device is being drained, or a transition is in flight."""
+        return self._draining or self.target is not None
+
     def drains_for(self, wanted: int) -> bool:
         """Whether the device is to be drained, now that the policy wants this layout; one there is not is ignored."""
         if wanted == self.current or not 0 <= wanted < len(self.capacities):
@@ -68,3 +73,8 @@ class Layouts:
     def abandon(self) -> None:
         """The transition, if there is one, failed: the layout stays."""
         self.target, self._draining = None, False
+
+    def begin_anew(self) -> None:
+        """Nothing is left on the device: another drain costs nobody anything, so it need not wait for a token."""
+        self.abandon()
+        self.answered = True

@@ -6,7 +6,7 @@ from nanoserve.request import FinishReason, Place, Request, SamplingParams, Sequ
 from nanoserve.scheduler.queues import AgeOrdered, WaitingQueue
 
 _DECODE, _FINISHED = Status.DECODE, Status.FINISHED  # looking a member up takes Python 3.11 longer than a call
-_DEVICE = Place.DEVICE
+_DEVICE, _MOVING = Place.DEVICE, Place.MOVING
 
 
 def may_be_fed(params: SamplingParams) -> bool:
@@ -37,7 +37,8 @@ class Lifecycle:
         waiting: hold no KV.
         running: have it on the device.
         on_host: have it in host memory.
-        moving: are on their way between the two; those that have ended meanwhile too.
+        moving: are on their way between the two; those that have ended meanwhile too. A prompt that is parked goes with
+            its last row, and is there when that is answered too.
         sequences: all of them, and those that have ended but are still in flight.
     """
 
@@ -162,12 +163,29 @@ class Lifecycle:
         """
         self.blocks.pool.forget_cache()
         for sequence in list(self.sequences.values()):
-            sequence.in_flight = 0
-            if sequence.status is _FINISHED:
-                self._retire(sequence)
-            elif sequence.place is not Place.NONE:
-                self.preempt(sequence)
+            self._begin_again(sequence)
         self._ended.clear()
+
+    def lose_host(self) -> list[int]:
+        """No KV is left in host memory, and nothing in flight of sequences there will be answered.
+
+        Those on their way keep theirs: what swaps write is whole, and what they have read too.
+
+        Returns:
+            the sequences that are recomputed from their tokens, or that had ended and are gone.
+        """
+        lost = [sequence for sequence in self.sequences.values() if sequence.place is Place.HOST]
+        for sequence in lost:
+            self._begin_again(sequence)
+        return [sequence.sequence_id for sequence in lost]
+
+    def _begin_again(self, sequence: Sequence) -> None:
+        """It has no KV and nothing in flight any more: it waits to be recomputed, or is gone if it has ended."""
+        sequence.in_flight = 0
+        if sequence.status is _FINISHED:
+            self._retire(sequence)
+        elif sequence.place is not Place.NONE:
+            self.preempt(sequence)
 
     def owe_blocks(self, sequence: Sequence) -> None:
         """It sits out until others have given way to it."""
@@ -184,7 +202,8 @@ class Lifecycle:
 
     def release_siblings(self, parent: Sequence) -> None:
         """The parent's prompt is computed, or the parent is gone: its siblings may start."""
-        prompt_is_computed = parent.first_token_time is not None and parent.place is _DEVICE
+        # One that moves has its blocks on the device until it arrives.
+        prompt_is_computed = parent.first_token_time is not None and parent.place in (_DEVICE, _MOVING)
         for sibling in self._siblings.pop(parent.sequence_id, []):
             if sibling.finished:
                 continue
@@ -198,18 +217,19 @@ class Lifecycle:
     # ---- from tier to tier ------------------------------------------------------------------------------------
 
     def depart(self, sequence: Sequence) -> None:
-        """A sequence with nothing in flight leaves its tier. Where it arrives it begins anew for the executor."""
+        """A sequence leaves its tier, with nothing in flight or with its last row. Where it arrives it begins anew for
+        the executor, which forgets it now if it need not compute that row."""
         (self.running if sequence.place is _DEVICE else self.on_host).remove(sequence)
         self.moving.add(sequence)
-        sequence.place = Place.MOVING
-        sequence.in_flight = 1
-        self._end_for_executor(sequence)
+        sequence.place = _MOVING
+        if not sequence.in_flight:
+            self._end_for_executor(sequence)
 
     def arrive(self, sequence: Sequence, place: Place) -> None:
         """It has all its KV there, and what it held where it came from is free; or it has ended on the way."""
         self.moving.remove(sequence)
-        sequence.in_flight = 0
         sequence.place = place
+        self._end_for_executor(sequence)
         if place is _DEVICE:
             self.host_tier.release(sequence)
         else:
@@ -235,7 +255,7 @@ class Lifecycle:
             self.blocks.share_full(sequence, sequence.computed - sequence.in_flight)
         if sequence.sequence_id in self._siblings and (status is _DECODE or status is _FINISHED):
             self.release_siblings(sequence)
-        if sequence.in_flight:
+        if sequence.in_flight or sequence.place is _MOVING:
             return
         if status is _FINISHED:
             self._retire(sequence)
@@ -243,7 +263,7 @@ class Lifecycle:
             self.preempt(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """End a sequence; if it is in flight, its blocks come back with its last answer."""
+        """End a sequence; if it is in flight or moves, its blocks come back with its last answer."""
         for queue in (self.running, self.waiting, self.on_host):
             if sequence in queue:
                 queue.remove(sequence)
@@ -251,7 +271,7 @@ class Lifecycle:
         sequence.move_to(Status.FINISHED)
         sequence.finish_reason = reason
         sequence.finished_time = now
-        if not sequence.in_flight:
+        if not sequence.in_flight and sequence.place is not _MOVING:
             self._retire(sequence)
 
     def _retire(self, sequence: Sequence) -> None:
@@ -300,7 +320,9 @@ class Lifecycle:
         ):
             if (sequence in queue) != should_be_there:
                 raise RuntimeError(f"{name} is {sequence.status} in {sequence.place} but its queue says otherwise")
-        if sequence.place in (Place.HOST, Place.MOVING) and sequence.status not in (_DECODE, _FINISHED):
+        computes_its_prompt = sequence.place is Place.MOVING and sequence.in_flight
+        elsewhere = sequence.place in (Place.HOST, Place.MOVING) and not computes_its_prompt
+        if elsewhere and sequence.status not in (_DECODE, _FINISHED):
             raise RuntimeError(f"{name} is in {sequence.place} but does not decode")
         if sequence.place is Place.HOST and (sequence.block_table or sequence.chain):
             raise RuntimeError(f"{name} lives on the host but holds device blocks")
@@ -310,9 +332,9 @@ class Lifecycle:
             raise RuntimeError(f"{name} is nowhere but holds something")
         if (sequence.status is Status.WAITING) != (sequence.place is Place.NONE):
             raise RuntimeError(f"{name} is {sequence.status} in {sequence.place}")
-        in_plans = 0 if sequence.place is Place.MOVING else sequence.in_flight
-        if sequence.status is Status.DECODE and sequence.remaining != 1 - in_plans:
-            raise RuntimeError(f"{name} decodes in {in_plans} plans, but {sequence.remaining} tokens are not computed")
+        plans, remaining = sequence.in_flight, sequence.remaining
+        if sequence.status is Status.DECODE and remaining != 1 - plans:
+            raise RuntimeError(f"{name} decodes in {plans} plans, but {remaining} tokens are not computed")
         known = len(sequence.tokens) - (sequence.status is Status.DECODE)
         if len(sequence.chain) * self.blocks.pool.block_size > known:
             raise RuntimeError(f"{name} shares a block before all of its tokens are known")

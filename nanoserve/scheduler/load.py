@@ -5,15 +5,27 @@ what looks like state (the previous decision) is in the Load too. It chooses *ho
 *which*: oldest first.
 """
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from nanoserve.costs.predictor import Predictor as Predictor
+from nanoserve.costs.step_features import Strategy as Strategy
 from nanoserve.errors import UsageError
 
-Strategy = Literal["device", "asymmetric", "overlap"]
-"""How a step treats sequences whose KV is in host memory: "device", not at all; "asymmetric", two sub-batches
-alternate between device and CPU within the step (NEO); "overlap", their attention runs beside the steps, and they
-advance by one layer a step (APEX)."""
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A strategy that was weighed.
+
+    Attributes:
+        strategy: how host sequences would take part.
+        seconds: that the step is predicted to take.
+        per_second: sequences that it advances per second; by the policy's own count of prompts and of host sequences.
+    """
+
+    strategy: Strategy
+    seconds: float
+    per_second: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +51,8 @@ class Decision:
         layout: the parallel layout wanted. If it is another than the current one, nothing new is planned: what is in
             flight ends, what is on the device moves to host memory or gives its blocks up, then the layout changes.
             Passed over where there is no such layout, and until a token was answered since the last such beginning.
+        alternatives: what was weighed for ``strategy``, for those who look; decisions that differ in nothing else are
+            equal. Empty where there was no choice.
     """
 
     prefill_tokens: int
@@ -51,6 +65,7 @@ class Decision:
     park: bool = False
     preempt_to_host: bool = False
     layout: int = 0
+    alternatives: tuple[Alternative, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,42 +81,6 @@ class Cohort:
     layers: int
     sequences: int
     context_tokens: int
-
-
-class Predictor(Protocol):
-    """What a step will take, by a profile or a cost model. Seconds; of one layer of one stage unless it says otherwise.
-
-    Attributes:
-        num_layers: of the model.
-    """
-
-    num_layers: int
-
-    def linear_seconds(self, tokens: int) -> float:
-        """The linear layers for so many rows of tokens, with all that runs beside them but attention."""
-
-    def attention_seconds(self, context_tokens: int) -> float:
-        """Decode attention on the device over so many keys, summed over sequences."""
-
-    def prefill_attention_seconds(self, tokens: int) -> float:
-        """Attention of one prompt of so many tokens, from its beginning.
-
-        A Load does not tell how many prompts a step's tokens belong to, nor where in them they begin. A policy that
-        asks for all of them at once takes them for one new prompt: too much for several short ones, for the time grows
-        faster than the tokens, and too little for a chunk far into a prompt, which reads the keys before it too.
-        """
-
-    def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
-        """Decode attention on the CPU over so many keys, with moving queries, keys, values and results."""
-
-    def step_overhead_seconds(self) -> float:
-        """What a whole step takes beside its layers."""
-
-    def swap_seconds(self, context_tokens: int) -> float:
-        """The KV of so many tokens, all layers, one way between device and host."""
-
-    def transition_seconds(self, layout: int) -> float:
-        """Changing from the current layout to that one, with nothing in flight."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,9 @@ class Swap(msgspec.Struct, frozen=True):
         swap: id that the answer names.
         direction: "out" is device to host, "in" is host to device.
         device_blocks, host_blocks: pairwise source and target.
+        after_row: of direction "out": the sequence's row in the same plan, the last chunk of a prompt that is parked,
+            fills these device blocks. Each layer's are copied once that layer is computed, while later ones compute.
+            The swap may be answered before the row's token, with it or after it.
     """
 
     swap: int
@@ -91,10 +94,12 @@ class Swap(msgspec.Struct, frozen=True):
     direction: Literal["out", "in"]
     device_blocks: tuple[int, ...]
     host_blocks: tuple[int, ...]
+    after_row: bool = False
 
 
 class StepPlan(msgspec.Struct, frozen=True):
     """One step. Order of effects: end, begin, copies, swaps, then rows; in each layer all rows write before any reads.
+    A swap with ``after_row`` comes behind its row instead, layer by layer.
 
     A plan without rows that holds nothing but swaps is answered by their ids alone; its step does not end. One without
     rows whose strategy is "overlap" lets the host sequences under way go on.
@@ -141,6 +146,20 @@ class CohortProgress(msgspec.Struct, frozen=True, array_like=True):
     layers: int
 
 
+class HostWork(msgspec.Struct, frozen=True, array_like=True):
+    """What the CPU took to attend for some host sequences in one layer.
+
+    Attributes:
+        sequences: how many.
+        context_tokens: keys that their attention read, summed over them.
+        seconds: from taking queries, keys and values over to having the result ready, measured.
+    """
+
+    sequences: int
+    context_tokens: int
+    seconds: float
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """What the executor knows anew.
 
@@ -154,6 +173,11 @@ class StepResult(msgspec.Struct, frozen=True):
             collected will be answered, and nothing is left of what the executor knew of sequences and blocks, on either
             tier. New workers are on their way, in the layout of the last transition that was answered: plans may be
             submitted at once, and wait.
+        host_work: attention on the CPU that ended since the last result.
+        host_lost: attention on the CPU died or hangs, and why. What else the result says was known before. No host row
+            of a plan that was submitted before this was collected will be answered after it, whether a cohort has it or
+            an asymmetric step, and the KV of host sequences is to be computed again. Nothing else is touched: the plans
+            end, their rows on the device and all swaps are answered. Host rows of later plans run as before.
     """
 
     step: int | None
@@ -162,6 +186,8 @@ class StepResult(msgspec.Struct, frozen=True):
     cohorts: tuple[CohortProgress, ...] = ()
     seconds: float = 0.0
     lost: str | None = None
+    host_work: tuple[HostWork, ...] = ()
+    host_lost: str | None = None
 
 
 class Executor(Protocol):

@@ -9,6 +9,7 @@ from nanoserve.errors import UsageError
 from nanoserve.scheduler.baselines import ChunkedPrefill, DecodeFirst, PrefillFirst
 from nanoserve.scheduler.hybrid import ApexAlgorithm1, AsymmetricPipelining, AsynchronousOverlap, HybridByPrediction
 from nanoserve.scheduler.load import Policy, check_parameter
+from nanoserve.scheduler.preempting_by_swap import PreemptingBySwap
 from nanoserve.scheduler.token_throttling import AdaptiveThrottling, TokenThrottling
 from nanoserve.scheduler.transition_minimizing import TransitionMinimizing
 
@@ -22,12 +23,14 @@ class PolicyEntry:
         budget: the parameter that is the token budget of a step, ``--max-num-batched-tokens``.
         paper: where it comes from.
         use_when: what it is good for, in one line.
+        attends_on_host: whether it has the CPU attend to KV in host memory.
     """
 
     kind: Callable[..., Policy]
     budget: str
     paper: str
     use_when: str
+    attends_on_host: bool = False
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -76,35 +79,42 @@ POLICIES: dict[str, PolicyEntry] = {
         "token_budget",
         "NEO, as in APEX, section 2",
         "KV memory on the host, many prompts: the CPU attends in turn with the device",
+        attends_on_host=True,
     ),
     "overlap": PolicyEntry(
         AsynchronousOverlap,
         "token_budget",
         "APEX, section 3.3",
         "KV memory on the host, long answers: the CPU attends beside the steps",
+        attends_on_host=True,
     ),
     "apex": PolicyEntry(
         ApexAlgorithm1,
         "token_budget",
         "APEX, algorithm 1",
         "as printed, to compare with: neo or overlap by inequality 5",
+        attends_on_host=True,
     ),
     "hybrid": PolicyEntry(
         HybridByPrediction,
         "token_budget",
         "ours, after APEX",
         "KV memory on the host: the device alone, neo or overlap, whichever is predicted best",
+        attends_on_host=True,
     ),
 }
 """Choices of ``--policy``."""
 
 
-def make_policy(name: str, token_budget: int, parameters: Mapping[str, Any] | None = None) -> Policy:
+def make_policy(
+    name: str, token_budget: int, parameters: Mapping[str, Any] | None = None, *, swaps: bool = False
+) -> Policy:
     """The policy of that name.
 
     Args:
         token_budget: tokens of one step; for the throttling policies, its most prompt tokens.
         parameters: by name, what shall differ from the policy's defaults.
+        swaps: preempted sequences may move to host memory; whoever attends to it there has its own mind about that.
 
     Raises:
         UsageError: for an unknown name or parameter, or one out of its range.
@@ -112,7 +122,8 @@ def make_policy(name: str, token_budget: int, parameters: Mapping[str, Any] | No
     if name not in POLICIES:
         raise UsageError(f"unknown policy {name!r}; choose one of {', '.join(POLICIES)}")
     check_parameter("the token budget of a step", token_budget, 1)
-    return POLICIES[name].make(token_budget, parameters or {})
+    policy = POLICIES[name].make(token_budget, parameters or {})
+    return PreemptingBySwap(policy) if swaps and not POLICIES[name].attends_on_host else policy
 
 
 def parse_parameters(name: str, text: str | None) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from nanoserve.errors import UsageError
 from nanoserve.kv.block_pool import BlockPool
 from nanoserve.kv.host_tier import HostTier
 from nanoserve.kv.sequence_blocks import SequenceBlocks
-from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate, Status
+from nanoserve.request import FinishReason, Place, Request, Sequence, SequenceUpdate, Status
 from nanoserve.scheduler.admission import check_admissible
 from nanoserve.scheduler.draft import Draft
+from nanoserve.scheduler.forecasts import Forecasts
 from nanoserve.scheduler.growth import Forecaster
 from nanoserve.scheduler.host_cohorts import HostCohorts
 from nanoserve.scheduler.layouts import LayoutCapacity, Layouts
@@ -28,6 +29,9 @@ from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
 from nanoserve.scheduler.tiers import Tiers
 
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # looking a member up takes Python 3.11 longer than a call
+
+MOST_HOST_LOSSES = 3
+"""So often may attention on the CPU be lost; then sequences live on the device alone."""
 
 
 class Scheduler:
@@ -46,6 +50,11 @@ class Scheduler:
         predictors: for the policy, one per layout.
         feeds_tokens: whether the executor takes fed rows; there may be one plan more in flight then. Sequences that
             cannot be fed (`lifecycle.may_be_fed`) sit out every other plan while others are.
+
+    Attributes:
+        transitions: changes of layout so far.
+        host_losses: how often attention on the CPU was lost. After MOST_HOST_LOSSES times there is no host tier.
+        forecasts: what each plan in flight was predicted to take.
 
     Raises:
         ValueError: if tokens are to be fed through more than one stage.
@@ -66,9 +75,7 @@ class Scheduler:
         predictors: SequenceOf[Predictor] = (),
         feeds_tokens: bool = False,
     ) -> None:
-        if feeds_tokens and any(
-            depth > 1 for depth in (pipeline_depth, *(one.pipeline_depth for one in other_layouts))
-        ):
+        if feeds_tokens and max([pipeline_depth, *(one.pipeline_depth for one in other_layouts)]) > 1:
             raise ValueError("tokens are fed within one stage: pipeline_depth must be 1")
         self.policy = policy
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
@@ -76,7 +83,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.pipeline_depth = pipeline_depth
         self.feeds_tokens = feeds_tokens
-        self.steps = self.forced_steps = 0
+        self.steps = self.forced_steps = self.transitions = self.host_losses = 0
         self.host_pool = (host_tier := HostTier(host_blocks, block_size)).pool
         self._lifecycle = Lifecycle(
             SequenceBlocks(self.pool),
@@ -89,8 +96,10 @@ class Scheduler:
         self._cohorts = HostCohorts()
         self._layouts = Layouts([LayoutCapacity(num_blocks, pipeline_depth), *other_layouts])
         self._predictors = tuple(predictors)
+        self.forecasts = Forecasts(self._predictors)
         self.waiting = self._lifecycle.waiting
         self.running = self._lifecycle.running
+        self.on_host = self._lifecycle.on_host
         self._rows_in_flight: dict[int, Row] = {}  # the newest of each sequence
         self._chunks_before: dict[int, Row] = {}  # the older of two, where it is a chunk of a prompt and not sampled
         self._plans_in_flight: dict[int, StepPlan] = {}
@@ -115,6 +124,11 @@ class Scheduler:
     def layout(self) -> int:
         """The number of the parallel layout that runs."""
         return self._layouts.current
+
+    @property
+    def changing_layout(self) -> bool:
+        """Whether the device is being emptied for another layout, or changes to it."""
+        return self._layouts.changing
 
     @property
     def preemptions(self) -> int:
@@ -157,7 +171,6 @@ class Scheduler:
         """The next plan, or None if nothing can run before an answer or an arrival comes."""
         if len(self._plans_in_flight) >= self.pipeline_depth + self.feeds_tokens or self._layouts.target is not None:
             return None
-        self._tiers.move_parked()
         draft = self._draft(now)
         if not draft.does_something:
             if self._plans_in_flight:
@@ -173,6 +186,7 @@ class Scheduler:
         plan = draft.plan(self.steps, self._layouts.current, any_under_way=bool(self._cohorts))
         self.steps += 1
         self._previous = draft.decision
+        self.forecasts.expect(plan, draft.decision, self._cohorts)
         if plan.rows or plan.transition is not None or plan.strategy == "overlap":  # else it holds nothing but swaps
             self._plans_in_flight[plan.step] = plan
         self._chunks_before |= {key: self._rows_in_flight[key] for key in draft.chunks_behind}
@@ -197,7 +211,7 @@ class Scheduler:
             decodes = self._tiers.swap_out(decodes, decision.swap_out)
         if decision.swap_in:
             self._tiers.swap_in(ready_host, decision.swap_in)
-            ready_host = [sequence for sequence in ready_host if not sequence.in_flight]
+            ready_host = [sequence for sequence in ready_host if sequence.place is Place.HOST]
         if decision.park:
             draft.keep_room_for_prompts(prefills)
         draft.add_decodes(decodes)
@@ -246,7 +260,7 @@ class Scheduler:
                 if not sequence.in_flight or may_go_on(sequence):
                     prefills.append(sequence)
         growth, longest = self._forecaster.look(self.steps, self.running)
-        on_host, host_pool = self._lifecycle.on_host, self.host_pool
+        on_host, host_pool = self._lifecycle.on_host, None if self._tiers.host_given_up else self.host_pool
         ready_host = [sequence for sequence in on_host if not sequence.in_flight]
         free_slots = self._lifecycle.free_slots
         may_begin = free_slots > 0 and not self._lifecycle.owes_blocks
@@ -274,8 +288,8 @@ class Scheduler:
             ready_host=len(ready_host),
             host_context_tokens=sum([sequence.computed for sequence in on_host]),
             moving=len(self._tiers),
-            host_free_blocks=host_pool.free_blocks,
-            host_blocks=host_pool.num_blocks,
+            host_free_blocks=0 if host_pool is None else host_pool.free_blocks,
+            host_blocks=0 if host_pool is None else host_pool.num_blocks,
             cohorts=self._cohorts.snapshot(),
             predictor=self._predictors[self._layouts.current] if self._predictors else None,
         )
@@ -288,11 +302,12 @@ class Scheduler:
         if result.lost is not None:
             self._begin_anew()
             return []
+        self.forecasts.learn(result, self._cohorts)
         updates = []
         lifecycle, rows = self._lifecycle, self._rows_in_flight
         for progress in result.cohorts:
             self._cohorts.advance(progress.step, progress.layers)
-        any_on_host = len(self._cohorts) > 0
+        any_on_host, any_moving = len(self._cohorts) > 0, len(self._tiers) > 0
         for answer in result.answers:
             sequence, row = lifecycle.sequences[answer.sequence], rows[answer.sequence]
             if answer.prompt_logprobs:
@@ -307,12 +322,16 @@ class Scheduler:
                 if any_on_host:
                     self._cohorts.leave(answer.sequence)
                 lifecycle.answered(sequence)
+                if any_moving:
+                    self._tiers.row_answered(sequence)
         if updates:
             self._layouts.answered = True
         for swap in result.swapped:
             self._tiers.answered(swap)
         if result.step is not None:
             self._end_plan(self._plans_in_flight.pop(result.step))
+        if result.host_lost is not None:
+            self._lose_host()
         return updates
 
     def _end_plan(self, plan: StepPlan) -> None:
@@ -326,6 +345,7 @@ class Scheduler:
                     del rows[row.sequence]
                     lifecycle.answered(lifecycle.sequences[row.sequence])
         if plan.transition is not None:
+            self.transitions += 1
             layout = self._layouts.end()
             self.pool.replace_blocks(layout.num_blocks)
             self.pipeline_depth = layout.pipeline_depth
@@ -335,6 +355,7 @@ class Scheduler:
         # Blocks are shared from the moment their plan is submitted; these were perhaps never written.
         self.pool.forget_cache()
         self._plans_in_flight.clear()
+        self.forecasts.forget()
         self._layouts.abandon()
         times = {key: self._lifecycle.sequences[key].in_flight for key in self._rows_in_flight}
         answers = tuple(Answer(key, error=error) for key in times for _ in range(times[key]))
@@ -349,10 +370,24 @@ class Scheduler:
         """Nothing in flight will be answered and no KV is left: every sequence is recomputed from the tokens it has."""
         for in_flight in (self._plans_in_flight, self._rows_in_flight, self._chunks_before):
             in_flight.clear()
+        self.forecasts.forget()
         self._cohorts.clear()
-        self._layouts.abandon()
+        self._layouts.begin_anew()
+        self._previous = None  # what was decided went with what it was decided for: a drain, say
         self._tiers.abandon()
         self._lifecycle.begin_anew()
+
+    def _lose_host(self) -> None:
+        """Attention on the CPU was lost: host sequences are recomputed, whether a token of theirs is under way or not.
+
+        Rows of theirs in plans in flight, asymmetric ones too, will not be answered; the plans end all the same.
+        """
+        self.host_losses += 1
+        self._cohorts.clear()
+        for sequence in self._lifecycle.lose_host():
+            self._rows_in_flight.pop(sequence, None)
+        if self.host_losses == MOST_HOST_LOSSES:
+            self._tiers.give_host_up()
 
     def fail_all(self, error: str, now: float) -> list[SequenceUpdate]:
         """Nothing will ever be answered again: every sequence ends with an error, whether it ran or waited."""
@@ -372,7 +407,6 @@ class Scheduler:
                 sequence.move_to(Status.DECODE)
                 if sequence.first_token_time is None:  # else it is here again after a preemption
                     sequence.first_token_time = now
-                self._tiers.prompt_computed(sequence)
             new_tokens, reason = sequence.extend(answer.tokens, answer.logprobs)
             if answer.complete and len(new_tokens) == len(answer.tokens):
                 reason = FinishReason.STOP
@@ -389,6 +423,5 @@ class Scheduler:
         self._lifecycle.check_integrity()
         self._tiers.check_integrity()
         in_flight = {key for key, sequence in self._lifecycle.sequences.items() if sequence.in_flight}
-        moving = {sequence.sequence_id for sequence in self._lifecycle.moving}
-        if set(self._rows_in_flight) != in_flight - moving:
+        if set(self._rows_in_flight) != in_flight:
             raise RuntimeError("rows in flight and sequences in flight differ")

@@ -61,7 +61,9 @@ class TransitionMinimizing:
         needed = load.first_parked_blocks if park else load.first_waiting_blocks
         next_fits = load.first_waiting_tokens > 0 and needed <= room
         nothing_to_do = not next_fits and load.ready_prefills == load.running_decodes == load.steps_in_flight == 0
-        if nothing_to_do and load.host_decodes + load.moving > 0:
+        # Those on their way to the pool hold the slots of those that run: prompts wait for them, and not for a turn.
+        waits_for_slots = load.moving > 0 and load.free_slots <= 0 and load.waiting_tokens > 0
+        if nothing_to_do and not waits_for_slots and load.host_decodes + load.moving > 0:
             return Decision(prefill_tokens=0, decodes=0, layout=_DECODE)
         # Where no further prompt fits, the one that is partly computed is finished and no other begun.
         unfinished = min(load.first_waiting_tokens, self.token_budget) if load.ready_prefills else 0

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.lifeline import Lifeline, own_pipes, read_line
@@ -97,7 +98,7 @@ class _Told:
 class EngineLoop:
     """The engine between its two sockets."""
 
-    def __init__(self, engine: Engine, mailbox: Mailbox) -> None:
+    def __init__(self, engine: Engine | Dispatcher, mailbox: Mailbox) -> None:
         self._engine = engine
         self._mailbox = mailbox
         self._added = 0
@@ -133,17 +134,21 @@ class EngineLoop:
             self._engine.stop(request.request_id, index=index)
 
     def _report(self, updates: list[SequenceUpdate]) -> None:
-        scheduler = self._engine.scheduler
+        status = self._engine.status
         stats = EngineStats(
             added=self._added,
             dropped=self._mailbox.dropped,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            free_blocks=scheduler.pool.free_blocks,
-            total_blocks=scheduler.pool.num_blocks,
-            preemptions=scheduler.preemptions,
-            steps=scheduler.steps,
-            losses=self._engine.losses,
+            running=status.running,
+            waiting=status.waiting,
+            free_blocks=status.free_blocks,
+            total_blocks=status.total_blocks,
+            preemptions=status.preemptions,
+            steps=status.steps,
+            losses=status.losses,
+            on_host=status.on_host,
+            free_host_blocks=status.free_host_blocks,
+            total_host_blocks=status.total_host_blocks,
+            host_losses=status.host_losses,
         )
         self._mailbox.send(Report(tuple(self._as_message(update) for update in updates), stats))
 
@@ -171,7 +176,7 @@ class EngineLoop:
         )
 
 
-Build = Callable[[EngineStart, Mailbox], Engine]
+Build = Callable[[EngineStart, Mailbox], Engine | Dispatcher]
 
 
 def main(build: Build | None = None) -> None:
@@ -210,7 +215,7 @@ def _open_mailbox(directory: Path, pulse: int) -> Mailbox:
         sys.exit(RuntimeFailure.exit_code)
 
 
-def build_from_model(start: EngineStart, mailbox: Mailbox) -> Engine:
+def build_from_model(start: EngineStart, mailbox: Mailbox) -> Engine | Dispatcher:
     """Load the model, telling how far it is, and say Ready."""
     from nanoserve.assembly import build_engine
     from nanoserve.models.hub import ResolvedModel
@@ -229,7 +234,7 @@ def build_from_model(start: EngineStart, mailbox: Mailbox) -> Engine:
             vocab_size=built.model.vocab_size,
             end_tokens=built.model.eos_token_ids,
             default_params=built.default_params,
-            max_num_seqs=start.config.max_num_seqs,
+            max_num_seqs=start.config.max_num_seqs * start.config.data_parallel,
         )
     )
     if built.gpu is not None:

@@ -120,11 +120,14 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         added: requests taken in since the start, so that the sender knows what is still on its way.
         dropped: messages that made no sense.
-        running, waiting: sequences that hold blocks, and that do not.
+        running, waiting: sequences that hold blocks on the device, and that hold none.
         free_blocks, total_blocks: of the KV cache; blocks that are cached but without an owner are free.
         preemptions: since the start.
         steps: since the start.
         losses: times that its workers died, since the start.
+        on_host: sequences whose KV is in host memory.
+        free_host_blocks, total_host_blocks: of the KV blocks there.
+        host_losses: times that attention on the CPU was lost, since the start.
     """
 
     added: int = 0
@@ -136,6 +139,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     preemptions: int = 0
     steps: int = 0
     losses: int = 0
+    on_host: int = 0
+    free_host_blocks: int = 0
+    total_host_blocks: int = 0
+    host_losses: int = 0
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):

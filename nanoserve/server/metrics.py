@@ -97,15 +97,19 @@ class _EngineCollector(Collector):
 
     def collect(self) -> list[Metric]:
         stats = self._engine.stats
-        used = 1 - stats.free_blocks / stats.total_blocks if stats.total_blocks else 0.0
+        used = _share_in_use(stats.free_blocks, stats.total_blocks)
+        used_on_host = _share_in_use(stats.free_host_blocks, stats.total_host_blocks)
         return [
             self._gauge("vllm:num_requests_running", "Sequences that hold KV blocks.", stats.running),
             self._gauge("vllm:num_requests_waiting", "Sequences that wait for a place.", stats.waiting),
             self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used),
+            self._gauge("nanoserve:num_sequences_on_host", "Sequences whose KV is in host memory.", stats.on_host),
+            self._gauge("nanoserve:host_kv_cache_usage_perc", "Share of KV blocks there in use.", used_on_host),
             self._gauge("nanoserve:engine_ready", "1 if there is an engine.", self._engine.state is EngineState.READY),
             self._counter("vllm:generation_tokens", "Generated tokens.", self._engine.generated_tokens),
             self._counter("vllm:num_preemptions", "Preemptions of this engine process.", stats.preemptions),
             self._counter("nanoserve:worker_losses", "Times that workers of this engine died.", stats.losses),
+            self._counter("nanoserve:host_losses", "Times that attention on the CPU was lost.", stats.host_losses),
             self._counter("nanoserve:engine_steps", "Steps of this engine process.", stats.steps),
             self._counter("nanoserve:engine_restarts", "Engines started after the first.", self._engine.restarts),
             self._counter("nanoserve:dropped_messages", "Messages that made no sense.", self._engine.dropped),
@@ -120,3 +124,8 @@ class _EngineCollector(Collector):
         family = CounterMetricFamily(name, help_text, labels=("model_name",))
         family.add_metric((self._model,), value)
         return family
+
+
+def _share_in_use(free: int, blocks: int) -> float:
+    """Of so many blocks; 0 of none."""
+    return 1 - free / blocks if blocks else 0.0

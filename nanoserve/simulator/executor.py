@@ -94,12 +94,17 @@ class SimulatedExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         """Send a plan into the pipeline now; it is known at once when it will leave."""
+        self._run(plan)
+
+    def _run(self, plan: StepPlan) -> Sequence[Passage]:
+        """Its passage through each stage."""
         self._check_room(plan)
         answers = self._answer(plan)
         work = self._work(plan.rows)
         passages = self.pipeline.run(work, self._now)
         self._end(passages[-1].end, StepResult(plan.step, answers, seconds=passages[-1].end - passages[0].start))
         self._show(plan, work, passages)
+        return passages
 
     def _check_room(self, plan: StepPlan) -> None:
         if self._in_flight >= self.max_in_flight:

@@ -6,6 +6,7 @@ from itertools import count
 from types import MappingProxyType
 from typing import NamedTuple
 
+from nanoserve.dispatcher import Router, least_tokens
 from nanoserve.engine import Engine
 from nanoserve.errors import UsageError
 from nanoserve.request import Request, SequenceUpdate
@@ -65,7 +66,6 @@ class Replica:
     def take(self, request: Request) -> None:
         """Let a request in that has come just now."""
         admit(self.engine, request)
-        self.lives.on_admission(request)
 
     def figures(self, seconds: float) -> ReplicaFigures:
         """What it did in the time of the whole fleet."""
@@ -85,25 +85,14 @@ class Replica:
         )
 
 
-Router = Callable[[Sequence[int]], int]
-"""Chooses the replica of a request that has come, by number; is told what is outstanding at each: the tokens of the
-prompts that went there and of the answers so far, of requests that have not ended. More no router can see from outside,
-for nobody knows how long an answer will be."""
-
-
 def round_robin() -> Router:
     """One after the other, whatever they have to do."""
     turns = count()
     return lambda outstanding: next(turns) % len(outstanding)
 
 
-def least_tokens() -> Router:
-    """Where the fewest tokens are outstanding; among equals, the first."""
-    return lambda outstanding: min(range(len(outstanding)), key=outstanding.__getitem__)
-
-
 ROUTERS: Mapping[str, Callable[[], Router]] = MappingProxyType(
-    {"round-robin": round_robin, "least-tokens": least_tokens}
+    {"round-robin": round_robin, "least-tokens": lambda: least_tokens}
 )
 """Choices of ``--router``."""
 
@@ -140,6 +129,6 @@ def drive_fleet(fleet: Sequence[Replica], router: Router, requests: Iterable[Req
     for request in requests:
         for replica in fleet:
             advance(replica.engine, request.arrival_time, replica.on_updates)
-        fleet[router([replica.lives.outstanding_tokens for replica in fleet])].take(request)
+        fleet[router([replica.engine.tokens.outstanding for replica in fleet])].take(request)
     for replica in fleet:
         advance(replica.engine, None, replica.on_updates)

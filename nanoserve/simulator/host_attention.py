@@ -5,7 +5,7 @@ as two halves: before attention (queries, keys and values) and behind it (output
 take the same time, the mean of the stage's.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import attrgetter
@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from nanoserve.costs.work import StepWork
-from nanoserve.scheduler.plan import Answer, CohortProgress
+from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork
 from nanoserve.simulator.pipeline import Passage, TieredTimes
 
 
@@ -115,6 +115,13 @@ class HostAttention:
         self._times = times
         self._layers = times.num_layers
         self._cohorts: list[_Cohort] = []
+        self._works: list[tuple[float, HostWork]] = []  # when each ended or will have, not told yet
+
+    def take_work(self, now: float) -> tuple[HostWork, ...]:
+        """What the CPU attended for and has ended by then, told once; of an asymmetric step, one layer of several."""
+        done = tuple([work for ended, work in self._works if ended <= now])
+        self._works = [(ended, work) for ended, work in self._works if ended > now]
+        return done
 
     @property
     def under_way(self) -> bool:
@@ -190,7 +197,9 @@ class HostAttention:
 
     def _send(self, cohort: _Cohort, arrived: float) -> None:
         """Give the CPU the cohort's next layer."""
-        cohort.ready = self._processor.compute(self._seconds(cohort.rows.values()), len(cohort.rows), arrived)
+        seconds = self._seconds(cohort.rows.values())
+        cohort.ready = self._processor.compute(seconds, len(cohort.rows), arrived)
+        self._note(cohort.rows.values(), seconds, cohort.ready)
 
     def _half_layer(self, device: StepWork, rows: int) -> float:
         """By how much additional rows prolong half of a layer."""
@@ -233,7 +242,10 @@ class HostAttention:
         seconds = busy = 0.0
         for layer, until in pairwise(sorted(changes)):
             device = [self._linear(batch, layer) + attention[index] for index, batch in enumerate(batches)]
-            cpu = [self._seconds(row for row in batch.host if row.attended <= layer) for batch in batches]
+            attending = [[row for row in batch.host if row.attended <= layer] for batch in batches]
+            cpu = [self._seconds(rows) for rows in attending]
+            for rows, layer_seconds in zip(attending, cpu, strict=True):
+                self._note(rows, layer_seconds, start)
             waits = late if layer == 0 else 0.0
             taking = max(device[0], cpu[1] + waits) + max(device[1], cpu[0])
             seconds += (until - layer) * taking
@@ -251,6 +263,11 @@ class HostAttention:
         """The linear part of one layer, for the rows that have come to it."""
         rows = sum(row.first_layer <= layer for row in batch.host)
         return self._times.layers_seconds(batch.device.tokens + rows, 0) / self._layers
+
+    def _note(self, rows: Collection[HostRow], seconds: float, ended: float) -> None:
+        if rows:
+            work = HostWork(len(rows), sum([row.context for row in rows]), seconds)
+            self._works.append((ended, work))
 
     def _seconds(self, rows: Iterable[HostRow]) -> float:
         """What the CPU takes for one layer's attention of these rows, moving what it needs and gives included."""

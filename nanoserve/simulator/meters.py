@@ -10,7 +10,7 @@ from nanoserve.costs.work import StepWork
 from nanoserve.kv.block_pool import BlockPool
 from nanoserve.measures.metrics import MILLISECONDS, Distribution
 from nanoserve.measures.slo import Slo
-from nanoserve.request import Request, SequenceUpdate
+from nanoserve.request import SequenceUpdate
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.simulator.pipeline import Passage
 
@@ -142,18 +142,13 @@ class RequestMeter:
 
     Attributes:
         requests: that have ended.
-        outstanding_tokens: of those that have not, prompts and answers so far: all that a router in front can know.
     """
 
     def __init__(self, observers: Sequence[RequestObserver] = ()) -> None:
         self.ttft, self.tpot, self.itl, self.e2el = Sketch(), Sketch(), Sketch(), Sketch()
-        self.requests = self.input_tokens = self.output_tokens = self.outstanding_tokens = 0
+        self.requests = self.input_tokens = self.output_tokens = 0
         self._observers = observers
         self._lives: dict[str, _Life] = {}
-
-    def on_admission(self, request: Request) -> None:
-        """A request has come."""
-        self.outstanding_tokens += len(request.prompt)
 
     def on_updates(self, now: float, updates: Sequence[SequenceUpdate]) -> None:
         """What sequences gained at this moment."""
@@ -171,7 +166,6 @@ class RequestMeter:
                 life.last = now
             gained = len(update.new_tokens)
             life.tokens += gained
-            self.outstanding_tokens += gained
             if update.finished:
                 self._finish(self._lives.pop(update.request_id).completed(update.request_id))
         for time, times in Counter(previous).items():  # most of a step have waited since the same moment
@@ -180,7 +174,6 @@ class RequestMeter:
     def _finish(self, request: CompletedRequest) -> None:
         self.requests += 1
         self.output_tokens += request.output_tokens
-        self.outstanding_tokens -= request.input_tokens + request.output_tokens
         self.e2el.add(request.e2el * MILLISECONDS)
         if request.tpot is not None:
             self.tpot.add(request.tpot * MILLISECONDS)

@@ -35,8 +35,18 @@ class StepTimes(Protocol):
         """The CPU's part: preparing the inputs of a stage."""
 
 
+class MovingTimes(StepTimes, Protocol):
+    """Step times that also know what moves between device and host memory."""
+
+    def swap_seconds(self, tokens: int, stage: int) -> float:
+        """The KV of so many tokens of one stage between device and host, one way."""
+
+    def reload_seconds(self, stage: int) -> float:
+        """A stage's weights from host memory."""
+
+
 @runtime_checkable
-class TieredTimes(StepTimes, Protocol):
+class TieredTimes(MovingTimes, Protocol):
     """Step times that also know the host's memory and processor; ``nanoserve.costs.StepCosts`` are such.
 
     Attributes:
@@ -53,12 +63,6 @@ class TieredTimes(StepTimes, Protocol):
 
     def ends_seconds(self, work: StepWork, stage: int) -> float:
         """What a stage computes outside its layers; with the two above, what ``stage_seconds`` says."""
-
-    def swap_seconds(self, tokens: int, stage: int) -> float:
-        """The KV of so many tokens of one stage between device and host, one way."""
-
-    def reload_seconds(self, stage: int) -> float:
-        """A stage's weights from host memory."""
 
     def host_attention_seconds(self, context: int) -> float:
         """One layer's decode attention on the CPU over so many keys."""

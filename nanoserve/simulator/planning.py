@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import permutations
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs import DoesNotFit, Machine, ParallelLayout, StepCosts
+from nanoserve.costs import DoesNotFit, Machine, ParallelLayout, Precision, StepCosts
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis
 from nanoserve.costs.hardware import GIBI
 from nanoserve.costs.predictor import CostPredictor
@@ -92,6 +92,19 @@ class PlannedWork:
     def longest(self) -> int:
         """Tokens of the longest request."""
         return max(shape.total_tokens for shape in self.shapes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLimits:
+    """What KV caches may take; None stands for all that weights leave.
+
+    Attributes:
+        device_bytes: of the devices of one replica together.
+        host_bytes: of host memory, all replicas together.
+    """
+
+    device_bytes: float | None = None
+    host_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -225,6 +238,18 @@ class Candidates:
     fitting: tuple[Candidate, ...]
     left_out: tuple[LeftOut, ...]
 
+    def named(self, name: str) -> Candidate:
+        """The layout or pair of that name.
+
+        Raises:
+            UsageError: if it is left out, with the reason.
+        """
+        found = {one.name: one for one in self.fitting}
+        if name not in found:
+            reasons = [one.reason for one in self.left_out if one.name == name]
+            raise UsageError(f"{name}: {reasons[0] if reasons else 'one of its layouts does not fit'}")
+        return found[name]
+
     def best(self, top: int) -> "Candidates":
         """The so many layouts and so many pairs with the best estimates, the best first; the others are left out."""
         ranked = sorted(self.fitting, key=Candidate.estimate)
@@ -236,10 +261,22 @@ class Candidates:
         return Candidates(tuple(sorted(chosen, key=Candidate.estimate)), (*others, *self.left_out))
 
 
-def find_candidates(model: ModelConfig, machine: Machine, devices: int, work: PlannedWork) -> Candidates:
+def find_candidates(
+    model: ModelConfig,
+    machine: Machine,
+    devices: int,
+    work: PlannedWork,
+    *,
+    precision: Precision | None = None,
+    limits: CacheLimits | None = None,
+) -> Candidates:
     """Every way to use all of the devices.
 
     Pairs are for closed batches: who changes layouts lets those wait who come meanwhile.
+
+    Args:
+        precision: bits of weights and KV cache.
+        limits: of caches; None for none but the memory there is.
 
     Raises:
         UsageError: if there is none, saying what the layout lacks that comes closest, and what would fit; and for
@@ -247,15 +284,22 @@ def find_candidates(model: ModelConfig, machine: Machine, devices: int, work: Pl
     """
     if devices > MOST_DEVICES:
         raise UsageError(f"plans are for {MOST_DEVICES} devices at most, not {devices}")
+    limits = limits or CacheLimits()
     fitting: list[Candidate] = []
     left_out: list[LeftOut] = []
     refused: list[tuple[float, UsageError]] = []
     for layout in all_layouts(devices):
         try:
-            fitting.append(_candidate(model, machine, layout, work))
+            costs = StepCosts(model, machine, _with_replicas(layout, 1), precision)
         except UsageError as error:
             left_out.append(LeftOut(layout.name, str(error)))
-            refused.append((_device_weight_bytes(model, machine, layout), error))
+            refused.append((math.inf, error))
+            continue
+        try:
+            fitting.append(_candidate(costs, layout.data_parallel, work, limits))
+        except UsageError as error:
+            left_out.append(LeftOut(layout.name, str(error)))
+            refused.append((max(costs.memory.weight_bytes(stage) for stage in range(costs.num_stages)), error))
     if not fitting:
         raise min(refused, key=lambda one: one[0])[1]
     pairs = [(one, two) for one, two in permutations(fitting, 2) if one.replicas == two.replicas]
@@ -264,7 +308,7 @@ def find_candidates(model: ModelConfig, machine: Machine, devices: int, work: Pl
         return Candidates(tuple(fitting), (*left_out, LeftOut("pairs of layouts", why)))
     for one, two in pairs:
         try:
-            fitting.append(_pair(one, two))
+            fitting.append(_pair(one, two, limits))
         except UsageError as error:
             left_out.append(LeftOut(f"{one.name}->{two.name}", str(error)))
     return Candidates(tuple(fitting), tuple(left_out))
@@ -283,34 +327,28 @@ def all_layouts(devices: int) -> Iterator[ParallelLayout]:
                 )
 
 
-def _candidate(model: ModelConfig, machine: Machine, layout: ParallelLayout, work: PlannedWork) -> Candidate:
-    """One layout; raises UsageError if it does not suit."""
-    costs = StepCosts(model, machine, _with_replicas(layout, 1))
+def _candidate(costs: StepCosts, replicas: int, work: PlannedWork, limits: CacheLimits) -> Candidate:
+    """One layout; raises UsageError if the weights, or the longest request, do not fit."""
     blocks = costs.memory.kv_blocks(BLOCK_SIZE)
+    if limits.device_bytes is not None:
+        blocks = min(blocks, costs.memory.host_kv_blocks(limits.device_bytes, BLOCK_SIZE))
     if work.longest > blocks * BLOCK_SIZE:
         raise DoesNotFit(
             f"its KV cache holds {blocks * BLOCK_SIZE:,} tokens,"
             f" {work.longest - blocks * BLOCK_SIZE:,} fewer than the longest request"
         )
-    return Candidate((costs,), (blocks,), 0, layout.data_parallel, work)
+    return Candidate((costs,), (blocks,), 0, replicas, work)
 
 
-def _device_weight_bytes(model: ModelConfig, machine: Machine, layout: ParallelLayout) -> float:
-    """Of the fullest device, infinite for a layout that does not suit the model or the machine."""
-    try:
-        costs = StepCosts(model, machine, _with_replicas(layout, 1))
-    except UsageError:
-        return math.inf
-    return max(costs.memory.weight_bytes(stage) for stage in range(costs.num_stages))
-
-
-def _pair(prompts: Candidate, answers: Candidate) -> Candidate:
+def _pair(prompts: Candidate, answers: Candidate, limits: CacheLimits) -> Candidate:
     """Both on the same devices; raises UsageError if host memory does not hold the weights and the longest prompt."""
     costs = prompts.layouts[0]
     machine, devices = costs.machine, costs.layout.devices
     weights = sum(costs.memory.weight_bytes(stage) for stage in range(costs.num_stages)) * costs.layout.tensor_parallel
     share = machine.host_memory_bytes * devices / machine.devices_per_node
     room = share * costs.efficiency.usable_memory - weights
+    if limits.host_bytes is not None:
+        room = min(room, limits.host_bytes / prompts.replicas)
     blocks = costs.memory.host_kv_blocks(max(0.0, room), BLOCK_SIZE)
     if prompts.work.longest > blocks * BLOCK_SIZE:
         raise DoesNotFit(

@@ -7,7 +7,7 @@ from math import ceil
 from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.engine import Engine
 from nanoserve.request import Request
-from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
+from nanoserve.scheduler.plan import Executor, Row, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.driving import OnUpdates, drive
 from nanoserve.simulator.executor import SimulatedExecutor
@@ -27,17 +27,25 @@ class Record:
         handed_over: when each really was made, and handed to the executor, by step.
         results: by step. That workers died stands at the last of the plans that were lost with them, and nothing at
             those before it.
+            Nothing stands at plans that only move KV.
         known: when each result was, by step; of a plan that was lost, when that was known.
-        idle_losses: when workers died while nothing was in flight, and what was said of it.
+        collected: everything that became known, in order: all that did at one moment together.
+        max_in_flight: plans that the executor takes at a time.
     """
 
+    max_in_flight: int
     arrivals: list[Request] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
     submitted: dict[int, float] = field(default_factory=dict)
     handed_over: dict[int, float] = field(default_factory=dict)
     results: dict[int, StepResult] = field(default_factory=dict)
     known: dict[int, float] = field(default_factory=dict)
-    idle_losses: list[tuple[float, StepResult]] = field(default_factory=list)
+    collected: dict[float, list[StepResult]] = field(default_factory=dict)
+
+
+def ends(plan: StepPlan) -> bool:
+    """Whether the plan's step ends; one of nothing but swaps is answered by theirs."""
+    return bool(plan.rows) or plan.transition is not None or plan.strategy == "overlap"
 
 
 class RecordingExecutor:
@@ -48,8 +56,8 @@ class RecordingExecutor:
     """
 
     def __init__(self, executor: Executor) -> None:
-        self.record = Record()
         self.max_in_flight = executor.max_in_flight
+        self.record = Record(self.max_in_flight)
         self.feeds_tokens = executor.feeds_tokens
         self._executor = executor
         self._now = 0.0
@@ -69,13 +77,11 @@ class RecordingExecutor:
         self._executor.submit(plan)
 
     def collect(self, until: float | None) -> list[StepResult]:
-        """Wait with the executor and note what it says.
-
-        Raises:
-            ValueError: for a result that ends no plan, unless it says that workers died.
-        """
+        """Wait with the executor and note what it says."""
         results = self._executor.collect(until)
         self._tick()
+        if results:
+            self.record.collected[self._now] = results
         for result in results:
             self._note(result)
         return results
@@ -83,14 +89,11 @@ class RecordingExecutor:
     def _note(self, result: StepResult) -> None:
         record, step = self.record, result.step
         if result.lost is not None:
-            lost = [plan.step for plan in record.plans if plan.step not in record.known]
+            lost = [plan.step for plan in record.plans if ends(plan) and plan.step not in record.known]
             record.known |= dict.fromkeys(lost, self._now)
-            if not lost:
-                record.idle_losses.append((self._now, result))
-                return
-            step = lost[-1]
-        if step is None:
-            raise ValueError("a result that ends no plan cannot be replayed")
+            step = lost[-1] if lost else None
+        if step is None:  # swaps are done, or workers died while nothing was in flight
+            return
         record.results[step] = result
         record.known[step] = self._now
 
@@ -119,6 +122,8 @@ class _RecordedTimes:
     def _of(record: Record) -> Iterator[float]:
         free = 0.0
         for plan in record.plans:
+            if not ends(plan):
+                continue
             known = record.known[plan.step]
             yield known - max(free, record.submitted[plan.step])
             free = known
@@ -126,7 +131,7 @@ class _RecordedTimes:
     def work(
         self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
     ) -> StepWork:
-        return StepWork.of(decode_contexts, chunks, sampled)
+        return StepWork.of()  # nobody asks what it was; rows of no tokens are no work that could be summed up
 
     def stage_seconds(self, work: StepWork, stage: int) -> float:
         return next(self._durations)
@@ -141,24 +146,24 @@ class _RecordedTimes:
 class _ReplayingExecutor(SimulatedExecutor):
     """Says what the record says, when it was known."""
 
-    def __init__(self, record: Record, *, max_in_flight: int, check: Callable[[StepPlan], None]) -> None:
-        super().__init__(_RecordedTimes(record), max_in_flight=max_in_flight, answer=lambda plan: ())
-        self._recorded = record.results
+    def __init__(self, record: Record, *, check: Callable[[StepPlan], None]) -> None:
+        super().__init__(_RecordedTimes(record), max_in_flight=record.max_in_flight, answer=lambda plan: ())
+        self._collected = record.collected
         self._check = check
-        for moment, loss in record.idle_losses:
-            self._know(moment, loss)
+        for moment, results in record.collected.items():
+            if all(result.step is None for result in results):  # else a plan ends there
+                self._know(moment, StepResult(None))
 
     def submit(self, plan: StepPlan) -> None:
         self._check(plan)
-        super().submit(plan)
+        if ends(plan):
+            super().submit(plan)
+
+    def _work(self, rows: Iterable[Row]) -> StepWork:
+        return StepWork()  # what it took is recorded
 
     def collect(self, until: float | None) -> list[StepResult]:
-        ended = super().collect(until)
-        return [
-            result if result.step is None else self._recorded[result.step]
-            for result in ended
-            if result.step is None or result.step in self._recorded  # else lost before the last one of those
-        ]
+        return self._collected[self._now] if super().collect(until) else []
 
 
 def _ignore(now: float, updates: object) -> None:
@@ -205,6 +210,6 @@ def replay(record: Record, make_scheduler: Callable[[], Scheduler], *, vocab_siz
         replayed.append(plan)
 
     scheduler = make_scheduler()
-    executor = _ReplayingExecutor(record, max_in_flight=scheduler.pipeline_depth, check=check)
+    executor = _ReplayingExecutor(record, check=check)
     drive(Engine(scheduler, executor, vocab_size=vocab_size), record.arrivals, _ignore)
     return replayed

@@ -8,7 +8,7 @@ from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult, Swap
 from nanoserve.simulator.executor import SimulatedExecutor, StepObserver
 from nanoserve.simulator.host_attention import HostAttention, HostRow, Processor, SubBatch
 from nanoserve.simulator.host_link import HostLink
-from nanoserve.simulator.pipeline import DECOUPLED, Passage, Pipeline, Runtime, TieredTimes
+from nanoserve.simulator.pipeline import DECOUPLED, MovingTimes, Passage, Pipeline, Runtime, TieredTimes
 
 
 class TierObserver(Protocol):
@@ -28,13 +28,14 @@ class TieredExecutor(SimulatedExecutor):
     """Runs all that a StepPlan can say; a plan that says none of it costs what it does without tiers.
 
     * A swap moves over the host link from the moment its plan is submitted, beside the stages' computing, and is
-      answered when it is over. The scheduler swaps only what is not in flight, so nothing need be waited for.
+      answered when it is over. The scheduler swaps only what is not in flight, so nothing need be waited for. One that
+      follows its row moves from the moment at which the step computes, layer by layer, and ends with it or later.
     * A transition reloads the new layout's weights from host memory over the same link when all before it has ended
       (Seesaw, section 4.1); the slowest stage counts. It is answered as the end of its plan.
     * Host rows advance by cohorts or in asymmetric steps: see host_attention.py.
 
     Args:
-        layouts: their times; the first one is current in the beginning.
+        layouts: their times; the first one is current in the beginning. Host rows want those of TieredTimes.
         block_size: tokens per KV block.
         runtime, answer, observers: as the SimulatedExecutor takes them; observers are shown steps only.
         tier_observers: are shown swaps, transitions and the CPU.
@@ -45,7 +46,7 @@ class TieredExecutor(SimulatedExecutor):
 
     def __init__(
         self,
-        layouts: Sequence[TieredTimes],
+        layouts: Sequence[MovingTimes],
         *,
         block_size: int,
         runtime: Runtime = DECOUPLED,
@@ -61,7 +62,7 @@ class TieredExecutor(SimulatedExecutor):
         self._layouts = tuple(layouts)
         self._layout = 0
         self._block_size = block_size
-        self._host = HostAttention(layouts[0], self._processor)
+        self._host = self._host_attention(layouts[0])
         self._tier_observers = tier_observers
         self._last_end = 0.0
 
@@ -73,17 +74,19 @@ class TieredExecutor(SimulatedExecutor):
             RuntimeError: for a plan that the scheduler must not make.
         """
         for swap in plan.swaps:
-            self._swap(swap)
+            if not swap.after_row:
+                self._swap(swap, Passage(self._now, self._now))
         if plan.transition is not None:
             self._change_layout(plan, plan.transition)
         elif not plan.rows and plan.strategy != "overlap":
             self._answer(plan)  # it only moves KV: nothing ends, but the model may be told to forget
         elif plan.layout != self._layout:
             raise RuntimeError(f"plan {plan.step} is for layout {plan.layout}, but {self._layout} is current")
-        elif self._concerns_host(plan):
-            self._run_hybrid(plan)
         else:
-            super().submit(plan)
+            passages = self._run_hybrid(plan) if self._concerns_host(plan) else self._run(plan)
+            for swap in plan.swaps:
+                if swap.after_row:
+                    self._swap(swap, Passage(passages[0].start, passages[-1].end))
 
     def _end(self, time: float, result: StepResult) -> None:
         self._last_end = max(self._last_end, time)
@@ -91,18 +94,20 @@ class TieredExecutor(SimulatedExecutor):
 
     # ---- swaps and transitions --------------------------------------------------------------------------------
 
-    def _swap(self, swap: Swap) -> None:
+    def _swap(self, swap: Swap, source: Passage) -> None:
+        """Move it while what it reads is computed: not before that begins, nor to an end before it ends."""
         tokens = len(swap.device_blocks) * self._block_size
         times = self._layouts[self._layout]
         seconds = max(times.swap_seconds(tokens, stage) for stage in range(times.num_stages))
-        passage = self._link.move(swap.direction, seconds, self._now)
+        start, end = self._link.move(swap.direction, seconds, source.start)
+        passage = Passage(start, max(end, source.end))
         self._know(passage.end, StepResult(None, swapped=(swap.swap,)))
         for observer in self._tier_observers:
             observer.on_swap(self._now, swap, tokens, passage)
 
     def _change_layout(self, plan: StepPlan, layout: int) -> None:
         self._check_room(plan)
-        if self._host.under_way:
+        if self._host is not None and self._host.under_way:
             raise RuntimeError(f"plan {plan.step} changes the layout while tokens of host sequences are under way")
         self._answer(plan)
         times = self._layouts[layout]
@@ -110,62 +115,78 @@ class TieredExecutor(SimulatedExecutor):
         passage = self._link.move("in", seconds, max(self._now, self._last_end, self._link.free))
         self._layout, self._times, self.pipeline = layout, times, self.pipelines[layout]
         self.pipeline.not_before(passage.end)
-        self._host = HostAttention(times, self._processor)
+        self._host = self._host_attention(times)
         self._end(passage.end, StepResult(plan.step, seconds=seconds))
         for observer in self._tier_observers:
             observer.on_transition(self._now, plan, passage)
 
     # ---- host rows --------------------------------------------------------------------------------------------
 
+    def _host_attention(self, times: MovingTimes) -> HostAttention | None:
+        return HostAttention(times, self._processor) if isinstance(times, TieredTimes) else None
+
     def _concerns_host(self, plan: StepPlan) -> bool:
         """Whether host sequences take part in the step, so that it takes another time than a plain one."""
         if plan.strategy == "device":
             return False
-        carries = plan.strategy == "overlap" and self._host.under_way
+        carries = plan.strategy == "overlap" and self._host is not None and self._host.under_way
         return carries or not plan.rows or any(row.tier == "host" for row in plan.rows)
 
-    def _run_hybrid(self, plan: StepPlan) -> None:
+    def _run_hybrid(self, plan: StepPlan) -> Sequence[Passage]:
         self._check_room(plan)
         if self._times.num_stages > 1:
             raise UsageError(
                 "attention on the host is simulated for one pipeline stage, not for "
                 f"{self._times.num_stages}; use --stages 1, with --tensor-parallel for more devices"
             )
+        if self._host is None:
+            raise TypeError("attention on the host wants step times that know it: see TieredTimes")
         tokens = {answer.sequence: answer for answer in self._answer(plan)}
         work = self._work(row for row in plan.rows if row.tokens)
         start = self.pipeline.begin(work, self._now)
-        if plan.strategy == "overlap":
-            passage, answers = self._overlap(plan, tokens, start)
-        else:
-            passage, answers = self._asymmetric(plan, tokens, start)
+        run = self._overlap if plan.strategy == "overlap" else self._asymmetric
+        passage, answers = run(self._host, plan, tokens, start)
         self.pipeline.occupy(passage)
         seconds = passage.end - passage.start
-        self._end(passage.end, StepResult(plan.step, tuple(answers), cohorts=self._host.progress, seconds=seconds))
+        result = StepResult(
+            plan.step,
+            tuple(answers),
+            cohorts=self._host.progress,
+            seconds=seconds,
+            host_work=self._host.take_work(passage.end),
+        )
+        self._end(passage.end, result)
         self._show(plan, work, [passage])
+        return [passage]
 
-    def _overlap(self, plan: StepPlan, tokens: dict[int, Answer], start: float) -> tuple[Passage, list[Answer]]:
+    def _overlap(
+        self, attention: HostAttention, plan: StepPlan, tokens: dict[int, Answer], start: float
+    ) -> tuple[Passage, list[Answer]]:
         beginning = {
             row.sequence: HostRow(row.start + 1, tokens.pop(row.sequence)) for row in plan.rows if row.tier == "host"
         }
         device = self._work(row for row in plan.rows if row.tier == "device")
-        passage, sampled = self._host.overlap(plan.step, device, beginning, start)
+        passage, sampled = attention.overlap(plan.step, device, beginning, start)
         self.host_tokens += len(sampled)
         return passage, [*tokens.values(), *sampled]
 
-    def _asymmetric(self, plan: StepPlan, tokens: dict[int, Answer], start: float) -> tuple[Passage, list[Answer]]:
+    def _asymmetric(
+        self, attention: HostAttention, plan: StepPlan, tokens: dict[int, Answer], start: float
+    ) -> tuple[Passage, list[Answer]]:
         """All rows end in this step; those of no tokens leave their cohorts for it."""
         batches: tuple[list[HostRow], list[HostRow]] = ([], [])
         for row in plan.rows:
             if row.tier == "host":
-                batches[row.sub_batch].append(self._host_row(row, tokens))
+                batches[row.sub_batch].append(_host_row(attention, row, tokens))
         first, second = (
             SubBatch(self._work(row for row in plan.rows if row.tier == "device" and row.sub_batch == number), host)
             for number, host in enumerate(batches)
         )
-        passage = self._host.asymmetric(first, second, start)
+        passage = attention.asymmetric(first, second, start)
         host = {row.answer.sequence: row.answer for batch in batches for row in batch}
         self.host_tokens += len(host)
         return passage, list((tokens | host).values())
 
-    def _host_row(self, row: Row, tokens: dict[int, Answer]) -> HostRow:
-        return HostRow(row.start + 1, tokens[row.sequence]) if row.tokens else self._host.take(row.sequence)
+
+def _host_row(attention: HostAttention, row: Row, tokens: dict[int, Answer]) -> HostRow:
+    return HostRow(row.start + 1, tokens[row.sequence]) if row.tokens else attention.take(row.sequence)

@@ -83,7 +83,7 @@ def test_throughput_of_a_trace_leaves_out_what_is_too_long(bench: Run, tmp_path:
         (("operators", "--cells", "16"), "--cells takes sequences x context such as 16x2048,4x512, not '16'"),
         (("operators", "--cells", "0x5"), "--cells takes sequences x context"),
         (("operators", "--rows", "x"), "--rows takes whole numbers"),
-        (("operators", "--dtype", "float32"), "--dtype 'float32' is not one of bfloat16, float16"),
+        (("operators", "--dtype", "float64"), "--dtype 'float64' is not one of bfloat16, float16, float32"),
         (("scheduler", "--policy", "x"), "unknown policy 'x'"),
         (("scheduler", "--context", "0"), "--context"),
         (("quality",), "give --text, --questions or both"),
@@ -164,12 +164,13 @@ def test_operators_beside_stock_torch(bench: Run, tmp_path: Path, monkeypatch: p
     report = tmp_path / "report.json"
     code, out, err = bench("operators", "--cells", "2x32", "--rows", "1,5", "--rounds", 2, "--json", report)
     assert code == 0
-    assert "6 of 6 rounds count" in out
+    assert "8 of 8 rounds count" in out
     assert "measuring down 32 x 64, 5 rows" in err
     found = json.loads(report.read_text())
     assert found["engine"]["operators"].startswith(("C++", "plain torch ("))
     routes = [(row["case"], row["route"]) for row in found["summary"]]
     assert ("attention 2 x 32", "gather + SDPA") in routes
+    assert ("host attention 2 x 32", "operator alone") in routes
     assert ("down 32 x 64, 1 rows", "F.linear float32") in routes
     assert all(row["of_floor"] > 0 for row in found["summary"])
     assert bench("diff", report, report)[0] == 0

@@ -39,6 +39,14 @@ def test_every_way_to_attend_gives_the_same(context: int) -> None:
     assert case.num_bytes == 2 * (2 * context * 8 * 128) * 2  # keys and values of two sequences, 16 bits each
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_host_tier_gives_what_its_operator_gives(dtype: torch.dtype) -> None:
+    with operators.host_attention_case(2, 21, dtype) as case:
+        handed_over, alone = results(case).values()
+    assert torch.equal(handed_over, alone)
+    assert case.num_bytes == 2 * (2 * 21 * 8 * 128) * dtype.itemsize
+
+
 def test_every_way_to_multiply_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "_matrices", lambda: [("gate_up", 96, 64), ("head", 200, 64)])
     cases = list(operators.linear_cases([3, 100], torch.bfloat16))

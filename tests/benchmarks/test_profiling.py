@@ -2,16 +2,21 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from nanoserve.benchmarks.profiling.rounds import FEWEST_ROUNDS, curve_of, difference_of, grid_of, take_rounds
+from nanoserve.benchmarks.profiling.measuring import SIZES
 from nanoserve.benchmarks.roofline import BandwidthProbe
 from nanoserve.commands.main import main
 from nanoserve.costs.profile import read_profile
+from nanoserve.runtime.profiling.parts import beside_host
+from nanoserve.runtime.profiling.rounds import Effort, curve_of, difference_of, grid_of, take_rounds
 from triton_ops.cpu import cpu_operators
 
+FEWEST_ROUNDS = 3
+BRIEFLY = Effort(seconds=0.0, fewest_rounds=FEWEST_ROUNDS, most_rounds=FEWEST_ROUNDS, longest_sample=1.0)
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -23,11 +28,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZE", 64)
     measuring = "nanoserve.benchmarks.profiling.measuring"
     monkeypatch.setattr(f"{measuring}.BandwidthProbe", lambda: BandwidthProbe(2**20))
-    monkeypatch.setattr(f"{measuring}.SECONDS", 0.0)
-    sizes = {"BATCHES": (1, 4), "CONTEXTS": (16, 32), "COPIES": (2**10, 2**12), "TOKENS": (1, 4, 40, 64)}
-    for name, values in sizes.items():
-        monkeypatch.setattr(f"{measuring}.{name}", values)
-    monkeypatch.setattr("nanoserve.benchmarks.profiling.attention._CACHE_BYTES", 2**20)
+    monkeypatch.setattr(f"{measuring}.EFFORT", BRIEFLY)
+    few = replace(SIZES, tokens=(1, 4, 40, 64), batches=(1, 4), contexts=(16, 32), copies=(2**10, 2**12))
+    monkeypatch.setattr(f"{measuring}.SIZES", replace(few, kv_bytes=2**20))
     monkeypatch.setattr("nanoserve.benchmarks.profiling.prediction.MOST_REQUESTS", 4)
 
     def command(*arguments: object) -> tuple[int, str, str]:
@@ -64,6 +67,7 @@ def test_a_profile_is_measured_written_shown_and_simulated(run: Run, tiny: str, 
     assert profile.prefill_attention.sizes == (16, 32, 64)
     assert profile.engine.sizes == (1, 4)
     assert profile.host == profile.device
+    assert profile.host_attention.batches == profile.host_exchange.sizes == (1, 4)
     assert profile.settings["rounds"] == FEWEST_ROUNDS
     assert profile.memory.kv_tokens == 2**21 // (2 * 2 * 2 * 8 * 4)
     closed, open_loop = profile.predictions
@@ -79,6 +83,12 @@ def test_a_profile_is_measured_written_shown_and_simulated(run: Run, tiny: str, 
     document = json.loads(report.read_text())
     assert document["settings"]["kv_blocks"] == profile.memory.kv_tokens // 16
     assert document["rows"][0]["output_tokens"] == 15
+
+    host = ("--host-kv-memory", 0.001, "--num-blocks", 4, "--policy", "overlap", "--json", report)
+    code, out, _ = run("simulate", "--profile", path, *host, "--requests", 6, "--lengths", "20+5")
+    assert code == 0
+    assert "4 KV blocks, 262 in host memory" in out
+    assert json.loads(report.read_text())["rows"][0]["host_tokens"] > 0
 
 
 def test_nothing_is_measured_if_the_file_cannot_be_written(run: Run, tmp_path: Path) -> None:
@@ -98,10 +108,10 @@ def test_an_engine_too_small_to_draw_lines_is_refused(run: Run, tiny: str, limit
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "is not a profile (nanoserve-profile/1)"),
+        ((), "is not a profile (nanoserve-profile/2)"),
         (("--stages", 2), "--profile brings model and machine, and has one stage"),
         (("--model", "qwen3-8b"), "--profile brings model and machine, and has one stage"),
-        (("--host-kv-memory", 1), "--profile has one layout and no host memory"),
+        (("--prefill-parallel", "P2"), "--profile has one layout"),
     ],
 )
 def test_simulate_refuses_in_one_line(run: Run, tmp_path: Path, arguments: tuple[object, ...], says: str) -> None:
@@ -123,18 +133,28 @@ def test_rounds_take_every_point_in_turn_and_forget_the_first() -> None:
 
         return sample
 
-    samples = take_rounds({"a": {(1,): probe(1), (2,): probe(2)}}, lambda text: None, seconds=0.0)
+    samples = take_rounds({"a": {(1,): probe(1), (2,): probe(2)}}, lambda text: None, BRIEFLY)
     assert taken == [1, 2] * (FEWEST_ROUNDS + 1)
     assert samples == {"a": {(1,): [3.0, 5.0, 7.0], (2,): [4.0, 6.0, 8.0]}}
 
 
-def test_sizes_beyond_one_that_takes_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanoserve.benchmarks.profiling.rounds.LONGEST_SAMPLE", -1.0)
+def test_brief_samples_are_repeated_within_a_round() -> None:
+    effort = replace(BRIEFLY, fewest_rounds=1, most_rounds=1, repeat_seconds=100.0)
+    samples = take_rounds({"a": {(1,): lambda: 1.0}}, lambda text: None, effort)
+    assert 1 < len(samples["a"][1,]) < 100
+
+
+def test_without_time_for_a_round_the_warm_up_counts() -> None:
+    effort = replace(BRIEFLY, fewest_rounds=0)
+    assert take_rounds({"a": {(1,): lambda: 2.0}}, lambda text: None, effort) == {"a": {(1,): [2.0]}}
+
+
+def test_sizes_beyond_one_that_takes_too_long_are_left_out() -> None:
     probes = {
         "curve": {(size,): lambda: 1.0 for size in (1, 2, 3)},
         "grid": {(1, size): lambda: 1.0 for size in (1, 2)},
     }
-    samples = take_rounds(probes, lambda text: None, seconds=0.0)
+    samples = take_rounds(probes, lambda text: None, replace(BRIEFLY, longest_sample=-1.0))
     assert list(samples["curve"]) == [(1,), (2,)]  # two are always needed
     assert list(samples["grid"]) == [(1, 1), (1, 2)]
 
@@ -148,3 +168,12 @@ def test_curves_and_grids_are_medians_with_quartiles() -> None:
     cells = grid_of({(1, 16): [1.0, 1.0], (1, 32): [2.0, 4.0], (2, 16): [5.0, 5.0], (2, 32): [6.0, 6.0]})
     assert cells.seconds == ((1.0, 3.0), (5.0, 6.0))
     assert cells.low == ((1.0, 2.5), (5.0, 6.0))
+    assert curve_of({(1,): [3.0], (2,): [5.0]}).low == (3.0, 5.0)
+
+
+def test_the_device_is_slowed_no_more_than_the_threads_beside_it_explain() -> None:
+    def found(beside: float) -> dict[str, dict[tuple[int, ...], list[float]]]:
+        return {"alone": {(1, 16): [2.0]}, "beside host": {(1, 16): [beside]}}
+
+    assert [beside_host(found(beside), 2.0) for beside in (1.0, 3.0, 9.0)] == [1.0, 1.5, 2.0]
+    assert beside_host({}, 2.0) == 1.0

@@ -3,18 +3,21 @@
 ``python -m tests.commands.fake_llm ARGUMENTS`` is the command ``nanoserve`` with this LLM behind it.
 
 What it is told may steer it: "slowly" makes it go on for ever with a pause between words, "fail" makes the engine give
-up, and a question that holds "<think>" is answered as it is, reasoning and all.
+up, "perish" ends all its workers for good in the midst of a batch, and a question that holds "<think>" is answered as
+it is, reasoning and all.
 """
 
 import re
 import sys
 import time
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+from nanoserve.engine import EngineStatus
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
-from nanoserve.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from nanoserve.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams, SequenceUpdate
 
 PAUSE = 0.02
 
@@ -65,8 +68,10 @@ class FakeLLM:
         self.tokenizer = FakeTokenizer()
         self.prompts: list[Any] = []
         self.params: list[SamplingParams] = []
-        self.aborted = 0
+        self.aborted = self.steps = 0
         self.closed = False
+        self.speeds = None
+        self.driven = types.SimpleNamespace(failure=None, failures=())
 
     def __enter__(self) -> "FakeLLM":
         return self
@@ -82,6 +87,29 @@ class FakeLLM:
             progress("compiling layers", 0, 1)
             progress("compiling layers", 1, 1)
 
+    @property
+    def status(self) -> EngineStatus:
+        """The layout changes every ten steps of a batch; a quarter of host memory is in use."""
+        turns = self.steps // 10
+        return EngineStatus(
+            layouts=(turns % 2,),
+            changing=(False,),
+            running=1,
+            on_host=0,
+            waiting=0,
+            free_blocks=0,
+            total_blocks=10,
+            free_host_blocks=3,
+            total_host_blocks=4,
+            prompt_tokens=0,
+            output_tokens=0,
+            preemptions=0,
+            steps=self.steps,
+            transitions=turns,
+            losses=0,
+            host_losses=0,
+        )
+
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.8, top_p=0.95)
 
@@ -94,14 +122,28 @@ class FakeLLM:
         return self._stream(text, ids, params)
 
     def generate_as_completed(
-        self, items: Iterable[tuple[Any, SamplingParams]]
+        self,
+        items: Iterable[tuple[Any, SamplingParams]],
+        *,
+        on_step: Callable[[Sequence[SequenceUpdate]], None] | None = None,
     ) -> Iterator[tuple[int, RequestOutput | NanoserveError]]:
         held: list[tuple[int, RequestOutput]] = []
         for position, (prompt, params) in enumerate(items):
             try:
-                deltas = list(self.stream(prompt, params))
+                deltas = []
+                for delta in self.stream(prompt, params):
+                    deltas.append(delta)
+                    self.steps += 1
+                    if on_step is not None:
+                        on_step([])
             except NanoserveError as error:
                 yield position, error
+                continue
+            if "perish" in str(prompt):  # the only engine, or one of two
+                (failure,) = self.driven.failures = ("the workers died 3 times",)
+                self.driven.failure = None if "half" in str(prompt) else failure
+                sample = replace(deltas[-1].outputs[0], finish_reason="error", error=failure)
+                yield position, replace(_whole(deltas, 1), outputs=(sample,))
                 continue
             held.append((position, _whole(deltas, params.n)))
             if len(held) == 2:  # finishing order is not the order of the input

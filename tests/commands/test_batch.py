@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +14,9 @@ from typing import Any
 import pytest
 
 from nanoserve.commands.batch_files import ResultFile
-from tests.commands.conftest import start
+from tests.commands.conftest import ROOT, start
 from tests.commands.fake_llm import FakeLLM
+from tests.commands.test_terminal import Terminal
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -203,3 +207,81 @@ def test_interrupt_keeps_what_is_finished_and_says_how_to_go_on(source: Path, ta
     source.write_text(source.read_text().replace("slowly", "fast"))
     assert start(*arguments).wait(60) == 0
     assert [row["index"] for row in by_index(target)] == [0, 1, 2, 3]
+
+
+def test_rows_that_nobody_could_answer_any_more_are_left_for_the_same_command(
+    command: Run, source: Path, target: Path
+) -> None:
+    source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("a", "b", "perish", "c")))
+    code, _, err = command("generate", "-f", str(source), "-o", str(target))
+    assert code == 1
+    assert err.startswith("nanoserve: the workers died 3 times; 1 rows written to ")
+    assert err.endswith(", 3 rows are left; the same command goes on from here\n") and err.count("\n") == 1
+    assert [row["index"] for row in rows_of(target)] == [1]
+    source.write_text(source.read_text().replace("perish", "live"))
+    assert command("generate", "-f", str(source), "-o", str(target))[0] == 0
+    assert [row["index"] for row in by_index(target)] == [0, 1, 2, 3]
+
+
+def test_rows_that_one_of_several_engines_took_with_it_are_left_and_the_others_go_on(
+    command: Run, source: Path, target: Path
+) -> None:
+    source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("a", "b", "half perish", "c")))
+    code, _, err = command("generate", "-f", str(source), "-o", str(target))
+    assert code == 1
+    assert err.startswith("nanoserve: the workers died 3 times; 3 rows written to ")
+    assert err.endswith(", 1 rows are left; the same command goes on from here\n")
+    assert [row["index"] for row in by_index(target)] == [0, 1, 3]
+
+
+PAIR = ["--prefill-parallel", "d2p4", "--decode-parallel", "d2t4"]
+
+
+def test_without_a_terminal_the_last_line_says_how_two_layouts_went(command: Run, source: Path, target: Path) -> None:
+    source.write_text(json.dumps({"prompt": "word " * 30}))
+    code, _, err = command("generate", "-f", str(source), "-o", str(target), *PAIR)
+
+    assert (code, err.count("\n")) == (0, 1)
+    assert re.search(r"D2P4 \S+ tokens/s, D2T4 \S+ tokens/s, host pool at most 25%, 3 transitions$", err)
+
+
+def test_a_terminal_shows_the_phase_while_no_row_finishes_and_ctrl_c_keeps_the_rest(
+    source: Path, target: Path, tmp_path: Path
+) -> None:
+    source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("a", "b", "slowly")))
+    words = ["generate", "-f", str(source), "-o", str(target), "--max-model-len", "100000", *PAIR]
+    terminal = Terminal(*words, state=tmp_path)
+    terminal.wait_for("decode D2T4, host pool 25%, ")
+    terminal.wait_for("prefill D2P4, host pool 25%, ")
+    terminal.type("\x03")
+    terminal.wait_for("interrupted: 1 rows written to ")
+    terminal.wait_for("2 rows are left; the same command goes on from here")
+
+    assert terminal.exit_code() == 130
+    assert [row["index"] for row in rows_of(target)] == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["prefill P2, host pool [^;]*, 2 transitions", "decode T2, host pool [^;]*, 3 tr"])
+def test_ctrl_c_in_each_phase_of_real_workers_keeps_the_rows_and_the_next_run_ends_them(
+    state: str, source: Path, target: Path, tmp_path: Path
+) -> None:
+    story = "Once upon a time there was a cat that lived in a boat. " * 8
+    rows = [{"prompt": f"{number}. {story}", "temperature": 0, "max_tokens": 30} for number in range(40)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = ["generate", "-f", str(source), "--eager", "--dtype", "float32", "--threads", "2", "-o"]
+    pair = ["--prefill-parallel", "p2", "--decode-parallel", "t2", "--host-kv-memory", "6MiB"]
+    terminal = Terminal(*common, str(target), *pair, state=tmp_path, module="nanoserve")
+    terminal.wait_for_match(state)
+    terminal.type("\x03")
+    terminal.wait_for("rows are left; the same command goes on from here")
+    assert terminal.exit_code() == 130
+    written = rows_of(target)
+    assert 0 < len(written) < len(rows)
+
+    whole = tmp_path / "one_process.jsonl"
+    for words in ([*common, str(target), *pair], [*common, str(whole)]):
+        ended = subprocess.run([sys.executable, "-m", "nanoserve", *words], cwd=ROOT, capture_output=True, check=True)
+    assert ended.stderr.count(b"\n") == 1
+    assert rows_of(target)[: len(written)] == written
+    assert [row["text"] for row in by_index(target)] == [row["text"] for row in by_index(whole)]

@@ -102,7 +102,7 @@ def test_more_memory_than_can_be_simulated(command: Run, tmp_path: Path) -> None
         (("linear", "seconds"), [-1, 1], "seconds must be numbers above 0, not"),
         (("head", "sizes"), [1, 10**18], "sizes must be at most"),
         (("head", "sizes"), [1, 10**400], "is not a profile"),
-        (("schema",), "nanoserve-profile/2", "is not a profile"),
+        (("schema",), "nanoserve-profile/3", "is not a profile"),
     ],
 )
 def test_profiles(command: Run, tmp_path: Path, keys: tuple[str, ...], value: object, says: str) -> None:

@@ -212,6 +212,24 @@ def test_interrupt_while_a_library_is_imported_is_one_line() -> None:
     assert (result.stderr, result.returncode) == (b"nanoserve: interrupted\n", 130)
 
 
+LAST_MOMENT = """
+import sys
+from nanoserve.commands import main
+guarded = main.guarded
+def interrupted(action):
+    guarded(action)
+    raise KeyboardInterrupt
+main.guarded = interrupted
+sys.argv = ["nanoserve", "--version"]
+main.run()
+"""
+
+
+def test_an_interrupt_when_all_is_said_adds_nothing() -> None:
+    result = subprocess.run([sys.executable, "-c", LAST_MOMENT], capture_output=True, cwd=ROOT)
+    assert (result.stderr, result.returncode) == (b"", 130)
+
+
 @pytest.mark.parametrize("arguments", [["generate", "slowly"], ["chat", "slowly"], ["chat", "hi", "--model", "slow"]])
 def test_interrupt_is_one_line(arguments: list[str]) -> None:
     process = start(*arguments, "--max-model-len", "100000", stdin=subprocess.DEVNULL)

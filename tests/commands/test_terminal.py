@@ -3,6 +3,7 @@
 import errno
 import os
 import pty
+import re
 import select
 import signal
 import sys
@@ -22,11 +23,11 @@ PATIENCE = 60.0  # seconds; a busy machine starts processes slowly
 
 
 class Terminal:
-    """A process on a pseudo-terminal of 24 rows."""
+    """A process on a pseudo-terminal of 24 rows; the command with the fake LLM, unless another module is named."""
 
-    def __init__(self, *arguments: str, state: Path) -> None:
+    def __init__(self, *arguments: str, state: Path, module: str = "tests.commands.fake_llm") -> None:
         self.shown = ""
-        words = [sys.executable, "-m", "tests.commands.fake_llm", *arguments]
+        words = [sys.executable, "-m", module, *arguments]
         self.process, self.descriptor = pty.fork()
         if self.process == 0:
             os.chdir(ROOT)
@@ -44,6 +45,14 @@ class Terminal:
             self._read()
         before, _, self.shown = self.shown.partition(text)
         return before
+
+    def wait_for_match(self, pattern: str) -> None:
+        """Until something that the pattern fits was shown."""
+        deadline = time.monotonic() + PATIENCE
+        while not (found := re.search(pattern, self.shown)):
+            assert time.monotonic() < deadline, f"{pattern!r} does not come after {self.shown!r}"
+            self._read()
+        self.shown = self.shown[found.end() :]
 
     def exit_code(self) -> int:
         deadline = time.monotonic() + PATIENCE

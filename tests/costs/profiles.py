@@ -21,13 +21,14 @@ def grid(batches: Sequence[int], contexts: Sequence[int], seconds: Callable[[int
 
 
 def made_up_profile(model: ModelConfig | None = None, **changes: object) -> Profile:
-    """Two layers; a token takes 1 s in a layer, a key 0.01 s, a prompt of n tokens n² / 1000 s, a byte 1 ms."""
+    """Two layers; a token takes 1 s in a layer, a key 0.01 s, on the host ten times that and 0.25 s for each
+    sequence, a prompt of n tokens n² / 1000 s, a byte 1 ms."""
     machine = Reached(name="abacus", memory_bytes=1e4, read_bytes_per_second=100.0, operations_per_second=1000.0)
     settings: dict[str, str | int] = {"model": "tiny", "dtype": "bfloat16", "operators": "fingers", "layers": "eager"}
     fields: dict[str, object] = {
         "schema": SCHEMA,
         "about": {},
-        "settings": settings | {"threads": 1, "rounds": 3},
+        "settings": settings | {"threads": 1, "host_threads": 1, "rounds": 3},
         "foreign_cores": None,
         "model": model or tiny_model(),
         "bits": 16,
@@ -36,7 +37,8 @@ def made_up_profile(model: ModelConfig | None = None, **changes: object) -> Prof
         "memory": KvMemory(kv_tokens=1000),
         "linear": curve((1, 10), (1, 10)),
         "decode_attention": grid((1, 4), (10, 100), lambda batch, context: batch * context / 100),
-        "host_attention": grid((1, 4), (10, 100), lambda batch, context: batch * context / 10),
+        "host_attention": grid((1, 4), (10, 100), lambda batch, context: batch * context / 10 + batch / 4),
+        "host_exchange": curve((1, 5), (0.25, 1.25)),
         "prefill_attention": curve((10, 20, 40), (0.1, 0.4, 1.6)),
         "copy": curve((10, 1000), (0.01, 1)),
         "inputs": curve((1, 11), (2, 3)),

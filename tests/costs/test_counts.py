@@ -3,10 +3,10 @@
 import pytest
 
 from nanoserve.costs.counts import ModelCounts, Operator, Precision, tensor_degrees
-from nanoserve.costs.layout import ParallelLayout
 from nanoserve.costs.model_table import load_shape
 from nanoserve.costs.work import StepWork, chunk_keys, chunk_pairs
 from nanoserve.errors import UsageError
+from nanoserve.layout import ParallelLayout
 from tests.costs.conftest import tiny_experts, tiny_model
 
 # Two decode rows that read 3 and 5 keys, and positions 2, 3, 4 of a prompt: five tokens.

@@ -25,18 +25,30 @@ def test_a_grid_against_a_table_worked_by_hand() -> None:
     measured = grid((1, 3), (10, 30), lambda batch, context: cells[batch, context])
     assert measured.at(2, 20) == (2 + 8) / 2
     assert measured.at(1, 20) == 2
-    assert measured.at(3, 40) == 14  # 3 more for 10 more
-    assert measured.at(5, 10) == 9  # 2 more for each more
+    assert measured.at(3, 60) == 22  # twice as many keys as were measured
+    assert measured.at(6, 10) == 10
+    assert measured.at(6, 60) == 44
     assert measured.at(0, 10) == 0
     assert measured.at(1, 5) == 1
 
 
-def test_a_grid_by_keys_averages_cells_with_as_many() -> None:
-    measured = grid((1, 2), (10, 20), lambda batch, context: float(batch + context))
-    assert measured.by_keys(10) == 11
-    assert measured.by_keys(20) == (21 + 12) / 2
-    assert measured.by_keys(30) == (16.5 + 22) / 2
-    assert measured.by_keys(0) == 0
+def test_a_grid_over_keys_averages_cells_with_as_many() -> None:
+    by_keys = grid((1, 2), (10, 20), lambda batch, context: float(batch + context)).over_keys()
+    assert by_keys.sizes == (10, 20, 40)
+    assert by_keys.seconds == (11, (21 + 12) / 2, 22)
+    assert by_keys.at(30) == (16.5 + 22) / 2
+
+
+def test_a_grid_less_a_curve() -> None:
+    cells = {(1, 16): 1.0, (1, 32): 2.0, (2, 16): 5.0, (2, 32): 6.0}
+    found = grid((1, 2), (16, 32), lambda *cell: cells[cell]).less(curve((1, 2), (0.5, 5.5)))
+    assert found.seconds == ((0.5, 1.5), (pytest.approx(0, abs=1e-6), 0.5))
+
+
+def test_what_noise_has_turned_meets_half_way() -> None:
+    assert curve((1, 2, 3, 4), (1, 5, 3, 6)).rising().seconds == (1, 4, 4, 6)
+    cells = {(1, 10): 4.0, (1, 30): 2.0, (3, 10): 1.0, (3, 30): 5.0}
+    assert grid((1, 3), (10, 30), lambda *cell: cells[cell]).rising().seconds == ((2, 3), (2, 5))
 
 
 sizes = st.lists(st.integers(1, 10**6), min_size=2, max_size=8, unique=True).map(sorted)
@@ -62,7 +74,19 @@ def test_a_grid_is_exact_where_it_was_measured_and_never_negative(
     assert {cell: measured.at(*cell) for cell in cells} == pytest.approx(cells)
     asked = st.integers(0, 2 * 10**6)
     assert measured.at(data.draw(asked), data.draw(asked)) >= 0
-    assert measured.by_keys(data.draw(asked)) >= 0
+    if len({batch * context for batch, context in cells}) > 1:
+        assert measured.over_keys().at(data.draw(asked)) >= 0
+
+
+@given(sizes, sizes, st.data())
+def test_a_rising_grid_rises(batches: list[int], contexts: list[int], data: st.DataObject) -> None:
+    cells = {cell: data.draw(times) for cell in itertools.product(batches, contexts)}
+    measured = grid(batches, contexts, lambda batch, context: cells[batch, context]).rising()
+    batch, context = data.draw(st.integers(1, 2 * 10**6)), data.draw(st.integers(1, 2 * 10**6))
+    more = data.draw(st.integers(0, 10**6))
+    least = measured.at(batch, context) * (1 - 1e-9)
+    assert measured.at(batch + more, context) >= least
+    assert measured.at(batch, context + more) >= least
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from nanoserve.costs.measured_times import MeasuredTimes
 from nanoserve.costs.profile import Prediction, RunFigures, check_writable, read_profile, write_profile
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.scheduler.load import Predictor
-from nanoserve.simulator.pipeline import StepTimes
+from nanoserve.simulator.pipeline import StepTimes, TieredTimes
 from tests.costs.conftest import tiny_model
 from tests.costs.profiles import curve, grid, made_up_profile
 
@@ -42,19 +41,13 @@ def test_windows_bound_what_attention_reads() -> None:
     assert times.stage_seconds(times.work([], [(0, 40)])) == pytest.approx(without + 1.6 + 0.4 + 20 * 0.03)
 
 
-def test_a_predictor_worked_by_hand() -> None:
-    predictor: Predictor = MeasuredTimes(made_up_profile())
-    assert predictor.num_layers == 2
-    assert predictor.linear_seconds(5) == 5
-    assert predictor.attention_seconds(40) == pytest.approx(0.4)
-    assert predictor.prefill_attention_seconds(30) == pytest.approx(1.0)
-    assert predictor.step_overhead_seconds() == 3.5
-    # 2 sequences, 16 bits, heads of 4: 16 bytes a head; 2 + 2 heads there, 2 back
-    assert predictor.host_attention_seconds(2, 100) == pytest.approx(2 * 50 / 10 + 0.064 + 0.032)
-    assert predictor.host_attention_seconds(0, 0) == 0
-    assert predictor.swap_seconds(10) == pytest.approx(0.001 * 10 * 2 * 2 * 4 * 2)
-    assert predictor.transition_seconds(0) == 0
-    assert predictor.transition_seconds(1) == float("inf")
+def test_host_memory_worked_by_hand() -> None:
+    times = MeasuredTimes(made_up_profile())
+    assert isinstance(times, TieredTimes)
+    assert times.host_attention_seconds(40) == pytest.approx(4)
+    assert times.host_exchange_seconds(3) == pytest.approx(0.75)
+    assert times.swap_seconds(10, 0) == pytest.approx(0.001 * 10 * 2 * 2 * 4 * 2)
+    assert times.reload_seconds(0) == float("inf")
 
 
 def test_a_file_brings_back_what_was_written(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from nanoserve.scheduler.load import Strategy
+
 
 @dataclass(frozen=True)
 class LinearPredictor:
@@ -43,8 +45,11 @@ class LinearPredictor:
     def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
         return self.exchange + self.host_key * context_tokens
 
-    def step_overhead_seconds(self) -> float:
+    def step_overhead_seconds(self, rows: int = 1) -> float:
         return self.overhead
+
+    def slowdown(self, strategy: Strategy) -> float:
+        return 1.0
 
     def swap_seconds(self, context_tokens: int) -> float:
         return self.swap_token * context_tokens

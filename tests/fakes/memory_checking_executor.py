@@ -8,14 +8,16 @@ get the right tokens from it, and mostly trips one of its checks first.
 A fed row reads the token that the plan before sampled; one whose token the scheduler had been told is a mistake.
 
 Swaps take their time: what they read must not change meanwhile, and nobody may use what they write. Host sequences
-advance by a layer in each overlapped plan. A transition finds an empty device, and leaves nothing in its memory.
+advance by a layer in each overlapped plan in which the CPU is done with their attention. It is the same in a pipeline:
+a group waits at a layer of one stage, and plans pass each stage in their order. A transition finds an empty device, and
+leaves nothing in its memory.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, cycle
 
 from msgspec.structs import replace
 
@@ -91,7 +93,10 @@ class MemoryCheckingExecutor:
         feeds_tokens: whether fed rows are taken; two plans may be in flight then.
         other_layouts: blocks on the device in parallel layouts 1, 2, ...
         swap_delay: how many times results are collected before a swap is done.
-        num_layers: plans that a host sequence's token takes under overlap, but for the one it begins in.
+        num_layers: plans that a host sequence's token takes under overlap, but for the one it begins in, if the CPU is
+            always done in time.
+        cpu_is_done: whether it is, of one cohort after the other in each plan, round and round. A plan without rows on
+            the device waits for it.
         model: gives the next token.
     """
 
@@ -106,12 +111,14 @@ class MemoryCheckingExecutor:
         other_layouts: Sequence[int] = (),
         swap_delay: int = 0,
         num_layers: int = 2,
+        cpu_is_done: Sequence[bool] = (True,),
         model: NextToken = next_token,
     ) -> None:
         self.max_in_flight = 2 if feeds_tokens else depth
         self.feeds_tokens = feeds_tokens
         self.block_size = block_size
         self.num_layers = num_layers
+        self._cpu_is_done = cycle(cpu_is_done)
         self.model = model
         self.plans: list[StepPlan] = []
         self.closed = False
@@ -175,12 +182,24 @@ class MemoryCheckingExecutor:
         for row in plan.rows:
             self._poison_new_blocks(row)
         for swap in plan.swaps:
-            self._begin_swap(swap)
+            self._prepare_swap(swap)
+            if not swap.after_row:
+                self._begin_swap(swap)
+        if plan.rows and plan.strategy == "device" and self._cohorts:
+            raise MemoryViolation(f"plan {plan.step} lets host sequences under way stand still")
+        if not plan.rows and plan.strategy == "overlap" and self._results:
+            raise MemoryViolation(
+                f"plan {plan.step} holds nothing, and others are in flight that host sequences pass with"
+            )
         if len({row.sequence for row in plan.rows}) != len(plan.rows):
             raise MemoryViolation(f"plan {plan.step} holds a sequence twice")
         for row in plan.rows:  # all rows write before any reads
             if row.tokens:
                 self._write(self._with_fed_token(row))
+        for swap in plan.swaps:
+            if swap.after_row:
+                self._check_filled(swap, plan)
+                self._begin_swap(swap)
         answers = [self._read_and_answer(row) for row in self._rows_to_answer(plan)]
         progress = tuple(CohortProgress(step, cohort.layers) for step, cohort in self._cohorts.items())
         return StepResult(plan.step, tuple(answers), cohorts=progress)
@@ -192,7 +211,10 @@ class MemoryCheckingExecutor:
         if plan.strategy == "asymmetric":
             return rows + [self._leave_cohort(row) for row in on_host.values()]
         if plan.strategy == "overlap":
+            waits = not any(row.tier == "device" for row in plan.rows)
             for cohort in self._cohorts.values():
+                if not next(self._cpu_is_done) and not waits:
+                    continue
                 cohort.layers += 1
                 if cohort.layers == self.num_layers:
                     rows += cohort.rows.values()
@@ -217,7 +239,8 @@ class MemoryCheckingExecutor:
 
     def _check_tiers(self, plan: StepPlan) -> None:
         """Rows only where their sequence is, and only those the strategy knows."""
-        moving = {swap.sequence for swap in plan.swaps} | {one.swap.sequence for one in self._swaps}
+        moving = {swap.sequence for swap in plan.swaps if not swap.after_row}
+        moving |= {one.swap.sequence for one in self._swaps}
         under_way = set(chain.from_iterable(cohort.rows for cohort in self._cohorts.values()))
         for row in plan.rows:
             record = self._record(row)
@@ -266,18 +289,32 @@ class MemoryCheckingExecutor:
 
     # ---- swaps and transitions ----
 
-    def _begin_swap(self, swap: Swap) -> None:
-        if swap.sequence in self._records:
+    def _prepare_swap(self, swap: Swap) -> None:
+        """Check that what it writes is nobody's, and let it hold nothing."""
+        if swap.sequence in self._records and not swap.after_row:
             raise MemoryViolation(f"sequence {swap.sequence} moves but was not ended where it was")
         if len(swap.device_blocks) != len(swap.host_blocks):
             raise MemoryViolation(f"swap {swap.swap} does not pair its blocks")
-        source, target = _ends(swap)
+        _, target = _ends(swap)
         for tier, block in target:
             if any(record.tier == tier and block in record.block_table for record in self._records.values()):
                 raise MemoryViolation(f"swap {swap.swap} writes over {tier} block {block}, which is in use")
             if any((tier, block) in chain(*_ends(other.swap)) for other in self._swaps):
                 raise MemoryViolation(f"swap {swap.swap} writes over {tier} block {block}, which another swap moves")
             self._memory[tier][block] = [POISON] * self.block_size
+
+    def _check_filled(self, swap: Swap, plan: StepPlan) -> None:
+        """A swap that follows its row: the sequence's whole table moves, and the row is the last of its prompt."""
+        row = next((row for row in plan.rows if row.sequence == swap.sequence), None)
+        if row is None or not row.sample or row.tier != "device" or swap.direction != "out":
+            raise MemoryViolation(f"swap {swap.swap} follows no row that computes the last of a prompt")
+        record = self._records[swap.sequence]
+        if list(swap.device_blocks) != record.block_table:
+            raise MemoryViolation(f"swap {swap.swap} moves other blocks than its sequence has")
+        self._check_prefix(row, record)
+
+    def _begin_swap(self, swap: Swap) -> None:
+        source, _ = _ends(swap)
         content = [list(self._memory[tier][block]) for tier, block in source]
         self._swaps.append(_SwapUnderWay(swap, int(self._time) + 1 + self._swap_delay, content))
 

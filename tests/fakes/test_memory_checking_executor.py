@@ -97,6 +97,23 @@ def test_using_what_a_swap_writes_is_noticed() -> None:
         other.submit(StepPlan(2, swaps=(Swap(8, 1, "out", (1,), (3,)),)))
 
 
+def test_a_swap_behind_a_row_moves_what_the_row_wrote_and_is_refused_without_it() -> None:
+    executor = _executor()
+    parked = Swap(7, 0, "out", (0, 2), (3, 1), after_row=True)
+    executor.submit(
+        StepPlan(0, begin=(_begin(0, 1, 2, 3),), rows=(Row(0, 0, (1, 2, 3), True, (0, 2)),), swaps=(parked,))
+    )
+    executor.collect(None)
+    on_host = Row(0, 3, (103,), True, (3, 1), tier="host")
+    executor.submit(StepPlan(1, end=(0,), begin=(_begin(0, 1, 2, 3, 103),), rows=(on_host,), strategy="asymmetric"))
+    (result,) = executor.collect(None)
+    assert result.answers[0].tokens == (104,)
+    with pytest.raises(MemoryViolation, match="follows no row"):
+        _executor().submit(StepPlan(0, swaps=(parked,)))
+    with pytest.raises(MemoryViolation, match="other blocks"):
+        _executor().submit(StepPlan(0, begin=(_begin(0, 1),), rows=(Row(0, 0, (1,), True, (0,)),), swaps=(parked,)))
+
+
 def test_a_transition_with_anything_on_the_device_is_noticed() -> None:
     executor = _executor()
     executor.submit(StepPlan(0, begin=(_begin(0, 1, 2),), rows=(Row(0, 0, (1, 2), True, (0,)),)))
@@ -112,12 +129,31 @@ def test_a_host_sequence_advances_a_layer_with_each_overlapped_plan() -> None:
     executor.collect(None)
     executor.collect(None)
     row = Row(0, 2, (102,), True, (3, 1), tier="host")
-    executor.submit(StepPlan(2, begin=(_begin(0, 1, 2, 102),), rows=(row,), strategy="overlap"))
-    executor.submit(StepPlan(3, strategy="overlap"))
-    executor.submit(StepPlan(4, strategy="overlap"))
-    results = [result for _ in range(3) for result in executor.collect(None)]
+    results = []
+    for plan in (
+        StepPlan(2, begin=(_begin(0, 1, 2, 102),), rows=(row,), strategy="overlap"),
+        StepPlan(3, strategy="overlap"),
+        StepPlan(4, strategy="overlap"),
+    ):
+        executor.submit(plan)
+        results += executor.collect(None)
     assert [result.cohorts for result in results] == [(CohortProgress(2, 0),), (CohortProgress(2, 1),), ()]
     assert [answer.tokens for answer in results[2].answers] == [(103,)]
+
+
+def test_host_sequences_that_stand_still_and_plans_for_nothing_are_noticed() -> None:
+    row = Row(0, 2, (102,), True, (3, 1), tier="host")
+    decode = Row(1, 0, (5,), True, (2,))
+    for plan, problem in (
+        (StepPlan(3, begin=(_begin(1, 5),), rows=(decode,)), "stand still"),
+        (StepPlan(3, strategy="overlap"), "holds nothing"),
+    ):
+        executor = _swapping_out()
+        executor.collect(None)
+        executor.collect(None)
+        executor.submit(StepPlan(2, begin=(_begin(0, 1, 2, 102),), rows=(row,), strategy="overlap"))
+        with pytest.raises(MemoryViolation, match=problem):
+            executor.submit(plan)
 
 
 def test_guesses_are_accepted_as_far_as_they_are_right() -> None:

@@ -1,18 +1,22 @@
 """Shapes of real models, filled with random weights."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nanoserve.errors import ModelError
+from nanoserve.errors import ModelError, RuntimeFailure
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder
-from nanoserve.models.dummy import make_dummy_model
+from nanoserve.models.dummy import make_dummy_model, save_dummy_checkpoint
+from nanoserve.models.loading import load_model
 from nanoserve.models.shapes import SHAPES, dummy_config
 from nanoserve.models.shards import make_shards
 from tests.models.thread_ranks import ThreadGroup
+from tests.oracle.checkpoints import FAMILIES
 
 # Published sizes, in millions of parameters.
 PUBLISHED_MILLIONS = {
@@ -81,3 +85,36 @@ def test_an_unknown_shape_lists_the_known_ones(tmp_path: Path) -> None:
         make_dummy_model("dummy:gpt-7")
     with pytest.raises(ModelError, match="no such file"):
         make_dummy_model(str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "llama-tied-biased", "glm4", "mixtral", "qwen3_moe"])
+def test_a_written_dummy_is_the_one_that_is_made(
+    family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tmp_path / "shape.json"
+    spec.write_text(json.dumps(FAMILIES[family]().to_dict()))
+    monkeypatch.setattr("nanoserve.models.dummy._FILE_BYTES", 40_000)
+    save_dummy_checkpoint(f"dummy:{spec}", dtype, tmp_path)
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1
+    name = str(dtype).removeprefix("torch.")
+    made, config = make_dummy_model(str(spec), name)
+    read, again = load_model(tmp_path, name)
+    assert again == replace(config, dtype=name)
+    assert read.dtype == dtype
+    weights = dict(read.named_parameters())
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in made.named_parameters())
+
+
+def test_a_small_dummy_is_one_file_and_without_room_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = tiny_config(tmp_path)
+    save_dummy_checkpoint(spec, torch.float32, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tiny.json"]
+    monkeypatch.setattr("shutil.disk_usage", lambda directory: SimpleNamespace(free=10_000))
+    with pytest.raises(RuntimeFailure, match=r"^\S+: the weights of \S+ take .* KiB, but only 9.8 KiB are free$"):
+        save_dummy_checkpoint(spec, torch.float32, tmp_path)
+    monkeypatch.undo()
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(RuntimeFailure, match=r"^\S+: the weights of \S+ cannot be written"):
+        save_dummy_checkpoint(spec, torch.float32, tmp_path)

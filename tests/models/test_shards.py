@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanoserve.config import ModelConfig
+from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.errors import ModelError, UsageError
+from nanoserve.layout import ParallelLayout
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model
-from nanoserve.models.shards import Shard, make_shards, shard_config, whole_model
+from nanoserve.models.shards import Shard, make_shards, shard_config, shards_of_layouts, whole_model
 from nanoserve.models.weights import shard_parts, tensor_parts
 from nanoserve.runtime.layer_compiler import layer_config
 from tests.models.test_decoder import paged, random_tokens
@@ -26,7 +27,7 @@ LENGTHS = [1, 30, 4, 13]
 UNEVEN = {"vocab_size": 157, "intermediate_size": 93, "moe_intermediate_size": 39}
 
 
-def write_checkpoint(family: str, directory: Path, **sizes: int) -> ModelConfig:
+def write_checkpoint(family: str, directory: Path, **sizes: int | None) -> ModelConfig:
     """A checkpoint whose every weight leaves its mark, in the names and shapes of its family."""
     hf = FAMILIES[family]().to_dict() | sizes
     config = ModelConfig.from_hf(hf)
@@ -254,3 +255,40 @@ def test_key_value_heads_may_not_be_divided_unevenly() -> None:
     config = replace(ModelConfig.from_hf(FAMILIES["llama"]().to_dict()), num_heads=12, num_kv_heads=2)
     with pytest.raises(UsageError, match=r"^--tp 3 does not divide 2 key-value heads evenly; choose 1, 2, 4, 6 or 12$"):
         make_shards(config, pipeline_parallel=1, tensor_parallel=3)
+
+
+def test_each_of_two_layouts_has_its_shards() -> None:
+    config = ModelConfig.from_hf(FAMILIES["llama"]().to_dict() | {"num_hidden_layers": 4})
+    engine = EngineConfig(
+        pipeline_parallel=2, tensor_parallel=2, decode_layout=ParallelLayout(tensor_parallel=1, pipeline_parallel=4)
+    )
+
+    first, second = shards_of_layouts(config, engine)
+
+    assert first == make_shards(config, pipeline_parallel=2, tensor_parallel=2)
+    assert second == make_shards(config, pipeline_parallel=4, tensor_parallel=1)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "line"),
+    [
+        ("P8", "T8", "--prefill-parallel P8: the model has 3 layers, so there are at most 3 stages"),
+        ("T8", "P8", "--decode-parallel P8: the model has 3 layers, so there are at most 3 stages"),
+        (
+            "P3",
+            "T3",
+            "--decode-parallel T3: a tensor degree of 3 does not divide 8 attention heads; choose 1, 2, 4 or 8",
+        ),
+    ],
+)
+def test_of_two_layouts_the_one_that_does_not_divide_is_named(prefill: str, decode: str, line: str) -> None:
+    config = replace(ModelConfig.from_hf(FAMILIES["llama"]().to_dict()), num_heads=8, num_kv_heads=2)
+    first = ParallelLayout.parse(prefill)
+    engine = EngineConfig(
+        pipeline_parallel=first.pipeline_parallel,
+        tensor_parallel=first.tensor_parallel,
+        decode_layout=ParallelLayout.parse(decode),
+    )
+    with pytest.raises(UsageError) as caught:
+        shards_of_layouts(config, engine)
+    assert str(caught.value) == line

@@ -8,10 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 from nanoserve.models.attention import PagedAttention
-from nanoserve.models.decoder import Decoder
+from nanoserve.models.decoder import Decoder, LayerFunction
 from nanoserve.models.loading import load_model
 from nanoserve.request import Request, SamplingParams
 from nanoserve.runtime.compiled_layers import CompiledLayers
+from nanoserve.runtime.layer_pieces import whole_layer
 from tests.oracle.test_engine import OUTPUT_TOKENS, SETTINGS, prompts, run, transformers_greedy
 from triton_ops import plain_operators
 from triton_ops.cpu import cpu_operators
@@ -21,14 +22,16 @@ Checkpoint = Callable[[str], tuple[Path, PreTrainedModel]]
 BLOCK_SIZE = 16
 # One of each family: variants differ in their rotary angles, which are computed outside of the layers, and in sizes.
 FAMILIES = ["llama-tied-biased", "mistral", "qwen2", "qwen3", "glm", "glm4", "mixtral", "qwen3_moe"]
+WITH_PIECES = {"qwen3", "glm4", "qwen3_moe"}
+"""Whose pieces are compiled too: norms of heads, four norms and interleaved rotation, experts."""
 COUNTS = [(1, 1), (1, 2), (2, 2), (1, 7), (16, 16), (17, 17), (3, 39), (1, 64)]
 """Rows and tokens: 0 and 1 are what compilers like to take for constants; the rest lies around powers of two."""
 
 
-def compiled(decoder: Decoder) -> CompiledLayers:
+def compiled(decoder: Decoder, *, with_pieces: bool) -> CompiledLayers:
     if not cpu_operators().wait():
         pytest.skip(f"nothing can be built: {cpu_operators().problem}")
-    layers = CompiledLayers(decoder, block_size=BLOCK_SIZE, operators=cpu_operators())
+    layers = CompiledLayers(decoder, block_size=BLOCK_SIZE, operators=cpu_operators(), with_pieces=with_pieces)
     layers.start()
     layers.wait()
     assert layers.loaded
@@ -40,7 +43,7 @@ def compiled(decoder: Decoder) -> CompiledLayers:
 def test_compiled_layers_give_the_tokens_of_transformers(family: str, checkpoint: Checkpoint) -> None:
     directory, model = checkpoint(family)
     decoder, config = load_model(directory, "fp32")
-    layers = compiled(decoder)
+    layers = compiled(decoder, with_pieces=family in WITH_PIECES)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS)
     requests = [Request(str(number), prompt, params, seed=0) for number, prompt in enumerate(prompts())]
     expected = [transformers_greedy(model, prompt) for prompt in prompts()]
@@ -50,10 +53,29 @@ def test_compiled_layers_give_the_tokens_of_transformers(family: str, checkpoint
         assert run(decoder, config, SETTINGS[0], requests, layers)[0] == expected
     for rows, tokens in COUNTS:
         torch.testing.assert_close(*hidden_states(decoder, layers, rows, tokens), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(*hidden_states(decoder, whole_layer(layers), rows, tokens), rtol=1e-4, atol=1e-4)
+    if family in WITH_PIECES:
+        check_pieces_of_parts_of_batches(decoder, layers)
 
 
 @torch.inference_mode()
-def hidden_states(decoder: Decoder, layers: CompiledLayers, rows: int, tokens: int) -> tuple[torch.Tensor, ...]:
+def check_pieces_of_parts_of_batches(decoder: Decoder, layers: CompiledLayers) -> None:
+    """Rows that lie between others, or apart, as those of host sequences do."""
+    config, batch = decoder.config, torch.Generator().manual_seed(1)
+    hidden = torch.randn(12, config.hidden_size, generator=batch)
+    attended = torch.randn(12, config.num_heads * config.head_dim, generator=batch)
+    cos, sin = decoder.rotary(torch.arange(12))
+    for rows in (slice(5, 6), slice(3, 11), slice(1, None, 3)):
+        for layer in decoder.layers:
+            found = layers.pre_attention(layer, hidden[rows], cos[rows], sin[rows])
+            expected = layer.pre_attention(hidden[rows], cos[rows], sin[rows])
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            after = layers.post_attention(layer, attended[rows], hidden[rows])
+            torch.testing.assert_close(after, layer.post_attention(attended[rows], hidden[rows]), rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def hidden_states(decoder: Decoder, layers: LayerFunction, rows: int, tokens: int) -> tuple[torch.Tensor, ...]:
     """Of equally long prompts, compiled and eager."""
     length = tokens // rows
     blocks = -(-length // BLOCK_SIZE)

@@ -13,6 +13,7 @@ from nanoserve.models.decoder import Decoder
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compiled_layers import CompiledLayers
 from nanoserve.runtime.layer_compiler import layer_config
+from nanoserve.runtime.layer_pieces import whole_layer
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
 from tests.runtime.small_model import dense_greedy, small_config, small_decoder
@@ -31,13 +32,23 @@ def decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     return small_decoder().requires_grad_(False)
 
 
-def compiled_layers(decoder: Decoder) -> CompiledLayers:
-    return CompiledLayers(decoder, block_size=4, operators=cpu_operators())
+def compiled_layers(decoder: Decoder, *, with_pieces: bool = False) -> CompiledLayers:
+    return CompiledLayers(decoder, block_size=4, operators=cpu_operators(), with_pieces=with_pieces)
 
 
 def greedy(decoder: Decoder, layers: CompiledLayers) -> list[int]:
     """Three tokens behind PROMPT."""
-    executor = LocalExecutor(decoder, decoder.config, num_blocks=2, block_size=4, device="cpu", layers=layers)
+    return greedy_of(LocalExecutor(decoder, decoder.config, num_blocks=2, block_size=4, device="cpu", layers=layers))
+
+
+def greedy_in_pieces(decoder: Decoder, layers: CompiledLayers) -> list[int]:
+    run_layer = whole_layer(layers)
+    return greedy_of(
+        LocalExecutor(decoder, decoder.config, num_blocks=2, block_size=4, device="cpu", run_layer=run_layer)
+    )
+
+
+def greedy_of(executor: LocalExecutor) -> list[int]:
     begins = (Begin(1, PROMPT, len(PROMPT), 0, 0, SamplingParams(temperature=0.0)),)
     tokens = PROMPT
     for step in range(3):
@@ -47,6 +58,10 @@ def greedy(decoder: Decoder, layers: CompiledLayers) -> list[int]:
         (result,) = executor.collect(None)
         tokens += result.answers[0].tokens
     return list(tokens[len(PROMPT) :])
+
+
+def keys_of(layers: CompiledLayers) -> set[str]:
+    return {library.shelf.key for library in layers.libraries}
 
 
 def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -71,7 +86,7 @@ def test_a_compiler_that_fails(
 
 def test_a_library_that_does_not_load(decoder: Decoder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     layers = compiled_layers(decoder)
-    (library,) = layers.libraries.values()
+    (library,) = layers.libraries
     nonsense = tmp_path / "nonsense"
     nonsense.write_text("no library")
     nonsense.rename(Path(library.shelf.directory) / f"{library.shelf.key}-{content_hash(nonsense)}.so")
@@ -95,8 +110,7 @@ def test_a_cache_folder_that_cannot_be_made(
 
 def test_a_library_belongs_to_a_kind_of_layer_and_a_number_of_threads(decoder: Decoder) -> None:
     def keys(**changes: object) -> set[str]:
-        layers = compiled_layers(small_decoder(replace(decoder.config, **changes)))  # type: ignore[arg-type]  # any field
-        return {library.shelf.key for library in layers.libraries.values()}
+        return keys_of(compiled_layers(small_decoder(replace(decoder.config, **changes))))  # type: ignore[arg-type]  # any field
 
     usual = keys()
     assert len(usual) == 1
@@ -111,6 +125,30 @@ def test_a_library_belongs_to_a_kind_of_layer_and_a_number_of_threads(decoder: D
         assert keys().isdisjoint(usual)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_pieces_are_compiled_only_where_they_are_wanted(decoder: Decoder) -> None:
+    layers = compiled_layers(decoder, with_pieces=True)
+    assert [library.shelf.part for library in layers.libraries] == ["layer", "pre_attention", "post_attention"]
+    assert len(keys_of(layers)) == 3
+    assert keys_of(compiled_layers(decoder)) < keys_of(layers)
+    assert [library.shelf.part for library in compiled_layers(decoder).libraries] == ["layer"]
+
+
+def test_pieces_know_of_neither_windows_nor_blocks(decoder: Decoder) -> None:
+    def keys(block_size: int, *windows: int) -> set[str]:
+        changed = small_decoder(replace(decoder.config, sliding_windows=windows))
+        layers = CompiledLayers(changed, block_size=block_size, operators=cpu_operators(), with_pieces=True)
+        return {library.shelf.key for library in layers.libraries if library.shelf.part != "layer"}
+
+    assert len(keys(4, 0, 7)) == 2 and keys(4, 0, 7) == keys(16, 5, 0)
+
+
+def test_pieces_run_eagerly_as_long_as_they_are_not_loaded(decoder: Decoder) -> None:
+    for with_pieces in (False, True):
+        layers = compiled_layers(decoder, with_pieces=with_pieces)
+        assert not layers.loaded
+        assert greedy_in_pieces(decoder, layers) == dense_greedy(decoder, PROMPT, 3)
 
 
 def test_a_kind_of_layer_holds_all_that_the_layer_depends_on() -> None:

@@ -17,8 +17,10 @@ from nanoserve.models.shards import make_shards
 from nanoserve.request import SamplingParams
 from nanoserve.runtime import gpu_start
 from nanoserve.runtime.decode_graphs import DecodeGraphs
+from nanoserve.runtime.forward_pass import ForwardPass
 from nanoserve.runtime.gpu_start import GpuStart
 from nanoserve.runtime.largest_step import LargestStep
+from nanoserve.runtime.layer_pieces import whole_layer
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.traced_layers import TracedLayers
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
@@ -119,6 +121,33 @@ def test_each_kind_of_layer_is_compiled_once(recorder: FakeRecorder, monkeypatch
     assert start.capture(executor.runner, 20, None).graphs == 3
     assert greedy(executor, 4) == dense_greedy(decoder, PROMPT, 4)
     assert len(compiled) == 1
+
+
+@pytest.mark.parametrize(("policy", "graphs"), [("sarathi", 1), ("hybrid", 3)])
+def test_pieces_are_compiled_before_the_first_step_that_needs_them(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, policy: str, graphs: int
+) -> None:
+    """And nobody else waits for that."""
+    decoder, needed = small_decoder().requires_grad_(False), iter((STEP_MEMORY, STEP_MEMORY + 1))
+    monkeypatch.setattr(gpu_start, "measured_memory", lambda device, step: (step(), next(needed))[1])
+    config = EngineConfig(policy=policy, max_num_seqs=2, max_num_batched_tokens=12, block_size=4, device="cuda")
+    compiled = []
+
+    def count(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    monkeypatch.setattr(gpu_start, "TracedLayers", lambda decoder: TracedLayers(decoder, backend=count))
+    start = GpuStart(decoder, config, CPU)
+    start.measure(128, None)
+    assert len(compiled) == graphs
+    executor = executor_of(decoder, start)
+    facts = start.capture(executor.runner, 20, None)
+    assert facts.step_memory == (STEP_MEMORY + 1 if policy == "hybrid" else STEP_MEMORY), "the larger of what is needed"
+    executor.runner.forward = ForwardPass(decoder, executor.runner.caches, whole_layer(start.pieces))
+    if policy == "hybrid":
+        assert greedy(executor, 2) == dense_greedy(decoder, PROMPT, 2)
+        assert len(compiled) == graphs, "nothing is left to be compiled"
 
 
 def test_steps_with_experts_that_wait_for_the_gpu_are_not_captured(recorder: FakeRecorder) -> None:

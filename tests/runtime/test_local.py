@@ -1,5 +1,8 @@
 """LocalExecutor keeps the Executor's contract."""
 
+import threading
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -8,10 +11,14 @@ from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import Request, SamplingParams, SequenceUpdate
+from nanoserve.runtime.host_pool import HostPool
+from nanoserve.runtime.layer_marks import LayerMarks
 from nanoserve.runtime.local import LocalExecutor
-from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.plan import Begin, Executor, Row, StepPlan
+from nanoserve.runtime.swapping import BlockMover, Swapper
+from nanoserve.scheduler import POLICIES, make_policy
+from nanoserve.scheduler.plan import Begin, Executor, Row, StepPlan, StepResult, Swap
 from nanoserve.scheduler.scheduler import Scheduler
+from tests.fakes.linear_predictor import LinearPredictor
 from tests.runtime.small_model import VOCAB_SIZE, dense_greedy, small_config, small_decoder
 
 PROMPT = (7, 3, 58, 21, 9)
@@ -116,18 +123,33 @@ REQUESTS = [
 
 
 def run(
-    config: ModelConfig, decoder: Decoder, requests: list[Request], *, num_blocks: int, block_size: int, budget: int
-) -> tuple[dict[tuple[str, int], tuple[int, ...]], int]:
-    """All tokens by (request, sample), and how many preemptions it took."""
-    executor = LocalExecutor(decoder, config, num_blocks=num_blocks, block_size=block_size, device="cpu")
+    config: ModelConfig,
+    decoder: Decoder,
+    requests: list[Request],
+    *,
+    num_blocks: int,
+    block_size: int,
+    budget: int,
+    policy: str = "sarathi",
+    host_blocks: int = 0,
+    prefix_caching: bool = True,
+) -> tuple[dict[tuple[str, int], tuple[int, ...]], Scheduler]:
+    """All tokens by (request, sample), and the scheduler that saw to it."""
+    pool = None
+    if host_blocks:
+        pool = HostPool.of_one_process(config, num_blocks=host_blocks, block_size=block_size, dtype=decoder.dtype)
+    executor = LocalExecutor(
+        decoder, config, num_blocks=num_blocks, block_size=block_size, device="cpu", host_pool=pool
+    )
     scheduler = Scheduler(
-        make_policy("sarathi", budget),
+        make_policy(policy, budget, swaps=pool is not None),
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=32,
         max_num_seqs=8,
-        prefix_caching=True,
-        pipeline_depth=1,
+        prefix_caching=prefix_caching,
+        host_blocks=host_blocks,
+        predictors=[LinearPredictor(swap_token=1e-6)],
     )
     engine = Engine(scheduler, executor, vocab_size=VOCAB_SIZE)
     for request in requests:
@@ -142,11 +164,11 @@ def run(
         scheduler.check_integrity()
     engine.close()
     assert all(update.sequence.error is None for update in last.values())
-    return tokens, sum(update.sequence.preemptions for update in last.values())
+    return tokens, scheduler
 
 
-def test_tokens_do_not_depend_on_what_shares_the_engine() -> None:
-    """Greedy, seeded, penalized, forked; alone in plenty of room, and together where preemption is forced."""
+def requests_and_tokens() -> tuple[list[Request], dict[tuple[str, int], tuple[int, ...]]]:
+    """Greedy, seeded, penalized, forked ones; and what each gets alone in plenty of room."""
     config, decoder = small_config(), small_decoder()
     requests = [
         Request(str(number), prompt, params, seed=40 + number, end_tokens=(3,))
@@ -155,7 +177,129 @@ def test_tokens_do_not_depend_on_what_shares_the_engine() -> None:
     alone: dict[tuple[str, int], tuple[int, ...]] = {}
     for request in requests:
         alone |= run(config, decoder, [request], num_blocks=32, block_size=4, budget=64)[0]
-    together, preemptions = run(config, decoder, requests, num_blocks=12, block_size=4, budget=5)
+    return requests, alone
+
+
+def test_tokens_do_not_depend_on_what_shares_the_engine() -> None:
+    config, decoder = small_config(), small_decoder()
+    requests, alone = requests_and_tokens()
+    together, scheduler = run(config, decoder, requests, num_blocks=12, block_size=4, budget=5)
     assert together == alone
-    assert preemptions > 0
+    assert scheduler.preemptions > 0, "where that is forced"
     assert run(config, decoder, requests, num_blocks=70, block_size=1, budget=16)[0] == alone
+
+
+# ---------------------------------------------------------------------------------------------- with a host pool
+
+
+@pytest.mark.parametrize("policy", [name for name, entry in POLICIES.items() if not entry.attends_on_host])
+def test_tokens_are_the_same_where_sequences_move_to_host_memory_and_back(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, decoder = small_config(), small_decoder()
+    requests, alone = requests_and_tokens()
+    moved: list[str] = []
+    begin = Swapper.begin
+
+    def beginning(swapper: Swapper, swaps: Sequence[Swap], mover: BlockMover) -> LayerMarks | None:
+        moved.extend(swap.direction for swap in swaps)
+        return begin(swapper, swaps, mover)
+
+    monkeypatch.setattr(Swapper, "begin", beginning)
+    for prefix_caching in (True, False):
+        moved.clear()
+        together, scheduler = run(
+            *(config, decoder, requests),
+            num_blocks=8,
+            block_size=4,
+            budget=16,
+            policy=policy,
+            host_blocks=16,
+            prefix_caching=prefix_caching,
+        )
+        assert together == alone
+        assert moved.count("out") == moved.count("in") > 0
+        assert scheduler.host_pool.free_blocks == 16
+
+
+def test_a_full_pool_leaves_the_rest_to_be_computed_again() -> None:
+    config, decoder = small_config(), small_decoder()
+    requests, alone = requests_and_tokens()
+    together, scheduler = run(config, decoder, requests, num_blocks=8, block_size=4, budget=16, host_blocks=2)
+    assert together == alone
+    assert scheduler.preemptions > 0
+
+
+def swapping_executor(num_blocks: int = 8) -> LocalExecutor:
+    pool = HostPool.of_one_process(small_config(), num_blocks=8, block_size=4, dtype=torch.float32)
+    return LocalExecutor(
+        small_decoder(), small_config(), num_blocks=num_blocks, block_size=4, device="cpu", host_pool=pool
+    )
+
+
+def test_swaps_alone_are_answered_by_their_ids_alone() -> None:
+    executor = swapping_executor()
+    caches = executor.runner.caches.keys[1]
+    with torch.inference_mode():
+        caches[5].fill_(3.5)
+    executor.submit(StepPlan(0, swaps=(Swap(4, 1, "out", (5,), (7,)),)))
+    assert executor.collect(None) == [StepResult(None, swapped=(4,))]
+    executor.submit(StepPlan(1, swaps=(Swap(5, 1, "in", (2,), (7,)),)))
+    assert executor.collect(executor.now() + 60) == [StepResult(None, swapped=(5,))]
+    assert (caches[2] == 3.5).all()
+    assert executor.collect(None) == [], "nothing is under way any more"
+    executor.close()
+
+
+def test_a_plan_with_rows_begins_its_swaps_first() -> None:
+    executor = swapping_executor()
+    begin, row = first_plan(3).begin, first_plan(3).rows
+    executor.submit(StepPlan(3, begin=begin, rows=row, swaps=(Swap(9, 1, "out", (5,), (7,)),)))
+    results = executor.collect(None)
+    while sum(len(result.swapped) for result in results) == 0:
+        results += executor.collect(None)
+    assert [result.step for result in results if result.answers] == [3]
+    assert [result.swapped for result in results if result.swapped] == [(9,)]
+    executor.close()
+
+
+def test_without_a_pool_a_swap_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="no host pool"):
+        make_executor().submit(StepPlan(0, swaps=(Swap(4, 1, "out", (5,), (7,)),)))
+
+
+def test_a_swap_that_finds_no_memory_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> int:
+        raise MemoryError
+
+    executor = swapping_executor()
+    monkeypatch.setattr(BlockMover, "out", fail)
+    executor.submit(StepPlan(0, swaps=(Swap(4, 1, "out", (5,), (7,)), Swap(5, 2, "in", (1,), (2,)))))
+    with pytest.raises(RuntimeFailure, match="a swap does not fit"):
+        while True:
+            executor.collect(None)
+    assert executor.collect(None) == [], "what was under way beside it is forgotten"
+    executor.close()
+
+
+def test_a_step_that_fails_waits_for_the_swaps_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their blocks are free for others as soon as the failure is told."""
+    executor, gate, ended = swapping_executor(), threading.Event(), []
+
+    def slow(*arguments: object) -> int:
+        gate.wait(60)
+        ended.append(True)
+        return 0
+
+    def fail(hidden: torch.Tensor) -> torch.Tensor:
+        threading.Timer(0.05, gate.set).start()
+        raise MemoryError
+
+    monkeypatch.setattr(BlockMover, "into", slow)
+    monkeypatch.setattr(executor.runner.decoder, "compute_logits", fail)
+    begin, row = first_plan(3).begin, first_plan(3).rows
+    executor.submit(StepPlan(3, begin=begin, rows=row, swaps=(Swap(9, 1, "in", (5,), (7,)),)))
+    with pytest.raises(RuntimeFailure, match="a step of 5 tokens"):
+        executor.collect(None)
+    assert ended and executor.collect(None) == []
+    executor.close()

@@ -156,6 +156,7 @@ def test_the_older_control_groups_are_understood(tmp_path: Path) -> None:
     [
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("unable to mmap 9 bytes from file <a.safetensors>: Cannot allocate memory (12)"), True),
         (RuntimeError("Triton Error [CUDA]: invalid argument"), False),
         (ValueError("out of range"), False),
     ],

@@ -90,7 +90,7 @@ def test_another_number_of_processes_than_workers_is_refused(monkeypatch: pytest
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
 
-    with pytest.raises(UsageError, match="torchrun started 4 processes, but --pp times --tp is 2"):
+    with pytest.raises(UsageError, match="torchrun started 4 processes, but there are 2 workers"):
         open_rendezvous(2, "storyteller")
 
 

@@ -22,9 +22,8 @@ from tests.fakes.observed_executor import ObservedExecutor, dummy_answers
 from tests.simulator.linear_times import LinearTimes
 
 
-def _run(executor: Executor, path: Path) -> None:
-    traced = TracedExecutor(executor, ChromeTraceFile(path))
-    scheduler = Scheduler(
+def _scheduler(executor: Executor) -> Scheduler:
+    return Scheduler(
         make_policy("throttling", 7),
         num_blocks=20,
         block_size=4,
@@ -32,6 +31,15 @@ def _run(executor: Executor, path: Path) -> None:
         prefix_caching=False,
         pipeline_depth=executor.max_in_flight,
     )
+
+
+def _traced(executor: Executor, path: Path) -> TracedExecutor:
+    return TracedExecutor(executor, ChromeTraceFile(path), scheduler=_scheduler(executor))
+
+
+def _run(executor: Executor, path: Path) -> None:
+    scheduler = _scheduler(executor)
+    traced = TracedExecutor(executor, ChromeTraceFile(path), scheduler=scheduler)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     requests = [Request(f"r{name}", (1,) * 7, params, seed=0, arrival_time=executor.now()) for name in range(3)]
     engine = Engine(scheduler, traced, vocab_size=2)
@@ -57,7 +65,7 @@ def test_bars_of_a_track_do_not_overlap_and_tell_all_tokens(tmp_path: Path) -> N
     for bars in tracks.values():
         spans = sorted((bar["ts"], bar["ts"] + bar["dur"]) for bar in bars)
         assert all(before[1] <= after[0] + 0.2 for before, after in pairwise(spans)), "rounded to 0.1 us"
-    counted = [event["args"] for event in events if event["ph"] == "C"]
+    counted = [event["args"] for event in events if event["name"] == "tokens of a micro-batch"]
     assert sum(one["decodes"] for one in counted) == 3 * 3
     assert sum(one["prompt tokens"] + one["decodes"] for one in counted) == 3 * (7 + 3)
     assert len(tracks["micro-batch 0"] + tracks["micro-batch 1"]) == len(counted)
@@ -99,7 +107,7 @@ def test_a_loss_is_shown_and_frees_the_tracks(tmp_path: Path) -> None:
 
 def test_a_killed_run_leaves_what_was_known(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    traced = TracedExecutor(ObservedExecutor(LinearTimes(num_stages=2)), ChromeTraceFile(path))
+    traced = _traced(ObservedExecutor(LinearTimes(num_stages=2)), path)
     traced.submit(StepPlan(0))
     assert [result.step for result in traced.collect(None)] == [0]
     assert [event["name"] for event in json.loads(path.read_text() + "]")].count("compute") == 2
@@ -117,7 +125,7 @@ class _FailingOnce(SimulatedExecutor):
 
 def test_a_failed_step_frees_its_track(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    traced = TracedExecutor(_FailingOnce(LinearTimes(), max_in_flight=9), ChromeTraceFile(path))
+    traced = _traced(_FailingOnce(LinearTimes(), max_in_flight=9), path)
     traced.submit(StepPlan(0))
     with pytest.raises(RuntimeFailure, match="out of memory"):
         traced.collect(None)
@@ -134,7 +142,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run() -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("there is no full device to write to")
-    traced = TracedExecutor(SimulatedExecutor(LinearTimes()), ChromeTraceFile(full))
+    traced = _traced(SimulatedExecutor(LinearTimes()), full)
     for step in range(3):
         traced.submit(StepPlan(step))
         assert len(traced.collect(None)) == 1

@@ -1,7 +1,7 @@
 """Layers compiled by torch.compile: one graph serves all layers of a kind and every number of tokens."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,9 +10,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from nanoserve.config import ModelConfig, MoeConfig
-from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.shards import make_shards
 from nanoserve.runtime.forward_pass import Caches, ForwardPass
+from nanoserve.runtime.layer_pieces import EagerPieces, whole_layer
 from nanoserve.runtime.staging import HostBuffer
 from nanoserve.runtime.step_inputs import StepInputs
 from nanoserve.runtime.traced_layers import TracedLayers
@@ -68,6 +69,30 @@ def test_one_graph_per_kind_of_layer_equals_eager() -> None:
     assert not counters["graph_break"]
 
 
+def test_one_graph_per_piece_serves_batches_of_any_size() -> None:
+    """Windows make three kinds of layers of these, and two kinds of pieces, for there are experts in one."""
+    options = {"qk_norm": True, "norms_per_layer": 4, "qkv_bias": True, "moe": SPARSE}
+    config = replace(small_config(), num_layers=3, sliding_windows=(0, 5, 5), **options)
+    decoder = small_decoder(config).requires_grad_(False)
+    layers, generator = TracedLayers(decoder, backend="aot_eager"), torch.Generator().manual_seed(1)
+    with torch.inference_mode():
+        for rows, length in [(1, 5), (1, 1), (2, 1), (1, 7), (16, 1)]:
+            step = step_of(rows, length, generator)
+            traced = ForwardPass(decoder, caches(config, rows * 2), whole_layer(layers))(step)
+            eager = ForwardPass(decoder, caches(config, rows * 2), whole_layer(EagerPieces()))(step)
+            torch.testing.assert_close(traced, eager)
+            torch.testing.assert_close(traced, ForwardPass(decoder, caches(config, rows * 2))(step))
+        assert counters["stats"]["unique_graphs"] == 4
+        rows_of_a_batch = torch.randn(9, config.hidden_size, generator=generator)[4:]
+        attended = torch.randn(9, config.num_heads * config.head_dim, generator=generator)[4:]
+        for layer in decoder.layers:
+            found = layers.post_attention(layer, attended, rows_of_a_batch)
+            torch.testing.assert_close(found, layer.post_attention(attended, rows_of_a_batch))
+    assert layers.loaded
+    assert counters["stats"]["unique_graphs"] == 4
+    assert not counters["graph_break"]
+
+
 def test_sums_over_a_group_are_part_of_a_layer() -> None:
     class Twin:
         """The only rank that there is of two: the other is thought to compute the same."""
@@ -88,7 +113,10 @@ def test_sums_over_a_group_are_part_of_a_layer() -> None:
     assert layers.loaded
 
 
-def test_a_compiler_that_fails_leaves_the_same_answers_and_one_notice(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("run_layer", [lambda layers: layers, whole_layer])
+def test_a_compiler_that_fails_leaves_the_same_answers_and_one_notice(
+    caplog: pytest.LogCaptureFixture, run_layer: Callable[[TracedLayers], LayerFunction]
+) -> None:
     def broken(graph: object, inputs: object) -> None:
         raise ValueError("no compiler today\nand more of it")
 
@@ -97,7 +125,7 @@ def test_a_compiler_that_fails_leaves_the_same_answers_and_one_notice(caplog: py
     step = step_of(2, 3, torch.Generator().manual_seed(1))
     with torch.inference_mode():
         for _ in range(2):
-            answer = ForwardPass(decoder, caches(decoder.config, 4), layers)(step)
+            answer = ForwardPass(decoder, caches(decoder.config, 4), run_layer(layers))(step)
             assert torch.equal(answer, ForwardPass(decoder, caches(decoder.config, 4))(step))
     assert not layers.loaded
     (notice,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -129,7 +157,7 @@ def test_what_has_run_once_and_fails_is_no_matter_of_the_compiler(monkeypatch: p
         def fail(*arguments: object) -> torch.Tensor:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-        monkeypatch.setattr(layers, "_of_layer", [fail] * decoder.config.num_layers)
+        monkeypatch.setattr(layers, "_functions", dict.fromkeys(layers._functions, fail))
         with pytest.raises(RuntimeError, match="not permitted"):
             forward(step)
     assert layers.loaded

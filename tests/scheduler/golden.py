@@ -127,7 +127,8 @@ def play(
 
 
 def _spell_out(plan: StepPlan) -> list[str]:
-    """One line per plan, then one per swap, device>host or device<host, and one per row.
+    """One line per plan, then one per swap, device>host or device<host, and one per row; swaps that follow their rows
+    come behind these.
 
     A row is its sequence, first position, ids or ``fed``, blocks added, * if it is sampled, and whether it is on the
     host; there ``second`` says that it is in sub-batch 1.
@@ -139,12 +140,15 @@ def _spell_out(plan: StepPlan) -> list[str]:
     begin = "".join(f" begin {entry.sequence}" for entry in plan.begin)
     copies = "".join(f" copy {copy.source}>{copy.target}" for copy in plan.copies)
     lines = [f"step {plan.step}{layout}{strategy}:{transition}{end}{begin}{copies}"]
+    swaps: dict[bool, list[str]] = {False: [], True: []}
     for swap in plan.swaps:
         arrow = ">" if swap.direction == "out" else "<"
-        lines.append(f"  {swap.sequence} {list(swap.device_blocks)}{arrow}{list(swap.host_blocks)}")
+        line = f"  {swap.sequence} {list(swap.device_blocks)}{arrow}{list(swap.host_blocks)}"
+        swaps[swap.after_row].append(line)
+    lines += swaps[False]
     for row in plan.rows:
         ids = " fed" if row.fed else "".join(f" {token}" for token in row.tokens) or " under way"
         blocks = f" +{list(row.new_blocks)}" if row.new_blocks else ""
         tier = "" if row.tier == "device" else f" host{' second' if row.sub_batch else ''}"
         lines.append(f"  {row.sequence} at {row.start}:{ids}{blocks}{' *' if row.sample else ''}{tier}")
-    return lines
+    return lines + swaps[True]

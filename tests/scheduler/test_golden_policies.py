@@ -194,76 +194,75 @@ def test_seesaw_fills_the_pool_in_one_layout_and_empties_it_in_the_other() -> No
     assert plans_of("seesaw") == [
         "step 0: begin 0",  # PREFILL: 4 host blocks are kept for its 7 tokens
         "  0 at 0: 1 1 1 1 1 1 +[0, 1, 2] *",
-        "step 1: end 0 begin 1",  # 3 more, of the 4 left; 0 moves while 1 is computed
         "  0 [0, 1, 2]>[0, 1, 2]",
+        "step 1: end 0 begin 1",  # 3 more, of the 4 left
         "  1 at 0: 2 2 2 2 +[3, 4] *",
-        "step 2: end 1",  # the pool cannot hold 2, which needs 3 and finds 1: over to layout 1
         "  1 [3, 4]>[4, 5]",
-        "step 3: to layout 1",
-        "step 4 in layout 1:",  # DECODE: 10 tokens of two, 3 blocks each; 7 free / 3: both come in
+        "step 2: to layout 1 end 1",  # the pool cannot hold 2, which needs 3 and finds 1: over to layout 1
+        "step 3 in layout 1:",  # DECODE: 10 tokens of two, 3 blocks each; 7 free / 3: both come in
         "  0 [0, 1, 2]<[0, 1, 2]",
         "  1 [3, 4]<[4, 5]",
-        "step 5 in layout 1: begin 0 begin 1",
+        "step 4 in layout 1: begin 0 begin 1",
         "  0 at 6: 106 +[0, 1, 2, 5] *",
         "  1 at 4: 104 +[3, 4, 6] *",
-        "step 6 in layout 1:",
+        "step 5 in layout 1:",
         "  0 at 7: 107 *",
         "  1 at 5: 105 *",
-        "step 7 in layout 1: end 1",  # 2 and 3 wait, but 0 is finished first: it was not there when step 4 foretold
+        "step 6 in layout 1: end 1",  # 2 and 3 wait, but 0 is finished first: nothing was foretold of it yet
         "  0 at 8: 108 +[6] *",
-        "step 8 in layout 1:",
+        "step 7 in layout 1:",
         "  0 at 9: 109 *",
-        "step 9 in layout 1:",
+        "step 8 in layout 1:",
         "  0 at 10: 110 +[4] *",
-        "step 10 in layout 1: to layout 0 end 0",  # pool and device are empty: back
-        "step 11: begin 2 begin 3",
+        "step 9 in layout 1: to layout 0 end 0",  # pool and device are empty: back
+        "step 10: begin 2 begin 3",
         "  2 at 0: 3 3 3 3 +[0, 1] *",
         "  3 at 0: 4 4 +[2] *",
-        "step 12: end 2 end 3",
         "  2 [0, 1]>[7, 3]",
         "  3 [2]>[1]",
-        "step 13: to layout 1",  # no prompt is left
-        "step 14 in layout 1:",
+        "step 11: to layout 1 end 2 end 3",  # no prompt is left
+        "step 12 in layout 1:",
         "  2 [0, 1]<[7, 3]",
         "  3 [2]<[1]",
-        "step 15 in layout 1: begin 2 begin 3",
+        "step 13 in layout 1: begin 2 begin 3",
         "  2 at 4: 104 +[0, 1, 3] *",
         "  3 at 2: 102 +[2, 4] *",
-        "step 16 in layout 1: end 3",
+        "step 14 in layout 1: end 3",
         "  2 at 5: 105 *",
     ]
 
 
 def test_seesaw_turns_back_when_what_the_steps_waste_is_more_than_the_way_there_and_back() -> None:
-    prompts = [Prompt((1,) * 2, 16), Prompt((2,) * 10, 2, at=6)]
+    prompts = [Prompt((1,) * 2, 18), Prompt((2,) * 10, 2, at=6)]
     plans = play(
         make_policy("seesaw", 8), prompts, num_blocks=11, host_blocks=14, other_layouts=(16,), predictor=PREDICTOR
     )
     assert plans[plans.index("step 15 in layout 1:") :] == [
-        "step 15 in layout 1:",  # 0 decodes alone since step 4, and 1 waits since step 6
-        "  0 at 13: 113 *",
-        # Step 16 foretells 3 more tokens, of which 0 needs no more. A round takes T(1) = 4 (1 + 0.1 * 14) = 9.6 s. With
-        # 10 more tokens there would be 24 / 14 as many decodes: T = 4 (1 + 0.1 * 24) = 13.6 s, of which this one has
-        # 13.6 * 14 / 24 = 7.93 s. Three times the 1.67 s wasted is 5 s, above 2 (0.1 * 14 + 1) = 4.8 s. The pool holds
-        # 0's 7 blocks and the 6 of the prompt.
+        "step 15 in layout 1:",  # 0 decodes alone since step 3, and 1 waits since step 6
+        "  0 at 14: 114 +[7] *",
+        # Step 16 foretells 4 more tokens, of which 0 needs no more. A round takes T(1) = 4 (1 + 0.1 * 15) = 10 s. With
+        # 10 more tokens there would be 25 / 15 as many decodes: T = 4 (1 + 0.1 * 25) = 14 s, of which this one has
+        # 14 * 15 / 25 = 8.4 s. Four times the 1.6 s wasted is 6.4 s, above 2 (0.1 * 15 + 1) = 5 s. The pool holds 0's 8
+        # blocks and the 6 of the prompt.
         "step 16 in layout 1: end 0",
-        "  0 [0, 1, 2, 3, 4, 5, 6]>[2, 3, 4, 5, 6, 7, 8]",
+        "  0 [0, 1, 2, 3, 4, 5, 6, 7]>[2, 3, 4, 5, 6, 7, 8, 9]",
         "step 17 in layout 1: to layout 0",
         "step 18: begin 1",
         "  1 at 0: 2 2 2 2 2 2 2 2 +[0, 1, 2, 3]",
         "step 19:",
         "  1 at 8: 2 2 +[4] *",
-        "step 20: end 1",
-        "  1 [0, 1, 2, 3, 4]>[9, 10, 11, 12, 13]",
-        "step 21: to layout 1",
-        "step 22 in layout 1:",
-        "  0 [0, 1, 2, 3, 4, 5, 6]<[2, 3, 4, 5, 6, 7, 8]",
-        "  1 [7, 8, 9, 10, 11]<[9, 10, 11, 12, 13]",
-        "step 23 in layout 1: begin 0 begin 1",
-        "  0 at 14: 114 +[0, 1, 2, 3, 4, 5, 6, 12] *",
-        "  1 at 10: 110 +[7, 8, 9, 10, 11, 13] *",
-        "step 24 in layout 1: end 1",
-        "  0 at 15: 115 *",
-        "step 25 in layout 1:",
+        "  1 [0, 1, 2, 3, 4]>[10, 11, 12, 13, 1]",
+        "step 20: to layout 1 end 1",
+        "step 21 in layout 1:",
+        "  0 [0, 1, 2, 3, 4, 5, 6, 7]<[2, 3, 4, 5, 6, 7, 8, 9]",
+        "  1 [8, 9, 10, 11, 12]<[10, 11, 12, 13, 1]",
+        "step 22 in layout 1: begin 0 begin 1",
+        "  0 at 15: 115 +[0, 1, 2, 3, 4, 5, 6, 7] *",
+        "  1 at 10: 110 +[8, 9, 10, 11, 12, 13] *",
+        "step 23 in layout 1: end 1",
         "  0 at 16: 116 +[14] *",
+        "step 24 in layout 1:",
+        "  0 at 17: 117 *",
+        "step 25 in layout 1:",
+        "  0 at 18: 118 +[15] *",
     ]

@@ -1,5 +1,7 @@
 """Sequences that decode in host memory: cohorts under way, growth, aborts and failures."""
 
+from itertools import cycle
+
 import pytest
 
 from nanoserve.errors import RuntimeFailure
@@ -16,7 +18,6 @@ def _on_host(count: int, max_tokens: int = 4, **settings: int) -> Bench:
     for name in "abcd"[:count]:
         bench.add(name, 4, max_tokens)
     bench.step(Decision(64, 0, park=True))
-    bench.step(Decision(64, 0))
     assert len(bench.swapped()) == count
     return bench
 
@@ -31,14 +32,17 @@ def test_the_policy_sees_the_cohorts_under_way_the_most_advanced_first() -> None
     bench.finish()
 
 
-def test_a_plan_on_the_device_lets_host_sequences_advance_only_where_it_overlaps() -> None:
-    bench = _on_host(1)
+def test_what_is_under_way_goes_on_beside_steps_that_were_decided_without_the_host() -> None:
+    bench = _on_host(2)
     bench.add("z", 4, 8)
     bench.step(OVERLAP)
     bench.step(Decision(64, 64))
-    assert [plan.strategy for plan in bench.plans[-2:]] == ["overlap", "device"]
-    bench.step(OVERLAP)
-    assert bench.load.cohorts == (Cohort(0, 1, 5),)
+    assert [plan.strategy for plan in bench.plans[-2:]] == ["overlap", "overlap"]
+    bench.step()
+    assert bench.load.cohorts == (Cohort(1, 1, 5),)
+    assert (bench.load.host_decodes, bench.load.ready_host) == (2, 1), "none begins"
+    bench.step()
+    assert bench.plans[-1].strategy == "device"
     bench.finish()
 
 
@@ -97,4 +101,65 @@ def test_a_failure_ends_the_host_sequences_under_way_and_not_those_that_wait_the
     bench.executor.collect = collect  # type: ignore[method-assign]
     del bench.requests["a"]
     bench.executor.forget_what_is_in_flight()
+    bench.finish()
+
+
+# ---- several plans in flight ----
+
+
+def _pipeline(decodes: str) -> Bench:
+    """Three plans in flight; one sequence on the host, the others decode on the device."""
+    bench = _on_host(1, num_blocks=24, depth=3)
+    for name in decodes:
+        bench.add(name, 4, 8)
+    bench.policy.decision = Decision(64, 0)
+    while bench.load.running_decodes < len(decodes):
+        bench.step()
+    return bench
+
+
+def test_all_plans_of_a_pipeline_take_those_under_way_along() -> None:
+    bench = _pipeline("xyz")
+    before = len(bench.plans)
+    bench.step(Decision(64, 1, strategy="overlap", host_decodes=(1, 0)))
+    plans = bench.plans[before:]
+    assert [plan.strategy for plan in plans] == ["overlap"] * 3
+    assert [[row.sequence for row in plan.rows] for plan in plans] == [[1, 0], [2], [3]]
+    bench.step()
+    assert bench.load.cohorts == (Cohort(0, 1, 5),), "as the first of them told"
+    bench.step(Decision(64, 1))  # it has its token: with the third
+    bench.step()
+    assert bench.load.cohorts == ()
+    bench.finish()
+
+
+def test_what_a_plan_in_flight_may_be_finishing_is_not_told_to_end_in_another() -> None:
+    bench = _pipeline("xyz")
+    bench.step(Decision(64, 1, strategy="overlap", host_decodes=(1, 0)))
+    before = len(bench.plans)
+    bench.step(Decision(64, 1, strategy="asymmetric", host_decodes=(1, 1)))
+    bench.step()
+    bench.step()
+    assert [plan.strategy for plan in bench.plans[before:]] == ["overlap", "overlap", "asymmetric"]
+    on_host = [row for plan in bench.plans[before:] for row in plan.rows if row.tier == "host"]
+    assert [(row.sequence, row.start) for row in on_host if row.tokens] == [(0, 5)], "its next token"
+    bench.finish()
+
+
+def test_one_that_is_told_to_end_is_told_so_once() -> None:
+    bench = _pipeline("x")
+    bench.executor._cpu_is_done = cycle([False])
+    bench.step(Decision(64, 0, strategy="overlap", host_decodes=(1, 0)))
+    before = len(bench.plans)
+    bench.step(Decision(64, 1, strategy="asymmetric", host_decodes=(1, 1)))
+    (plan,) = bench.plans[before:]
+    assert [(row.sequence, row.tokens) for row in plan.rows if row.tier == "host"] == [(0, ())]
+    bench.finish(Decision(64, 64, strategy="asymmetric", host_decodes=(1, 1)))
+
+
+def test_one_plan_without_rows_is_enough_for_an_idle_pipeline() -> None:
+    bench = _on_host(1, depth=3)
+    before = len(bench.plans)
+    bench.step(OVERLAP)
+    assert len(bench.plans) == before + 1
     bench.finish()

@@ -16,11 +16,17 @@ from nanoserve.scheduler.hybrid import (
     device_rate,
     pipelined_rate,
 )
-from nanoserve.scheduler.load import Cohort, Decision, Load, Policy
+from nanoserve.scheduler.load import Alternative, Cohort, Decision, Load, Policy
+from tests.fakes.distorted_predictor import DistortedPredictor
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.scheduler.loads import IDLE
 
-ALL = [AsymmetricPipelining(512), AsynchronousOverlap(512), ApexAlgorithm1(512), HybridByPrediction(512)]
+ALL = [
+    AsymmetricPipelining(512),
+    AsynchronousOverlap(512),
+    ApexAlgorithm1(512),
+    HybridByPrediction(512, worthwhile=0.0),
+]
 
 # Ten decodes of 100 keys: Tlin = Tgatt = 1 s, so NG = 10. A host sequence of 100 keys takes 0.5 s of CPU: NC = 2.
 PREDICTOR = LinearPredictor(num_layers=4, linear=1.0, key=0.001, prompt_token=0.01, host_key=0.005)
@@ -276,8 +282,28 @@ def test_hybrid_leaves_a_hopeless_cpu_alone() -> None:
     # one layer of one sequence takes 8.1 s of the CPU, a step 8 s
     hopeless = replace(hosting(DECODES, 100), predictor=replace(PREDICTOR, host_key=0.081))
     assert HybridByPrediction(512).decide(hopeless) == PLAN
-    parked = HybridByPrediction(512).decide(replace(prefilling(DECODES), predictor=replace(PREDICTOR, host_key=0.2)))
-    assert (parked.park, parked.prefill_tokens) == (False, 0)
+    # Nor is a prompt for which there is no room brought there: it waits until the device itself has room.
+    waiting = replace(prefilling(DECODES), predictor=replace(PREDICTOR, host_key=0.2))
+    assert HybridByPrediction(512).decide(waiting) == Decision(502, 10, preempt_to_host=True)
+
+
+def test_hybrid_parks_no_prompt_where_steps_with_the_host_take_longer_than_it_gains() -> None:
+    predictor = DistortedPredictor(PREDICTOR)
+    load = replace(prefilling(DECODES), waiting_tokens=6400)
+    for hybrid, parks in ((1.0, True), (2.0, False)):
+        decision = HybridByPrediction(512).decide(replace(load, predictor=replace(predictor, hybrid=hybrid)))
+        assert decision.park == parks
+
+
+def test_a_prompt_counts_as_what_the_device_could_decode_in_its_time() -> None:
+    # Ten decodes take 8 s, 0.8 s each, and a prompt of 64 tokens 4 * 0.64 s more: 13.2 decodes in all. Asymmetric, five
+    # on the host are five decodes more in 4 s more: no gain. Overlapped, they are a fifth of a token each, for nothing.
+    weighed = {
+        one.strategy: one for one in HybridByPrediction(512).decide(hosting(prefilling(DECODES), 5)).alternatives
+    }
+    assert weighed["device"] == Alternative("device", pytest.approx(10.56), pytest.approx(10 / 8))
+    assert weighed["asymmetric"] == Alternative("asymmetric", pytest.approx(14.56), pytest.approx(18.2 / 14.56))
+    assert weighed["overlap"] == Alternative("overlap", pytest.approx(10.56), pytest.approx(14.2 / 10.56))
 
 
 def test_hybrid_parks_no_more_than_the_cpu_can_serve() -> None:
@@ -291,9 +317,15 @@ def test_hybrid_parks_no_more_than_the_cpu_can_serve() -> None:
 
 
 def test_host_sequences_go_on_where_the_device_has_nothing() -> None:
+    idle = replace(DECODES, running_decodes=0, ready_decodes=0, context_tokens=0, free_blocks=0)
+    decision = HybridByPrediction(512).decide(hosting(idle, 9, Cohort(1, 3, 300)))
+    assert (decision.strategy, decision.host_decodes, decision.swap_in) == ("overlap", (5, 0), 1)
+
+
+def test_nobody_begins_on_the_host_while_others_come_back_to_a_device_that_has_nothing() -> None:
     idle = replace(DECODES, running_decodes=0, ready_decodes=0, context_tokens=0, moving=1)
     decision = HybridByPrediction(512).decide(hosting(idle, 9))
-    assert (decision.strategy, decision.host_decodes) == ("overlap", (9, 0))
+    assert (decision.strategy, decision.host_decodes) == ("device", (0, 0))
 
 
 @given(

@@ -14,6 +14,7 @@ from nanoserve.scheduler.baselines import ChunkedPrefill
 from nanoserve.scheduler.load import Decision
 from nanoserve.scheduler.plan import StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.transition_minimizing import TransitionMinimizing
 from tests.fakes.dying_executor import CAUSE, DyingExecutor
 from tests.fakes.reference import expected_tokens
 from tests.scheduler import tiered
@@ -170,7 +171,6 @@ def test_host_sequences_whose_token_was_under_way_are_computed_again() -> None:
     for name in "ab":
         bench.add(name, 4, 4)
     bench.step(Decision(64, 0, park=True))
-    bench.step(Decision(64, 0))
     bench.step(Decision(64, 64, strategy="overlap", host_decodes=(1, 0)))
     bench.executor.die()
     bench.step()
@@ -178,6 +178,25 @@ def test_host_sequences_whose_token_was_under_way_are_computed_again() -> None:
     bench.step()
     assert (bench.load.cohorts, bench.load.host_decodes, bench.load.running_decodes) == ((), 0, 0)
     bench.finish()
+
+
+@pytest.mark.parametrize("target", [0, 1])
+def test_a_transition_that_was_lost_is_decided_anew(target: int) -> None:
+    """Else the policy would go on wanting it, and who waits be computed in forced steps, a block at a time."""
+    bench = tiered.Bench()
+    bench.scheduler.policy = TransitionMinimizing(64)
+    for name in "abcdef":
+        bench.add(name, 9, 4)
+    while not (bench.plans and bench.plans[-1].transition == target):
+        plan = bench.scheduler.schedule(0.0)
+        if plan is not None:
+            bench.executor.submit(plan)
+            if plan.transition == target:
+                bench.executor.die()
+        bench.step()
+    bench.finish()
+    assert bench.executor.losses == 1
+    assert bench.scheduler.forced_steps == 0
 
 
 # ----------------------------------------------------------------------------------------- no workers any more

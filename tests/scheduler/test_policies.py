@@ -215,7 +215,7 @@ def test_a_budget_below_the_default_of_min_prefill_lowers_it() -> None:
 
 def test_policies_import_nothing_but_the_load() -> None:
     folder = Path(nanoserve.scheduler.__file__).parent
-    for name in ("baselines", "token_throttling", "transition_minimizing", "hybrid"):
+    for name in ("baselines", "token_throttling", "transition_minimizing", "hybrid", "preempting_by_swap"):
         tree = ast.parse((folder / f"{name}.py").read_text())
         modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert modules <= {"bisect", "dataclasses", "typing", "nanoserve.scheduler.load"}

@@ -24,19 +24,18 @@ def test_prompts_are_parked_and_come_back_in_another_layout() -> None:
         "step 0: begin 0 begin 1",
         "  0 at 0: 1 2 3 +[0, 1] *",  # two host blocks are reserved for 1 2 3 103, two for the other
         "  1 at 0: 4 +[2]",
-        "step 1: end 0",
         "  0 [0, 1]>[0, 1]",
+        "step 1: end 0",
         "  1 at 1: 5 *",
-        "step 2: end 1",  # nothing but a swap: answered without a step
         "  1 [2]>[2]",
-        "step 3: to layout 1",
-        "step 4 in layout 1:",
+        "step 2: to layout 1 end 1",
+        "step 3 in layout 1:",  # nothing but swaps: answered without a step
         "  0 [0, 1]<[0, 1]",
         "  1 [2]<[2]",
-        "step 5 in layout 1: begin 0 begin 1",  # whole tables, of the new layout's blocks
+        "step 4 in layout 1: begin 0 begin 1",  # whole tables, of the new layout's blocks
         "  0 at 3: 103 +[0, 1] *",
         "  1 at 2: 102 +[2, 3] *",
-        "step 6 in layout 1: end 1",
+        "step 5 in layout 1: end 1",
         "  0 at 4: 104 +[3] *",
     ]
 
@@ -59,16 +58,15 @@ def test_a_host_sequence_takes_as_many_overlapped_steps_as_there_are_layers_and_
         "step 0: begin 0 begin 1",
         "  0 at 0: 1 2 +[0] *",
         "  1 at 0: 3 4 +[1] *",
-        "step 1: end 0 end 1",
         "  0 [0]>[0]",
         "  1 [1]>[2]",
-        "step 2 overlap: begin 0",
+        "step 1 overlap: end 0 end 1 begin 0",
         "  0 at 2: 102 +[0, 1] * host",
-        "step 3 overlap: begin 1",  # the first advances unnamed
+        "step 2 overlap: begin 1",  # the first advances unnamed
         "  1 at 2: 102 +[2, 3] * host",
-        "step 4 overlap:",
-        "step 5 overlap:",  # three layers behind it: the first has its token
-        "step 6 overlap: end 0",
+        "step 3 overlap:",
+        "step 4 overlap:",  # three layers behind it: the first has its token
+        "step 5 overlap: end 0",
     ]
 
 
@@ -81,14 +79,13 @@ def test_an_asymmetric_step_finishes_first_those_that_are_under_way() -> None:
         "  0 at 0: 1 2 +[0] *",
         "  1 at 0: 3 4 +[1] *",
         "  2 at 0: 5 6 +[2] *",
-        "step 1: end 0 end 1 end 2",
         "  0 [0]>[0]",
         "  1 [1]>[2]",
         "  2 [2]>[4]",
-        "step 2 overlap: begin 0 begin 1",
+        "step 1 overlap: end 0 end 1 end 2 begin 0 begin 1",
         "  0 at 2: 102 +[0, 1] * host",
         "  1 at 2: 102 +[2, 3] * host",
-        "step 3 asymmetric: begin 2",
+        "step 2 asymmetric: begin 2",
         "  0 at 3: under way * host",
         "  1 at 3: under way * host second",
         "  2 at 2: 102 +[4, 5] * host second",

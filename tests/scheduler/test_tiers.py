@@ -103,16 +103,20 @@ def test_a_step_and_a_swap_that_fail_end_their_sequences_with_the_error_and_no_o
 # ---- parking ----
 
 
-def test_a_parked_prompt_moves_when_it_is_computed_and_its_reservation_was_made_before() -> None:
+def test_a_parked_prompt_moves_with_its_last_row_and_its_reservation_was_made_before() -> None:
     bench = Bench()
     bench.add("a", 5, 3)
     bench.step(Decision(3, 0, park=True))
     assert bench.scheduler.host_pool.free_blocks == 5  # five tokens, and the first of the answer
-    bench.step()
     assert bench.swapped() == []
     bench.step()
-    assert bench.swapped() == ["0 out"]
-    bench.finish(Decision(0, 64, swap_in=1))
+    (swap,) = bench.plans[-1].swaps
+    (row,) = bench.plans[-1].rows
+    assert (swap.sequence, swap.direction, swap.after_row) == (0, "out", True)
+    assert (row.start, row.sample, bench.plans[-1].end) == (3, True, ())
+    bench.step(Decision(0, 64, swap_in=1))
+    assert bench.plans[-1].end == (0,), "what the executor knew of it on the device"
+    bench.finish()
 
 
 def test_a_prompt_that_the_host_cannot_hold_is_not_begun() -> None:

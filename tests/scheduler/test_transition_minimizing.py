@@ -8,6 +8,7 @@ from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.transition_minimizing import DecodePrioritizing, PrefillPrioritizing, TransitionMinimizing
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.scheduler.loads import IDLE
+from tests.scheduler.tiered import Bench
 
 SEESAW = TransitionMinimizing(512)
 PREFILL, DECODE = 0, 1
@@ -60,6 +61,22 @@ def test_decoding_begins_too_when_nothing_is_left_to_prefill() -> None:
     assert SEESAW.decide(pooled(EMPTY, 3)).layout == DECODE
     assert SEESAW.decide(replace(EMPTY, moving=1)).layout == DECODE  # the last one is on its way
     assert SEESAW.decide(EMPTY).layout == PREFILL  # nothing to decode either
+
+
+def test_prompts_that_wait_for_slots_are_computed_before_the_turn() -> None:
+    """All slots are held by sequences that move to the pool, which has room for more."""
+    moving = replace(pooled(BACKLOG, 0), moving=256, free_slots=0, first_waiting_tokens=0)
+    assert SEESAW.decide(moving).layout == PREFILL
+    assert SEESAW.decide(replace(moving, waiting_tokens=0)).layout == DECODE
+
+
+def test_few_slots_do_not_bring_many_transitions() -> None:
+    bench = Bench(num_blocks=32, host_blocks=64, other=32, swap_delay=2, max_num_seqs=2)
+    bench.scheduler.policy = TransitionMinimizing(8)
+    for name in "abcdefghijklmnop":
+        bench.add(name, 4, 6)
+    bench.finish()
+    assert bench.scheduler.transitions == 1
 
 
 def test_decoding_takes_in_what_fits_and_shares_the_decodes_among_the_stages() -> None:

@@ -41,7 +41,7 @@ def test_the_oldest_move_to_the_host_and_the_others_are_computed_again() -> None
 
 
 def test_nothing_new_is_planned_until_what_is_in_flight_has_ended() -> None:
-    bench = _running(pipeline_depth=2)
+    bench = _running(depth=2)
     bench.policy.decision = Decision(0, 1)
     plan = bench.scheduler.schedule(0.0)
     assert plan is not None

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from nanoserve.engine import Engine
 from nanoserve.scheduler.layouts import LayoutCapacity
-from nanoserve.scheduler.load import Decision, Load, Policy
+from nanoserve.scheduler.load import Decision, Load, Policy, Strategy
 from nanoserve.scheduler.scheduler import Scheduler
-from tests.fakes.dying_executor import DyingExecutor
+from tests.fakes.host_losing_executor import HostLosingExecutor
 from tests.scheduler.lives import check_outputs, live
 
 COUNTS = st.sampled_from([0, 0, 1, 1, 2, 9])
@@ -84,8 +84,11 @@ class Times:
     def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
         return self.host_attention * (sequences + context_tokens)
 
-    def step_overhead_seconds(self) -> float:
+    def step_overhead_seconds(self, rows: int = 1) -> float:
         return 0.0
+
+    def slowdown(self, strategy: Strategy) -> float:
+        return 1.0
 
     def swap_seconds(self, context_tokens: int) -> float:
         return self.moving * context_tokens
@@ -104,16 +107,19 @@ def tiers(draw: st.DrawFn) -> dict:
         "other_layouts": draw(st.lists(st.builds(LayoutCapacity, st.integers(3, 14), st.integers(1, 3)), max_size=2)),
         "swap_delay": draw(st.integers(0, 3)),
         "num_layers": draw(st.integers(1, 3)),
+        "cpu_is_done": [True, *draw(st.lists(st.booleans(), max_size=4))],
         "times": draw(st.one_of(st.none(), st.builds(Times, SECONDS, SECONDS, SECONDS, SECONDS))),
     }
 
 
-def check(policy: Policy, life: dict, tiers: dict, deaths: Collection[int] = ()) -> None:
+def check(
+    policy: Policy, life: dict, tiers: dict, deaths: Collection[int] = (), host_losses: Collection[int] = ()
+) -> None:
     """Every request gets the tokens that it would get alone, and all blocks come back."""
     layouts = [LayoutCapacity(life["num_blocks"], life["depth"]), *tiers["other_layouts"]]
     if life["feeds_tokens"]:
         layouts = [replace(layout, pipeline_depth=1) for layout in layouts]
-    executor = DyingExecutor(
+    executor = HostLosingExecutor(
         life["num_blocks"],
         life["block_size"],
         host_blocks=tiers["host_blocks"],
@@ -122,7 +128,9 @@ def check(policy: Policy, life: dict, tiers: dict, deaths: Collection[int] = ())
         other_layouts=[layout.num_blocks for layout in layouts[1:]],
         swap_delay=tiers["swap_delay"],
         num_layers=tiers["num_layers"],
+        cpu_is_done=tiers["cpu_is_done"],
         deaths=deaths,
+        host_losses=host_losses,
     )
     longest = min(life["max_model_len"], min(layout.num_blocks for layout in layouts) * life["block_size"] + 1)
     arrivals = [one for one in life["arrivals"] if len(one.request.prompt) + one.request.params.min_tokens <= longest]
@@ -146,3 +154,4 @@ def check(policy: Policy, life: dict, tiers: dict, deaths: Collection[int] = ())
     check_outputs(arrivals, longest, outputs, reasons)
     assert scheduler.pool.free_blocks == layouts[scheduler.layout].num_blocks
     assert scheduler.host_pool.free_blocks == tiers["host_blocks"]
+    assert scheduler.host_losses == executor.times_host_was_lost

@@ -9,7 +9,7 @@ from nanoserve.scheduler.layouts import LayoutCapacity
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
-from tests.fakes.dying_executor import DyingExecutor
+from tests.fakes.host_losing_executor import HostLosingExecutor
 from tests.fakes.reference import expected_tokens
 
 BLOCK_SIZE = 2
@@ -32,19 +32,27 @@ class Bench:
     """An engine, its policy and its fake executor, with blocks of two tokens."""
 
     def __init__(
-        self, *, num_blocks: int = 8, host_blocks: int = 8, other: int = 8, swap_delay: int = 0, **scheduler: Any
+        self,
+        *,
+        num_blocks: int = 8,
+        host_blocks: int = 8,
+        other: int = 8,
+        depth: int = 1,
+        swap_delay: int = 0,
+        **scheduler: Any,
     ) -> None:
         self.policy = Remote(Decision(64, 64))
-        self.executor = DyingExecutor(
-            num_blocks, BLOCK_SIZE, host_blocks=host_blocks, other_layouts=[other], swap_delay=swap_delay
+        self.executor = HostLosingExecutor(
+            num_blocks, BLOCK_SIZE, host_blocks=host_blocks, depth=depth, other_layouts=[other], swap_delay=swap_delay
         )
         self.scheduler = Scheduler(
             self.policy,
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             max_model_len=CONTEXT,
+            pipeline_depth=depth,
             host_blocks=host_blocks,
-            other_layouts=[LayoutCapacity(other)],
+            other_layouts=[LayoutCapacity(other, depth)],
             **scheduler,
         )
         self.engine = Engine(self.scheduler, self.executor, vocab_size=50)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 
+from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.scheduler.baselines import ChunkedPrefill
@@ -35,8 +36,7 @@ class Wire:
         self.mailbox = Mailbox(directory)
         self.commands = self._context.socket(zmq.PUSH)
         self.commands.connect(f"ipc://{directory / COMMANDS}")
-        scheduler = Scheduler(ChunkedPrefill(64), num_blocks=32, block_size=4, max_model_len=CONTEXT)
-        self.engine = Engine(scheduler, MemoryCheckingExecutor(32, 4), vocab_size=1000)
+        self.engine = _engine()
         self.loop = EngineLoop(self.engine, self.mailbox)
 
     def send(self, command: Command) -> None:
@@ -63,6 +63,11 @@ class Wire:
     def close(self) -> None:
         self.mailbox.close()
         self._context.destroy(linger=0)
+
+
+def _engine() -> Engine:
+    scheduler = Scheduler(ChunkedPrefill(64), num_blocks=32, block_size=4, max_model_len=CONTEXT)
+    return Engine(scheduler, MemoryCheckingExecutor(32, 4), vocab_size=1000)
 
 
 @pytest.fixture
@@ -124,6 +129,27 @@ def test_a_sample_that_ended_before_is_not_run_again(wire: Wire) -> None:
     wire.send(Add(again, finished=(0,)))
     updates = [update for report in wire.finish() for update in report.updates]
     assert [token for update in updates for token in update.tokens] == whole[1][2:]
+
+
+def test_several_engines_are_served_as_one_is(wire: Wire) -> None:
+    dispatcher = Dispatcher([_engine(), _engine()], wait=lambda until: None)
+    wire.loop = EngineLoop(dispatcher, wire.mailbox)
+    requests = [replace(_request(max_tokens=4), request_id=f"r{number}", seed=number) for number in range(3)]
+    for request in requests:
+        wire.send(Add(request))
+    got: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    stats = EngineStats()
+    while stats.added < 3 or dispatcher.has_work:
+        wire.loop.turn()
+        while wire.reports.poll(50):
+            report = wire.report()
+            stats = report.stats
+            for update in report.updates:
+                got[update.request_id] += update.tokens
+    for request in requests:
+        assert got[request.request_id] == expected_tokens(request, index=0, max_model_len=CONTEXT)[0]
+    assert min(engine.scheduler.steps for engine in dispatcher.engines) > 0
+    assert stats.free_blocks == stats.total_blocks == 2 * 32
 
 
 class _Silent(MemoryCheckingExecutor):

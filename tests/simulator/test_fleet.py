@@ -8,7 +8,7 @@ from nanoserve.errors import UsageError
 from nanoserve.request import Request
 from nanoserve.scheduler import make_policy
 from nanoserve.simulator import SimulationResult, Workload, burst, fixed_lengths, lognormal_lengths, poisson_arrivals
-from nanoserve.simulator.fleet import ROUTERS, least_tokens, round_robin
+from nanoserve.simulator.fleet import ROUTERS, round_robin
 from nanoserve.simulator.meters import CompletedRequest
 from nanoserve.simulator.simulation import simulate
 from tests.simulator.linear_times import LinearTimes
@@ -62,7 +62,7 @@ def test_a_fleet_of_one_is_an_engine_whatever_the_router() -> None:
 def test_routers() -> None:
     turns = round_robin()
     assert [turns((9, 0, 5)) for _ in range(4)] == [0, 1, 2, 0]
-    fewest = least_tokens()
+    fewest = ROUTERS["least-tokens"]()
     assert [fewest((9, 0, 5)), fewest((3, 2, 2)), fewest((0, 0))] == [1, 1, 0]
 
 

@@ -11,8 +11,11 @@ from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.engine import Engine
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.layouts import LayoutCapacity
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.transition_minimizing import DecodePrioritizing, PrefillPrioritizing, TransitionMinimizing
 from nanoserve.simulator.record import record_run, replay
+from tests.fakes.moving_executor import MovingExecutor
 from tests.fakes.observed_executor import ObservedExecutor
 
 _TICK = 2.0**-10
@@ -70,4 +73,48 @@ def test_a_replay_makes_the_plans_of_the_run(
         params = SamplingParams(max_tokens=1 + number * 3, ignore_eos=True)
         requests.append(Request(f"r{number}", (1,) * (3 + 2 * number), params, seed=0, arrival_time=now))
     record = record_run(Engine(scheduler(), executor, vocab_size=2), requests)
+    assert replay(record, scheduler, vocab_size=2) == record.plans
+
+
+@dataclass
+class JitteryMoves(JitteryTimes):
+    """So do swaps and transitions."""
+
+    def swap_seconds(self, tokens: int, stage: int) -> float:
+        return self._some()
+
+    def reload_seconds(self, stage: int) -> float:
+        return self._some()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    policy=st.sampled_from([TransitionMinimizing, PrefillPrioritizing, DecodePrioritizing]),
+    stages=st.sampled_from([(2, 1), (1, 2), (4, 2)]),
+    host_blocks=st.integers(10, 40),
+    seed=st.integers(0, 1000),
+    gaps=st.lists(st.integers(0, 60), min_size=2, max_size=8),
+)
+def test_a_replay_makes_the_plans_of_a_run_with_two_layouts(
+    policy: type[TransitionMinimizing], stages: tuple[int, int], host_blocks: int, seed: int, gaps: list[int]
+) -> None:
+    def scheduler() -> Scheduler:
+        return Scheduler(
+            policy(token_budget=16),
+            num_blocks=16,
+            block_size=4,
+            max_model_len=32,
+            pipeline_depth=stages[0],
+            host_blocks=host_blocks,
+            other_layouts=[LayoutCapacity(20, stages[1])],
+        )
+
+    executor = MovingExecutor([JitteryMoves(number, seed) for number in stages], block_size=4, workers=4)
+    now, requests = executor.now(), []
+    for number, gap in enumerate(gaps):
+        now += gap * _TICK
+        params = SamplingParams(max_tokens=1 + number * 3, ignore_eos=True)
+        requests.append(Request(f"r{number}", (1,) * (3 + 2 * number), params, seed=0, arrival_time=now))
+    record = record_run(Engine(scheduler(), executor, vocab_size=2), requests)
+    assert any(plan.transition is not None for plan in record.plans), "the second answer has several tokens"
     assert replay(record, scheduler, vocab_size=2) == record.plans

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from nanoserve.costs import Machine, load_machine, load_shape
+from nanoserve.costs import Machine, Precision, load_machine, load_shape
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.scheduler.registry import make_policy
-from nanoserve.simulator.planning import Candidate, PlannedWork, all_layouts, find_candidates
+from nanoserve.simulator.planning import CacheLimits, Candidate, PlannedWork, all_layouts, find_candidates
 
 WORK = PlannedWork((RequestShape(200, 40), RequestShape(400, 10)) * 20)
 
@@ -44,6 +44,20 @@ def test_a_replica_gets_its_share_and_its_own_blocks() -> None:
     share = PlannedWork(WORK.shapes, rate=8.0).share(4)
     assert (len(share.shapes), share.rate) == (10, 2.0)
     assert found["D4"].simulate(make_policy("sarathi", 512), 64).requests == 10
+
+
+def test_caches_keep_to_limits_and_numbers_have_their_bits() -> None:
+    model, machine = load_shape("qwen3-8b"), load_machine("seesaw-a10")
+    limits = CacheLimits(device_bytes=2**30, host_bytes=2**31)
+    found = find_candidates(model, machine, 4, WORK, limits=limits)
+    block = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 16 * 2
+    assert found.named("P4->T4").kv_blocks == (2**30 // block, 2**30 // block)
+    assert found.named("P4->T4").host_blocks == 2**31 // block
+    assert found.named("D2P2->D2T2").host_blocks == 2**30 // block  # of each replica
+    wide = find_candidates(model, machine, 4, WORK, precision=Precision(kv_bits=32), limits=limits)
+    assert wide.named("P4->T4").host_blocks == 2**30 // block
+    with pytest.raises(UsageError, match="its KV cache holds 0 tokens"):
+        find_candidates(model, machine, 4, WORK, limits=CacheLimits(device_bytes=2**20))
 
 
 def test_what_is_estimated_is_near_what_is_simulated() -> None:

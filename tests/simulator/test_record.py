@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,20 +14,23 @@ from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.plan import StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.record import record_run, replay
-from tests.fakes.dying_executor import DyingExecutor
+from nanoserve.simulator.record import ends, record_run, replay
+from tests.fakes.host_losing_executor import HostLosingExecutor
+from tests.scheduler.tier_lives import AlsoUsingTheHost
 
 NUM_BLOCKS, BLOCK_SIZE = 24, 4
 
 
-class RealTimeExecutor(DyingExecutor):
+class RealTimeExecutor(HostLosingExecutor):
     """Lets real time pass: a plan takes a millisecond or so more than the one before it.
 
     Workers die at the plans of these numbers, and perhaps when there is nothing to do for the first time.
     """
 
-    def __init__(self, depth: int, seed: int, deaths: Collection[int] = (), *, dies_idle: bool = False) -> None:
-        super().__init__(NUM_BLOCKS, BLOCK_SIZE, depth=depth)
+    def __init__(
+        self, depth: int, seed: int, deaths: Collection[int] = (), *, dies_idle: bool = False, **settings: Any
+    ) -> None:
+        super().__init__(NUM_BLOCKS, BLOCK_SIZE, depth=depth, **settings)
         self._last_plans = frozenset(deaths)
         self._dies_idle = dies_idle
         self._random = random.Random(seed)
@@ -41,7 +45,7 @@ class RealTimeExecutor(DyingExecutor):
         if plan.step in self._last_plans:
             self.die()
         super().submit(plan)
-        if self._dead:
+        if self._dead or not ends(plan):
             return
         self._free = max(self._free, self.now()) + self._random.uniform(0.0002, 0.002)
         self._ends.append(self._free)
@@ -54,9 +58,9 @@ class RealTimeExecutor(DyingExecutor):
         if self._dies_idle and not self._ends:
             self._dies_idle = False
             self.die()
-        if self._dead:
-            return super().collect(None)
         moments = [*list(self._ends)[:1], *([] if until is None else [until])]
+        if self._dead or not moments:  # only swaps are under way
+            return super().collect(None)
         time.sleep(max(0.0, min(moments) - self.now()))
         results = []
         while self._ends and self._ends[0] <= self.now():
@@ -110,7 +114,29 @@ def test_deaths_of_workers_are_recorded_and_replayed(depth: int) -> None:
     requests = [replace(request, arrival_time=request.arrival_time + 0.3) for request in _requests(depth)]
     executor = RealTimeExecutor(depth, seed=depth, deaths=(3, 20, 50), dies_idle=True)
     record = record_run(Engine(scheduler(), executor, vocab_size=50), requests)
-    assert sum(result.lost is not None for result in record.results.values()) == 3 and len(record.idle_losses) == 1
+    assert sum(result.lost is not None for result in record.results.values()) == 3
+    assert sum(result.lost is not None for results in record.collected.values() for result in results) == 4
+    assert replay(record, scheduler, vocab_size=50) == record.plans
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_what_became_of_the_host_is_recorded_and_replayed(depth: int) -> None:
+    def scheduler() -> Scheduler:
+        return Scheduler(
+            AlsoUsingTheHost(make_policy("sarathi", 16)),
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            max_model_len=64,
+            pipeline_depth=depth,
+            host_blocks=NUM_BLOCKS,
+        )
+
+    executor = RealTimeExecutor(depth, seed=depth, host_blocks=NUM_BLOCKS, host_losses=(70, 150))
+    record = record_run(Engine(scheduler(), executor, vocab_size=50), _requests(depth))
+    told = [result for results in record.collected.values() for result in results]
+    assert sum(result.host_lost is not None for result in told) == 2
+    assert any(result.swapped for result in told)
+    assert sum(row.tier == "host" for plan in record.plans for row in plan.rows) > 10
     assert replay(record, scheduler, vocab_size=50) == record.plans
 
 

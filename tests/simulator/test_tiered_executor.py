@@ -71,6 +71,40 @@ def _answered(result: StepResult) -> list[int]:
 # ------------------------------------------------------------------------------------------------------- swaps
 
 
+@pytest.mark.parametrize("strategy", ["device", "overlap"])
+@pytest.mark.parametrize(("swap_token", "moved"), [(0.1, Passage(3, 6)), (2.0, Passage(3, 11))])
+def test_a_swap_behind_its_row_moves_with_the_step_that_computes_it(
+    strategy: Strategy, swap_token: float, moved: Passage
+) -> None:
+    watch = Watch()
+    executor = _executor(TierTimes(num_layers=3, swap_token=swap_token), watch=watch)
+    executor.submit(StepPlan(0, begin=_begin(1), rows=(_decode(1),)))  # 3 seconds
+    executor.collect(None)
+    prompt = Row(0, 0, (1, 1, 1, 1), True)
+    swaps = (Swap(7, 0, "out", (1, 2), (3, 4), after_row=True),)
+    executor.submit(StepPlan(1, begin=_begin(0), rows=(prompt,), swaps=swaps, strategy=strategy))
+    results = executor.collect(None)
+    if moved.end > 6:
+        assert [result.swapped for result in results] == [()]
+        results += executor.collect(None)
+    assert [(result.step, result.swapped) for result in results] == [(1, ()), (None, (7,))]
+    assert [(direction, tokens, passage) for _, direction, tokens, passage in watch.swaps] == [("out", 4, moved)]
+    assert executor.now() == moved.end
+
+
+def test_a_swap_behind_its_row_waits_for_the_pipeline_and_for_the_link() -> None:
+    watch = Watch()
+    executor = _executor(TierTimes(num_layers=3, num_stages=3, swap_token=3.0), watch=watch)
+    executor.submit(StepPlan(0, begin=_begin(1), rows=(_decode(1),)))  # a second in each stage
+    executor.submit(
+        StepPlan(1, begin=_begin(0), rows=(Row(0, 0, (1, 1), True),), swaps=(Swap(1, 0, "out", (1,), (3,), True),))
+    )
+    executor.submit(
+        StepPlan(2, begin=_begin(2), rows=(Row(2, 0, (1, 1), True),), swaps=(Swap(2, 2, "out", (2,), (4,), True),))
+    )
+    assert [passage for *_, passage in watch.swaps] == [Passage(1, 4), Passage(3, 5)]
+
+
 def test_a_swap_moves_beside_the_step_and_is_answered_when_it_is_over() -> None:
     executor = _executor(TierTimes(num_layers=3))  # a step takes 3 seconds, a block of 2 tokens 2
     executor.submit(StepPlan(0, begin=_begin(1), rows=(_decode(1),), swaps=(_swap(7, "out", 2),)))

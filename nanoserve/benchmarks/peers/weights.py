@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from nanoserve.benchmarks.machine import cache_directory
 from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure
-from nanoserve.files import read_json_object
 from nanoserve.models.decoder import Decoder
-from nanoserve.models.dummy import DUMMY_SEED, make_dummy_model
+from nanoserve.models.dtypes import DTYPES
+from nanoserve.models.dummy import DUMMY_SEED, make_dummy_model, save_dummy_checkpoint
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.loading import load_model
-from nanoserve.models.shapes import DUMMY_PREFIX, SHAPES, dummy_config
-from nanoserve.models.weights import tensor_parts
+from nanoserve.models.shapes import DUMMY_PREFIX, dummy_config, dummy_shape
 
 
 def checkpoint_directory(model: ResolvedModel, dtype: str) -> Path:
@@ -34,7 +32,7 @@ def checkpoint_directory(model: ResolvedModel, dtype: str) -> Path:
     """
     if model.directory is not None:
         return model.directory
-    return _kept(_dummy_key(model.name, dtype), lambda target: _write_dummy_checkpoint(model.name, dtype, target))
+    return _kept(_dummy_key(model.name, dtype), lambda target: save_dummy_checkpoint(model.name, DTYPES[dtype], target))
 
 
 def gguf_file(model: ResolvedModel, dtype: str) -> Path:
@@ -89,19 +87,8 @@ def _kept(key: str, write: Callable[[Path], None]) -> Path:
     return target
 
 
-def _write_dummy_checkpoint(name: str, dtype: str, target: Path) -> None:
-    decoder, config = make_dummy_model(name, dtype)
-    parameters = dict(decoder.named_parameters())
-    tensors = {part.name: part.region(parameters[part.parameter]).contiguous().clone() for part in tensor_parts(config)}
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    (target / "config.json").write_text(json.dumps(_dummy_config(name, dtype), indent=1), encoding="utf-8")
-
-
 def _dummy_config(name: str, dtype: str) -> dict[str, Any]:
-    plain = name.removeprefix(DUMMY_PREFIX)
-    found = SHAPES.get(plain.lower())
-    shape = dict(found) if found is not None else read_json_object(Path(plain))
-    return shape | {"torch_dtype": dtype}
+    return dummy_shape(name) | {"torch_dtype": dtype}
 
 
 def model_config(model: ResolvedModel) -> ModelConfig:

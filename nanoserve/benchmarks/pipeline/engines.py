@@ -57,7 +57,7 @@ def open_workers(
     executor = WorkersExecutor(
         resolved,
         config,
-        longest=read_config(resolved).max_position_embeddings,
+        model=read_config(resolved),
         progress=progress,
         metadata=metadata,
         observe_times=True,

@@ -9,7 +9,8 @@ from nanoserve.benchmarks.pipeline.stages import parts_by_stage, stage_shares
 from nanoserve.costs.work import StepWork
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.measures.figures import save_figure
-from nanoserve.runtime.traced_executor import RunTrace, step_tokens
+from nanoserve.runtime.phases import step_tokens
+from nanoserve.runtime.traced_executor import RunTrace
 from nanoserve.simulator.executor import work_of
 from nanoserve.simulator.pipeline import Passage
 from nanoserve.simulator.plots import add_legend, draw_stages, draw_tokens
@@ -89,14 +90,26 @@ class RunKeeper:
         if self._began is None:
             self._began = shown.run.record.arrivals[0].arrival_time
         if self._file is not None:
-            trace_run(self._file, self._began, shown)
+            trace_run(self._file, self._began, shown.name, shown.run, shown.tensor_parallel)
 
 
-def trace_run(file: ChromeTraceFile, began: float, shown: ShownRun) -> None:
+def workers_of(name: str) -> str:
+    """What the tracks of a run's workers stand under."""
+    return f"{name}: workers"
+
+
+def scheduler_of(name: str) -> str:
+    """What those of its scheduler do."""
+    return f"{name}: scheduler"
+
+
+def trace_run(file: ChromeTraceFile, began: float, name: str, run: PipelineRun, tensor_parallel: int | None) -> None:
     """Write a run behind those before it, on tracks of its own.
 
     Args:
         began: what is 0 in the file, on the executors' clock.
+        name: of the run.
+        tensor_parallel: as `RunTrace` takes it.
 
     Raises:
         RuntimeFailure: if it cannot be written.
@@ -104,22 +117,22 @@ def trace_run(file: ChromeTraceFile, began: float, shown: ShownRun) -> None:
     trace = RunTrace(
         file,
         began,
-        tensor_parallel=shown.tensor_parallel,
-        workers=f"{shown.name}: workers",
-        scheduler=f"{shown.name}: scheduler",
+        tensor_parallel=tensor_parallel,
+        workers=workers_of(name),
+        scheduler=scheduler_of(name),
     )
-    record = shown.run.record
+    record = run.record
     submissions = [(record.handed_over[plan.step], plan) for plan in record.plans]
     results = [(known, record.results[step]) for step, known in record.known.items()]
     while submissions or results:
-        if submissions and submissions[0][0] < results[0][0]:
+        if submissions and (not results or submissions[0][0] < results[0][0]):
             moment, plan = submissions.pop(0)
             trace.on_submit(plan, moment)
         else:
             known, result = results.pop(0)
             trace.on_result(result, known)
-            if not shown.run.stage_times:
+            if not run.stage_times:
                 trace.on_computed(result, known)
-    for times in sorted(shown.run.stage_times, key=lambda times: times.step):
+    for times in sorted(run.stage_times, key=lambda times: times.step):
         trace.on_times(times)
     file.flush()

@@ -17,7 +17,7 @@ def parse_policies(text: str, token_budget: int) -> tuple[str, ...]:
     """
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
-        _made(name, token_budget)
+        named_policy(name, token_budget)
     return names
 
 
@@ -39,7 +39,7 @@ class Scheduling:
     def maker(self, policy: str, executor: Executor) -> Callable[[], Scheduler]:
         """Makes a new scheduler that follows this policy on this executor. Prompts are random: nothing is shared."""
         return lambda: Scheduler(
-            _made(policy, self.token_budget),
+            named_policy(policy, self.token_budget),
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             max_model_len=self.max_model_len,
@@ -50,7 +50,12 @@ class Scheduling:
         )
 
 
-def _made(text: str, token_budget: int) -> Policy:
+def named_policy(text: str, token_budget: int) -> Policy:
+    """The policy that a name stands for, perhaps with parameters: "throttling:without_wt".
+
+    Raises:
+        UsageError: for an unknown name or parameter, or one out of its range.
+    """
     name, *parameters = text.split(":")
     words = ",".join(word if "=" in word else f"{word}=true" for word in parameters)
     return make_policy(name, token_budget, parse_parameters(name, words))

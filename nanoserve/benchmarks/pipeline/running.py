@@ -135,11 +135,11 @@ def run_requests(
     record = record_run(Engine(scheduler, executor, vocab_size=vocab_size), moved, tokens.on_updates)
     if losses := [result.lost for result in record.results.values() if result.lost is not None]:
         raise RuntimeFailure(f"nothing can be measured of a run in which workers die: {losses[0]}")
-    times = _all_times(executor, len(record.plans) * workers)
+    times = all_times(executor, len(record.plans) * workers)
     return PipelineRun(Outcome.of(moved, tokens), record, times, scheduler.preemptions)
 
 
-def _all_times(executor: Executor, wanted: int) -> tuple[StageTimes, ...]:
+def all_times(executor: Executor, wanted: int) -> tuple[StageTimes, ...]:
     """What all workers did for all plans; reports of the last ones may come behind the results."""
     times: list[StageTimes] = []
     until = executor.now() + _PATIENCE

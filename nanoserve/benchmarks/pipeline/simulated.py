@@ -65,7 +65,7 @@ def compare_with_simulator(
         for request, arrival in zip(run.record.arrivals, run.outcome.arrivals, strict=True)
     ]
     tokens = TokenTimes(requests)
-    executor = SimulatedExecutor(times, answer=_answers)
+    executor = SimulatedExecutor(times, answer=answers)
     drive(Engine(make_scheduler(), executor, vocab_size=vocab_size), requests, tokens.on_updates)
     simulated, real = Outcome.of(requests, tokens), run.outcome
     ttft, tpot = _means(simulated)
@@ -83,7 +83,8 @@ def compare_with_simulator(
     )
 
 
-def _answers(plan: StepPlan) -> tuple[Answer, ...]:
+def answers(plan: StepPlan) -> tuple[Answer, ...]:
+    """A token that means nothing for every row that is sampled."""
     return tuple(Answer(row.sequence, (_TOKEN,)) for row in plan.rows if row.sample)
 
 

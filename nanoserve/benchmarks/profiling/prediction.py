@@ -107,7 +107,7 @@ class _Predictor:
         """A run in virtual time."""
         config = self._config
         found = simulate(
-            make_policy(config.policy, config.max_num_batched_tokens),
+            make_policy(config.policy_name, config.max_num_batched_tokens),
             times,
             work.draw(),
             num_blocks=self._profile.memory.kv_blocks(config.block_size),

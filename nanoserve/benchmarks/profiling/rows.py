@@ -48,8 +48,7 @@ def _attention_rows(profile: Profile) -> Iterator[Fields]:
         floor = limits.seconds(tokens * counts.layer_kv_bytes, pairs * counts.layer_flops_per_pair)
         yield _row("attention of a prompt", f"{tokens:,} tokens", profile.prefill_attention, place, floor)
     yield from _grid_rows("decode attention", profile.decode_attention, counts, limits)
-    if profile.host != profile.device:
-        yield from _grid_rows("decode attention on the CPU", profile.host_attention, counts, _limits(profile.host))
+    yield from _grid_rows("attention in host memory", profile.host_attention, counts, _limits(profile.host))
 
 
 def _grid_rows(name: str, grid: Grid, counts: ModelCounts, limits: Limits) -> Iterator[Fields]:
@@ -70,6 +69,8 @@ def _other_rows(profile: Profile) -> Iterator[Fields]:
     for name, curve in (("inputs", profile.inputs), ("engine", profile.engine)):
         for place, rows in enumerate(curve.sizes):
             yield _row(name, f"{rows} rows", curve, place, None)
+    for place, rows in enumerate(profile.host_exchange.sizes):
+        yield _row("exchange with host memory", f"{rows} rows", profile.host_exchange, place, None)
     for place, size in enumerate(profile.copy.sizes):
         yield _row("copy", f"{size / 2**20:g} MiB", profile.copy, place, None)
 

@@ -8,8 +8,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from typing import Any
 
+import msgspec
+
+from nanoserve.config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 
 
@@ -19,7 +23,8 @@ def prepare_elsewhere(model: str | None, settings: dict[str, Any], threads: int 
     Raises:
         RuntimeFailure: in the process's own words, if the model cannot be opened.
     """
-    words = [sys.executable, "-m", "nanoserve.benchmarks.serving.preparing", json.dumps(model), json.dumps(settings)]
+    words = [sys.executable, "-m", "nanoserve.benchmarks.serving.preparing", json.dumps(model)]
+    words.append(msgspec.json.encode(settings).decode())  # a layout is a dataclass
     environment = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
     done = subprocess.run(words, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
@@ -47,13 +52,15 @@ def main(model: str | None, settings: dict[str, Any]) -> dict[str, Any]:
             "operators": settle_operators(lambda _: None),
             "layers": "compiled" if llm.compiled else "eager",
             "threads": torch.get_num_threads(),
-            "policy": config.policy,
+            "policy": config.policy_name,
             "max_num_seqs": config.max_num_seqs,
         }
 
 
 if __name__ == "__main__":
     try:
-        print("\n" + json.dumps(main(json.loads(sys.argv[1]), json.loads(sys.argv[2]))))
+        config = msgspec.json.decode(sys.argv[2], type=EngineConfig)
+        settings = {field.name: getattr(config, field.name) for field in fields(config)}
+        print("\n" + json.dumps(main(json.loads(sys.argv[1]), settings)))
     except Exception as error:
         sys.exit(str(error) or type(error).__name__)  # one line for the benchmark to show, whatever it was

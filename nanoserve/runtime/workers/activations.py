@@ -1,15 +1,22 @@
-"""Hidden states on their way from one pipeline stage to the next, over torch.distributed, without waiting."""
+"""Hidden states on their way from one pipeline stage to the next, over torch.distributed, without waiting.
+
+Of a plan whose rows are all on the device it is known how many come, so that a place for them is ready before they are
+computed. With host sequences a header says so: whoever expects hidden states has to wait for that first.
+"""
 
 from collections import deque
 from dataclasses import dataclass
 from itertools import cycle
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanoserve.runtime.workers.headers import Header
 from nanoserve.runtime.workers.ranks import Ranks
 
+_CPU = torch.device("cpu")
 _UNSENT = 2
 """Sends that may be on their way: the one before need not have left when the next step is computed."""
 _Sent = list[tuple[dist.Work, Tensor]]
@@ -50,6 +57,14 @@ class Activations:
         self._hidden_states: deque[_Sent] = deque()
         self._plans: deque[_Sent] = deque()
 
+    def connect(self) -> None:
+        """Exchange a number with the stages before and behind: NCCL makes its communicators with the first message."""
+        number = self._like.new_zeros(1)
+        if self._ranks.before is not None:
+            dist.recv(number, self._ranks.before)
+        if self._ranks.behind is not None:
+            dist.send(number, self._ranks.behind)
+
     @torch.inference_mode()
     def expect(self, num_tokens: int) -> Expected | None:
         """Begin to receive the hidden states of so many tokens; None where there is nothing to come.
@@ -69,14 +84,27 @@ class Activations:
         """Put hidden states on their way to the stage behind; waits only if earlier ones have not left."""
         self._send(self._hidden_states, hidden.contiguous())
 
+    def send_with_header(self, header: Header, hidden: Tensor | None) -> None:
+        """The same behind a header that says how many come; None for no hidden states at all."""
+        text = _as_tensors(msgspec.msgpack.encode(header), _CPU)
+        self._send(self._hidden_states, *text, *([] if hidden is None else [hidden.contiguous()]))
+
+    def receive_header(self) -> Header | None:
+        """Wait for a header, which takes as long as the stage before computes; None in the first stage.
+
+        To be called in the order of the plans, by whoever expects hidden states, and before those of the same plan.
+        """
+        if self._ranks.before is None:
+            return None
+        return msgspec.msgpack.decode(self._receive_text(_CPU), type=Header)
+
     def send_plan(self, encoded: bytes) -> None:
         """Send a plan ahead of its hidden states, as a coupled design does: the receiver knows nothing of it before.
 
         Waits as `send` does. Were it to wait until the stage behind receives, that one would be through with the step
         before by then, and no two stages would ever compute at a time.
         """
-        data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self._like.device)
-        self._send(self._plans, torch.tensor([len(data)], device=data.device), data)
+        self._send(self._plans, *_as_tensors(encoded, self._like.device))
 
     def _send(self, sending: deque[_Sent], *tensors: Tensor) -> None:
         """Put what belongs together on its way, behind others of its kind."""
@@ -89,13 +117,23 @@ class Activations:
 
     def receive_plan(self) -> bytes:
         """Wait for what `send_plan` sends."""
+        return self._receive_text(self._like.device)
+
+    def _receive_text(self, device: torch.device) -> bytes:
+        """Wait for bytes, as `_as_tensors` has them."""
         before = self._ranks.before
         assert before is not None
-        size = torch.zeros(1, dtype=torch.int64, device=self._like.device)
+        size = torch.zeros(1, dtype=torch.int64, device=device)
         dist.recv(size, before)
-        data = torch.empty(int(size.item()), dtype=torch.uint8, device=self._like.device)
+        data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
         dist.recv(data, before)
         return bytes(data.cpu().numpy())
+
+
+def _as_tensors(text: bytes, device: torch.device) -> tuple[Tensor, Tensor]:
+    """How many bytes there are, int64 [1], and they themselves, uint8."""
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    return torch.tensor([len(data)], device=device), data
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -1,25 +1,42 @@
-"""Makes a worker: its place among the others, its part of the model, its KV cache."""
+"""Makes a worker: in each parallel layout its place among the others, its part of the model, its KV cache."""
 
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.hub import ResolvedModel
-from nanoserve.models.shards import make_shards
+from nanoserve.models.resharding import ReshardableWeights
+from nanoserve.models.shards import shards_of_layouts
 from nanoserve.runtime.compiled_layers import CompiledLayers
+from nanoserve.runtime.core_division import default_host_threads
 from nanoserve.runtime.devices import usable_device
+from nanoserve.runtime.gpu_staging import staging_memory
 from nanoserve.runtime.gpu_start import GpuStart
+from nanoserve.runtime.host_pool import HostPart, HostPool, check_within_reach
+from nanoserve.runtime.host_processor import HostProcessor
+from nanoserve.runtime.hybrid_pass import HybridPass
+from nanoserve.runtime.layer_pieces import EagerPieces, LayerPieces
+from nanoserve.runtime.measuring_speeds import measure_speeds
 from nanoserve.runtime.memory import available_memory, kv_bytes_per_block, memory_errors
-from nanoserve.runtime.model_loading import load_decoder, read_config
+from nanoserve.runtime.model_loading import load_decoder, load_layouts, read_config
 from nanoserve.runtime.model_runner import ModelRunner
+from nanoserve.runtime.start_profile import hybrid_profile
+from nanoserve.runtime.swapping import BlockMover
 from nanoserve.runtime.workers.activations import Activations
+from nanoserve.runtime.workers.hybrid_stage import HybridStage
 from nanoserve.runtime.workers.messages import Allocate, Loaded, Loading, Ready, WorkerStart
+from nanoserve.runtime.workers.own_cores import keep_to_own_cores
 from nanoserve.runtime.workers.ranks import Ranks, meet
+from nanoserve.runtime.workers.stage_profile import starting_engine
 from nanoserve.runtime.workers.station import Station
-from nanoserve.runtime.workers.worker import Worker
+from nanoserve.runtime.workers.worker import Worker, WorkerLayout
 from nanoserve.sizes import format_size
 from triton_ops.cpu import cpu_operators
 
@@ -32,79 +49,206 @@ def build_worker(start: WorkerStart, station: Station) -> Worker:
         RuntimeError: torch's, if the other workers cannot be reached.
     """
     config = start.config
-    ranks = Ranks(start.rank, config.pipeline_parallel, config.tensor_parallel)
     device = usable_device(config.device if config.device == "cpu" else f"cuda:{start.local_rank}")
-    decoder, longest = _load(start, station, ranks, device)
-    gpu = GpuStart(decoder, config, device) if device.type == "cuda" else None
-    reserved = 0 if gpu is None else gpu.measure(longest, None)
-    block_bytes = kv_bytes_per_block(decoder.config, config.block_size, decoder.dtype)
-    memory = f"{socket.gethostname()} {device}"
-    station.report(Loaded(ranks.rank, memory, block_bytes, max(0, available_memory(device) - reserved)))
+    if start.host_pool is not None:
+        check_within_reach(Path(start.host_pool[0]))
+    processor = _set_apart(start, device) if config.attends_on_host else None
+    loaded = _load(start, station, device)
+    gpus = [GpuStart(decoder, config, device) for decoder in loaded.decoders] if device.type == "cuda" else []
+    longest = config.max_model_len or loaded.model.max_position_embeddings
+    block_bytes = tuple(_block_bytes(decoder, config) for decoder in loaded.decoders)
+    reserved = max((gpu.measure(longest, None) for gpu in gpus), default=0)
+    if gpus and start.host_pool is not None:
+        reserved += sum(map(staging_memory, block_bytes))
+    speeds = None
+    if start.host_pool is not None:
+        speeds = measure_speeds(device, loaded.decoders[0].dtype, dist.group.WORLD)
+    station.report(
+        Loaded(
+            start.rank,
+            memory=f"{socket.gethostname()} {device}",
+            block_bytes=block_bytes,
+            free_bytes=max(0, available_memory(device) - reserved),
+            speeds=speeds,
+        )
+    )
     allocate = station.hear()
     assert isinstance(allocate, Allocate), "nothing else can be said to a worker without a cache"
-    operators = cpu_operators() if gpu is None else None
-    layers = None
-    if operators is not None and not config.eager and ranks.degree == 1:
-        layers = CompiledLayers(decoder, block_size=config.block_size, operators=operators)
-    plain = DecoderLayer.__call__ if gpu is None else gpu.run_layer
-    runner = _make_runner(start, decoder, allocate.num_blocks, device, plain if layers is None else layers)
-    activations = Activations(
+    storage = _make_storage(start, loaded, allocate.num_blocks, device)
+    layouts = _make_layouts(start, loaded, allocate.num_blocks, storage, gpus, processor)
+    for layout in layouts:
+        layout.activations.connect()
+    profile = None
+    if start.profiles and start.rank == 0:
+        assert processor is not None and speeds is not None, "only policies that attend in host memory ask for it"
+        measured = starting_engine(
+            layouts[0].runner,
+            _layer_function(layouts[0].layers, gpus, 0),
+            storage=storage,
+            processor=processor,
+            config=config,
+            model=loaded.model,
+            speeds=speeds,
+            compiled=layouts[0].layers is not None and layouts[0].layers.loaded,
+        )
+        profile = hybrid_profile(measured, lambda *told: station.report(Loading(start.rank, *told)))
+    worker = Worker(
+        station,
+        layouts,
+        current=start.layout,
+        weights=loaded.weights,
+        operators=cpu_operators() if device.type == "cpu" else None,
+        coupled=start.coupled,
+        observe_times=start.observe_times,
+    )
+    station.report(Ready(start.rank, profile))
+    return worker
+
+
+def _set_apart(start: WorkerStart, device: torch.device) -> HostProcessor:
+    """This worker's part of the cores that attend, and of the others if its device is the CPU.
+
+    All workers are on one machine, since they share the host pool.
+    """
+    config = start.config
+    workers = config.num_workers * config.data_parallel
+    threads = (config.host_threads or default_host_threads(device.type)) // workers
+    keep_to_own_cores(start.local_rank, workers)
+    return HostProcessor.set_apart(max(1, threads), device)
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedModel:
+    """What a worker has of the model.
+
+    Attributes:
+        model: the whole one's config.
+        ranks, decoders: by layout.
+        weights: of all layouts; None where there is one.
+    """
+
+    model: ModelConfig
+    ranks: list[Ranks]
+    decoders: Sequence[Decoder]
+    weights: ReshardableWeights | None
+
+
+def _load(start: WorkerStart, station: Station, device: torch.device) -> _LoadedModel:
+    """The worker's parts of the decoder; those of the layout to begin in are filled."""
+    config = start.config
+    directory = None if start.model_directory is None else Path(start.model_directory)
+    resolved = ResolvedModel(start.name, directory, Path(start.tokenizer_directory))
+    model = read_config(resolved)
+    shards = [of_layout[start.rank] for of_layout in shards_of_layouts(model, config)]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before NCCL takes the one that is set
+    ranks = [Ranks(start.rank, layout.pipeline_parallel, layout.tensor_parallel) for layout in config.layouts]
+    groups = meet(ranks, start.init_method, device, headers=config.attends_on_host)
+
+    def told(stage: str, done: int, total: int) -> None:
+        station.report(Loading(start.rank, stage, done, total))
+
+    if len(shards) == 1:
+        decoder, _ = load_decoder(resolved, config, device, told, shard=shards[0], group=groups[0])
+        return _LoadedModel(model, ranks, [decoder], None)
+    assert directory is not None, "weights that are read more than once are in files"
+    weights, _ = load_layouts(directory, config, device, told, shards=shards, groups=groups)
+    if start.layout != 0:
+        weights.fill(start.layout)
+    return _LoadedModel(model, ranks, weights.decoders, weights)
+
+
+def _make_storage(
+    start: WorkerStart, loaded: _LoadedModel, num_blocks: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """Of the KV cache, which is another one in each layout: uint8, as large as the largest of them."""
+    config = start.config
+    sizes = [blocks * _block_bytes(one, config) for blocks, one in zip(num_blocks, loaded.decoders, strict=True)]
+    problem = f"a KV cache of {format_size(max(sizes))} does not fit"
+    with memory_errors(device, problem, "lower --kv-cache-memory"), torch.inference_mode():
+        return torch.empty(max(sizes), dtype=torch.uint8, device=device)
+
+
+def _make_layouts(
+    start: WorkerStart,
+    loaded: _LoadedModel,
+    num_blocks: Sequence[int],
+    storage: torch.Tensor,
+    gpus: Sequence[GpuStart],
+    processor: HostProcessor | None,
+) -> list[WorkerLayout]:
+    """What is made once for each layout, so that changing it makes nothing."""
+    config, device = start.config, storage.device
+    pool = _open_pool(start, loaded)
+    layouts = list[WorkerLayout]()
+    for number, (ranks, decoder) in enumerate(zip(loaded.ranks, loaded.decoders, strict=True)):
+        layers = _compiled_layers(decoder, config, ranks) if device.type == "cpu" else None
+        run_layer = _layer_function(layers, gpus, number)
+        pieces = layers or (gpus[number].pieces if gpus else None)
+        runner = ModelRunner(
+            decoder,
+            num_blocks=num_blocks[number],
+            block_size=config.block_size,
+            device=device,
+            run_layer=run_layer,
+            grammars=GrammarCompiler(Path(start.tokenizer_directory), decoder.config.vocab_size),
+            storage=storage,
+        )
+        mover = hybrid = None
+        if pool is not None:
+            part = pool.part(decoder.shard)
+            mover = BlockMover(runner.caches.keys, runner.caches.values, part, device)
+            if processor is not None:
+                hybrid = _hybrid_stage(runner, part, processor, run_layer, pieces or EagerPieces())
+        activations = _activations(decoder, ranks, config, device)
+        layouts.append(WorkerLayout(ranks, runner, activations, mover, layers, hybrid))
+    return layouts
+
+
+def _hybrid_stage(
+    runner: ModelRunner, part: HostPart, processor: HostProcessor, run_layer: LayerFunction, pieces: LayerPieces
+) -> HybridStage:
+    """With a thread of its own that attends over this stage's part of the host pool."""
+    decoder, device = runner.decoder, runner.device
+    runner.hybrid = HybridPass(
+        decoder,
+        lambda: processor.start(decoder.config, part, device),
+        run_layer=run_layer,
+        pieces=pieces,
+    )
+    return HybridStage(runner)
+
+
+def _open_pool(start: WorkerStart, loaded: _LoadedModel) -> HostPool | None:
+    if start.host_pool is None:
+        return None
+    path, num_blocks = start.host_pool
+    dtype, block_size = loaded.decoders[0].dtype, start.config.block_size
+    return HostPool.open(Path(path), loaded.model, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
+
+
+def _layer_function(layers: CompiledLayers | None, gpus: Sequence[GpuStart], layout: int) -> LayerFunction:
+    return layers or (gpus[layout].run_layer if gpus else DecoderLayer.__call__)
+
+
+def _compiled_layers(decoder: Decoder, config: EngineConfig, ranks: Ranks) -> CompiledLayers | None:
+    """None where sums over ranks stand in the way."""
+    if config.eager or ranks.degree > 1:
+        return None
+    return CompiledLayers(
+        decoder, block_size=config.block_size, operators=cpu_operators(), with_pieces=config.attends_on_host
+    )
+
+
+def _activations(decoder: Decoder, ranks: Ranks, config: EngineConfig, device: torch.device) -> Activations:
+    return Activations(
         ranks,
         hidden_size=decoder.config.hidden_size,
         num_tokens=config.max_num_batched_tokens,
         dtype=decoder.dtype,
         device=device,
     )
-    worker = Worker(
-        station,
-        ranks,
-        runner,
-        activations,
-        layers=layers,
-        built=[built for built in (operators, layers) if built is not None],
-        coupled=start.coupled,
-        observe_times=start.observe_times,
-    )
-    station.report(Ready(ranks.rank))
-    return worker
 
 
-def _make_runner(
-    start: WorkerStart, decoder: Decoder, num_blocks: int, device: torch.device, run_layer: LayerFunction
-) -> ModelRunner:
-    block_size = start.config.block_size
-    size = format_size(num_blocks * kv_bytes_per_block(decoder.config, block_size, decoder.dtype))
-    with memory_errors(device, f"a KV cache of {size} does not fit", "lower --kv-cache-memory"):
-        return ModelRunner(
-            decoder,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            device=device,
-            run_layer=run_layer,
-            grammars=GrammarCompiler(Path(start.tokenizer_directory), decoder.config.vocab_size),
-        )
-
-
-def _load(start: WorkerStart, station: Station, ranks: Ranks, device: torch.device) -> tuple[Decoder, int]:
-    """The worker's part of the decoder, and how long a sequence may be at most."""
-    config = start.config
-    directory = None if start.model_directory is None else Path(start.model_directory)
-    resolved = ResolvedModel(start.name, directory, Path(start.tokenizer_directory))
-    shards = make_shards(
-        read_config(resolved),
-        pipeline_parallel=config.pipeline_parallel,
-        tensor_parallel=config.tensor_parallel,
-        pipeline_split=config.pipeline_split,
-    )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # before NCCL takes the one that is set
-    group = meet(ranks, start.init_method, device)
-    decoder, model = load_decoder(
-        resolved,
-        config,
-        device,
-        lambda stage, done, total: station.report(Loading(start.rank, stage, done, total)),
-        shard=shards[start.rank],
-        group=group,
-    )
-    return decoder, config.max_model_len or model.max_position_embeddings
+def _block_bytes(decoder: Decoder, config: EngineConfig) -> int:
+    return kv_bytes_per_block(decoder.config, config.block_size, decoder.dtype)

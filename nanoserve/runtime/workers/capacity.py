@@ -8,11 +8,13 @@ from nanoserve.runtime.memory import CPU_SHARE, CUDA_SHARE, blocks_that_fit
 from nanoserve.runtime.workers.messages import Loaded
 
 
-def common_num_blocks(workers: Sequence[Loaded], config: EngineConfig, longest: int) -> int:
-    """Blocks of the KV cache. Workers on the CPUs of one machine share its memory; GPUs have their own.
+def common_num_blocks(workers: Sequence[Loaded], config: EngineConfig, longest: int, layout: int = 0) -> int:
+    """Blocks of the KV cache in a parallel layout. Workers on the CPUs of one machine share its memory; GPUs have
+    their own.
 
     Args:
         longest: the model's own limit, in tokens.
+        layout: its number.
 
     Raises:
         UsageError: if a request of full length does not fit, or more is asked for than is free.
@@ -20,11 +22,13 @@ def common_num_blocks(workers: Sequence[Loaded], config: EngineConfig, longest: 
     per_block: defaultdict[str, int] = defaultdict(int)
     free: dict[str, int] = {}
     for worker in workers:
-        per_block[worker.memory] += worker.block_bytes
+        per_block[worker.memory] += worker.block_bytes[layout]
         free[worker.memory] = min(worker.free_bytes, free.get(worker.memory, worker.free_bytes))
     total = sum(per_block.values())
     # The memory that holds the fewest blocks is the measure: so much could be free of all together, and be used.
     together = min(free[memory] * total // per_block[memory] for memory in free)
+    if config.device == "cpu":  # the engines beside this one load at the same time, and take as much
+        together //= config.data_parallel
     return blocks_that_fit(
         total,
         together,

@@ -4,28 +4,40 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
-from nanoserve.config import EngineConfig
-from nanoserve.errors import RuntimeFailure, WorkersFailed
+import zmq
+
+from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.costs.profile import Profile
+from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
-from nanoserve.runtime.stage_times import StageTimes
+from nanoserve.runtime.stage_times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.runtime.workers.capacity import common_num_blocks
 from nanoserve.runtime.workers.group import WorkerGroup, WorkersDied, WorkerSettings
+from nanoserve.runtime.workers.host_losses import HostLosses
 from nanoserve.runtime.workers.messages import (
     Allocate,
     Answered,
     Follow,
+    ForgetHost,
     FromWorker,
     Hello,
+    HostLost,
     Loaded,
     Loading,
+    Moved,
     Observed,
     Prepare,
     Prepared,
     Ready,
     Run,
 )
+from nanoserve.runtime.workers.moves import Moves
+from nanoserve.runtime.workers.remote_layers import RemoteLayers
+from nanoserve.scheduler.layouts import LayoutCapacity
 from nanoserve.scheduler.plan import StepPlan, StepResult
 
 MAX_DEATHS, DEATHS_SECONDS = 3, 60.0
@@ -42,20 +54,26 @@ class WorkersExecutor:
     plans that are submitted before these are ready wait.
 
     Args:
-        resolved: the model.
-        config: with pipeline_parallel x tensor_parallel workers.
-        longest: tokens of the longest sequence that the model allows.
+        resolved, model: the model, and its shape.
+        config: with pipeline_parallel x tensor_parallel workers, in one parallel layout or two.
+        host_blocks: KV blocks in shared memory; with none, nothing can be swapped.
         progress: is told how far loading is.
         metadata: "decoupled": plans go to all stages at once, ahead of the hidden states (gLLM, section 3.3);
             "coupled": from stage to stage, with them.
-        observe_times: have workers report what they did when, for `take_times`.
+        observe_times: keep what workers did when, for `take_times` and `take_moves`.
+        profiles: have the first worker find out what policies that attend in host memory predict by.
+        engine: number of the engine, of ``config.data_parallel``.
+        wait: until they are ready; without, `wait_until_ready` is to be called before anything else.
 
     Attributes:
-        num_blocks: of the KV cache.
+        capacities: KV blocks and plans in flight, by layout.
+        layout: number of the one that runs, or that new workers begin in.
+        speeds: what each worker reaches while the others do the same; None where that was not measured.
+        profile: what the first worker has found out.
         deaths: how often the workers died and were started again.
 
     Raises:
-        NanoserveError: from the constructor, if the workers cannot start.
+        NanoserveError: from the constructor or `wait_until_ready`, if the workers cannot start.
     """
 
     def __init__(
@@ -63,30 +81,47 @@ class WorkersExecutor:
         resolved: ResolvedModel,
         config: EngineConfig,
         *,
-        longest: int,
+        model: ModelConfig,
+        host_blocks: int = 0,
         progress: ProgressCallback | None = None,
         metadata: Literal["decoupled", "coupled"] = "decoupled",
         observe_times: bool = False,
+        profiles: bool = False,
+        engine: int = 0,
+        wait: bool = True,
     ) -> None:
-        self.max_in_flight = config.pipeline_parallel
+        self.max_in_flight = max(layout.pipeline_parallel for layout in config.layouts)
         self.feeds_tokens = False
-        self.num_blocks = 0
+        self.capacities: tuple[LayoutCapacity, ...] = ()
+        self.layout = 0
+        self.speeds: MachineSpeeds | None = None
+        self.profile: Profile | None = None
         self.deaths = 0
-        self.layers = RemoteLayers(self)
+        self.layers = RemoteLayers(config.num_workers, self._have_prepared, self._wait_for_layers)
         self._config = config
-        self._longest = longest
+        self._longest = model.max_position_embeddings
         self._progress = progress
         self._coupled = metadata == "coupled"
-        self._settings = WorkerSettings(resolved, config, coupled=self._coupled, observe_times=observe_times)
+        self._settings = WorkerSettings(
+            resolved, config, model, host_blocks, self._coupled, observe_times, engine, profiles
+        )
         self._in_flight: set[int] = set()
         self._results: deque[StepResult] = deque()
         self._times: list[StageTimes] = []
+        self._moves = Moves(config.num_workers)
+        self._moved: list[ReshardTimes | SwapTimes] = []
+        self._host_losses = HostLosses()
         self._starting_since: float | None = None
         self._starting_seconds = 0.0
         self._died_at: deque[float] = deque(maxlen=MAX_DEATHS)  # on a clock that stands still while they start
         self._failure: WorkersFailed | None = None
         self._group: WorkerGroup | None = None
         self._begin_life()
+        if wait:
+            self.wait_until_ready()
+
+    def wait_until_ready(self) -> None:
+        """Until all workers have started for the first time."""
         try:
             self._show_start()
             self._wait(lambda: self._running)
@@ -96,6 +131,7 @@ class WorkersExecutor:
                 raise error.error or RuntimeFailure(f"{error} while it was starting") from None
             raise
         self._progress = None  # a second start is nobody's to watch
+        self._settings = replace(self._settings, profiles=False)
 
     # ---- plans ------------------------------------------------------------------------------------------------
 
@@ -107,9 +143,14 @@ class WorkersExecutor:
             RuntimeError: if the executor is closed or as many plans as may be are in flight already.
         """
         self._open_group()
-        if len(self._in_flight) >= self.max_in_flight:
-            raise RuntimeError(f"at most {self.max_in_flight} plans may be in flight")
-        self._in_flight.add(plan.step)
+        if plan.rows or plan.transition is not None or plan.strategy == "overlap":  # else it holds nothing but swaps
+            if len(self._in_flight) >= self.max_in_flight:
+                raise RuntimeError(f"at most {self.max_in_flight} plans may be in flight")
+            self._in_flight.add(plan.step)
+        self._moves.begin(plan)
+        self._host_losses.sent(plan)
+        if plan.transition is not None:
+            self._transitions[plan.step] = plan.transition
         if self._running:
             self._send(plan)
         else:
@@ -122,20 +163,45 @@ class WorkersExecutor:
             WorkersFailed: if they keep dying.
         """
         self._open_group()
-        if not self._in_flight and until is None:
+        if not self._in_flight and not self._moves.swapping and until is None:
             until = self.now()
         try:
-            self._wait(lambda: bool(self._results), until)
+            self._wait(lambda: bool(self._results) or self._host_losses.pending, until)
         except WorkersDied as death:
             return [self._lost(death)]
+        if self._host_losses.pending:  # behind what was known before; the next plan is sent behind this
+            self._results.append(self._host_losses.tell(self._in_flight))
+            self._open_group().send(ForgetHost())
         results = list(self._results)
         self._results.clear()
+        for result in results:
+            self.layout = self._transitions.pop(result.step, self.layout)
         return results
 
     def take_times(self) -> list[StageTimes]:
         """What the workers reported of their steps since the last call."""
         times, self._times = self._times, []
         return times
+
+    def take_moves(self) -> list[ReshardTimes | SwapTimes]:
+        """What the workers did since the last call to change the layout, and to swap."""
+        moved, self._moved = self._moved, []
+        return moved
+
+    @property
+    def failed(self) -> bool:
+        """Whether the workers will never run again."""
+        return self._failure is not None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `collect` has something to say without hearing from a worker."""
+        return bool(self._results or self._death or self._host_losses.pending)
+
+    @property
+    def sources(self) -> "list[zmq.Socket[bytes] | int]":
+        """What becomes readable when `collect` should be called: sockets and descriptors, other ones after a death."""
+        return [] if self._group is None else self._group.sources
 
     def now(self) -> float:
         return time.monotonic()
@@ -148,10 +214,10 @@ class WorkersExecutor:
 
     def _send(self, plan: StepPlan) -> None:
         group = self._open_group()
-        if not self._coupled:
+        if not self._coupled or plan.transition is not None:
             group.send(Run(plan))
             return
-        first = range(self._config.tensor_parallel)
+        first = range(self._config.layouts[self.layout].tensor_parallel)
         group.send(Run(plan), first)
         group.send(Follow(), range(len(first), self._config.num_workers))
 
@@ -163,12 +229,15 @@ class WorkersExecutor:
         self._loaded: dict[int, Loaded] = {}
         self._ready: set[int] = set()
         self._held: list[StepPlan] = []
-        self._prepared: dict[int, bool] = {}
         self._death: WorkersDied | None = None
         self._in_flight.clear()
         self._results.clear()
+        self._moves.forget()
+        self._host_losses.forget()
+        self.layers.forget()
+        self._transitions: dict[int | None, int] = {}  # by step, those that are not answered yet
         self._starting_since = self.now()
-        self._group = WorkerGroup(self._settings)
+        self._group = WorkerGroup(self._settings, self.layout)
 
     def _end_of_starting(self) -> None:
         if self._starting_since is not None:
@@ -176,14 +245,23 @@ class WorkersExecutor:
             self._starting_since = None
 
     @property
+    def num_blocks(self) -> int:
+        """KV blocks in the layout to begin with."""
+        return self.capacities[0].num_blocks
+
+    @property
     def _running(self) -> bool:
         return len(self._ready) == self._config.num_workers
 
     def _lost(self, death: WorkersDied) -> StepResult:
-        """Everything in flight is; new workers are started unless that has been tried too often."""
+        """Everything in flight is; new workers are started unless that is in vain, or has been tried too often."""
         self._open_group().end()
         self._group = None
         self.deaths += 1
+        if self._starting_since is not None and isinstance(death.error, ModelError | UsageError):
+            # The first ones did not meet it: the model's files are gone, say. The next ones would.
+            self._failure = WorkersFailed(f"the workers died and cannot be started again: {death.error}")
+            raise self._failure
         self._end_of_starting()
         self._died_at.append(self.now() - self._starting_seconds)
         if len(self._died_at) == MAX_DEATHS and self._died_at[-1] - self._died_at[0] < DEATHS_SECONDS:
@@ -193,7 +271,7 @@ class WorkersExecutor:
         logging.getLogger("nanoserve").warning("nanoserve: %s; all workers are started anew", death)
         try:
             self._begin_life()
-        except RuntimeFailure as error:
+        except NanoserveError as error:  # the file that a dummy model has its shape from is gone, say
             self._failure = WorkersFailed(f"{death}, and {error}")
             raise self._failure from None
         return StepResult(None, lost=str(death))
@@ -213,12 +291,15 @@ class WorkersExecutor:
         if isinstance(message, Answered):
             if message.result.step is not None:
                 self._in_flight.discard(message.result.step)
-            self._results.append(message.result)
+            self._results.append(self._host_losses.answered(message.result))
+        elif isinstance(message, HostLost):
+            self._host_losses.heard(message)
         elif isinstance(message, Observed):
             self._times.append(message.times)
+        elif isinstance(message, Moved):
+            self._take_move(message.times)
         elif isinstance(message, Prepared):
-            self._prepared[message.rank] = message.compiled
-            self._prepare_next()
+            self.layers.take(message)
         elif isinstance(message, Loading):
             if self._progress is not None and message.rank == 0:
                 self._progress(message.stage, message.done, message.total)
@@ -230,9 +311,21 @@ class WorkersExecutor:
             self._allocate()
         elif isinstance(message, Ready):
             self._ready.add(message.rank)
+            self.profile = message.profile or self.profile
             self._show_start()
             if self._running:
                 self._go()
+
+    def _take_move(self, times: ReshardTimes | SwapTimes) -> None:
+        """A worker has done its part of a move."""
+        if self._settings.observe_times:
+            self._moved.append(times)
+        result = self._moves.end_part(times)
+        if result is None:
+            return
+        if result.step is not None:
+            self._in_flight.discard(result.step)
+        self._results.append(result)
 
     def _show_start(self) -> None:
         """How many workers run. Long before one of them loads, each imports torch, and nobody shall wonder why."""
@@ -246,30 +339,32 @@ class WorkersExecutor:
         """
         if min(len(self._introduced), len(self._loaded)) < self._config.num_workers:
             return
-        if not self.num_blocks:
-            self.num_blocks = common_num_blocks(list(self._loaded.values()), self._config, self._longest)
-        self._open_group().send(Allocate(self.num_blocks))
+        workers = [self._loaded[rank] for rank in sorted(self._loaded)]
+        if not self.capacities:
+            self.speeds = workers[0].speeds  # which are the same in all of them
+            layouts = self._config.layouts
+            blocks = [common_num_blocks(workers, self._config, self._longest, layout) for layout in range(len(layouts))]
+            depths = [layout.pipeline_parallel for layout in layouts]
+            self.capacities = tuple(map(LayoutCapacity, blocks, depths))
+        self._open_group().send(Allocate(tuple(capacity.num_blocks for capacity in self.capacities)))
 
     def _go(self) -> None:
         """All are ready: send what was held back."""
         self._end_of_starting()
-        self._open_group().loading = False
-        if self.layers.wanted:
-            self._prepare_next()
+        self._open_group().end_of_loading()
+        self.layers.go_on()
         held, self._held = self._held, []
         for plan in held:
             self._send(plan)
 
-    def _prepare_next(self) -> None:
-        """Have one worker after the other load or compile its layers: the second finds what the first has made."""
-        rank = len(self._prepared)
-        if rank < self._config.num_workers:
+    def _have_prepared(self, rank: int) -> None:
+        if self._running:  # one that is starting would take it for how large its cache is; `_go` comes back to it
             self._open_group().send(Prepare(), [rank])
 
-    def _wait_for_layers(self) -> None:
-        """Until all are prepared, or a worker is dead: that can be said by the next `collect` alone."""
+    def _wait_for_layers(self, known: Callable[[], bool]) -> None:
+        """Until that holds, or a worker is dead: which can be said by the next `collect` alone."""
         try:
-            self._wait(lambda: not self.layers.pending)
+            self._wait(known)
         except WorkersDied as death:
             self._death = death
 
@@ -279,36 +374,3 @@ class WorkersExecutor:
         if self._group is None:
             raise RuntimeError("the executor is closed")
         return self._group
-
-
-class RemoteLayers:
-    """The compiled layers of all workers together.
-
-    Attributes:
-        wanted: whether `start` was called.
-    """
-
-    def __init__(self, executor: WorkersExecutor) -> None:
-        self.wanted = False
-        self._executor = executor
-
-    @property
-    def loaded(self) -> bool:
-        """Whether all layers run compiled."""
-        prepared = self._executor._prepared
-        return len(prepared) == self._executor._config.num_workers and all(prepared.values())
-
-    @property
-    def pending(self) -> bool:
-        """Whether some are being compiled."""
-        return self.wanted and len(self._executor._prepared) < self._executor._config.num_workers
-
-    def start(self) -> None:
-        """Begin to load them, or to compile what is missing."""
-        if not self.wanted:
-            self.wanted = True
-            self._executor._prepare_next()
-
-    def wait(self) -> None:
-        """Wait for what has been started, as long as the workers live; between two runs, when no plan is in flight."""
-        self._executor._wait_for_layers()

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import torch
 import zmq
 
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
-from nanoserve.lifeline import choose_directory, make_directory
+from nanoserve.lifeline import choose_directory, in_shared_memory, make_directory, remove_directory
+from nanoserve.models.dtypes import resolve_dtype
+from nanoserve.models.dummy import save_dummy_checkpoint
 from nanoserve.models.hub import ResolvedModel
+from nanoserve.runtime.host_pool import HostPool
 from nanoserve.runtime.rendezvous import (
     Addresses,
     Rendezvous,
@@ -54,30 +58,41 @@ class WorkerSettings:
     """What all workers are told.
 
     Attributes:
-        coupled, observe_times: as in WorkerStart.
+        model: its shape.
+        host_blocks: of the host tier; 0 where there is none.
+        coupled, observe_times, profiles: as in WorkerStart.
+        engine: number of the engine, of `data_parallel`: each takes the GPUs behind those of the one before.
     """
 
     resolved: ResolvedModel
     config: EngineConfig
+    model: ModelConfig
+    host_blocks: int
     coupled: bool
     observe_times: bool
+    engine: int = 0
+    profiles: bool = False
 
 
 class WorkerGroup:
     """Processes and sockets; ``end`` it in any case.
 
-    Attributes:
-        loading: whether workers may be silent for long; set to False by the owner once all are ready.
+    Args:
+        layout: number of the parallel layout to begin in.
 
     Raises:
         UsageError: if torchrun started another number of processes.
-        RuntimeFailure: if no process can be started, or there is no place for the sockets.
+        RuntimeFailure: if no process can be started, there is no place for the sockets, or no shared memory for the
+            host tier.
     """
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, layout: int) -> None:
         self._settings = settings
+        self._layout = layout
         self._children: list[WorkerChild] = []
         self._directory: Path | None = None
+        self._pool: tuple[str, int] | None = None
+        self._saved_model: Path | None = None
         self._rendezvous: Rendezvous | None = None
         self._context = zmq.Context(io_threads=1)
         self._plans = self._context.socket(zmq.ROUTER)
@@ -87,7 +102,7 @@ class WorkerGroup:
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
         self._beat_at: dict[int, float] = {}
         self._looked_at = time.monotonic()
-        self.loading = True
+        self._loading = True
         try:
             self._start()
         except BaseException:
@@ -97,7 +112,7 @@ class WorkerGroup:
     def _start(self) -> None:
         config = self._settings.config
         rendezvous = self._rendezvous = open_rendezvous(config.num_workers, self._settings.resolved.name)
-        threads = threads_of_each(rendezvous.workers_here)
+        threads = threads_of_each(rendezvous.workers_here * config.data_parallel)
         directory = self._directory = choose_directory()
         try:
             for rank in rendezvous.spawned:
@@ -105,6 +120,7 @@ class WorkerGroup:
         except OSError as error:
             raise RuntimeFailure(f"the workers cannot be started: {error.strerror or error}") from error
         make_directory(directory)
+        self._share(in_shared_memory(directory))
         addresses = rendezvous.addresses(directory)
         for socket, address in ((self._plans, addresses.plans), (self._reports, addresses.reports)):
             prepare_socket(socket)
@@ -118,29 +134,68 @@ class WorkerGroup:
         for rank in set(range(config.num_workers)).difference(rendezvous.spawned):
             rendezvous.hand_out(rank, msgspec.json.encode(self._start_of(rank, addresses)))
 
+    def _share(self, directory: Path) -> None:
+        """Put into shared memory what all workers use: the blocks of the host tier, and the weights of a model that has
+        none in files where workers read them more than once."""
+        settings, config = self._settings, self._settings.config
+        saves_model = len(config.layouts) > 1 and settings.resolved.directory is None
+        if not settings.host_blocks and not saves_model:
+            return
+        make_directory(directory)
+        dtype = resolve_dtype(config.dtype, torch.device(config.device), settings.model.dtype)
+        if settings.host_blocks:
+            path = directory / "blocks"
+            HostPool.create(
+                path, settings.model, num_blocks=settings.host_blocks, block_size=config.block_size, dtype=dtype
+            )
+            self._pool = str(path), settings.host_blocks
+        if saves_model:
+            self._saved_model = directory / "model"
+            make_directory(self._saved_model)
+            try:
+                save_dummy_checkpoint(settings.resolved.name, dtype, self._saved_model)
+            except RuntimeFailure as error:
+                more = "lower --host-kv-memory, or give the container more shared memory (docker run --shm-size)"
+                raise RuntimeFailure(f"{error}; {more}") from None
+
+    def end_of_loading(self) -> None:
+        """All workers are ready: from now on silence is suspicious, and what they share needs no name any more."""
+        self._loading = False
+        if self._directory is not None:
+            shutil.rmtree(in_shared_memory(self._directory), ignore_errors=True)
+
     def _start_of(self, rank: int, addresses: Addresses) -> WorkerStart:
         """For a worker of this machine; another machine puts the places of its own files in."""
         resolved = self._settings.resolved
+        directory = self._saved_model or resolved.directory
         return WorkerStart(
             rank=rank,
-            local_rank=rank,
+            local_rank=self._settings.engine * self._settings.config.num_workers + rank,
             plans=addresses.plans,
             reports=addresses.reports,
             engine_key=None if addresses.keys is None else addresses.keys.public,
             init_method=addresses.init_method,
             name=resolved.name,
-            model_directory=None if resolved.directory is None else str(resolved.directory),
+            model_directory=None if directory is None else str(directory),
             tokenizer_directory=str(resolved.tokenizer_directory),
             config=self._settings.config,
+            layout=self._layout,
+            host_pool=self._pool,
             coupled=self._settings.coupled,
             observe_times=self._settings.observe_times,
+            profiles=self._settings.profiles,
         )
+
+    @property
+    def sources(self) -> "list[zmq.Socket[bytes] | int]":
+        """Where workers say something: sockets and descriptors, to be polled together with others'."""
+        return [self._plans, self._reports, *(child.pulse for child in self._children)]
 
     def send(self, message: ToWorker, ranks: Iterable[int] | None = None) -> None:
         """Put a message on its way to these workers, or to all; each has been heard of. Never waits."""
         data = self._encoder.encode(message)
         for rank in range(self._settings.config.num_workers) if ranks is None else ranks:
-            with contextlib.suppress(zmq.ZMQError):  # it is gone: the next `hear` says so
+            with contextlib.suppress(zmq.ZMQError):  # a peer that is gone is told of by its pulse
                 self._plans.send_multipart((identity(rank), data), zmq.NOBLOCK, copy=False)
 
     def hear(self, seconds: float | None) -> list[FromWorker]:
@@ -164,7 +219,7 @@ class WorkerGroup:
         if now - self._looked_at > 2 * _WATCH_SECONDS:  # asleep, perhaps with the whole machine: give them time to wake
             self._beat_at = dict.fromkeys(self._beat_at, now)
         self._looked_at = now
-        silence = _LOADING_SILENCE_SECONDS if self.loading else SILENCE_SECONDS
+        silence = _LOADING_SILENCE_SECONDS if self._loading else SILENCE_SECONDS
         for child in self._children:
             if child.pulse in ready:
                 if not child.beats():
@@ -204,4 +259,4 @@ class WorkerGroup:
         if self._rendezvous is not None:
             self._rendezvous.end()
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            remove_directory(self._directory)

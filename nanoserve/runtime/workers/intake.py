@@ -12,8 +12,12 @@ import zmq
 
 from nanoserve.runtime.model_runner import PreparedStep
 from nanoserve.runtime.workers.activations import Expected
-from nanoserve.runtime.workers.messages import Run, ToWorker
+from nanoserve.runtime.workers.headers import Header
+from nanoserve.runtime.workers.messages import ForgetHost, Run, ToWorker
 from nanoserve.scheduler.plan import StepPlan
+
+_STEPS = 2
+"""The step that is computed, and the one prepared ahead of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +27,14 @@ class Turn:
     Attributes:
         entering: hidden states from the stage before, being received; None where none come.
         received, prepared: when the plan came and when its inputs were ready, in seconds of the monotonic clock.
+        header: what came ahead of the hidden states; None in the first stage, and where no host sequence takes part.
     """
 
     step: PreparedStep
     entering: Expected | None
     received: float
     prepared: float
+    header: Header | None = None
 
 
 class Intake:
@@ -37,7 +43,7 @@ class Intake:
     Args:
         socket: from now on the thread's.
         prepare: makes a turn of a plan that came at that time; called in the thread, one step ahead of the loop. None
-            leaves plans to the loop.
+            leaves plans to the loop, as changes of layout always are.
         device: that inputs are prepared for.
     """
 
@@ -51,7 +57,7 @@ class Intake:
         self._device = device
         self._prepare = prepare
         self._arrived: SimpleQueue[Turn | ToWorker | BaseException] = SimpleQueue()
-        self._places = threading.Semaphore(2)  # the step that is computed, and the one prepared ahead of it
+        self._places = threading.Semaphore(_STEPS)
         threading.Thread(target=self._receive, name="intake", daemon=True).start()
 
     def next(self, seconds: float | None) -> Turn | ToWorker | None:
@@ -68,6 +74,10 @@ class Intake:
             raise arrived
         return arrived
 
+    def fail(self, error: BaseException) -> None:
+        """Another thread of the worker has failed: the loop is to raise what it raised."""
+        self._arrived.put(error)
+
     def done(self) -> None:
         """The loop is through with a turn: its buffers may be used again."""
         self._places.release()
@@ -79,10 +89,16 @@ class Intake:
         try:
             while True:
                 message = decoder.decode(self._socket.recv())
-                if isinstance(message, Run) and self._prepare is not None:
+                if isinstance(message, Run) and self._prepare is not None and message.plan.transition is None:
                     received = time.monotonic()
                     self._places.acquire()
                     self._arrived.put(self._prepare(message.plan, received))
+                elif isinstance(message, ForgetHost):
+                    # Preparing the next plan may forget sequences of which the steps before this have still to answer.
+                    for _ in range(_STEPS):
+                        self._places.acquire()
+                    self._arrived.put(message)
+                    self._places.release(_STEPS)
                 else:
                     self._arrived.put(message)
         except BaseException as error:  # whatever it is, it is the loop's to tell

@@ -1,7 +1,6 @@
 """What torchrun's other processes do: each keeps one worker for the engine, from one meeting to the next."""
 
 import select
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ import msgspec
 import zmq
 
 from nanoserve.errors import NanoserveError, RuntimeFailure
-from nanoserve.lifeline import choose_directory, make_directory
+from nanoserve.lifeline import choose_directory, make_directory, remove_directory
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.runtime.meetings import Presence, SharedKeys
 from nanoserve.runtime.rendezvous import guard_worker
@@ -97,14 +96,15 @@ class Keeper:
             here = msgspec.structs.replace(
                 start,
                 local_rank=self.process.local_rank,
-                model_directory=None if resolved.directory is None else str(resolved.directory),
+                # A model without a directory may have been given one: all workers share this machine's memory then.
+                model_directory=start.model_directory if resolved.directory is None else str(resolved.directory),
                 tokenizer_directory=str(resolved.tokenizer_directory),
             )
             self._keep_worker(number, child, here)
         finally:
             child.let_go()
             child.wait(time.monotonic() + GRACE_SECONDS)
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_directory(directory)
 
     def _keep_worker(self, number: int, child: WorkerChild, start: WorkerStart) -> None:
         """Have it work; if it dies, tell the engine, which then calls the next meeting."""

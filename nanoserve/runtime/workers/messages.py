@@ -3,7 +3,9 @@
 import msgspec
 
 from nanoserve.config import EngineConfig
-from nanoserve.runtime.stage_times import StageTimes
+from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.costs.profile import Profile
+from nanoserve.runtime.stage_times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.scheduler.plan import StepPlan, StepResult
 
 # ------------------------------------------------------------------------------------------------ to a worker
@@ -19,8 +21,11 @@ class WorkerStart(msgspec.Struct, frozen=True):
         engine_key: public key of the engine behind these addresses; None where they are on one machine.
         init_method: where the workers meet, as `Addresses` has it.
         name, model_directory, tokenizer_directory: of the model, as in `ResolvedModel`.
+        layout: number of the parallel layout to begin in.
+        host_pool: file of shared memory with the blocks of the host tier, and how many; None without that tier.
         coupled: plans come from the stage before, with the hidden states, and not ahead of them.
         observe_times: whether to report what was done when.
+        profiles: whether the first worker is to find out what policies that attend in host memory predict by.
     """
 
     rank: int
@@ -33,14 +38,17 @@ class WorkerStart(msgspec.Struct, frozen=True):
     model_directory: str | None
     tokenizer_directory: str
     config: EngineConfig
+    layout: int = 0
+    host_pool: tuple[str, int] | None = None
     coupled: bool = False
     observe_times: bool = False
+    profiles: bool = False
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
-    """Make the KV cache, and be ready for plans."""
+    """Make the KV cache, and be ready for plans. How many blocks it has, by layout."""
 
-    num_blocks: int
+    num_blocks: tuple[int, ...]
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
@@ -57,7 +65,12 @@ class Follow(msgspec.Struct, frozen=True, tag=True):
     """Run the plan that the stage before sends with its hidden states. For coupled workers behind the first stage."""
 
 
-ToWorker = Allocate | Prepare | Run | Follow
+class ForgetHost(msgspec.Struct, frozen=True, tag=True):
+    """Host sequences that are under way are so no more, in any stage. Ordered among the plans: it concerns those before
+    it."""
+
+
+ToWorker = Allocate | Prepare | Run | Follow | ForgetHost
 
 # ---------------------------------------------------------------------------------------------- from a worker
 
@@ -82,20 +95,27 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         memory: what it takes its KV cache from, the same text for workers that take it from the same.
-        block_bytes: of its part of one KV block.
+        block_bytes: of its part of one KV block, by layout.
         free_bytes: of that memory, beside what steps need.
+        speeds: what it reaches while the others do the same; None where nobody decides by them.
     """
 
     rank: int
     memory: str
-    block_bytes: int
+    block_bytes: tuple[int, ...]
     free_bytes: int
+    speeds: MachineSpeeds | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A worker takes plans."""
+    """A worker takes plans.
+
+    Attributes:
+        profile: what policies that attend in host memory predict by, if that was asked for and could be measured.
+    """
 
     rank: int
+    profile: Profile | None = None
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
@@ -125,4 +145,22 @@ class Observed(msgspec.Struct, frozen=True, tag=True):
     times: StageTimes
 
 
-FromWorker = Hello | Loading | Loaded | Ready | Prepared | Failed | Answered | Observed
+class Moved(msgspec.Struct, frozen=True, tag=True):
+    """A worker has done its part of a change of layout, or of a swap."""
+
+    times: ReshardTimes | SwapTimes
+
+
+class HostLost(msgspec.Struct, frozen=True, tag=True):
+    """A worker's attention on the CPU failed or hangs; it goes on with a new thread.
+
+    Attributes:
+        forgotten: how many ForgetHost it has followed: what they concern needs not be lost again.
+    """
+
+    rank: int
+    reason: str
+    forgotten: int
+
+
+FromWorker = Hello | Loading | Loaded | Ready | Prepared | Failed | Answered | Observed | Moved | HostLost

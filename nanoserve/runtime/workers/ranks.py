@@ -1,6 +1,7 @@
 """Who is who among the workers, and how they talk: the process groups of torch.distributed."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from nanoserve.runtime.meetings import open_store
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One worker's place among all. Ranks are stage-major: ``stage * degree + tensor_rank``.
+    """One worker's place among all in a parallel layout. Ranks are stage-major: ``stage * degree + tensor_rank``.
 
     Attributes:
         rank: this worker's.
@@ -79,16 +80,26 @@ class RankGroup:
         return None if parts is None else torch.cat(parts, dim=1)
 
 
-def meet(ranks: Ranks, init_method: str, device: torch.device) -> RankGroup | None:
-    """Join the other workers; returns this stage's tensor-parallel group, None if it has one rank.
+def meet(
+    layouts: Sequence[Ranks], init_method: str, device: torch.device, *, headers: bool = False
+) -> list[RankGroup | None]:
+    """Join the other workers; returns by layout this worker's tensor-parallel group, None where it has one rank.
+
+    All groups are made here: a change of layout makes none.
+
+    Args:
+        headers: tensors of the CPU are to be sent too, whatever the device is.
 
     Raises:
         RuntimeError: torch's, if they cannot be reached.
     """
+    ranks = layouts[0]
     # Workers of one machine that meet in a file talk over its own interface: a host name may lead nowhere.
     if init_method.startswith("file:"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "gloo"
+    if device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl" if headers else "nccl"
     store = open_store(init_method, ranks.world_size)
     dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size)
-    return RankGroup(ranks) if ranks.degree > 1 else None
+    return [RankGroup(one) if one.degree > 1 else None for one in layouts]

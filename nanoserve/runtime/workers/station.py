@@ -1,5 +1,7 @@
 """A worker's two sockets to the engine."""
 
+import threading
+
 import msgspec
 import zmq
 
@@ -23,6 +25,7 @@ class Station:
             socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self._reporting = threading.Lock()
 
     def introduce(self, hello: Hello) -> None:
         """The first word, over the socket that plans come from: the engine can only send them to whom it has heard."""
@@ -34,8 +37,9 @@ class Station:
         return message
 
     def report(self, message: FromWorker) -> None:
-        """Put a message on its way. From the worker's own thread only."""
-        self._reports.send(self._encoder.encode(message))
+        """Put a message on its way. Any thread may do so."""
+        with self._reporting:  # a socket may go from thread to thread, but has to be used by one at a time
+            self._reports.send(self._encoder.encode(message))
 
     def close(self) -> None:
         """Send the reports that are on their way; the process is about to end."""

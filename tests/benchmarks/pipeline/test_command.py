@@ -53,6 +53,8 @@ def bench(
     cpu_operators()  # those of this process: looked for where the user keeps them, not in the folder of a test
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZE", 64)
+    # What else runs on the machine would tell rounds apart.
+    monkeypatch.setattr("nanoserve.benchmarks.cpu_load.ForeignLoad.read", lambda self: 0.0)
     monkeypatch.setattr("nanoserve.benchmarks.roofline.BandwidthProbe", lambda: _Steady(2**20))
 
     def run(*arguments: object) -> tuple[int, str, str]:

@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
+from nanoserve.benchmarks.contenders import ratios, samples, summarize
 from nanoserve.benchmarks.pipeline.policies import Scheduling, parse_policies
-from nanoserve.benchmarks.pipeline.rounds import Figures, PipelineRound, pairs, ratios, samples, summarize
+from nanoserve.benchmarks.pipeline.rounds import RATIOS, Figures, PipelineRound, pairs
 from nanoserve.benchmarks.pipeline.stages import StageShares
 from nanoserve.errors import UsageError
 from nanoserve.measures.metrics import Distribution
@@ -67,12 +68,12 @@ def test_ratios_are_of_rounds_that_count() -> None:
         _round(2, a_x=_figures(10.0, 2.0), b_x=_figures(30.0, 2.0)),
         _round(3, after=20.0, a_x=_figures(10.0, 2.0), b_x=_figures(900.0, 2.0)),
     ]
-    found = {one.metric: one for one in ratios(rounds, pairs(["a, x", "b, x"]))}
+    found = {one.metric: one for one in ratios(rounds, pairs(["a, x", "b, x"]), RATIOS)}
     assert set(found) == {"output_tokens_per_s", "ttft_ms", "e2el_ms"}
     rate = found["output_tokens_per_s"]
     assert (rate.contenders, rate.rounds, rate.median, rate.low, rate.high) == ("b over a, x", 2, 2.5, 2.0, 3.0)
     assert (found["ttft_ms"].low, found["ttft_ms"].high) == (1.0, 1.5)
-    assert samples(rounds)["b, x"]["output_tokens_per_s"] == [20.0, 30.0]
+    assert samples(rounds, RATIOS)["b, x"]["output_tokens_per_s"] == [20.0, 30.0]
     first, second = summarize(rounds)
     assert (first["contender"], first["rounds"], first["ttft_ms"]["mean"], first["tpot_ms"]) == ("a, x", 2, 4.0, None)
     assert second["output_tokens_per_s"] == 25.0

@@ -11,7 +11,7 @@ from nanoserve.benchmarks.pipeline.simulated import compare_with_simulator
 from nanoserve.benchmarks.pipeline.stages import parts_by_stage, stage_shares
 from nanoserve.benchmarks.serving.arrivals import poisson_arrivals
 from nanoserve.config import EngineConfig
-from nanoserve.measures.workloads import PRESETS, RequestShape
+from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import resolve_model
 from nanoserve.runtime.model_loading import read_config
 from nanoserve.scheduler.scheduler import Scheduler
@@ -68,20 +68,3 @@ def test_workers_say_what_they_did_in_order(engine: OpenEngine) -> None:
     for shares in stage_shares(run):
         assert 0 < shares.computing < 1
         assert shares.computing + shares.sending + shares.metadata + shares.waiting == pytest.approx(1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["sarathi", "throttling"])
-@pytest.mark.parametrize("rate", [float("inf"), 8.0])
-def test_the_simulator_agrees_within_ten_percent(engine: OpenEngine, policy: str, rate: float) -> None:
-    make = _maker(engine, policy, budget=512)
-    shapes = PRESETS["cpu-small"].draw(0)
-    _run(engine, make, shapes, rate)  # to warm up
-    for attempt in range(3):  # a machine with others on it may do anything between two steps
-        run = _run(engine, make, shapes, rate)
-        compared = compare_with_simulator(run, make, vocab_size=MODEL.vocab_size)
-        print(f"{policy}, {rate:g}/s, attempt {attempt}: {compared}")
-        assert compared.tpot is not None
-        if all(0.9 < ratio < 1.1 for ratio in (compared.makespan, compared.ttft, compared.tpot)):
-            return
-    raise AssertionError(f"real {run.outcome.makespan:.3f} s, simulated {compared}")

@@ -18,6 +18,7 @@ from nanoserve.benchmarks.serving.own_server import OwnServer
 from nanoserve.commands.main import main
 from nanoserve.commands.options import EngineOptions
 from nanoserve.errors import RuntimeFailure
+from nanoserve.layout import ParallelLayout
 from tests.client.foreign import HELLO, Asked, Scripted, as_error, foreign
 from tests.server.starting import ROOT, Server, alive, running_fake, wait_until
 
@@ -247,4 +248,7 @@ def test_what_will_run_is_found_out_beforehand(monkeypatch: pytest.MonkeyPatch, 
     assert facts["operators"].startswith("plain torch (")
     with pytest.raises(RuntimeFailure, match="no such directory"):
         preparing.prepare_elsewhere("./nowhere", {}, threads=None)
+    settings |= {"pipeline_parallel": 8, "decode_layout": ParallelLayout(tensor_parallel=8)}  # heard, and refused
+    with pytest.raises(RuntimeFailure, match="--prefill-parallel P8: the model has 4 layers"):
+        preparing.prepare_elsewhere(None, settings, threads=None)
     assert "CXX" in os.environ

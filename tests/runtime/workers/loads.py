@@ -1,8 +1,8 @@
 """Requests of every kind, what each of them answers alone in one process, and random lives of an engine with them."""
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -17,14 +17,22 @@ from nanoserve.request import FinishReason, Request, SamplingParams, Sequence, S
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.workers.executor import WorkersExecutor
 from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import Executor, StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.transition_minimizing import DecodePrioritizing, PrefillPrioritizing, TransitionMinimizing
+from tests.fakes.linear_predictor import LinearPredictor
 from tests.scheduler.lives import Arrival, live
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 80
 KV_BYTES = 4 << 20
 TIGHT_BLOCKS, ROOMY_BLOCKS = 21, 200
+RESHARDING: dict[str, Callable[[int], Policy]] = {
+    "minimizing": TransitionMinimizing,
+    "prefill-prioritizing": PrefillPrioritizing,
+    "decode-prioritizing": DecodePrioritizing,
+}
 SCHEMA = '{"type":"object","properties":{"age":{"type":"integer"},"name":{"type":"string"}},"required":["age","name"]}'
 
 
@@ -77,6 +85,7 @@ class Case:
     prefix_caching: bool = True
     depth: int | None = None
     seed: int = 0
+    host_blocks: int = 0
 
 
 def pairwise(**factors: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
@@ -102,12 +111,16 @@ class Seen:
     cached_tokens: int = 0
     copies: int = 0
     aborted: int = 0
+    swaps: int = 0
+    transitions: int = 0
     chunks: int = 0
+    host_tokens: int = 0
+    taken: int = 0
     together: int = 0
     sequences: dict[tuple[str, int], Sequence] = field(default_factory=dict)
 
 
-class _WatchedScheduler(Scheduler):
+class WatchedScheduler(Scheduler):
     """Takes notes of its plans."""
 
     def __init__(self, *arguments: Any, seen: Seen, **settings: Any) -> None:
@@ -118,12 +131,16 @@ class _WatchedScheduler(Scheduler):
         plan = super().schedule(now)
         if plan is not None:
             self._seen.copies += len(plan.copies)
+            self._seen.swaps += len(plan.swaps)
             self._seen.chunks += sum(not row.sample for row in plan.rows)
+            on_host = [row for row in plan.rows if row.tier == "host"]
+            self._seen.host_tokens += sum(len(row.tokens) for row in on_host)
+            self._seen.taken += sum(not row.tokens for row in on_host)
             self._seen.together = max(self._seen.together, self.steps_in_flight)
         return plan
 
 
-class _WatchedEngine(Engine):
+class WatchedEngine(Engine):
     """Takes notes of its updates."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, vocab_size: int, seen: Seen) -> None:
@@ -156,6 +173,15 @@ class Expected:
     def of(cls, sequence: Sequence) -> "Expected":
         return cls(sequence.output_tokens, sequence.finish_reason, sequence.logprobs, sequence.prompt_logprobs)
 
+    def check(self, sequence: Sequence, what: object) -> None:
+        """A sequence has answered the same, or as much of it as there was before somebody gave up on it."""
+        count = len(sequence.output_tokens)
+        if sequence.finish_reason is not FinishReason.ABORT:
+            assert (count, sequence.finish_reason) == (len(self.tokens), self.reason), what
+            _compare_logprobs(sequence.prompt_logprobs, self.prompt_logprobs)
+        assert sequence.output_tokens == self.tokens[:count], what
+        _compare_logprobs(sequence.logprobs, self.logprobs[:count])
+
 
 class Reference:
     """A model in this process, which answers one request at a time, in steps of whole prompts.
@@ -167,8 +193,7 @@ class Reference:
     def __init__(self, resolved: ResolvedModel, *, schemas: bool = True) -> None:
         assert resolved.directory is not None
         decoder, config = load_model(resolved.directory, "float32")
-        self.resolved, self.vocab_size = resolved, config.vocab_size
-        self.longest = config.max_position_embeddings
+        self.resolved, self.model, self.vocab_size = resolved, config, config.vocab_size
         self.requests = requests(config.vocab_size, schemas=schemas)
         executor = LocalExecutor(
             decoder,
@@ -204,23 +229,18 @@ class Reference:
             seen = _run(workers, case, arrivals, self.vocab_size)
             for arrival, index in ((one, index) for one in arrivals for index in range(one.request.params.n)):
                 key = (arrival.request.request_id, index)
-                self._compare(case, key, seen.sequences[key])
+                self.expected[key].check(seen.sequences[key], (case, key))
                 total.aborted += seen.sequences[key].finish_reason is FinishReason.ABORT
                 total.cached_tokens += seen.sequences[key].cached_tokens
             total.preemptions += seen.preemptions
             total.copies += seen.copies
+            total.swaps += seen.swaps
+            total.transitions += seen.transitions
             total.chunks += seen.chunks
+            total.host_tokens += seen.host_tokens
+            total.taken += seen.taken
             total.together = max(total.together, seen.together)
         return total
-
-    def _compare(self, case: Case, key: tuple[str, int], sequence: Sequence) -> None:
-        expected = self.expected[key]
-        count = len(sequence.output_tokens)
-        if sequence.finish_reason is not FinishReason.ABORT:
-            assert (count, sequence.finish_reason) == (len(expected.tokens), expected.reason), (case, key)
-            _compare_logprobs(sequence.prompt_logprobs, expected.prompt_logprobs)
-        assert sequence.output_tokens == expected.tokens[:count], (case, key)
-        _compare_logprobs(sequence.logprobs, expected.logprobs[:count])
 
 
 def _compare_logprobs(found: list[TokenLogprob], expected: list[TokenLogprob]) -> None:
@@ -247,31 +267,49 @@ def _arrivals(zoo: list[Request], seed: int) -> list[Arrival]:
 
 def _engine(executor: Executor, case: Case, vocab_size: int, seen: Seen) -> Engine:
     """An engine with a scheduler of its own; the executor may have had others before."""
-    name, *ablations = case.policy.split()
-    scheduler = _WatchedScheduler(
-        make_policy(name, case.token_budget, dict.fromkeys(ablations, True)),
+    capacities = executor.capacities if isinstance(executor, WorkersExecutor) else ()
+    scheduler = WatchedScheduler(
+        _policy(case),
         num_blocks=case.num_blocks,
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=case.max_num_seqs,
         prefix_caching=case.prefix_caching,
-        pipeline_depth=case.depth or executor.max_in_flight,
+        pipeline_depth=case.depth or (capacities[0].pipeline_depth if capacities else executor.max_in_flight),
+        host_blocks=case.host_blocks,
+        predictors=[LinearPredictor()] * len(capacities) if case.host_blocks else (),
+        other_layouts=[replace(capacity, num_blocks=case.num_blocks) for capacity in capacities[1:]],
         seen=seen,
     )
-    return _WatchedEngine(scheduler, executor, vocab_size=vocab_size, seen=seen)
+    return WatchedEngine(scheduler, executor, vocab_size=vocab_size, seen=seen)
+
+
+def _policy(case: Case) -> Policy:
+    name, *ablations = case.policy.split()
+    if name in RESHARDING:
+        return RESHARDING[name](case.token_budget)
+    return make_policy(name, case.token_budget, dict.fromkeys(ablations, True), swaps=case.host_blocks > 0)
 
 
 def _run(executor: Executor, case: Case, arrivals: list[Arrival], vocab_size: int) -> Seen:
     """An engine's life from its first request to its last; the executor lives on."""
     seen = Seen()
     engine = _engine(executor, case, vocab_size, seen)
+    if isinstance(executor, WorkersExecutor) and executor.layout != engine.scheduler.layout:
+        executor.submit(StepPlan(-1, transition=engine.scheduler.layout))  # where the engine before has left it
+        while not executor.collect(None):
+            pass
     live(engine, arrivals)
-    seen.preemptions = engine.scheduler.preemptions
+    seen.preemptions, seen.transitions = engine.scheduler.preemptions, engine.scheduler.transitions
     return seen
 
 
 def start_workers(
-    reference: Reference, *, metadata: Literal["decoupled", "coupled"] = "decoupled", **settings: Any
+    reference: Reference,
+    *,
+    metadata: Literal["decoupled", "coupled"] = "decoupled",
+    host_blocks: int = 0,
+    **settings: Any,
 ) -> WorkersExecutor:
     """Workers that run the reference's model, with room for every case."""
     config = EngineConfig(
@@ -283,6 +321,13 @@ def start_workers(
         max_num_batched_tokens=64,
         **settings,
     )
-    workers = WorkersExecutor(reference.resolved, config, longest=reference.longest, metadata=metadata)
+    workers = WorkersExecutor(
+        reference.resolved,
+        config,
+        model=reference.model,
+        host_blocks=host_blocks,
+        metadata=metadata,
+        observe_times=host_blocks > 0,
+    )
     assert workers.num_blocks >= ROOMY_BLOCKS
     return workers

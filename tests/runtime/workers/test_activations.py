@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanoserve.runtime.workers.activations import Activations, Expected
+from nanoserve.runtime.workers.headers import Header, Leaving
 from nanoserve.runtime.workers.ranks import Ranks
+from nanoserve.scheduler.plan import CohortProgress, HostWork
 
 HIDDEN_SIZE = 3
 
@@ -131,3 +133,43 @@ def test_a_plan_comes_before_its_hidden_states(network: Network, plan: bytes) ->
     sender.send(hidden(7))
     assert receiver.receive_plan() == plan
     assert torch.equal(expected(receiver).wait(), hidden(7))
+
+
+HEADERS = [
+    Header(),
+    Header((Leaving(3, (8, 5)), Leaving(4, (9,))), (CohortProgress(5, 2),), (HostWork(2, 70, 0.25),)),
+    Header(cohorts=tuple(CohortProgress(step, 1) for step in range(1000))),
+]
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=["empty", "two groups", "long"])
+def test_a_header_says_how_many_hidden_states_follow_those_of_the_plan(network: Network, header: Header) -> None:
+    sender, receiver = link(0), link(1)
+    sender.send_with_header(header, hidden(7, 2 + header.num_rows))
+    sender.send(hidden(8))
+    received = receiver.receive_header()
+    assert received == header
+    assert torch.equal(expected(receiver, 2 + received.num_rows).wait(), hidden(7, 2 + header.num_rows))
+    assert torch.equal(expected(receiver).wait(), hidden(8))
+
+
+def test_a_header_may_come_alone(network: Network) -> None:
+    """Nothing is on the device, and no group leaves its stage."""
+    sender, receiver = link(0), link(1)
+    for header in HEADERS:
+        sender.send_with_header(header, None)
+    assert [receiver.receive_header() for _ in HEADERS] == HEADERS
+    assert not network.way
+
+
+def test_no_header_comes_to_the_first_stage(network: Network) -> None:
+    assert link(0).receive_header() is None
+
+
+def test_headers_do_not_wait_for_their_receiver(network: Network) -> None:
+    sender = link(0)
+    for number in range(2):
+        sender.send_with_header(Header(), hidden(number))
+    assert not any(work.done for work in network.sends)
+    sender.send(hidden(2))
+    assert [work.done for work in network.sends[:4]] == [True, True, True, False], "all of the first and no other"

@@ -1,5 +1,6 @@
 """Workers as the engine sees them: started, spoken to, watched and ended. Those here have no model, nor torch."""
 
+import json
 import os
 import signal
 import subprocess
@@ -15,10 +16,13 @@ import pytest
 
 from nanoserve.config import EngineConfig
 from nanoserve.errors import RuntimeFailure, WorkersFailed
+from nanoserve.layout import ParallelLayout
+from nanoserve.lifeline import in_shared_memory
 from nanoserve.models.hub import ResolvedModel
+from nanoserve.models.shapes import dummy_config
 from nanoserve.runtime.workers import group as groups
 from nanoserve.runtime.workers.executor import WorkersExecutor
-from nanoserve.scheduler.plan import StepPlan, StepResult
+from nanoserve.scheduler.plan import Row, StepPlan, StepResult
 
 ROOT = Path(__file__).parents[3]
 WORKER = """
@@ -35,7 +39,7 @@ directory = Path(sys.argv[2])
 start = msgspec.json.decode(read_line(parent, directory), type=WorkerStart)
 Lifeline(parent, pulse, directory).start()
 station = Station(start)
-station.report(Loaded(start.rank, "memory", 1000, 10**9))
+station.report(Loaded(start.rank, "memory", (1000,), 10**9))
 station.introduce(Hello(start.rank))
 while True:
     match station.hear():
@@ -59,7 +63,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 def two_workers() -> WorkersExecutor:
     config = EngineConfig(pipeline_parallel=2, kv_cache_memory=1 << 20, max_model_len=64)
-    return WorkersExecutor(ResolvedModel("none", None, Path()), config, longest=64)
+    return WorkersExecutor(ResolvedModel("none", None, Path()), config, model=dummy_config("smollm2-135m"))
 
 
 def processes(workers: WorkersExecutor) -> list[int]:
@@ -68,7 +72,7 @@ def processes(workers: WorkersExecutor) -> list[int]:
 
 
 def answer(workers: WorkersExecutor, step: int) -> StepResult:
-    workers.submit(StepPlan(step))
+    workers.submit(StepPlan(step, rows=(Row(0, 0, (1,), True),)))
     (result,) = workers.collect(None)
     return result
 
@@ -119,6 +123,48 @@ def test_a_plan_that_kills_its_workers_is_not_tried_for_ever(monkeypatch: pytest
             assert answer(workers, 0).lost == "worker 1 was killed by SIGKILL"
         with pytest.raises(WorkersFailed, match="the workers died 3 times within 0 s; the last time worker 1 was"):
             answer(workers, 0)
+
+
+def test_what_workers_share_has_a_name_until_all_are_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The blocks of the host tier, and with two layouts the weights of a model that has none in files."""
+    monkeypatch.setattr("nanoserve.runtime.workers.child._PROGRAM", WORKER.replace("(1000,)", "(1000, 1000)"))
+    shape = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 16, "hidden_size": 8}
+    shape |= {"intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "rms_norm_eps": 1e-5}
+    (tmp_path / "small.json").write_text(json.dumps(shape | {"max_position_embeddings": 64}))
+    name = f"dummy:{tmp_path / 'small.json'}"
+    decode = ParallelLayout(tensor_parallel=2)
+    config = EngineConfig(pipeline_parallel=2, decode_layout=decode, kv_cache_memory=1 << 20, max_model_len=64)
+    named: list[str] = []
+    end_of_loading = groups.WorkerGroup.end_of_loading
+
+    def files(group: groups.WorkerGroup) -> list[str]:
+        assert group._directory is not None
+        shared = in_shared_memory(group._directory)
+        return sorted(str(path.relative_to(shared)) for path in shared.rglob("*"))
+
+    def ending(group: groups.WorkerGroup) -> None:
+        named.extend(files(group))
+        end_of_loading(group)
+
+    monkeypatch.setattr(groups.WorkerGroup, "end_of_loading", ending)
+    workers = WorkersExecutor(ResolvedModel(name, None, Path()), config, model=dummy_config(name), host_blocks=3)
+    with closing(workers):
+        assert named == ["blocks", "model", "model/config.json", "model/model.safetensors"]
+        assert workers._group is not None and files(workers._group) == []
+
+
+def test_workers_that_cannot_be_started_again_are_not_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of the model are gone since the first ones read them, say."""
+    with closing(two_workers()) as workers:
+        gone = "station.report(Failed(start.rank, 'small: no such model directory', 3))"
+        refusing = WORKER.replace("station.report(Loaded", f"{gone}\ntime.sleep(9)\nstation.report(Loaded")
+        monkeypatch.setattr("nanoserve.runtime.workers.child._PROGRAM", refusing)
+        os.kill(processes(workers)[0], signal.SIGKILL)
+        assert loss(workers) == "worker 0 was killed by SIGKILL"
+        expected = "^the workers died and cannot be started again: small: no such model directory$"
+        with pytest.raises(WorkersFailed, match=expected):
+            answer(workers, 0)
+        assert workers.deaths == 2
 
 
 def test_the_first_worker_ends_if_the_second_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

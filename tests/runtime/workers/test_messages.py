@@ -4,17 +4,21 @@ import msgspec
 import pytest
 
 from nanoserve.config import EngineConfig
+from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.request import SamplingParams, TokenLogprob
-from nanoserve.runtime.stage_times import StageTimes
+from nanoserve.runtime.stage_times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.runtime.workers.messages import (
     Allocate,
     Answered,
     Failed,
     Follow,
+    ForgetHost,
     FromWorker,
     Hello,
+    HostLost,
     Loaded,
     Loading,
+    Moved,
     Observed,
     Prepare,
     Prepared,
@@ -23,7 +27,7 @@ from nanoserve.runtime.workers.messages import (
     ToWorker,
     WorkerStart,
 )
-from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan, StepResult
+from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan, StepResult, Swap
 
 PARAMS = SamplingParams(n=2, logit_bias={7: -1.5}, stop=("end",), stop_token_ids=(3,), seed=5, json_schema="{}")
 PLAN = StepPlan(
@@ -31,20 +35,26 @@ PLAN = StepPlan(
     begin=(Begin(8, (1, 2, 3), 2, 1, 2**63 - 1, PARAMS, (0, 1)),),
     rows=(Row(8, 0, (1, 2, 3), True, (4, 5)), Row(9, 12, (6,), False)),
     copies=(Copy(4, 5),),
+    swaps=(Swap(2, 6, "in", (9, 3), (70, 2)),),
     end=(7,),
 )
 LOGPROB = TokenLogprob(6, -0.5, 1, ((6, -0.5), (7, -1.0)))
 RESULT = StepResult(3, (Answer(8, (6,), (LOGPROB,)), Answer(9, error="no")), seconds=0.25)
-TO_WORKER = [Allocate(17), Prepare(), Run(PLAN), Follow()]
+SPEEDS = MachineSpeeds(memory_bandwidth=1e10, flops=2e11, host_link_bandwidth=5e9)
+TO_WORKER = [Allocate((17, 12)), Prepare(), Run(PLAN), Follow(), ForgetHost()]
 FROM_WORKER = [
     Hello(1),
     Loading(1, "load", 3, 5),
-    Loaded(1, "host cpu", 4096, 2**40),
+    Loaded(
+        1, "host cpu", (4096, 4096), 2**40, MachineSpeeds(memory_bandwidth=1e10, flops=2e11, host_link_bandwidth=5e9)
+    ),
     Ready(1),
     Prepared(1, compiled=True),
     Failed(1, "out of memory", 4),
     Answered(RESULT),
     Observed(StageTimes(3, 1, 4, *(0.5 * moment for moment in range(6)))),
+    Moved(ReshardTimes(3, 1, 1, 2**34, 0.5, 2.5)),
+    HostLost(1, "it hangs", 2),
 ]
 
 
@@ -61,6 +71,11 @@ def test_what_a_worker_says(message: FromWorker) -> None:
 def test_no_word_is_left_out_here() -> None:
     assert {type(message) for message in TO_WORKER} == set(ToWorker.__args__)
     assert {type(message) for message in FROM_WORKER} == set(FromWorker.__args__)
+
+
+def test_what_moved_may_be_a_swap() -> None:
+    moved = Moved(SwapTimes(17, 1, "out", 4096, 0.5, 0.75))
+    assert msgspec.msgpack.Decoder(FromWorker).decode(msgspec.msgpack.encode(moved)) == moved
 
 
 def test_the_first_line_is_one_line() -> None:

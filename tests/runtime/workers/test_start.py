@@ -1,21 +1,27 @@
 """What is told of the start of workers; no process is started."""
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from nanoserve.config import EngineConfig
+from nanoserve.errors import ModelError, WorkersFailed
 from nanoserve.models.hub import ResolvedModel
+from nanoserve.models.shapes import dummy_config
 from nanoserve.runtime.workers import executor
-from nanoserve.runtime.workers.messages import FromWorker, Loading, Ready
+from nanoserve.runtime.workers.group import WorkersDied
+from nanoserve.runtime.workers.messages import FromWorker, Hello, Loading, Prepare, Ready, ToWorker
 
 
 class FakeGroup:
     """Workers that load and become ready one after the other."""
 
-    def __init__(self, _: object) -> None:
-        self.loading = True
+    def __init__(self, *_: object) -> None:
         self._said: list[FromWorker] = [Loading(0, "load", 2, 5), Ready(1), Loading(0, "load", 5, 5), Ready(0)]
+
+    def end_of_loading(self) -> None:
+        """Nothing is shared."""
 
     def hear(self, _: float | None) -> list[FromWorker]:
         return [self._said.pop(0)]
@@ -27,8 +33,66 @@ def test_the_start_is_shown_before_anything_loads_and_until_all_are_ready(monkey
     executor.WorkersExecutor(
         ResolvedModel("small", None, Path("small")),
         EngineConfig(pipeline_parallel=2),
-        longest=64,
+        model=dummy_config("smollm2-135m"),
         progress=lambda stage, done, total: told.append((stage, done, total)),
     )
     start = "start workers"
     assert told == [(start, 0, 2), ("load", 2, 5), (start, 1, 2), ("load", 5, 5), (start, 2, 2)]
+
+
+class DyingGroup(FakeGroup):
+    """Both are ready, then one dies; the next ones come by and by."""
+
+    lives: ClassVar[int] = 0
+    sent: ClassVar[list[ToWorker]] = []
+
+    def __init__(self, *_: object) -> None:
+        DyingGroup.lives += 1
+        ready: list[FromWorker] = [Ready(0), Ready(1)]
+        self._said = ready if DyingGroup.lives == 1 else [Hello(0), *ready]
+
+    def hear(self, _: float | None) -> list[FromWorker]:
+        if not self._said:
+            raise WorkersDied("worker 1 was killed")
+        return [self._said.pop(0)]
+
+    def send(self, message: ToWorker, ranks: object = None) -> None:
+        self.sent.append(message)
+
+    def end(self) -> None:
+        """Nothing is left."""
+
+
+@pytest.fixture
+def dying(monkeypatch: pytest.MonkeyPatch) -> executor.WorkersExecutor:
+    monkeypatch.setattr(DyingGroup, "lives", 0)
+    monkeypatch.setattr(DyingGroup, "sent", [])
+    monkeypatch.setattr(executor, "WorkerGroup", DyingGroup)
+    return executor.WorkersExecutor(
+        ResolvedModel("small", None, Path("small")),
+        EngineConfig(pipeline_parallel=2),
+        model=dummy_config("smollm2-135m"),
+    )
+
+
+def test_workers_that_are_started_anew_compile_no_sooner_than_they_run(dying: executor.WorkersExecutor) -> None:
+    (result,) = dying.collect(None)
+    assert result.lost is not None
+    dying.collect(dying.now())  # the first word of one of the new ones
+    dying.layers.start()
+    assert DyingGroup.sent == []
+    for _ in "01":
+        dying.collect(dying.now())
+    assert DyingGroup.sent == [Prepare()]
+
+
+def test_a_model_that_is_gone_when_workers_are_started_anew_is_told_in_one_line(
+    dying: executor.WorkersExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object) -> None:
+        raise ModelError("small.json: no such file")
+
+    monkeypatch.setattr(executor, "WorkerGroup", missing)
+    with pytest.raises(WorkersFailed, match=r"worker 1 was killed, and small\.json: no such file"):
+        dying.collect(None)
+    assert dying.failed

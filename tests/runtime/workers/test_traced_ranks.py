@@ -23,7 +23,7 @@ SIZES = [(1, 5), (1, 1), (2, 1), (16, 1)]  # rows and their lengths
 
 def traced_and_eager(rank: int, meeting: Path, backend: str) -> tuple[list[Tensor], list[Tensor], str | None]:
     """Hidden states of one of two ranks, and why its layers did not run compiled if they did not."""
-    group = meet(Ranks(rank, num_stages=1, degree=2), f"file://{meeting}", torch.device("cpu"))
+    (group,) = meet([Ranks(rank, num_stages=1, degree=2)], f"file://{meeting}", torch.device("cpu"))
     config = replace(small_config(), num_layers=1, sliding_windows=(0,))
     shards = make_shards(config, pipeline_parallel=1, tensor_parallel=2)
     torch.manual_seed(rank)

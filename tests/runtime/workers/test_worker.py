@@ -10,11 +10,14 @@ import torch
 import zmq
 
 from nanoserve.errors import RuntimeFailure
+from nanoserve.runtime.fetching import Fetching
+from nanoserve.runtime.layer_marks import LayerMarks
+from nanoserve.runtime.model_runner import PreparedStep
 from nanoserve.runtime.workers.activations import Activations
-from nanoserve.runtime.workers.messages import Run
+from nanoserve.runtime.workers.messages import ForgetHost, HostLost, Run
 from nanoserve.runtime.workers.ranks import Ranks
-from nanoserve.runtime.workers.worker import Worker
-from nanoserve.scheduler.plan import StepPlan
+from nanoserve.runtime.workers.worker import Worker, WorkerLayout
+from nanoserve.scheduler.plan import Row, StepPlan, Swap
 
 CPU = torch.device("cpu")
 
@@ -38,7 +41,7 @@ class FullDevice:
     device = CPU
 
     def prepare(self, plan: StepPlan) -> SimpleNamespace:
-        return SimpleNamespace(plan=plan, num_tokens=7)
+        return SimpleNamespace(plan=plan, num_tokens=7, host=None)
 
     def compute(self, step: object, entering: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
@@ -49,16 +52,162 @@ def test_a_step_without_memory_is_told_in_one_line(
 ) -> None:
     engine, plans = sockets
     ranks = Ranks(0, num_stages=1, degree=1)
+    activations = Activations(ranks, hidden_size=1, num_tokens=1, dtype=torch.float32, device=CPU)
     worker = Worker(
         SimpleNamespace(plans=plans),  # type: ignore[arg-type]
-        ranks,
-        FullDevice(),  # type: ignore[arg-type]
-        Activations(ranks, hidden_size=1, num_tokens=1, dtype=torch.float32, device=CPU),
-        layers=None,
-        built=(),
+        [WorkerLayout(ranks, FullDevice(), activations, mover=None, layers=None)],  # type: ignore[arg-type]
+        current=0,
+        weights=None,
+        operators=None,
         coupled=False,
         observe_times=False,
     )
     engine.send(msgspec.msgpack.encode(Run(StepPlan(0))))
     with pytest.raises(RuntimeFailure, match=r"out of memory on cpu: a step of 7 tokens .*; lower --max-num-batched"):
         worker.run()
+
+
+class SlowRunner(FullDevice):
+    """A step goes on for as long as something moves beside it, or might; the second is its last."""
+
+    def __init__(self) -> None:
+        self.last = 1
+        self.moved = threading.Event()
+        self.moved_beside: list[bool] = []
+
+    def compute(self, step: SimpleNamespace, entering: object) -> None:
+        self.moved_beside.append(self.moved.wait(0.2))
+        if step.plan.step == self.last:
+            super().compute(step, entering)
+
+
+class Mover:
+    """In place of a BlockMover."""
+
+    def __init__(self, moved: threading.Event) -> None:
+        self._moved = moved
+
+    def issued(self) -> None:
+        """Nothing is waited for."""
+
+    def into(self, device_blocks: object, host_blocks: object, after: object) -> int:
+        self._moved.set()
+        return 0
+
+
+def test_a_swap_begins_when_the_step_before_its_plan_is_done(
+    sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"],
+) -> None:
+    """That step may copy from a block that is free already, and the swap may fill it."""
+    engine, plans = sockets
+    ranks, runner = Ranks(0, num_stages=2, degree=1), SlowRunner()
+    activations = Activations(ranks, hidden_size=1, num_tokens=1, dtype=torch.float32, device=CPU)
+    layout = WorkerLayout(ranks, runner, activations, Mover(runner.moved), layers=None)  # type: ignore[arg-type]
+    worker = Worker(
+        SimpleNamespace(plans=plans, report=lambda _: None),  # type: ignore[arg-type]
+        [layout],
+        current=0,
+        weights=None,
+        operators=None,
+        coupled=False,
+        observe_times=False,
+    )
+    row = Row(8, 0, (1,), sample=True)
+    for plan in (StepPlan(0, rows=(row,)), StepPlan(1, rows=(row,), swaps=(Swap(0, 9, "in", (4,), (2,)),))):
+        engine.send(msgspec.msgpack.encode(Run(plan)))
+    with pytest.raises(RuntimeFailure, match="out of memory"):
+        worker.run()
+    assert runner.moved_beside == [False, True]
+
+
+class LosingStage:
+    """In place of a HybridStage whose attention on the CPU fails in its first and in its third step."""
+
+    def __init__(self) -> None:
+        self.steps = self.forgotten = 0
+
+    def take_loss(self) -> str | None:
+        self.steps += 1
+        return f"step {self.steps}" if self.steps in (1, 3) else None
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+def test_a_loss_says_of_which_losses_of_other_stages_the_worker_knew(
+    sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"],
+) -> None:
+    engine, plans = sockets
+    ranks, runner, stage = Ranks(0, num_stages=2, degree=1), SlowRunner(), LosingStage()
+    runner.moved.set()
+    runner.last = 3
+    activations = Activations(ranks, hidden_size=1, num_tokens=1, dtype=torch.float32, device=CPU)
+    reports: list[object] = []
+    worker = Worker(
+        SimpleNamespace(plans=plans, report=reports.append),  # type: ignore[arg-type]
+        [WorkerLayout(ranks, runner, activations, None, None, stage)],  # type: ignore[arg-type]
+        current=0,
+        weights=None,
+        operators=None,
+        coupled=False,
+        observe_times=False,
+    )
+    for message in (Run(StepPlan(0)), Run(StepPlan(1)), ForgetHost(), Run(StepPlan(2)), Run(StepPlan(3))):
+        engine.send(msgspec.msgpack.encode(message))
+    with pytest.raises(RuntimeFailure, match="out of memory"):
+        worker.run()
+    assert reports == [HostLost(0, "step 1", forgotten=0), HostLost(0, "step 3", forgotten=1)]
+    assert stage.forgotten == 1
+
+
+class LayeredRunner(FullDevice):
+    """Computes a layer once the one before has left, then has no memory left."""
+
+    def __init__(self) -> None:
+        self.left = [threading.Event() for _ in range(3)]
+        self.left_in_time: list[bool] = []
+
+    def prepare(self, plan: StepPlan) -> PreparedStep:
+        return PreparedStep(plan, Fetching(CPU), copies=None, rows=None)
+
+    def compute(self, step: PreparedStep, entering: object) -> None:
+        assert step.computed is not None
+        for layer, left in enumerate(self.left):
+            assert not left.is_set()
+            step.computed(layer)
+            self.left_in_time.append(left.wait(60))
+        super().compute(step, entering)
+
+
+class LayeredMover(Mover):
+    def __init__(self, left: list[threading.Event]) -> None:
+        self._left = left
+
+    def out_by_layer(self, device_blocks: object, host_blocks: object, marks: LayerMarks) -> int:
+        for layer, left in enumerate(self._left):
+            marks.wait(layer)
+            left.set()
+        return 0
+
+
+def test_a_prompt_that_is_parked_leaves_layer_by_layer(
+    sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"],
+) -> None:
+    engine, plans = sockets
+    ranks, runner = Ranks(0, num_stages=2, degree=1), LayeredRunner()
+    activations = Activations(ranks, hidden_size=1, num_tokens=1, dtype=torch.float32, device=CPU)
+    layout = WorkerLayout(ranks, runner, activations, LayeredMover(runner.left), layers=None)  # type: ignore[arg-type]
+    worker = Worker(
+        SimpleNamespace(plans=plans, report=lambda _: None),  # type: ignore[arg-type]
+        [layout],
+        current=0,
+        weights=None,
+        operators=None,
+        coupled=False,
+        observe_times=False,
+    )
+    parked = Swap(0, 8, "out", (4,), (2,), after_row=True)
+    engine.send(msgspec.msgpack.encode(Run(StepPlan(0, rows=(Row(8, 0, (1,), sample=True),), swaps=(parked,)))))
+    with pytest.raises(RuntimeFailure, match="out of memory"):
+        worker.run()
+    assert runner.left_in_time == [True] * 3

@@ -2,8 +2,8 @@
 
 import pytest
 
-from nanoserve.costs import ParallelLayout
 from nanoserve.errors import UsageError
+from nanoserve.layout import ParallelLayout
 
 
 @pytest.mark.parametrize("name", ["P4", "T4", "T2P2", "D2T2P4", "T1", "T10P12"])

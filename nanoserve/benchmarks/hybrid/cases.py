@@ -1,0 +1,116 @@
+"""What is asked: output lengths as in APEX's figure 7, each with less and less KV memory on the device. No torch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from nanoserve.errors import UsageError
+from nanoserve.measures.workloads import RequestShape
+
+EVERYTHING = 1.0
+"""The share of KV memory with which nothing need be in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Equal requests, and the KV blocks that the device has for them.
+
+    Attributes:
+        requests: how many, all at once.
+        share: of the blocks that hold everything.
+        num_blocks: that are.
+    """
+
+    shape: RequestShape
+    requests: int
+    share: float
+    num_blocks: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape.input_tokens}+{self.shape.output_tokens}, KV {self.share:.0%}"
+
+    @property
+    def shapes(self) -> list[RequestShape]:
+        return [self.shape] * self.requests
+
+    @property
+    def holds_everything(self) -> bool:
+        return self.share >= EVERYTHING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """All cases.
+
+    Attributes:
+        outputs: the lengths of the answers, ascending.
+        shares: of the blocks that hold everything, ascending.
+    """
+
+    input_tokens: int
+    outputs: Sequence[int]
+    requests: int
+    shares: Sequence[float]
+    block_size: int
+
+    @property
+    def name(self) -> str:
+        """As titles call it."""
+        return f"{self.requests} requests of {self.input_tokens}+{','.join(map(str, self.outputs))}"
+
+    @property
+    def longest(self) -> RequestShape:
+        return RequestShape(self.input_tokens, max(self.outputs))
+
+    def sequence_blocks(self, shape: RequestShape) -> int:
+        """Blocks of a sequence at its end."""
+        return -(-shape.total_tokens // self.block_size)
+
+    def device_blocks(self, shape: RequestShape) -> int:
+        """Blocks with which nothing need leave the device.
+
+        They hold every sequence to its end. Policies keep more free than is ever filled: one block for each sequence to
+        grow into, and as much as a prompt that only passes through to host memory takes.
+        """
+        prompt = -(-self.input_tokens // self.block_size)
+        return self.requests * (self.sequence_blocks(shape) + 1) + prompt
+
+    def host_blocks(self, shape: RequestShape) -> int:
+        """Blocks of host memory that hold every sequence to its end."""
+        return self.requests * self.sequence_blocks(shape)
+
+    def cases(self) -> Iterator[Case]:
+        """By output length, and within it by share.
+
+        Raises:
+            UsageError: for a share that does not hold one request.
+        """
+        for output in self.outputs:
+            shape = RequestShape(self.input_tokens, output)
+            everything, needed = self.device_blocks(shape), self.sequence_blocks(shape)
+            for share in self.shares:
+                blocks = int(share * everything)
+                if blocks < needed:
+                    raise UsageError(
+                        f"--kv-limits {share:g}: {blocks} of {everything} KV blocks do not hold one request of "
+                        f"{shape.input_tokens}+{shape.output_tokens}; give at least {needed / everything:.3f}"
+                    )
+                yield Case(shape, self.requests, share, blocks)
+
+
+def parse_shares(text: str) -> tuple[float, ...]:
+    """Shares above 0 and up to 1, separated by commas: "0.3,0.6,1"; ascending, each once.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    found = set()
+    for part in text.split(","):
+        try:
+            share = float(part)
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= EVERYTHING:
+            raise UsageError(f"--kv-limits takes shares above 0 and up to 1 such as 0.25,0.5,1, not {text!r:.60}")
+        found.add(share)
+    return tuple(sorted(found))

@@ -1,0 +1,61 @@
+"""How long tokens take, apart for those whose KV was on the device and in host memory. No torch."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from nanoserve.benchmarks.hybrid.running import HybridRun
+from nanoserve.measures.metrics import MILLISECONDS, Distribution
+from nanoserve.scheduler.plan import Tier
+
+
+class TierFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens that were computed with their KV in one memory.
+
+    Attributes:
+        tokens: how many, those behind a request's first.
+        itl_ms: from the token before to each of them.
+    """
+
+    tokens: int
+    itl_ms: Distribution | None
+
+
+class Latencies(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one run, in milliseconds.
+
+    Attributes:
+        ttft_ms: over requests.
+        token_ms: a request's whole latency over its output tokens (APEX, figure 6).
+        device, host: by where the KV of each token's sequence was.
+    """
+
+    ttft_ms: Distribution | None
+    token_ms: Distribution | None
+    device: TierFigures
+    host: TierFigures
+
+    @classmethod
+    def of(cls, run: HybridRun) -> "Latencies":
+        timings = run.outcome.timings
+        return cls(
+            ttft_ms=_distribution(timing.ttft for timing in timings),
+            token_ms=_distribution(timing.e2el / timing.output_tokens for timing in timings),
+            device=_of_tier(run, "device"),
+            host=_of_tier(run, "host"),
+        )
+
+
+def _of_tier(run: HybridRun, tier: Tier) -> TierFigures:
+    """A token follows the one before in the same request; the first one, computed with the prompt, follows none."""
+    gaps = [
+        gap
+        for timing, tiers in zip(run.outcome.timings, run.tiers, strict=True)
+        for gap, where in zip(timing.itls, tiers[1:], strict=True)
+        if where == tier
+    ]
+    return TierFigures(tokens=len(gaps), itl_ms=_distribution(gaps))
+
+
+def _distribution(seconds: Iterable[float]) -> Distribution | None:
+    return Distribution.of(value * MILLISECONDS for value in seconds)

@@ -1,0 +1,69 @@
+"""The workers that the benchmark starts: with both layouts, and with each of them alone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from nanoserve.assembly import choose_num_host_blocks, make_predictors
+from nanoserve.benchmarks.resharding.policies import Workers
+from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.models.hub import ResolvedModel
+from nanoserve.runtime.host_pool import shared_memory_directory
+from nanoserve.runtime.traced_executor import host_link_bandwidth
+from nanoserve.runtime.workers.executor import WorkersExecutor
+
+Progress = Callable[[str, int, int], None]
+
+
+def open_pair(resolved: ResolvedModel, config: EngineConfig, model: ModelConfig, progress: Progress | None) -> Workers:
+    """Start workers that change between two layouts, and wait until their layers are compiled.
+
+    Raises:
+        NanoserveError: if they cannot run.
+    """
+    return _open(" -> ".join(layout.name for layout in config.layouts), resolved, config, model, progress)
+
+
+def open_alone(
+    resolved: ResolvedModel, config: EngineConfig, layout: int, model: ModelConfig, progress: Progress | None
+) -> Workers:
+    """Start workers that have but one of the two layouts.
+
+    Raises:
+        NanoserveError: if they cannot run.
+    """
+    only = config.layouts[layout]
+    alone = replace(
+        config,
+        pipeline_parallel=only.pipeline_parallel,
+        tensor_parallel=only.tensor_parallel,
+        decode_layout=None,
+        host_kv_memory=None,
+    )
+    return _open("own workers", resolved, alone, model, progress)
+
+
+def _open(
+    name: str, resolved: ResolvedModel, config: EngineConfig, model: ModelConfig, progress: Progress | None
+) -> Workers:
+    host_blocks = choose_num_host_blocks(model, config, shared_memory_directory())
+    executor = WorkersExecutor(
+        resolved, config, model=model, host_blocks=host_blocks, progress=progress, observe_times=True
+    )
+    try:
+        if not config.eager:
+            executor.layers.start()
+            executor.layers.wait()
+    except BaseException:
+        executor.close()
+        raise
+    return Workers(
+        name=name,
+        executor=executor,
+        layouts=config.layouts,
+        capacities=executor.capacities,
+        predictors=tuple(make_predictors(executor.speeds, model, config)),
+        host_blocks=host_blocks,
+        host_link_bandwidth=host_link_bandwidth(executor),
+        compiled=executor.layers.loaded,
+        close=executor.close,
+    )

@@ -1,0 +1,119 @@
+"""Who takes part: each layout alone with the policies that suit it, and the ways of going from one to the other."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from nanoserve.benchmarks.resharding.rounds import Contender
+from nanoserve.benchmarks.resharding.running import LayoutsExecutor, Place
+from nanoserve.layout import ParallelLayout
+from nanoserve.scheduler.layouts import LayoutCapacity
+from nanoserve.scheduler.load import Policy, Predictor
+from nanoserve.scheduler.registry import make_policy
+from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.transition_minimizing import DecodePrioritizing, PrefillPrioritizing, TransitionMinimizing
+
+RESHARDING: dict[str, type[TransitionMinimizing]] = {
+    "prefill-prioritizing": PrefillPrioritizing,
+    "decode-prioritizing": DecodePrioritizing,
+    "transition-minimizing": TransitionMinimizing,
+}
+"""Seesaw, figures 2 and 6."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """Workers that are ready, in one layout or two.
+
+    Attributes:
+        name: what tells them from others.
+        executor: theirs; started once for all runs.
+        layouts, capacities, predictors: by layout; no predictors with one.
+        host_blocks: of the pool.
+        host_link_bandwidth: as it was measured, in bytes per second of one worker; None where it was not.
+        compiled: whether their layers run compiled.
+    """
+
+    name: str
+    executor: LayoutsExecutor
+    layouts: tuple[ParallelLayout, ...]
+    capacities: tuple[LayoutCapacity, ...]
+    predictors: tuple[Predictor, ...]
+    host_blocks: int
+    host_link_bandwidth: float | None
+    compiled: bool
+    close: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduling:
+    """What all schedulers have in common.
+
+    Attributes:
+        token_budget: of a step.
+    """
+
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    token_budget: int
+
+    def contenders(self, workers: Sequence[Workers]) -> Iterator[Contender]:
+        """Each layout alone, on all workers that have it, before the ways of going from one to the other."""
+        for group in workers:
+            for number, layout in enumerate(group.layouts):
+                for policy in _policies_for(layout):
+                    yield self._alone(group, number, make_policy(policy, self.token_budget), policy)
+        for group in workers:
+            for policy, kind in RESHARDING.items() if len(group.layouts) == 2 else ():
+                yield self._in_turn(group, kind(self.token_budget), policy)
+
+    def _alone(self, group: Workers, number: int, policy: Policy, called: str) -> Contender:
+        """On workers that stay in one of their layouts; nothing is moved to host memory."""
+        layout, capacity = group.layouts[number], group.capacities[number]
+        where = layout.name if len(group.layouts) == 2 else f"{layout.name}, {group.name}"
+        return Contender(
+            called, where, self._place(group, number, (layout,)), lambda: self._scheduler(policy, [capacity])
+        )
+
+    def _in_turn(self, group: Workers, policy: Policy, called: str) -> Contender:
+        def scheduler() -> Scheduler:
+            return self._scheduler(policy, group.capacities, group.host_blocks, group.predictors)
+
+        return Contender(called, group.name, self._place(group, 0, group.layouts), scheduler)
+
+    def _place(self, group: Workers, first: int, layouts: tuple[ParallelLayout, ...]) -> Place:
+        return Place(
+            executor=group.executor,
+            layouts=layouts,
+            first=first,
+            workers=layouts[0].devices,
+            block_size=self.block_size,
+            host_link_bandwidth=group.host_link_bandwidth,
+        )
+
+    def _scheduler(
+        self,
+        policy: Policy,
+        capacities: Sequence[LayoutCapacity],
+        host_blocks: int = 0,
+        predictors: Sequence[Predictor] = (),
+    ) -> Scheduler:
+        """A new one. Prompts are random: nothing is shared."""
+        first, *others = capacities
+        return Scheduler(
+            policy,
+            num_blocks=first.num_blocks,
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            prefix_caching=False,
+            pipeline_depth=first.pipeline_depth,
+            host_blocks=host_blocks,
+            other_layouts=others,
+            predictors=predictors,
+        )
+
+
+def _policies_for(layout: ParallelLayout) -> tuple[str, ...]:
+    """Chunked prefill, as the paper's baseline has it, and what is made for pipelines where there is one."""
+    return ("sarathi", "throttling") if layout.pipeline_parallel > 1 else ("sarathi",)

@@ -1,0 +1,171 @@
+"""Two layouts in turn, and each alone, in interleaved rounds: what each made of the same requests. No torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import msgspec
+
+from nanoserve.benchmarks.contenders import ContendersBench, ContendersRound
+from nanoserve.benchmarks.resharding.moves import MoveFigures, reshard_figures, swap_figures
+from nanoserve.benchmarks.resharding.running import Place, ReshardRun, run_requests
+from nanoserve.benchmarks.resharding.simulated import ReshardComparison, compare_with_simulator
+from nanoserve.runtime.phases import Phase
+from nanoserve.scheduler.scheduler import Scheduler
+
+RATIOS = ("output_tokens_per_s",)
+_PREFILL, _DECODE = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A policy on workers in one layout, or in two.
+
+    Attributes:
+        policy: what it is called.
+        where: what tells its workers and layouts from others.
+    """
+
+    policy: str
+    where: str
+    place: Place
+    make_scheduler: Callable[[], Scheduler]
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy}, {self.where}"
+
+
+class PhaseFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time went, in seconds; all of it where there are two layouts.
+
+    Attributes:
+        prefill, decode: in the layout of each, from the first plan to the last answer.
+        draining: until nothing was in flight or on the device.
+        resharding: from telling the workers to hearing that all are done.
+        prefill_tokens_per_s, decode_tokens_per_s: tokens planned in each phase over its time; None without.
+        through_pool, finished, recomputed: sequences at the end of decode phases: see Turn.
+    """
+
+    prefill: float
+    decode: float
+    draining: float
+    resharding: float
+    prefill_tokens_per_s: float | None
+    decode_tokens_per_s: float | None
+    through_pool: int
+    finished: int
+    recomputed: int
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one contender's run.
+
+    Attributes:
+        seconds: from the first arrival to the last token.
+        steps: plans with rows.
+        transitions: changes of layout.
+        phases: None with one layout.
+        reshards, swaps_out, swaps_in: what was moved; None with one layout.
+        pool_peak: largest share of the host pool's blocks in use; None without a pool.
+        simulated: what the simulator makes of it; None where a layout computed nothing.
+    """
+
+    seconds: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    requests: int
+    steps: int
+    preemptions: int
+    transitions: int
+    phases: PhaseFigures | None
+    reshards: MoveFigures | None
+    swaps_out: MoveFigures | None
+    swaps_in: MoveFigures | None
+    pool_peak: float | None
+    simulated: ReshardComparison | None
+    foreign_cores: float | None
+
+    def metric(self, name: str) -> float | None:
+        """One of RATIOS."""
+        value: float | None = getattr(self, name)
+        return value
+
+
+ReshardRound = ContendersRound[Figures]
+"""Every contender once, with the same requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench(ContendersBench[Contender, ReshardRun, Figures]):
+    """What the rounds of layouts share."""
+
+    def run(self, contender: Contender, number: int) -> ReshardRun:
+        requests = self.make_requests(number)
+        return run_requests(contender.place, contender.make_scheduler, requests, vocab_size=self.vocab_size)
+
+    def figures(self, contender: Contender, run: ReshardRun, foreign_cores: float | None) -> Figures:
+        return figures_of(contender, run, self.vocab_size, foreign_cores)
+
+
+def figures_of(contender: Contender, run: ReshardRun, vocab_size: int, foreign_cores: float | None) -> Figures:
+    """What came of a run.
+
+    Raises:
+        ValueError: if a replay of it makes other plans.
+    """
+    place, timings, seconds = contender.place, run.outcome.timings, run.outcome.makespan
+    outputs, inputs = sum(one.output_tokens for one in timings), sum(one.input_tokens for one in timings)
+    two, link = len(place.layouts) == 2, place.host_link_bandwidth
+    used = [state.used_host_blocks / state.host_blocks for _, state in run.states if state.host_blocks]
+    return Figures(
+        seconds=seconds,
+        output_tokens_per_s=outputs / seconds,
+        total_tokens_per_s=(inputs + outputs) / seconds,
+        requests=len(timings),
+        steps=sum(bool(plan.rows) for plan in run.record.plans),
+        preemptions=run.preemptions,
+        transitions=sum(plan.transition is not None for plan in run.record.plans),
+        phases=_phase_figures(run.phases) if two else None,
+        reshards=reshard_figures(run, link) if two else None,
+        swaps_out=swap_figures(run, "out", link) if two else None,
+        swaps_in=swap_figures(run, "in", link) if two else None,
+        pool_peak=max(used, default=None),
+        simulated=compare_with_simulator(run, place, contender.make_scheduler, vocab_size=vocab_size),
+        foreign_cores=foreign_cores,
+    )
+
+
+def _phase_figures(phases: Sequence[Phase]) -> PhaseFigures:
+    prefill = [phase for phase in phases if phase.kind == "compute" and phase.layout == _PREFILL]
+    decode = [phase for phase in phases if phase.kind == "compute" and phase.layout == _DECODE]
+    turns = [phase.turn for phase in phases if phase.turn is not None and phase.layout == _DECODE]
+    return PhaseFigures(
+        prefill=_seconds(prefill),
+        decode=_seconds(decode),
+        draining=_seconds([phase for phase in phases if phase.kind == "drain"]),
+        resharding=_seconds([phase for phase in phases if phase.kind == "reshard"]),
+        prefill_tokens_per_s=_rate(prefill),
+        decode_tokens_per_s=_rate(decode),
+        through_pool=sum(turn.through_pool for turn in turns),
+        finished=sum(turn.finished for turn in turns),
+        recomputed=sum(turn.recomputed for turn in turns),
+    )
+
+
+def _seconds(phases: Sequence[Phase]) -> float:
+    return sum(phase.seconds for phase in phases)
+
+
+def _rate(phases: Sequence[Phase]) -> float | None:
+    seconds = _seconds(phases)
+    return sum(phase.prompt_tokens + phase.decodes for phase in phases) / seconds if seconds > 0 else None
+
+
+def pairs(contenders: Sequence[Contender]) -> list[tuple[str, str, str]]:
+    """What is held against what, and what that is called: each way of re-sharding against everyone before it."""
+    return [
+        (f"{other.policy} over {one.name}", other.name, one.name)
+        for one, other in combinations(contenders, 2)
+        if len(other.place.layouts) == 2
+    ]

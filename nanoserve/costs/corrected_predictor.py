@@ -1,0 +1,274 @@
+"""CorrectedPredictor: a Predictor that learns from the steps that it predicted. No torch."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import exp, isfinite, log, log2
+from typing import Final
+
+from nanoserve.costs.factor_filter import FactorFilter, Noise
+from nanoserve.costs.predictor import Predictor
+from nanoserve.costs.step_features import HostBatch, StepFeatures, Strategy
+
+_OCTAVES: Final = 4
+"""Between one size that has a factor of its own and the next: 16 times as large."""
+_COMMON, _OWN, _OF_STRATEGY = 0.6, 0.4, 0.3
+"""Standard deviations of the factors' logarithms before anything is measured: of what all sizes of a part have in
+common, of what each differs by, and of a strategy."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Something that steps spend time on. Its factor is a line over the logarithm of its size.
+
+    Attributes:
+        first: the number of its first factor.
+        factors: how many it has.
+        smallest: the logarithm (base 16) of the size of the first one.
+    """
+
+    first: int
+    factors: int
+    smallest: int
+
+    def shares(self, size: float) -> tuple[tuple[int, float], ...]:
+        """The factors between which a size lies, and how near it is to each; the outermost count beyond them, too."""
+        place = log2(max(size, 1.0)) / _OCTAVES - self.smallest
+        if place <= 0:
+            return ((self.first, 1.0),)
+        below = int(place)
+        if below >= self.factors - 1:
+            return ((self.first + self.factors - 1, 1.0),)
+        return (self.first + below, 1.0 - (place - below)), (self.first + below + 1, place - below)
+
+
+_LINEAR = _Part(0, 4, 0)  # over 1, 16, 256 and 4096 rows of tokens
+_ATTENTION = _Part(4, 4, 2)  # over 256 keys to a million
+_PREFILL_ATTENTION = _Part(8, 3, 1)  # over 16 tokens to 4096
+_HOST_ATTENTION = _Part(11, 4, 2)
+_OVERHEAD = _Part(15, 3, 0)
+_PARTS: Final = {
+    "linear": _LINEAR,
+    "attention": _ATTENTION,
+    "prefill attention": _PREFILL_ATTENTION,
+    "host attention": _HOST_ATTENTION,
+    "overhead": _OVERHEAD,
+}
+_STRATEGIES: Final[dict[Strategy, int]] = {"asymmetric": 18, "overlap": 19}
+_FACTORS: Final = 20
+_OF_HOST_ATTENTION: Final = range(_HOST_ATTENTION.first, _HOST_ATTENTION.first + _HOST_ATTENTION.factors)
+
+
+def _prior() -> list[list[float]]:
+    """Covariance: the sizes of a part are wrong alike, for the most part."""
+    rows = [[0.0] * _FACTORS for _ in range(_FACTORS)]
+    for part in _PARTS.values():
+        indices = range(part.first, part.first + part.factors)
+        for one in indices:
+            for other in indices:
+                rows[one][other] = _COMMON**2 + _OWN**2 * (one == other)
+    for index in _STRATEGIES.values():
+        rows[index][index] = _OF_STRATEGY**2
+    return rows
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Seconds, and how much of them each factor is in; ``sizes`` are those of the parts, for those who look."""
+
+    seconds: float = 0.0
+    by_factor: dict[int, float] = field(default_factory=dict)
+
+    def add(self, other: "_Sum", times: float = 1.0) -> None:
+        self.seconds += times * other.seconds
+        for factor, seconds in other.by_factor.items():
+            self.by_factor[factor] = self.by_factor.get(factor, 0.0) + times * seconds
+
+
+class CorrectedPredictor:
+    """A Predictor whose times are those of another one, each times a factor that is learned while steps run.
+
+    Every part of a step has factors, at sizes 16 times apart and a line between them: the linear layers, attention of
+    decodes and of prompts, attention on the CPU, and what a step takes beside its layers. And there is one for each of
+    the strategies that use the host: running layers in pieces, and a CPU that reads memory beside the device, make all
+    of a step longer. Factors stay between an eighth and 8. All that is known comes from what ``observe`` and
+    ``observe_host`` were told, in order: who is told the same predicts the same.
+
+    The host's factors are measured only if a policy uses the host. So a while without drifts them back to 1, or else a
+    CPU that was slow once would never be asked again.
+
+    Args:
+        base: whose times are corrected.
+
+    Attributes:
+        num_layers: of the model.
+    """
+
+    def __init__(self, base: Predictor) -> None:
+        self.num_layers = base.num_layers
+        self._base = base
+        self._filter = FactorFilter(_prior())
+        self._noise, self._host_noise = Noise(), Noise()
+        self._sizes = {name: 16.0**part.smallest for name, part in _PARTS.items()}
+
+    # ----------------------------------------------------------------------------------------- Predictor
+
+    def linear_seconds(self, tokens: int) -> float:
+        """See Predictor; corrected."""
+        return self._factor(_LINEAR, tokens) * self._base.linear_seconds(tokens)
+
+    def attention_seconds(self, context_tokens: int) -> float:
+        """See Predictor; corrected."""
+        return self._factor(_ATTENTION, context_tokens) * self._base.attention_seconds(context_tokens)
+
+    def prefill_attention_seconds(self, tokens: int) -> float:
+        """See Predictor; corrected."""
+        return self._factor(_PREFILL_ATTENTION, tokens) * self._base.prefill_attention_seconds(tokens)
+
+    def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
+        """See Predictor; corrected."""
+        seconds = self._base.host_attention_seconds(sequences, context_tokens)
+        return self._factor(_HOST_ATTENTION, context_tokens) * seconds
+
+    def step_overhead_seconds(self, rows: int = 1) -> float:
+        """See Predictor; corrected."""
+        return self._factor(_OVERHEAD, rows) * self._base.step_overhead_seconds(rows)
+
+    def slowdown(self, strategy: Strategy) -> float:
+        """See Predictor; corrected."""
+        index = _STRATEGIES.get(strategy)
+        learned = 1.0 if index is None else exp(self._filter.mean[index])
+        return learned * self._base.slowdown(strategy)
+
+    def swap_seconds(self, context_tokens: int) -> float:
+        """See Predictor; as it was, for nobody measures swaps."""
+        return self._base.swap_seconds(context_tokens)
+
+    def transition_seconds(self, layout: int) -> float:
+        """See Predictor; as it was."""
+        return self._base.transition_seconds(layout)
+
+    # -------------------------------------------------------------------------------------- of whole steps
+
+    def step_seconds(self, work: StepFeatures) -> float:
+        """The device's time of a step, its waiting for the CPU in an asymmetric one included."""
+        return self._step(work).seconds * self.slowdown(work.strategy)
+
+    def observe(self, work: StepFeatures, seconds: float) -> None:
+        """A step took so long. Nothing is learned from one without device rows, which waits for the CPU, or no time."""
+        if not work.device.tokens or not (seconds > 0 and isfinite(seconds)):
+            return
+        step = self._step(work)
+        if step.seconds <= 0:
+            return
+        gradient = {factor: share / step.seconds for factor, share in step.by_factor.items()}
+        used = _STRATEGIES.get(work.strategy)
+        if used is not None:
+            gradient[used] = 1.0
+        error = log(seconds / (step.seconds * self.slowdown(work.strategy)))
+        self._filter.observe(gradient, error, self._noise)
+        self._filter.drift_back(index for index in _STRATEGIES.values() if index != used)
+        if used is None:
+            self._filter.drift_back(_OF_HOST_ATTENTION)
+        self._remember(work)
+
+    def observe_host(self, sequences: int, context_tokens: int, seconds: float) -> None:
+        """Attention of one layer on the CPU took so long."""
+        predicted = self.host_attention_seconds(sequences, context_tokens)
+        if not (seconds > 0 and isfinite(seconds)) or predicted <= 0:
+            return
+        gradient = dict(_HOST_ATTENTION.shares(context_tokens))
+        self._filter.observe(gradient, log(seconds / predicted), self._host_noise)
+        self._sizes["host attention"] = context_tokens
+
+    @property
+    def corrections(self) -> Mapping[str, float]:
+        """The factor of each part at the size it last had, and those of the strategies."""
+        factors = {name: self._factor(part, self._sizes[name]) for name, part in _PARTS.items()}
+        return factors | {name: exp(self._filter.mean[index]) for name, index in _STRATEGIES.items()}
+
+    def _remember(self, work: StepFeatures) -> None:
+        device = work.device
+        sizes = {"linear": device.tokens, "attention": device.decode_context, "overhead": work.sampled}
+        self._sizes |= {name: size for name, size in sizes.items() if size}
+        if device.chunks:
+            self._sizes["prefill attention"] = sum(device.chunks[-1])
+
+    # -------------------------------------------------------------------------------------------- inside
+
+    def _factor(self, part: _Part, size: float) -> float:
+        mean = self._filter.mean
+        return exp(sum([share * mean[index] for index, share in part.shares(size)]))
+
+    def _of(self, part: _Part, size: float, seconds: float) -> _Sum:
+        """A part of that size, which takes so long by the base."""
+        corrected = self._factor(part, size) * seconds
+        return _Sum(corrected, {index: share * corrected for index, share in part.shares(size)})
+
+    def _step(self, work: StepFeatures) -> _Sum:
+        """But for what the strategy adds."""
+        both = work.strategy == "asymmetric"
+        step = self._pipelined(work) if both else self._united(work)
+        rows = max(1, work.sampled)
+        step.add(self._of(_OVERHEAD, rows, self._base.step_overhead_seconds(rows)))
+        return step
+
+    def _united(self, work: StepFeatures) -> _Sum:
+        """All layers of one batch. Host rows that join in the middle of a layer pass its half and that of the next."""
+        layers, tokens = _Sum(), work.device.tokens
+        alone = self._linear(tokens)
+        layers.add(alone, self.num_layers)
+        layers.add(self._device_attention(work), self.num_layers)
+        for batch in work.host:
+            halves = 1 if batch.attended in (0, self.num_layers) else 2
+            layers.add(self._linear(tokens + batch.sequences), halves / 2)
+            layers.add(alone, -halves / 2)
+        return layers
+
+    def _pipelined(self, work: StepFeatures) -> _Sum:
+        """Layers of two sub-batches: while the device computes one, the CPU attends for the other, and both wait.
+
+        What changes from layer to layer is who has come to it: rows whose tokens were under way skip what they passed.
+        """
+        host = (*work.host, *work.host_second)
+        changes = {0, self.num_layers, *(batch.first_layer for batch in host), *(batch.attended for batch in host)}
+        attention, layers = self._device_attention(work), _Sum()
+        for layer, until in pairwise(sorted(min(change, self.num_layers) for change in changes)):
+            first = self._linear(work.device.tokens + _come_to(layer, work.host))
+            first.add(attention)
+            second = self._linear(_come_to(layer, work.host_second))
+            layers.add(_longer(first, self._cpu(layer, work.host_second)), until - layer)
+            layers.add(_longer(second, self._cpu(layer, work.host)), until - layer)
+        return layers
+
+    def _linear(self, tokens: int) -> _Sum:
+        """Of one layer."""
+        return self._of(_LINEAR, tokens, self._base.linear_seconds(tokens)) if tokens else _Sum()
+
+    def _device_attention(self, work: StepFeatures) -> _Sum:
+        """Of one layer. A chunk takes what a prompt to its end takes longer than one to its beginning."""
+        keys = work.device.decode_context
+        attention = self._of(_ATTENTION, keys, self._base.attention_seconds(keys)) if keys else _Sum()
+        for start, length in work.device.chunks:
+            before = self._base.prefill_attention_seconds(start) if start else 0.0
+            longer = max(0.0, self._base.prefill_attention_seconds(start + length) - before)
+            attention.add(self._of(_PREFILL_ATTENTION, start + length, longer))
+        return attention
+
+    def _cpu(self, layer: int, batches: Sequence[HostBatch]) -> _Sum:
+        """Attention on the CPU of those who need it in that layer."""
+        attending = [batch for batch in batches if batch.attended <= layer]
+        keys = sum([batch.context_tokens for batch in attending])
+        if not keys:
+            return _Sum()
+        rows = sum([batch.sequences for batch in attending])
+        return self._of(_HOST_ATTENTION, keys, self._base.host_attention_seconds(rows, keys))
+
+
+def _come_to(layer: int, batches: Iterable[HostBatch]) -> int:
+    """Rows in the linear part of that layer."""
+    return sum([batch.sequences for batch in batches if batch.first_layer <= layer])
+
+
+def _longer(one: _Sum, other: _Sum) -> _Sum:
+    return one if one.seconds >= other.seconds else other

@@ -1,0 +1,87 @@
+"""FactorFilter: what several factors are, from measured numbers that each depend on some of them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import log, sqrt
+
+_BOUND = log(8.0)
+"""No factor is believed to be beyond 8, or below an eighth."""
+_MOST_DEVIATIONS, _MOST_AT_ONCE = 2.0, log(2.0)
+"""What lies further from what was expected counts as lying there, and as less certain (Huber). The second one is for
+the beginning, when anything may be expected but the first steps warm up."""
+_FADING = 5e-4
+"""Share of what is known that is doubted with every number: what is measured no more may have changed."""
+_DRIFT = 1e-4
+"""Of what is measured no more, so much of its logarithm is forgotten with every number: half of it in 7000."""
+_NOISE, _LEAST_NOISE, _MOST_NOISE = 0.3, 0.02, 0.5
+"""Relative scatter of measured numbers: in the beginning, at least and at most."""
+_NOISE_RATE = 0.02
+
+
+class Noise:
+    """How far numbers of one kind scatter around what was expected, relatively; outliers count in part."""
+
+    def __init__(self) -> None:
+        self._variance = _NOISE**2
+
+    @property
+    def variance(self) -> float:
+        return self._variance
+
+    def observe(self, error: float) -> None:
+        """One number was off by so much, as a logarithm."""
+        limited = min(error * error, 9.0 * self._variance)
+        variance = self._variance + _NOISE_RATE * (limited - self._variance)
+        self._variance = min(max(variance, _LEAST_NOISE**2), _MOST_NOISE**2)
+
+
+class FactorFilter:
+    """A Kalman filter over logarithms of factors.
+
+    One number is measured of a step that has several parts, so each must be given its share of the error. Least mean
+    squares would give it to each part by its share of the time, and mistake one part's error for another's as long as
+    they come together; it would take thousands of steps to tell them apart. The filter remembers which combinations are
+    known already: the first steps with a prompt correct what prompts take and leave alone what a hundred decodes have
+    told. It costs the square of the number of factors, which are some twenty.
+
+    In logarithms twice too long and half of it are equally wrong, no factor becomes negative, and a step in which the
+    machine stood still is off by 4 or so and not by a thousand deviations; of that, two deviations count.
+
+    Args:
+        prior: covariance of the logarithms before anything is measured; their mean is 0.
+
+    Attributes:
+        mean: the logarithms.
+    """
+
+    def __init__(self, prior: Sequence[Sequence[float]]) -> None:
+        self.mean = [0.0] * len(prior)
+        self._prior = [list(row) for row in prior]
+        self._covariance = [list(row) for row in prior]
+
+    def observe(self, gradient: Mapping[int, float], error: float, noise: Noise) -> None:
+        """Take one number in.
+
+        Args:
+            gradient: by factor, how the logarithm of the number grows with the factor's.
+            error: logarithm of what was measured over what was expected.
+            noise: of such numbers; is told of this one.
+        """
+        along = [sum([row[index] * slope for index, slope in gradient.items()]) for row in self._covariance]
+        known = sum([along[index] * slope for index, slope in gradient.items()])
+        most = min(_MOST_DEVIATIONS * sqrt(known + noise.variance), _MOST_AT_ONCE)
+        expected = known + noise.variance * max(1.0, abs(error) / most)
+        step = min(max(error, -most), most) / expected
+        self.mean = [min(max(mean + one * step, -_BOUND), _BOUND) for mean, one in zip(self.mean, along, strict=True)]
+        self._covariance = [
+            [
+                covariance - one * other / expected + _FADING * (before - covariance)
+                for covariance, other, before in zip(row, along, prior, strict=True)
+            ]
+            for row, one, prior in zip(self._covariance, along, self._prior, strict=True)
+        ]
+        noise.observe(error)
+
+    def drift_back(self, factors: Iterable[int]) -> None:
+        """Come a little nearer to 1: for what nobody may measure again as long as it is believed to be slow."""
+        for factor in factors:
+            self.mean[factor] *= 1.0 - _DRIFT

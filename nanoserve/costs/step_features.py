@@ -1,0 +1,56 @@
+"""StepFeatures: what a step's time depends on, told of its plan before it runs and of its result behind it."""
+
+from typing import Literal
+
+import msgspec
+
+from nanoserve.costs.work import StepWork
+
+Strategy = Literal["device", "asymmetric", "overlap"]
+"""How a step treats sequences whose KV is in host memory: "device", none begins a token in it; "asymmetric", two
+sub-batches alternate between device and CPU within the step (NEO); "overlap", their attention runs beside the steps,
+and they advance by one layer a step (APEX). Where a step is decided to be the device's alone, those that are under way
+advance too, and its plan says "overlap"."""
+
+
+class HostBatch(msgspec.Struct, frozen=True):
+    """Host sequences that take part in a step and are equally far.
+
+    Attributes:
+        sequences: how many.
+        context_tokens: keys that their attention reads in each layer, summed over them.
+        attended: layers whose attention the CPU was given before the step; 0 for those that begin their token. The last
+            of these layers is not passed yet.
+    """
+
+    sequences: int
+    context_tokens: int
+    attended: int = 0
+
+    @property
+    def first_layer(self) -> int:
+        """Whose linear part they come to next."""
+        return max(0, self.attended - 1)
+
+
+class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
+    """A step, as far as its time is concerned.
+
+    Attributes:
+        strategy: how host sequences take part.
+        device: the rows whose KV is on the device.
+        host: of an overlapped step, those that begin a token and those that join the device's rows in a layer: before
+            the step, all that may. Of an asymmetric one, sub-batch 0, with the device's rows.
+        host_second: sub-batch 1 of an asymmetric step.
+    """
+
+    strategy: Strategy
+    device: StepWork
+    host: tuple[HostBatch, ...] = ()
+    host_second: tuple[HostBatch, ...] = ()
+
+    @property
+    def sampled(self) -> int:
+        """Rows that get logits. Of an overlapped step, those on the device: whoever ends beside them is one of few."""
+        ending = (*self.host, *self.host_second) if self.strategy == "asymmetric" else ()
+        return self.device.sampled + sum([batch.sequences for batch in ending])

@@ -1,0 +1,152 @@
+"""measure_speeds: what one worker reaches while all others do the same, within a second."""
+
+import math
+import time
+from collections.abc import Callable
+from itertools import cycle
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanoserve.costs.measured_machine import MachineSpeeds
+from triton_ops import project
+
+_LOOKS = 3
+"""At each speed, of which the best counts: other programs disturb for a moment."""
+_LOOK_SECONDS = 0.02
+"""Of a look at least: several slices of the system's scheduler, where workers share cores."""
+_WEIGHT_BYTES = 2**26
+"""More than the caches near a core, or of a GPU, hold: weights come from memory in every step."""
+_COPIED_BYTES = 2**25
+_PIECES = 8
+"""That these are divided into, taken in turn, so that a look need not wait for all of them."""
+_DEPTH = 1024
+_SMALL_BATCH = 8
+"""Rows of a product that is there to read weights. On a CPU torch reads them several times as fast for one row, and
+about so fast for up to thirty: batches are what a throughput is made of."""
+_MANY_ROWS = 512
+_MESSAGES = 16
+_PASSES = 2
+_FIRST_BYTES, _LAST_BYTES = 2**16, 2**26
+_LONG_SECONDS = 0.01
+"""An all-reduce that takes so long says enough of the bandwidth."""
+
+
+@torch.inference_mode()
+def measure_speeds(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> MachineSpeeds:
+    """To be called by all workers at the same time, with nothing else to do; the same in all of them.
+
+    Takes 128 MiB while it lasts: 64 of weights on the device, 64 for copies. Where several workers share a processor,
+    each is taken to reach an equal share of what all reach together.
+
+    Args:
+        device: that computes.
+        dtype: of the weights.
+        group: all workers; None for one alone.
+    """
+    together = _Together(device, group)
+    latency, bandwidth = _link(together) if together.workers > 1 else (0.0, math.inf)
+    weight_bandwidth, flops, host_link = together.mean(*_products(together, dtype), _host_link(together))
+    return MachineSpeeds(
+        memory_bandwidth=weight_bandwidth,
+        flops=flops,
+        host_link_bandwidth=host_link,
+        link_bandwidth=bandwidth,
+        link_latency=latency,
+    )
+
+
+class _Together:
+    """Begins every measurement at the same time in all workers."""
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self.device, self._group = device, group
+        self.workers = 1 if group is None else dist.get_world_size(group)
+
+    def seconds(self, action: Callable[[], object]) -> float:
+        """Of one action, when it has been done once before: the mean over a look, the best of a few."""
+        action()
+        self._meet()
+        return min(self._look(action) for _ in range(_LOOKS))
+
+    def _look(self, action: Callable[[], object]) -> float:
+        began, count = self._now(), 0
+        while (passed := self._now() - began) < _LOOK_SECONDS or not count:
+            action()
+            count += 1
+        return passed / count
+
+    def all_reduce_seconds(self, tensor: Tensor, passes: int) -> float:
+        """Of one of so many, in the worker that waits longest; the same number in all workers."""
+        self._all_reduce(tensor)
+        self._meet()
+        began = self._now()
+        for _ in range(passes):
+            self._all_reduce(tensor)
+        passed = torch.tensor([self._now() - began], device=self.device)
+        dist.all_reduce(passed, dist.ReduceOp.MAX, group=self._group)
+        return float(passed.item()) / passes
+
+    def mean(self, *values: float) -> list[float]:
+        """Each over all workers."""
+        found = torch.tensor(values, dtype=torch.float64, device=self.device)
+        self._all_reduce(found)
+        return (found / self.workers).tolist()
+
+    def _meet(self) -> None:
+        self._all_reduce(torch.zeros(1, device=self.device))
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        if self._group is not None:
+            dist.all_reduce(tensor, group=self._group)
+
+    def _now(self) -> float:
+        """With the device's queue empty."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _products(together: _Together, dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes of weights per second with a small batch, operations per second with many rows."""
+    weights = torch.ones(_WEIGHT_BYTES // (_DEPTH * dtype.itemsize), _DEPTH, dtype=dtype, device=together.device)
+    few, many = (torch.ones(rows, _DEPTH, dtype=dtype, device=together.device) for rows in (_SMALL_BATCH, _MANY_ROWS))
+    pieces = cycle(weights.chunk(_PIECES))
+    reading = together.seconds(lambda: project(few, next(pieces)))
+    square = weights[:_DEPTH]
+    computing = together.seconds(lambda: project(many, square))
+    return weights.nbytes / _PIECES / reading, 2 * _MANY_ROWS * square.numel() / computing
+
+
+def _host_link(together: _Together) -> float:
+    """Bytes per second of copies between device and host memory, in the slower direction."""
+    on_gpu = together.device.type == "cuda"
+    host = torch.ones(_PIECES, _COPIED_BYTES // _PIECES, dtype=torch.uint8, pin_memory=on_gpu)
+    device = torch.ones_like(host, device=together.device)
+    pieces = cycle(zip(device, host, strict=True))
+
+    def copy_in() -> None:
+        to, of = next(pieces)
+        to.copy_(of, non_blocking=True)
+
+    def copy_out() -> None:
+        of, to = next(pieces)
+        to.copy_(of, non_blocking=True)
+
+    into = together.seconds(copy_in)
+    out = together.seconds(copy_out) if on_gpu else into
+    return host.nbytes / _PIECES / max(into, out)
+
+
+def _link(together: _Together) -> tuple[float, float]:
+    """Seconds of a message, and bus bandwidth: the two numbers of the cost model's all-reduce (Channel)."""
+    workers = together.workers
+    small = together.all_reduce_seconds(torch.ones(1, device=together.device), _MESSAGES)
+    size, seconds = _FIRST_BYTES, 0.0
+    while seconds < _LONG_SECONDS and size <= _LAST_BYTES:
+        numbers = torch.ones(size // 4, device=together.device)
+        seconds = together.all_reduce_seconds(numbers, _PASSES)
+        size *= 4
+    moved = 2 * (workers - 1) / workers * numbers.nbytes
+    return small / (2 * (workers - 1).bit_length()), moved / max(seconds - small, seconds / _MESSAGES)

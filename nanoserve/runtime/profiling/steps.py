@@ -1,0 +1,129 @@
+"""Timing steps of a model on the runner that will run them: inputs, layers, logits with sampling."""
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import cast
+
+import torch
+
+from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.request import SamplingParams
+from nanoserve.runtime.model_runner import ModelRunner
+from nanoserve.runtime.profiling.attention import AttentionShape, Stopwatch
+from nanoserve.scheduler.plan import Begin, Row, StepPlan
+
+_GREEDY = SamplingParams(temperature=0.0)
+_BRIEF = 0.05
+"""Seconds. What takes no longer is done twice: steps come one after the other, and find what the one before left in the
+processor's caches."""
+_MOST_DECODES = 64
+_BUSY_ROWS = 8
+
+
+class StepTimer:
+    """Runs steps on a runner that has nothing else to do, in blocks that hold nothing of value.
+
+    Args:
+        runner: of the whole model; when the timer is closed it knows as many sequences as before.
+        block_size: of its cache.
+    """
+
+    def __init__(self, runner: ModelRunner, *, block_size: int) -> None:
+        self._runner, self._block_size = runner, block_size
+        self._watch = Stopwatch(runner.device)
+        self._generator = random.Random(0)
+        self._begun: set[int] = set()
+
+    def layer_seconds(self, tokens: int) -> float:
+        """A layer with the attention of ``attention_shape``, which is small. Embedding and last norm, which are much
+        smaller, are divided between all layers."""
+        shape = self.attention_shape(tokens)
+        sizes = [min(shape.queries, tokens - first) for first in range(0, tokens, shape.queries)]
+        seconds = self._forward_seconds(sizes)
+        if seconds < _BRIEF:
+            seconds = self._forward_seconds(sizes)
+        return seconds / self._runner.config.num_layers
+
+    def attention_shape(self, tokens: int) -> AttentionShape:
+        """What attention the layers of ``layer_seconds`` have: few tokens are decodes of one key each, more are prompts
+        of a block each, the last of them perhaps a shorter one."""
+        size = 1 if tokens <= min(_MOST_DECODES, len(self._runner.caches.keys[0])) else self._block_size
+        return AttentionShape(-(-tokens // size), size, size)
+
+    def inputs_seconds(self, rows: int) -> float:
+        """What an executor does before the layers in a step of so many decodes."""
+        plan = self._decode_plan(rows)
+        self._runner.prepare(plan)
+        began = self._watch.now()
+        self._runner.prepare(plan)
+        return self._watch.now() - began
+
+    def head_seconds(self, rows: int) -> float:
+        """What follows the layers in a step of so many decodes: logits, greedy sampling and taking tokens back."""
+        config, decoder = self._runner.config, self._runner.decoder
+        hidden = torch.randn(rows, config.hidden_size, device=self._runner.device).to(decoder.dtype)
+        step = self._runner.prepare(self._decode_plan(rows))
+        step.fetching.begin()
+        began = self._watch.now()
+        self._runner.sample(step, hidden).answers()
+        return self._watch.now() - began
+
+    def close(self) -> None:
+        """Have the runner forget the sequences."""
+        self._runner.execute(StepPlan(0, end=tuple(self._begun)))
+
+    def _forward_seconds(self, sizes: Sequence[int]) -> float:
+        """Of the layers over prompts of so many tokens each."""
+        texts = [tuple(self._generator.randrange(self._runner.config.vocab_size) for _ in range(n)) for n in sizes]
+        rows = [Row(-1 - n, 0, text, sample=False, new_blocks=(n,)) for n, text in enumerate(texts)]
+        step = self._runner.prepare(StepPlan(0, begin=self._begin(texts), rows=tuple(rows)))
+        began = self._watch.now()
+        hidden = self._runner.compute(step)
+        seconds = self._watch.now() - began
+        self._runner.sample(step, hidden)
+        return seconds
+
+    def _decode_plan(self, rows: int) -> StepPlan:
+        """Each at its first position, the same one each time; all have begun and have their block."""
+        first = [Row(-1 - n, 0, (0,), sample=True, new_blocks=(n,)) for n in range(rows)]
+        self._runner.prepare(StepPlan(0, begin=self._begin([(0,)] * rows), rows=tuple(first)))
+        return StepPlan(0, rows=tuple(Row(-1 - n, 0, (0,), sample=True) for n in range(rows)))
+
+    def _begin(self, texts: Sequence[tuple[int, ...]]) -> tuple[Begin, ...]:
+        """Numbers below 0 are nobody else's; a second Begin replaces the first."""
+        begin = tuple(Begin(-1 - n, text, len(text), 0, 0, _GREEDY) for n, text in enumerate(texts))
+        self._begun.update(one.sequence for one in begin)
+        return begin
+
+
+def linear_pieces(decoder: Decoder) -> Callable[[], object]:
+    """The device's work as it is beside attention in host memory: each call computes the products of one layer for a
+    few rows, of one layer after the other."""
+    with torch.inference_mode():
+        hidden = torch.randn(_BUSY_ROWS, decoder.config.hidden_size, device=decoder.device).to(decoder.dtype)
+        cos, sin = decoder.rotary(torch.arange(_BUSY_ROWS, device=decoder.device))
+        cos, sin = cos.to(decoder.dtype), sin.to(decoder.dtype)
+    layers = cycle(cast(Sequence[DecoderLayer], decoder.layers))
+
+    def compute() -> None:
+        layer = next(layers)
+        with torch.inference_mode():
+            query, _, _ = layer.pre_attention(hidden, cos, sin)
+            layer.post_attention(query.flatten(1), hidden)
+
+    return compute
+
+
+def copy_probe(num_bytes: int, device: torch.device) -> Callable[[], float]:
+    """Between the device's memory and the CPU's; on a CPU, from one place to another."""
+    watch = Stopwatch(device)
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def copy() -> float:
+        began = watch.now()
+        target.copy_(source, non_blocking=True)
+        return watch.now() - began
+
+    return copy

@@ -1,0 +1,188 @@
+"""Forecasts: what was predicted of each plan, and what is learned when its result comes.
+
+Only results are learned from, in their order: the same run predicts the same, and so decides the same.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from nanoserve.costs.step_features import HostBatch, StepFeatures
+from nanoserve.costs.work import Chunk, StepWork
+from nanoserve.scheduler.host_cohorts import HostCohorts
+from nanoserve.scheduler.load import Cohort, Decision, Predictor
+from nanoserve.scheduler.plan import HostWork, Row, StepPlan, StepResult
+
+
+@runtime_checkable
+class LearningPredictor(Protocol):
+    """A Predictor that predicts whole steps and is told what they took; ``CorrectedPredictor`` is one."""
+
+    def step_seconds(self, work: StepFeatures) -> float:
+        """The device's time of a step."""
+
+    def observe(self, work: StepFeatures, seconds: float) -> None:
+        """A step took so long."""
+
+    def observe_host(self, sequences: int, context_tokens: int, seconds: float) -> None:
+        """Attention of one layer on the CPU took so long."""
+
+    @property
+    def corrections(self) -> Mapping[str, float]:
+        """By which factor each part is corrected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A step, as it was predicted.
+
+    Attributes:
+        step: of its plan.
+        decision: that the plan carries out, with the alternatives.
+        work: what it holds.
+        predicted: seconds of the device.
+        corrections: factors that were in that.
+        measured: seconds that it took; None while it is in flight.
+    """
+
+    step: int
+    decision: Decision
+    work: StepFeatures
+    predicted: float
+    corrections: Mapping[str, float]
+    measured: float | None = None
+
+
+class Forecasts:
+    """Of the plans in flight, where the predictors learn; of none where they do not.
+
+    Args:
+        predictors: by layout.
+    """
+
+    def __init__(self, predictors: Sequence[Predictor]) -> None:
+        self._predictors = [one if isinstance(one, LearningPredictor) else None for one in predictors]
+        self._in_flight: dict[int, tuple[Forecast, LearningPredictor]] = {}
+        self._newest: LearningPredictor | None = None  # of the last plan
+        self._watchers: list[Callable[[Forecast], None]] = []
+
+    def watch(self, watcher: Callable[[Forecast], None]) -> None:
+        """Show every forecast to it when its step was measured, after what was measured is learned."""
+        self._watchers.append(watcher)
+
+    def of(self, step: int) -> Forecast | None:
+        """That of a plan in flight; None where nobody predicted it."""
+        forecast, _ = self._in_flight.get(step, (None, None))
+        return forecast
+
+    def expect(self, plan: StepPlan, decision: Decision, cohorts: HostCohorts) -> None:
+        """A plan with rows is submitted.
+
+        Args:
+            cohorts: before they follow it.
+        """
+        predictor = self._predictors[plan.layout] if self._predictors else None
+        if predictor is None or not plan.rows:
+            return
+        work = features_of(plan, cohorts)
+        forecast = Forecast(plan.step, decision, work, predictor.step_seconds(work), predictor.corrections)
+        self._in_flight[plan.step] = forecast, predictor
+        self._newest = predictor
+
+    def learn(self, result: StepResult, cohorts: HostCohorts) -> None:
+        """A result has come.
+
+        Args:
+            cohorts: before they advance by it.
+        """
+        if self._newest is not None:
+            for (sequences, context_tokens), seconds in _by_size(result.host_work).items():
+                self._newest.observe_host(sequences, context_tokens, median(seconds))
+        if result.step is None or result.step not in self._in_flight:
+            return
+        forecast, predictor = self._in_flight.pop(result.step)
+        if result.host_lost is not None:
+            return  # what it waited for never came
+        work = forecast.work
+        if work.strategy == "overlap":
+            work = msgspec.structs.replace(work, host=_joined(work, result, forecast.step, cohorts))
+        predictor.observe(work, result.seconds)
+        known = replace(forecast, work=work, measured=result.seconds)
+        for watcher in self._watchers:
+            watcher(known)
+
+    def forget(self) -> None:
+        """Nothing in flight will be measured."""
+        self._in_flight.clear()
+
+
+def features_of(plan: StepPlan, cohorts: HostCohorts) -> StepFeatures:
+    """What a plan amounts to, if all cohorts under way join an overlapped step.
+
+    Args:
+        cohorts: before they follow the plan.
+    """
+    device = _work_of(row for row in plan.rows if row.tier == "device")
+    on_host = [row for row in plan.rows if row.tier == "host"]
+    if plan.strategy == "overlap":
+        beginning = [_batch(on_host, 0)] if on_host else []
+        under_way = [_passing(cohort) for cohort in cohorts.under_way.values()]
+        return StepFeatures(strategy="overlap", device=device, host=(*beginning, *under_way))
+    first, second = ([row for row in on_host if row.sub_batch == number] for number in (0, 1))
+    return StepFeatures(
+        strategy=plan.strategy, device=device, host=_batches(first, cohorts), host_second=_batches(second, cohorts)
+    )
+
+
+def _work_of(rows: Iterable[Row]) -> StepWork:
+    contexts: list[int] = []
+    chunks: list[Chunk] = []
+    sampled = 0
+    for row in rows:
+        sampled += row.sample
+        if len(row.tokens) == 1:
+            contexts.append(row.start + 1)
+        else:
+            chunks.append((row.start, len(row.tokens)))
+    return StepWork.of(contexts, chunks, sampled)
+
+
+def _batches(rows: Iterable[Row], cohorts: HostCohorts) -> tuple[HostBatch, ...]:
+    """Rows of an asymmetric step, by how far they are; one of no tokens is under way, and leaves its cohort."""
+    equally_far: defaultdict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        equally_far[0 if row.tokens else cohorts.layers_behind(row.sequence) + 1].append(row)
+    return tuple(_batch(several, attended) for attended, several in equally_far.items())
+
+
+def _batch(rows: Sequence[Row], attended: int) -> HostBatch:
+    return HostBatch(len(rows), sum([row.start + len(row.tokens) for row in rows]), attended)
+
+
+def _passing(cohort: Cohort) -> HostBatch:
+    """A cohort that joins a step: the CPU has its attention in the layer that it is at."""
+    return HostBatch(cohort.sequences, cohort.context_tokens, cohort.layers + 1)
+
+
+def _joined(work: StepFeatures, result: StepResult, step: int, cohorts: HostCohorts) -> tuple[HostBatch, ...]:
+    """Who took part in an overlapped step: those that began in it, and cohorts that are further now, or through."""
+    beginning = [batch for batch in work.host if batch.attended == 0]
+    layers = {progress.step: progress.layers for progress in result.cohorts}
+    joined = [
+        _passing(cohort)
+        for begun, cohort in cohorts.under_way.items()
+        if begun < step and layers.get(begun, cohort.layers + 1) > cohort.layers
+    ]
+    return (*beginning, *joined)
+
+
+def _by_size(works: Iterable[HostWork]) -> dict[tuple[int, int], list[float]]:
+    """An asymmetric step attends for the same sequences in layer after layer: together they are one number."""
+    seconds: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for work in works:
+        seconds[work.sequences, work.context_tokens].append(work.seconds)
+    return seconds

@@ -1,0 +1,140 @@
+"""Advice: what the layouts that somebody chose are predicted to reach with his requests, and what others would."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from nanoserve.config import DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS, ModelConfig
+from nanoserve.costs import Machine, ParallelLayout, Precision
+from nanoserve.measures.workloads import RequestShape
+from nanoserve.scheduler.registry import make_policy
+from nanoserve.simulator.planning import CacheLimits, Candidate, Candidates, PlannedWork, find_candidates
+
+_SAMPLED_REQUESTS, _SAMPLED_TOKENS = 200, 16_000
+"""Of answers, that are simulated at most: a few tenths of a second for each candidate."""
+_TOP = 2
+_WORTH_SAYING = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a layout or a pair is predicted to reach.
+
+    Attributes:
+        layouts: one, or that of prompts and that of answers; the data parallel degree is in both.
+        tokens_per_second: of prompts and answers together, by all devices.
+    """
+
+    layouts: tuple[ParallelLayout, ...]
+    tokens_per_second: float
+
+    @property
+    def name(self) -> str:
+        """As the papers write it: P4->T4."""
+        return "->".join(layout.name for layout in self.layouts)
+
+    @property
+    def options(self) -> str:
+        """How to ask for it."""
+        if len(self.layouts) > 1:
+            prompts, answers = (layout.name.lower() for layout in self.layouts)
+            return f"--prefill-parallel {prompts} --decode-parallel {answers}"
+        layout = self.layouts[0]
+        if layout.data_parallel > 1:  # from Python alone
+            degrees = ("data_parallel", "pipeline_parallel", "tensor_parallel")
+            return f"LLM({', '.join(f'{name}={getattr(layout, name)}' for name in degrees)})"
+        named = (("--pp", layout.pipeline_parallel), ("--tp", layout.tensor_parallel))
+        return " ".join(f"{option} {degree}" for option, degree in named if degree > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Forecasts for the same requests.
+
+    Attributes:
+        chosen: of what was asked for.
+        others: the most promising alternatives, the fastest first.
+    """
+
+    chosen: Forecast
+    others: tuple[Forecast, ...]
+
+    @property
+    def better(self) -> Forecast | None:
+        """What is predicted to be more than 5 % faster than what was asked for."""
+        best = max(self.others, key=lambda one: one.tokens_per_second, default=self.chosen)
+        return best if best.tokens_per_second > _WORTH_SAYING * self.chosen.tokens_per_second else None
+
+    @property
+    def text(self) -> str:
+        """Two or three lines."""
+        lines = [
+            f"predicted: {self.chosen.tokens_per_second:,.0f} tokens/s under {self.chosen.name},"
+            " prompts and answers together, if every answer is as long as it may be"
+        ]
+        if self.others:
+            named = (f"{one.name} {one.tokens_per_second:,.0f}" for one in self.others)
+            lines.append(f"other layouts of the same devices: {', '.join(named)} tokens/s")
+        if self.better is not None:
+            faster = self.better.tokens_per_second / self.chosen.tokens_per_second - 1
+            lines.append(f"{self.better.name} is predicted to be {faster:.0%} faster: {self.better.options}")
+        return "\n".join(lines)
+
+
+def advise(
+    model: ModelConfig,
+    machine: Machine,
+    chosen: Sequence[ParallelLayout],
+    shapes: Sequence[RequestShape],
+    *,
+    precision: Precision,
+    limits: CacheLimits,
+    policy: str,
+    token_budget: int,
+    max_num_seqs: int,
+) -> Advice:
+    """Compare what was chosen with the best others on the same devices, for a closed batch.
+
+    All are estimated. What was chosen, the two best single layouts and the two best pairs are also simulated, with
+    requests taken evenly from all of them, within about two seconds; what simulation makes of the estimate for these
+    corrects the estimate for all.
+
+    Args:
+        model: the whole of it.
+        machine: with at least as many devices as the layouts have.
+        chosen: one layout, or that of prompts and that of answers, with equal data parallel degrees.
+        shapes: of the requests; answers whose length is not known count as long as they may become.
+        precision: bits of weights and KV cache.
+        limits: what the caches may take.
+        policy: under a single layout, unless it is that of pairs, which these have in any case.
+        token_budget, max_num_seqs: of the engine's steps.
+
+    Raises:
+        UsageError: if what was chosen does not suit the model or the machine, or the memory does not suffice.
+    """
+    devices, every = chosen[0].devices, tuple(shapes)
+    work, sampled = PlannedWork(every), PlannedWork(_sample(every))
+    candidates = find_candidates(model, machine, devices, work, precision=precision, limits=limits)
+    mine = candidates.named("->".join(layout.name for layout in chosen))
+    alone = DEFAULT_POLICY if policy == POLICY_OF_TWO_LAYOUTS else policy
+
+    def forecast(candidate: Candidate) -> Forecast:
+        part = replace(candidate, work=sampled)
+        rules = make_policy(POLICY_OF_TWO_LAYOUTS if candidate.is_pair else alone, token_budget)
+        simulated = sampled.tokens / part.simulate(rules, max_num_seqs).seconds
+        layouts = tuple(replace(costs.layout, data_parallel=candidate.replicas) for costs in candidate.layouts)
+        return Forecast(layouts, candidate.tokens_per_second * simulated / part.tokens_per_second)
+
+    others = [forecast(one) for one in _most_promising(candidates, mine)]
+    others.sort(key=lambda one: one.tokens_per_second, reverse=True)
+    return Advice(forecast(mine), tuple(others))
+
+
+def _most_promising(candidates: Candidates, mine: Candidate) -> list[Candidate]:
+    return [one for one in candidates.best(_TOP).fitting if one is not mine]
+
+
+def _sample(shapes: tuple[RequestShape, ...]) -> tuple[RequestShape, ...]:
+    """As many as can be simulated, evenly over all of them."""
+    mean = sum(shape.output_tokens for shape in shapes) / len(shapes)
+    count = max(1, min(len(shapes), _SAMPLED_REQUESTS, int(_SAMPLED_TOKENS / mean)))
+    return tuple(shapes[place * len(shapes) // count] for place in range(count))

@@ -1,0 +1,70 @@
+"""An engine that is simulated, for the benchmark to measure: a device, and a CPU that tells what it attended."""
+
+import msgspec
+
+from nanoserve.benchmarks.hybrid.policies import HybridEngine
+from nanoserve.costs.corrected_predictor import CorrectedPredictor
+from nanoserve.scheduler.plan import HostWork, StepPlan, StepResult
+from nanoserve.simulator.pipeline import Passage, TieredTimes
+from nanoserve.simulator.tiered_executor import TieredExecutor
+from tests.fakes.linear_predictor import LinearPredictor
+from tests.fakes.observed_executor import dummy_answers
+from tests.simulator.tier_times import TierTimes
+
+BLOCK_SIZE, VOCAB_SIZE, HOST_BLOCKS = 4, 50, 400
+LAYERS, HOST_KEY = 3, 2**-9
+TIMES = TierTimes(num_layers=LAYERS, layer=1.0, token=2**-6, key=2**-9, host_key=HOST_KEY, swap_token=2**-9)
+"""The linear part of a layer is most of it, and the CPU attends as fast as the device: it helps."""
+PREDICTOR = LinearPredictor(num_layers=LAYERS, linear=1.0, row=2**-6, key=2**-9, host_key=HOST_KEY)
+
+
+class HostTellingExecutor(TieredExecutor):
+    """In virtual time, which begins at ``began``; tells of the CPU's work with the next result."""
+
+    def __init__(self, times: TieredTimes, *, began: float = 1000.0) -> None:
+        super().__init__([times], block_size=BLOCK_SIZE, answer=dummy_answers, tier_observers=[self])
+        self._began = began
+        self._attended: list[HostWork] = []
+        self._whole_step = False
+
+    def submit(self, plan: StepPlan) -> None:
+        """Note whether the CPU's work will be that of a layer, or of a step."""
+        self._whole_step = plan.strategy == "asymmetric"
+        super().submit(plan)
+
+    def on_host_attention(self, passage: Passage, seconds: float, rows: int) -> None:
+        """The CPU attends."""
+        layers = LAYERS if self._whole_step else 1
+        seconds /= layers
+        self._attended += [HostWork(rows, round(seconds / HOST_KEY), seconds)] * layers
+
+    def on_swap(self, *arguments: object) -> None:
+        """Not told."""
+
+    def on_transition(self, *arguments: object) -> None:
+        """There is none."""
+
+    def collect(self, until: float | None) -> list[StepResult]:
+        results = super().collect(None if until is None else until - self._began)
+        if results and self._attended:
+            results[0] = msgspec.structs.replace(results[0], host_work=tuple(self._attended))
+            self._attended.clear()
+        return results
+
+    def now(self) -> float:
+        return self._began + super().now()
+
+
+def simulated_engine(times: TierTimes = TIMES) -> HybridEngine:
+    """With other times than the profile's, perhaps."""
+    return HybridEngine(
+        executor=HostTellingExecutor(times),
+        host_blocks=HOST_BLOCKS,
+        max_model_len=200,
+        times=TIMES,
+        predictor=PREDICTOR,
+        make_predictor=lambda: CorrectedPredictor(PREDICTOR),
+        host_threads=1,
+        compiled=False,
+        close=lambda: None,
+    )

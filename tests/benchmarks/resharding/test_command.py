@@ -1,0 +1,144 @@
+"""``bench reshard`` on simulated workers: in virtual time, all of it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoserve.benchmarks.resharding.policies import Workers
+from nanoserve.benchmarks.roofline import BandwidthProbe
+from nanoserve.commands.main import main
+from nanoserve.config import EngineConfig
+from tests.benchmarks.resharding.simulated_workers import BLOCK_SIZE, simulated_alone, simulated_pair
+from triton_ops.cpu import cpu_operators
+
+Run = Callable[..., tuple[int, str, str]]
+RESHARDING = [f"{name}, P2 -> T2" for name in ("prefill-prioritizing", "decode-prioritizing", "transition-minimizing")]
+
+
+class _Steady(BandwidthProbe):
+    def __init__(self) -> None:
+        super().__init__(2**20)
+
+    def read(self) -> float:
+        return 1e10
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Puts simulated workers in the place of real ones; the list fills with those that were closed."""
+    names: list[str] = []
+
+    def noted(workers: Workers) -> Workers:
+        return replace(workers, close=lambda: names.append(f"{workers.name} {len(workers.layouts)}"))
+
+    def open_pair(resolved: Any, config: EngineConfig, model: Any, progress: Any) -> Workers:
+        return noted(simulated_pair())
+
+    def open_alone(resolved: Any, config: EngineConfig, layout: int, model: Any, progress: Any) -> Workers:
+        return noted(simulated_alone(layout))
+
+    monkeypatch.setattr("nanoserve.benchmarks.resharding.engines.open_pair", open_pair)
+    monkeypatch.setattr("nanoserve.benchmarks.resharding.engines.open_alone", open_alone)
+    return names
+
+
+@pytest.fixture
+def bench(
+    closed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Run:
+    """Runs ``nanoserve bench reshard ARGUMENTS`` here; returns exit code, stdout and stderr."""
+    cpu_operators()  # those of this process: looked for where the user keeps them, not in the folder of a test
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # What else runs on the machine would tell rounds apart.
+    monkeypatch.setattr("nanoserve.benchmarks.cpu_load.ForeignLoad.read", lambda self: 0.0)
+    monkeypatch.setattr("nanoserve.benchmarks.roofline.BandwidthProbe", _Steady)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main(["bench", "reshard", "--block-size", str(BLOCK_SIZE), *map(str, arguments)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_everything_at_once(bench: Run, closed: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report, chart, trace = (tmp_path / name for name in ("report.json", "chart.png", "trace.json"))
+    work = ("--requests", 16, "--input", 13, "--output", 9, "--rounds", 2, "--max-num-batched-tokens", 32)
+    files = ("--json", report, "--plot", chart, "--trace-out", trace)
+    code, out, err = bench(*work, "--against-own-workers", *files)
+    assert code == 0, err
+    assert sorted(closed) == ["P2 -> T2 2", "own workers 1", "own workers 1"]
+    found = json.loads(report.read_text())
+    assert found["complete"]
+    alone = ["sarathi, P2", "throttling, P2", "sarathi, T2"]
+    alone += [f"{name}, own workers" for name in alone]
+    assert [row["contender"] for row in found["summary"]] == [*alone, *RESHARDING]
+    first = found["rows"][0]["round"]["contenders"]
+    for name in (*alone, *RESHARDING):
+        assert first[name]["simulated"]["makespan"] == pytest.approx(1, abs=1e-4)
+        assert name in out
+    assert first["sarathi, P2"]["seconds"] == pytest.approx(first["sarathi, P2, own workers"]["seconds"])
+    assert "transition-minimizing over decode-prioritizing, P2 -> T2" in out
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    events = json.loads(trace.read_text())
+    groups = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert groups == {f"{name}: {part}" for name in (*alone, *RESHARDING) for part in ("workers", "scheduler")}
+    assert {"prefill in P2", "draining T2", "re-shard to T2", "KV blocks in the host pool"} <= {
+        event["name"] for event in events
+    }
+
+
+def test_an_interrupt_shows_what_was_measured(
+    bench: Run, closed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = 0
+
+    def interrupted(*arguments: Any, **settings: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        if runs == 6 + 6 + 1:
+            raise KeyboardInterrupt
+        return run_requests(*arguments, **settings)
+
+    from nanoserve.benchmarks.resharding.rounds import run_requests
+
+    monkeypatch.setattr("nanoserve.benchmarks.resharding.rounds.run_requests", interrupted)
+    report = tmp_path / "report.json"
+    code, out, err = bench("--requests", 4, "--input", 13, "--output", 9, "--json", report)
+    assert code == 130
+    assert closed == ["P2 -> T2 2"]
+    assert "1 rows were measured" in err
+    assert "transition-minimizing, P2 -> T2" in out
+    assert not json.loads(report.read_text())["complete"]
+
+
+def test_requests_that_do_not_fit_are_left_out_and_counted(bench: Run, tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("input_tokens,output_tokens\n20,3\n900,3\n30,4\n")
+    code, out, _ = bench("--trace", lengths, "--rounds", 1)
+    assert code == 0
+    assert "1 requests are longer than the context of 120 and left out" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policy", "sarathi"), "--policy: this command compares those that it names; leave it out"),
+        (("--prefill-parallel", "d2p2", "--decode-parallel", "d2t2"), "one engine is measured; leave out the D"),
+        (("--prefill-parallel", "p2", "--decode-parallel", "t4"), "both run on the same ones"),
+        (("--pp", 2), "replace --pp, --tp and --pp-split"),
+        (("--device", "cuda"), "this command measures CPUs"),
+        (("--input", 900, "--output", 1), "every request of 900+1 is longer than the context of 120 tokens"),
+        (("--trace-out", "/none/trace.json"), "cannot write /none/trace.json"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(bench: Run, arguments: tuple[object, ...], message: str) -> None:
+    code, _, err = bench(*arguments)
+    assert code in (1, 2)
+    assert message in err.replace("\n", " ")
+    assert "Traceback" not in err

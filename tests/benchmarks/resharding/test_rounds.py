@@ -1,0 +1,137 @@
+"""Runs with two layouts in virtual time: what is measured of them, and that the simulator makes the same of them."""
+
+import msgspec
+import pytest
+
+from nanoserve.benchmarks.pipeline.running import make_requests
+from nanoserve.benchmarks.resharding.rounds import Figures, ReshardRound, figures_of, pairs
+from nanoserve.benchmarks.resharding.running import ReshardRun, run_requests
+from nanoserve.benchmarks.resharding.simulated import compare_with_simulator
+from nanoserve.errors import RuntimeFailure
+from nanoserve.measures.workloads import RequestShape
+from nanoserve.request import Request
+from nanoserve.scheduler.plan import StepPlan, StepResult
+from tests.benchmarks.resharding.simulated_workers import HOST_LINK, VOCAB_SIZE, contenders, simulated_pair
+from tests.fakes.moving_executor import WEIGHT_BYTES
+
+RESHARDING = [f"{name}-{kind}, P2 -> T2" for name, kind in (("prefill", "prioritizing"), ("decode", "prioritizing"))]
+RESHARDING.append("transition-minimizing, P2 -> T2")
+
+
+def _requests(count: int = 16, output: int = 9) -> list[Request]:
+    return make_requests([RequestShape(13, output)] * count, [0.0] * count, VOCAB_SIZE, seed=0)
+
+
+def _measured(name: str, output: int = 9) -> tuple[ReshardRun, Figures]:
+    contender = contenders(simulated_pair())[name]
+    run = run_requests(contender.place, contender.make_scheduler, _requests(output=output), vocab_size=VOCAB_SIZE)
+    return run, figures_of(contender, run, VOCAB_SIZE, None)
+
+
+def test_who_takes_part() -> None:
+    assert list(contenders(simulated_pair())) == ["sarathi, P2", "throttling, P2", "sarathi, T2", *RESHARDING]
+
+
+@pytest.mark.parametrize("name", RESHARDING)
+def test_phases_cover_the_run_and_moves_are_counted(name: str) -> None:
+    run, figures = _measured(name)
+    phases, reshards, out, back = figures.phases, figures.reshards, figures.swaps_out, figures.swaps_in
+    assert phases is not None and reshards is not None and out is not None and back is not None
+    whole = phases.prefill + phases.decode + phases.draining + phases.resharding
+    assert whole == pytest.approx(figures.seconds)
+    assert figures.transitions == reshards.count >= 3
+    to_p2 = reshards.count // 2
+    assert phases.resharding == pytest.approx(0.5 * (reshards.count - to_p2) + 0.25 * to_p2), "two stages reload less"
+    assert phases.resharding == pytest.approx(reshards.seconds)
+    assert reshards.share_of_link == pytest.approx(WEIGHT_BYTES * reshards.count / reshards.seconds / HOST_LINK)
+    assert out.count == back.count >= 16
+    assert figures.pool_peak is not None and 0.5 < figures.pool_peak <= 1
+    assert figures.output_tokens_per_s == pytest.approx(16 * 9 / figures.seconds)
+    assert sum(plan.transition is not None for plan in run.record.plans) == figures.transitions
+
+
+def test_few_transitions_are_what_it_minimizes() -> None:
+    transitions = [_measured(name)[1].transitions for name in RESHARDING]
+    assert transitions[0] > transitions[1] >= transitions[2] >= 3
+
+
+@pytest.mark.parametrize("name", ["sarathi, P2", "throttling, P2", "sarathi, T2", *RESHARDING])
+def test_the_simulator_makes_the_same_of_a_simulated_run(name: str) -> None:
+    run, figures = _measured(name)
+    compared = figures.simulated
+    assert compared is not None
+    assert compared.makespan == pytest.approx(1, abs=1e-5), "the record's clock ticks"
+    assert compared.simulated_transitions == figures.transitions
+    assert compared.plans == compared.replayed == len(run.record.plans)
+    assert compared.others == 0
+
+
+def test_a_layout_alone_moves_nothing_whatever_the_workers_did_before() -> None:
+    group = simulated_pair()
+    named = contenders(group)
+    for name in ("sarathi, T2", "transition-minimizing, P2 -> T2", "sarathi, P2", "sarathi, T2"):
+        place = named[name].place
+        run = run_requests(place, named[name].make_scheduler, _requests(), vocab_size=VOCAB_SIZE)
+        figures = figures_of(named[name], run, VOCAB_SIZE, 0.5)
+        if len(place.layouts) == 1:
+            assert (figures.transitions, figures.phases, figures.pool_peak, run.moves) == (0, None, None, ())
+            assert group.executor.layout == place.first
+
+
+def test_answers_of_one_token_never_reach_the_second_layout() -> None:
+    run, figures = _measured("transition-minimizing, P2 -> T2", output=1)
+    assert (figures.transitions, figures.simulated) == (0, None)
+    contender = contenders(simulated_pair())["transition-minimizing, P2 -> T2"]
+    assert compare_with_simulator(run, contender.place, contender.make_scheduler, vocab_size=VOCAB_SIZE) is None
+
+
+def test_each_way_of_resharding_is_held_against_all_before_it() -> None:
+    held = pairs(list(contenders(simulated_pair()).values()))
+    assert len(held) == 3 + 4 + 5
+    assert held[0] == ("prefill-prioritizing over sarathi, P2", "prefill-prioritizing, P2 -> T2", "sarathi, P2")
+
+
+def test_a_round_survives_its_report() -> None:
+    _, figures = _measured("transition-minimizing, P2 -> T2")
+    done = ReshardRound(
+        case="work",
+        number=1,
+        bandwidth_before=1.0,
+        bandwidth_after=1.0,
+        foreign_cores=None,
+        contenders={"transition-minimizing, P2 -> T2": figures},
+    )
+    assert msgspec.convert(msgspec.to_builtins(done), ReshardRound) == done
+
+
+def test_workers_that_die_between_two_runs_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = simulated_pair()
+    contender = contenders(group)["sarathi, T2"]
+    monkeypatch.setattr(group.executor, "submit", lambda plan: None)
+    monkeypatch.setattr(group.executor, "collect", lambda until: [StepResult(None, lost="worker 1 was killed")])
+    with pytest.raises(RuntimeFailure, match="when they changed their layout: worker 1 was killed"):
+        run_requests(contender.place, contender.make_scheduler, _requests(), vocab_size=VOCAB_SIZE)
+
+
+def test_a_run_in_which_workers_die_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = simulated_pair()
+    contender = contenders(group)["transition-minimizing, P2 -> T2"]
+    executor, submitted = group.executor, []
+    submit, collect = executor.submit, executor.collect
+
+    def submit_noted(plan: StepPlan) -> None:
+        submitted.append(plan)
+        submit(plan)
+
+    def collect_dying(until: float | None) -> list[StepResult]:
+        results = collect(until)
+        if len(submitted) == 2:
+            executor._pending, executor._in_flight = [], 0  # type: ignore[attr-defined]
+            submitted.append(StepPlan(0))
+            return [StepResult(None, lost="worker 0 was killed")]
+        return results
+
+    monkeypatch.setattr(executor, "submit", submit_noted)
+    monkeypatch.setattr(executor, "collect", collect_dying)
+    with pytest.raises(RuntimeFailure, match="a run in which workers die: worker 0 was killed"):
+        run_requests(contender.place, contender.make_scheduler, _requests(), vocab_size=VOCAB_SIZE)

@@ -1,0 +1,220 @@
+"""A batch under two layouts whose engine is killed, interrupted, or has no room: nothing stays behind, nothing is lost.
+
+Each is a process of its own, ``nanoserve generate``, with a temporary directory that nobody else uses.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import MARK, marked, new_mark
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+SHARED_MEMORY = Path("/dev/shm")
+PATIENCE = 120.0
+PAIR = ("--prefill-parallel", "p2", "--decode-parallel", "t2", "--eager")
+TIGHT = ("--dtype", "float32", "--seed", "3", "--max-model-len", "128", "--max-num-seqs", "4")
+SMALL = ("--kv-cache-memory", "512KiB", "--host-kv-memory", "1MiB")
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 49152,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+
+
+class Batch:
+    """A batch in a folder, and the process that answers it."""
+
+    def __init__(self, folder: Path, *options: str, layouts: Sequence[str] = PAIR, wrapped: str = "exec") -> None:
+        self.target = folder / "out.jsonl"
+        self._temporary = folder / "temporary"
+        self._temporary.mkdir(exist_ok=True)
+        self._names: set[str] = set()
+        self._mark = new_mark()
+        self._shared_seen = False
+        command = [sys.executable, "-m", "nanoserve", "generate", "--file", str(_rows(folder))]
+        command += ["--output", str(self.target), *layouts, *options]
+        self.process = subprocess.Popen(
+            ["sh", "-c", f'{wrapped} "$@"', "sh", *command],
+            cwd=ROOT,
+            env=os.environ | {MARK: self._mark, "TMPDIR": str(self._temporary), "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def shared(self) -> list[str]:
+        """The files that its workers have together in shared memory."""
+        self._names |= {path.name for path in self._temporary.glob("nanoserve-*")}
+        places = (SHARED_MEMORY / f"{name}{ending}" for name in self._names for ending in ("", "-gone"))
+        found = [
+            str(path.relative_to(place)) for place in places for path in [place, *place.rglob("*")] if path.exists()
+        ]
+        self._shared_seen |= bool(found)
+        return found
+
+    @property
+    def started(self) -> bool:
+        """Whether all workers have what they share, which then needs no name any more."""
+        return not self.shared and self._shared_seen
+
+    def wait_for(self, known: Callable[["Batch"], object]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not known(self):
+            assert time.monotonic() < deadline and self.process.poll() is None, self.process.communicate()
+            time.sleep(0.005)
+
+    def end(self) -> list[str]:
+        """Its lines, once it has ended and left nothing behind."""
+        lines = self.process.communicate(timeout=PATIENCE)[1].splitlines()
+        deadline = time.monotonic() + 10
+        while left := [*marked(self._mark), *self._temporary.iterdir(), *self.shared]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.01)
+        advice = ("predicted: ", "other layouts of the same devices: ")
+        return [line for line in lines if not line.startswith(advice) and " is predicted to be " not in line]
+
+
+def _rows(folder: Path) -> Path:
+    choice, path = random.Random(1), folder / "in.jsonl"
+    rows = [
+        {"id": number, "prompt": "Once upon a time. " * choice.randint(1, 12), "max_tokens": choice.randint(2, 40)}
+        | {"temperature": number % 2}
+        for number in range(80)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def answers(path: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        del row["usage"]["cached_tokens"]
+    return sorted(rows, key=lambda row: row["index"])
+
+
+MOMENTS: dict[str, Callable[[Batch], object]] = {
+    "workers start": lambda batch: list((batch.target.parent / "temporary").iterdir()),
+    "there is a pool": lambda batch: "blocks" in batch.shared,
+    "weights are written": lambda batch: any(name.startswith("model/") for name in batch.shared),
+    "workers load": lambda batch: "model/config.json" in batch.shared,
+    "all are ready": lambda batch: batch.started,
+}
+
+
+def rows_are_there(count: int) -> Callable[[Batch], object]:
+    return lambda batch: batch.target.exists() and batch.target.read_bytes().count(b"\n") >= count
+
+
+@pytest.mark.parametrize("moment", [*MOMENTS.values(), rows_are_there(1)], ids=[*MOMENTS, "rows are answered"])
+def test_an_engine_that_is_killed_leaves_nothing_behind(tmp_path: Path, moment: Callable[[Batch], object]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    batch = Batch(tmp_path, "--model", f"dummy:{tmp_path / 'config.json'}", *TIGHT, *SMALL)
+    batch.wait_for(moment)
+    batch.process.kill()
+    batch.end()
+
+
+def test_an_interrupted_batch_goes_on_and_says_the_same(tmp_path: Path) -> None:
+    """Interrupted while the workers start, when they are ready, and thrice in the phases behind."""
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    for folder in (whole, torn):
+        folder.mkdir()
+    (line,) = Batch(whole, *TIGHT, *SMALL).end()
+    transitions = re.search(r"(\d+) transitions", line)
+    assert transitions is not None and int(transitions[1]) > 4, line
+    moments = [MOMENTS["workers start"], MOMENTS["all are ready"], *(rows_are_there(count) for count in (3, 13, 23))]
+    for moment in moments:
+        batch = Batch(torn, *TIGHT, *SMALL)
+        batch.wait_for(moment)
+        before = batch.target.read_bytes() if batch.target.exists() else b""
+        batch.process.send_signal(signal.SIGINT)
+        lines = batch.end()
+        assert batch.process.returncode == 130, lines
+        (line,) = lines
+        assert line.startswith("nanoserve: interrupted: ") and line.endswith("the same command goes on from here")
+        assert batch.target.read_bytes().startswith(before)
+    Batch(torn, *TIGHT, *SMALL).end()
+    assert answers(torn / "out.jsonl") == answers(whole / "out.jsonl")
+
+
+mounting = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root mounts file systems")
+
+
+@mounting
+@pytest.mark.parametrize(
+    ("options", "size", "told", "code"),
+    [
+        (("--host-kv-memory", "64MiB"), "size=16m", "--host-kv-memory 64.0 MiB does not fit into /dev/shm", 2),
+        (("--max-model-len", "64"), "size=64k", "a host pool of 16.0 KiB, 25% of what is free, holds 0 tokens", 2),
+        (("--host-kv-memory", "8MiB"), "size=16m,ro", "workers share memory in /dev/shm, but nothing can be made", 1),
+        (
+            ("--host-kv-memory", "8MiB", "--model", "dummy:qwen3-0.6b"),
+            "size=16m",
+            "give the container more shared memory",
+            1,
+        ),
+    ],
+)
+def test_shared_memory_that_does_not_suffice(
+    tmp_path: Path, options: tuple[str, ...], size: str, told: str, code: int
+) -> None:
+    mounted = f"mount -t tmpfs -o {size} tmpfs /dev/shm && exec"
+    batch = Batch(tmp_path, *options, wrapped=f"exec unshare --mount sh -c '{mounted} \"$@\"' sh")
+    (line,) = batch.end()
+    assert told in line and batch.process.returncode == code
+
+
+@mounting
+def test_workers_that_do_not_share_memory(tmp_path: Path) -> None:
+    """As on two machines: the second of torchrun's has shared memory of its own."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    launch += ["--master-addr", "127.0.0.1", "--master-port", port]
+    command = ["-m", "nanoserve", "generate", "--file", str(_rows(tmp_path)), "--output", str(tmp_path / "out.jsonl")]
+    command += [*PAIR, *SMALL, "--max-model-len", "128", "--model", f"dummy:{tmp_path / 'config.json'}"]
+    elsewhere = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
+    mark = new_mark()
+    processes = [
+        subprocess.Popen(
+            [*place, *launch, "--node-rank", str(number), *command],
+            cwd=ROOT,
+            env=os.environ | {MARK: mark, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, place in enumerate(([], elsewhere))
+    ]
+    said = [process.communicate(timeout=PATIENCE)[1].splitlines() for process in processes]
+    (line,) = [line for line in said[0] if line.startswith("nanoserve: ")]
+    assert line.startswith("nanoserve: cannot open the host pool /dev/shm/nanoserve-")
+    assert line.endswith("so they must run on one machine, and in one container")
+    assert "nanoserve: the command failed on the first machine, which says why" in said[1]
+    assert all(process.returncode != 0 for process in processes) and marked(mark) == []

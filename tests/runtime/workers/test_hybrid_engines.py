@@ -1,0 +1,140 @@
+"""Whole engines whose stages attend on the CPU: the bundled model's answers, and what servers of them live through."""
+
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.costs.profile import write_profile
+from nanoserve.errors import UsageError
+from nanoserve.runtime.workers.executor import WorkersExecutor
+from nanoserve.scheduler.plan import StepPlan
+from tests.costs.profiles import made_up_profile
+from tests.processes import MARK, kill, marked, new_mark, workers
+from tests.server.starting import Server, running, wait_until
+from tests.server.test_faults import LONG, Reader, whole_text
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = ("Once upon a time", "The dog", "A little girl", "One day", "Tom and Sam", "The sun", "Mia had", "In a wood")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+SMALL: dict[str, Any] = {"kv_cache_memory": 1 << 20, "host_kv_memory": 32 << 20, "max_model_len": 100}
+HYBRID = ("--pp", "2", "--policy", "overlap", "--host-kv-memory", "32MiB")
+MODEL = ("--dtype", "float32", "--eager", "--max-model-len", "320", "--kv-cache-memory", "2560KiB")
+"""Room for the longest request on the device, or for two of these."""
+BODIES: list[dict[str, Any]] = [LONG | {"prompt": prompt, "max_tokens": 150} for prompt in PROMPTS]
+
+
+# -------------------------------------------------------------------------------------------------- in this process
+
+
+def ask(llm: LLM) -> list[tuple[int, ...]]:
+    return [tuple(output.outputs[0].token_ids) for output in llm.generate([*PROMPTS, *PROMPTS], GREEDY)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[int, ...]]:
+    with LLM(dtype="float32", eager=True) as llm:
+        return ask(llm)
+
+
+@pytest.fixture
+def strategies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Of the plans that workers are sent with host sequences in them."""
+    count, submit = Counter[str](), WorkersExecutor.submit
+
+    def counting(executor: WorkersExecutor, plan: StepPlan) -> None:
+        count[plan.strategy] += any(row.tier == "host" for row in plan.rows)
+        submit(executor, plan)
+
+    monkeypatch.setattr(WorkersExecutor, "submit", counting)
+    return count
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("policy", ["neo", "overlap", "apex", "hybrid"])
+def test_the_bundled_model_says_the_same(
+    policy: str, stages: int, expected: list[tuple[int, ...]], strategies: Counter[str]
+) -> None:
+    with LLM(dtype="float32", eager=True, policy=policy, pipeline_parallel=stages, **SMALL) as llm:
+        assert ask(llm) == expected
+    assert policy == "hybrid" or strategies.total() > 0, strategies
+
+
+def test_two_engines_of_two_stages(expected: list[tuple[int, ...]], strategies: Counter[str]) -> None:
+    settings = {**SMALL, "host_kv_memory": 64 << 20}
+    with LLM(dtype="float32", eager=True, policy="overlap", pipeline_parallel=2, data_parallel=2, **settings) as llm:
+        assert ask(llm) == expected
+    assert strategies["overlap"] > 0
+
+
+def test_a_profile_of_something_else_is_refused_in_one_line_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MARK, mark := new_mark())
+    path = tmp_path / "profile.json"
+    write_profile(made_up_profile(), path)
+    with pytest.raises(UsageError, match=r"profile.json is a profile of another ") as caught:
+        LLM(dtype="float32", eager=True, policy="overlap", pipeline_parallel=2, profile=str(path), **SMALL)
+    assert "\n" not in str(caught.value)
+    assert marked(mark) == []
+
+
+# ------------------------------------------------------------------------------------------------------- as a server
+
+
+@pytest.fixture(scope="module")
+def whole() -> list[str]:
+    """What is answered where the device has room for all."""
+    with running("--dtype", "float32", "--eager", "--max-model-len", "320") as server:
+        return [whole_text(server, body) for body in BODIES]
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    mark = new_mark()
+    yield mark
+    assert marked(mark) == []
+
+
+def busy(server: Server) -> list[Reader]:
+    """Streams, of which some have their KV in host memory."""
+    readers = [Reader(server, body) for body in BODIES]
+    wait_until(lambda: server.metric("nanoserve:num_sequences_on_host") > 0, 60)
+    return readers
+
+
+def test_a_server_whose_stages_are_killed_and_that_is_told_to_end(whole: list[str], mark: str) -> None:
+    with running(*HYBRID, *MODEL, **{MARK: mark}) as server:
+        for rank in range(2):
+            readers = busy(server)
+            kill(workers(mark)[rank])
+            for reader in readers:
+                reader.join()
+            assert [reader.text for reader in readers] == whole
+        assert server.metric("nanoserve:worker_losses_total") == 2
+        readers = busy(server)
+        server.process.send_signal(signal.SIGTERM)
+        for reader in readers:
+            reader.join()
+        assert [reader.text for reader in readers] == whole
+        assert server.process.wait(60) == 0, server.log
+
+
+def test_a_server_that_is_told_twice_does_not_wait(mark: str) -> None:
+    server = Server("--port", "0", *HYBRID, *MODEL, **{MARK: mark})
+    server.wait_ready()
+    busy(server)
+    for _ in range(2):
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    server.process.wait(20)
+    assert "Traceback" not in server.log
+    assert not server.left_behind(), server.left_behind()
+    shutil.rmtree(server.directory)

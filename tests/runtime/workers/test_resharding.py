@@ -1,0 +1,95 @@
+"""Prompts computed in one parallel layout, answers decoded in another: every request answers what it does alone."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from nanoserve.layout import ParallelLayout
+from nanoserve.runtime.workers.executor import WorkersExecutor
+from nanoserve.scheduler.plan import StepPlan
+from tests.runtime.workers.disturbances import Pair
+from tests.runtime.workers.loads import ROOMY_BLOCKS, TIGHT_BLOCKS, Case, Reference, start_workers
+from tests.runtime.workers.test_layouts import FAMILIES, reference_of
+
+HOST_BLOCKS = 24  # one sequence of full length fits, and hardly a second one
+CASES = [
+    Case("minimizing", token_budget=24, num_blocks=TIGHT_BLOCKS, host_blocks=HOST_BLOCKS, seed=1),
+    Case("minimizing", num_blocks=ROOMY_BLOCKS, host_blocks=3 * HOST_BLOCKS, prefix_caching=False, seed=2),
+    Case("prefill-prioritizing", num_blocks=ROOMY_BLOCKS, host_blocks=ROOMY_BLOCKS, max_num_seqs=3, seed=3),
+    Case("decode-prioritizing", token_budget=7, num_blocks=TIGHT_BLOCKS, host_blocks=HOST_BLOCKS, seed=4),
+]
+
+
+def start_pair(reference: Reference, prefill: str, decode: str) -> WorkersExecutor:
+    first, second = map(ParallelLayout.parse, (prefill, decode))
+    return start_workers(
+        reference,
+        host_blocks=ROOMY_BLOCKS,
+        pipeline_parallel=first.pipeline_parallel,
+        tensor_parallel=first.tensor_parallel,
+        decode_layout=second,
+        policy="seesaw",
+    )
+
+
+def check(reference: Reference, workers: WorkersExecutor, cases: list[Case]) -> None:
+    seen = reference.check(workers, cases)
+    # Copies on write are seldom seen: a parent that is parked has mostly left when its siblings begin to write.
+    assert min(seen.cached_tokens, seen.aborted, seen.swaps, seen.chunks) > 0, seen
+    assert seen.transitions > 2 * len(cases), seen
+
+
+@pytest.fixture(scope="module")
+def two_layouts(reference: Reference) -> Iterator[WorkersExecutor]:
+    with closing(start_pair(reference, "P2", "T2")) as workers:
+        yield workers
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.policy} {case.num_blocks}")
+def test_answers_are_those_of_one_process(reference: Reference, two_layouts: WorkersExecutor, case: Case) -> None:
+    seen = reference.check(two_layouts, [case])
+    assert seen.transitions >= 1 and seen.swaps > 0, seen
+
+
+def test_what_moved_is_told_by_every_worker(two_layouts: WorkersExecutor) -> None:
+    two_layouts.take_moves()
+    target = 1 - two_layouts.layout
+    two_layouts.submit(StepPlan(7, transition=target))
+    (result,) = two_layouts.collect(None)
+    assert result.step == 7 and two_layouts.layout == target
+    moves = two_layouts.take_moves()
+    assert sorted(move.rank for move in moves) == [0, 1]
+    assert all(move.num_bytes > 0 and move.began < move.ended for move in moves)
+
+
+def test_a_worker_dies_in_the_middle_of_a_transition(reference: Reference, two_layouts: WorkersExecutor) -> None:
+    pair = Pair(two_layouts, reference)
+    pair.live_while("to decode", lambda: pair.send(1, signal.SIGKILL))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, tmp_path: Path) -> None:
+    reference = reference_of(family, tmp_path)
+    with closing(start_pair(reference, "T2P2", "T4")) as workers:
+        check(reference, workers, CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill", "decode"), [("P4", "T4"), ("T4", "P4"), ("T2P2", "P4"), ("T2", "P2")])
+def test_every_pair_of_layouts(prefill: str, decode: str, tmp_path: Path) -> None:
+    """Of four tensor-parallel ranks, two have the same key-value head."""
+    reference = reference_of("llama", tmp_path, num_hidden_layers=4, vocab_size=155, intermediate_size=93)
+    with closing(start_pair(reference, prefill, decode)) as workers:
+        check(reference, workers, CASES)
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "throttling"])
+def test_ordinary_policies_preempt_by_swaps(reference: Reference, two_layouts: WorkersExecutor, policy: str) -> None:
+    """In the first layout alone, a pipeline: what moves does so beside the steps of others."""
+    case = Case(policy, token_budget=24, num_blocks=TIGHT_BLOCKS, host_blocks=3 * HOST_BLOCKS, seed=5)
+    seen = reference.check(two_layouts, [case])
+    assert seen.swaps > 0 and seen.transitions == 0, seen
