@@ -326,20 +326,11 @@ def _make_policy(config: EngineConfig, host_blocks: int = 0) -> Policy:
 
 
 def make_predictors(speeds: MachineSpeeds | None, model: ModelConfig, config: EngineConfig) -> Sequence[Predictor]:
-    """What steps and moves will take, by layout; nobody knows where no speeds were measured.
-
-    Where the CPU attends, it is taken to read as fast as a worker that computes on it does, or as the link to a GPU
-    does; what steps then take corrects that.
-    """
+    """What steps and moves will take, by layout; nobody knows where no speeds were measured."""
     if speeds is None:
         return ()
     dtype = str(resolve_dtype(config.dtype, torch.device(config.device), model.dtype)).removeprefix("torch.")
-    on_cpu = torch.device(config.device).type == "cpu"
-    reads = speeds.memory_bandwidth if on_cpu else speeds.host_link_bandwidth
-    attends = config.attends_on_host
-    machine = measured_machine(speeds, devices=config.num_workers, host_read_bandwidth=reads if attends else None)
-    predictors = layout_predictors(machine, model, dtype, config.layouts)
-    return tuple(CorrectedPredictor(one) for one in predictors) if attends else predictors
+    return layout_predictors(measured_machine(speeds, devices=config.num_workers), model, dtype, config.layouts)
 
 
 def _default_params(defaults: SamplingDefaults) -> SamplingParams:

@@ -121,7 +121,7 @@ def ratios(
     """
     values: dict[tuple[str, str, str], list[float]] = {}
     for place, state in sorted(bandwidth_states(rounds).items()):
-        for (called, metric), ratio in _ratios_within(rounds[place].contenders, held, metrics).items():
+        for (called, metric), ratio in ratios_within(rounds[place].contenders, held, metrics).items():
             values.setdefault((called, metric, state), []).append(ratio)
     return [
         Ratio(*key, rounds=len(found), median=statistics.median(found), low=min(found), high=max(found))
@@ -129,9 +129,10 @@ def ratios(
     ]
 
 
-def _ratios_within(
+def ratios_within(
     contenders: Mapping[str, ComparedFigures], held: Sequence[tuple[str, str, str]], metrics: Sequence[str]
 ) -> dict[tuple[str, str], float]:
+    """Of one round: by what a pair is called and metric; without those that one of the two does not have."""
     found = {}
     for called, over, under in held:
         for metric in metrics:

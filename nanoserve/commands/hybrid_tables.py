@@ -34,7 +34,7 @@ def show_hybrid(report: "Report", policies: Sequence[str]) -> str:
     if not summary:
         return title
     print_table(f"{title}, {_how(facts)}", _run_columns(policies[0]), summary, keys=2)
-    print_table("steps, and what was moved", _step_columns(), summary, keys=2)
+    print_table("steps, what was moved, and what the engine takes per step", _step_columns(), summary, keys=2)
     print_table("latencies, in ms: tokens apart by where their KV was", _latency_columns(), summary, keys=2)
     heading = "errors: of the predicted time of steps (median of their sizes), of the simulated output tok/s"
     print_table(heading, _error_columns(), summary, keys=2)
@@ -80,7 +80,24 @@ def _put_figures(report: "Report", policies: Sequence[str]) -> list[dict[str, An
     report.put("ratios", compared)
     report.put("samples", kept)
     report.put("findings", found)
+    report.put("means", _means(report, policies))
     return summary
+
+
+def _means(report: "Report", policies: Sequence[str]) -> dict[str, dict[str, float]]:
+    """By KV limit, over all lengths of answers: geometric means of the ratios within rounds."""
+    from operator import attrgetter
+    from statistics import geometric_mean
+
+    from nanoserve.benchmarks.contenders import ratios_within
+    from nanoserve.benchmarks.hybrid.rounds import RATIOS, pairs
+
+    found: dict[str, dict[str, list[float]]] = {}
+    for rows, rounds in _by_case(report).values():
+        for done in filter(attrgetter("counts"), rounds):
+            for (called, _), ratio in ratios_within(done.contenders, pairs(policies), RATIOS).items():
+                found.setdefault(f"KV {rows[0]['share']:.0%}", {}).setdefault(called, []).append(ratio)
+    return {share: {name: geometric_mean(held) for name, held in of.items()} for share, of in found.items()}
 
 
 def _by_case(report: "Report") -> "dict[str, tuple[list[dict[str, Any]], list[HybridRound]]]":
@@ -108,6 +125,9 @@ def _remarks(report: "Report") -> Iterator[str]:
     beyond = [f"{name} in {case}" for case in found for name in found[case]["beyond_bound"]]
     if beyond:
         yield f"beyond the closed forms' bounds in some round: {'; '.join(beyond)}"
+    for share, means in report.document["means"].items():
+        each = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
+        yield f"geometric means of all rounds that count, {share}: {each}"
     held = [one for one in report.document["ratios"] if one["ratio"]["contenders"].startswith(f"{_PREDICTING} over")]
     worse = [f"{one['ratio']['median']:.2f} in {one['case']}" for one in held if one["ratio"]["median"] < _NEVER_WORSE]
     if held:
@@ -156,6 +176,7 @@ def _step_columns() -> "list[Column]":
         ("swaps out", "swaps_out", ",.0f"),
         ("swaps in", "swaps_in", ",.0f"),
         ("preempted", "preemptions", ",.0f"),
+        ("engine ms", "engine_ms", ".2f"),
     )
 
 

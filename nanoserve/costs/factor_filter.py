@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from math import log, sqrt
 
+import numpy as np
+
 _BOUND = log(8.0)
 """No factor is believed to be beyond 8, or below an eighth."""
 _MOST_DEVIATIONS, _MOST_AT_ONCE = 2.0, log(2.0)
@@ -55,8 +57,8 @@ class FactorFilter:
 
     def __init__(self, prior: Sequence[Sequence[float]]) -> None:
         self.mean = [0.0] * len(prior)
-        self._prior = [list(row) for row in prior]
-        self._covariance = [list(row) for row in prior]
+        self._covariance = np.array(prior)
+        self._doubt = _FADING * self._covariance
 
     def observe(self, gradient: Mapping[int, float], error: float, noise: Noise) -> None:
         """Take one number in.
@@ -66,19 +68,18 @@ class FactorFilter:
             error: logarithm of what was measured over what was expected.
             noise: of such numbers; is told of this one.
         """
-        along = [sum([row[index] * slope for index, slope in gradient.items()]) for row in self._covariance]
-        known = sum([along[index] * slope for index, slope in gradient.items()])
+        slopes = np.zeros(len(self.mean))
+        slopes[list(gradient)] = list(gradient.values())
+        along = self._covariance @ slopes
+        known = float(along @ slopes)
         most = min(_MOST_DEVIATIONS * sqrt(known + noise.variance), _MOST_AT_ONCE)
         expected = known + noise.variance * max(1.0, abs(error) / most)
         step = min(max(error, -most), most) / expected
-        self.mean = [min(max(mean + one * step, -_BOUND), _BOUND) for mean, one in zip(self.mean, along, strict=True)]
-        self._covariance = [
-            [
-                covariance - one * other / expected + _FADING * (before - covariance)
-                for covariance, other, before in zip(row, along, prior, strict=True)
-            ]
-            for row, one, prior in zip(self._covariance, along, self._prior, strict=True)
-        ]
+        moved = zip(self.mean, along.tolist(), strict=True)
+        self.mean = [min(max(mean + one * step, -_BOUND), _BOUND) for mean, one in moved]
+        self._covariance *= 1.0 - _FADING
+        self._covariance += self._doubt
+        self._covariance -= np.outer(along, along / expected)
         noise.observe(error)
 
     def drift_back(self, factors: Iterable[int]) -> None:

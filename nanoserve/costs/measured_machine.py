@@ -11,7 +11,7 @@ import msgspec
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.counts import Precision
-from nanoserve.costs.hardware import Device, Link, Machine, Processor
+from nanoserve.costs.hardware import Device, Link, Machine
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.errors import UsageError
@@ -55,7 +55,6 @@ def measured_machine(
     devices: int,
     memory_bytes: float = 0.0,
     host_memory_bytes: float = 0.0,
-    host_read_bandwidth: float | None = None,
 ) -> Machine:
     """A node of so many workers.
 
@@ -64,7 +63,6 @@ def measured_machine(
         devices: how many, each a device of its own to the cost model, whatever processor they share.
         memory_bytes: of one of them; 0 if nobody asks, as predictors do not.
         host_memory_bytes: of the node, for pairs of layouts; 0 if nobody asks.
-        host_read_bandwidth: bytes per second that the CPU reads when it attends; None where it does not.
     """
     return Machine(
         name="this machine",
@@ -79,17 +77,10 @@ def measured_machine(
         link=Link(name="between workers", bandwidth=speeds.link_bandwidth, latency=speeds.link_latency, measured=True),
         network=None,
         host_link=Link(name="to host memory", bandwidth=speeds.host_link_bandwidth, latency=0.0, measured=True),
-        processor=_processor(speeds, host_read_bandwidth),
+        processor=None,
         host_memory_bytes=host_memory_bytes,
         source="measured at start",
     )
-
-
-def _processor(speeds: MachineSpeeds, read_bandwidth: float | None) -> Processor | None:
-    """A CPU that attends as fast as it reads."""
-    if read_bandwidth is None:
-        return None
-    return Processor(name="this processor", memory_bandwidth=read_bandwidth, flops=speeds.flops, measured=True)
 
 
 def precision_of(dtype: str) -> Precision:

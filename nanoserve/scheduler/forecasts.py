@@ -12,10 +12,10 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from nanoserve.costs.step_features import HostBatch, StepFeatures
-from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.scheduler.host_cohorts import HostCohorts
 from nanoserve.scheduler.load import Cohort, Decision, Predictor
 from nanoserve.scheduler.plan import HostWork, Row, StepPlan, StepResult
+from nanoserve.scheduler.plan_work import work_of
 
 
 @runtime_checkable
@@ -126,7 +126,7 @@ def features_of(plan: StepPlan, cohorts: HostCohorts) -> StepFeatures:
     Args:
         cohorts: before they follow the plan.
     """
-    device = _work_of(row for row in plan.rows if row.tier == "device")
+    device = work_of(row for row in plan.rows if row.tier == "device")
     on_host = [row for row in plan.rows if row.tier == "host"]
     if plan.strategy == "overlap":
         beginning = [_batch(on_host, 0)] if on_host else []
@@ -136,19 +136,6 @@ def features_of(plan: StepPlan, cohorts: HostCohorts) -> StepFeatures:
     return StepFeatures(
         strategy=plan.strategy, device=device, host=_batches(first, cohorts), host_second=_batches(second, cohorts)
     )
-
-
-def _work_of(rows: Iterable[Row]) -> StepWork:
-    contexts: list[int] = []
-    chunks: list[Chunk] = []
-    sampled = 0
-    for row in rows:
-        sampled += row.sample
-        if len(row.tokens) == 1:
-            contexts.append(row.start + 1)
-        else:
-            chunks.append((row.start, len(row.tokens)))
-    return StepWork.of(contexts, chunks, sampled)
 
 
 def _batches(rows: Iterable[Row], cohorts: HostCohorts) -> tuple[HostBatch, ...]:

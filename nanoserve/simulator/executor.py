@@ -4,8 +4,9 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from nanoserve.costs.work import Chunk, StepWork
+from nanoserve.costs.work import StepWork
 from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
+from nanoserve.scheduler.plan_work import work_of
 from nanoserve.simulator.pipeline import DECOUPLED, Passage, Pipeline, Runtime, StepTimes
 
 END_TOKEN, DUMMY_TOKEN = 0, 1
@@ -39,20 +40,6 @@ class DummyModel:
 
     def _next(self, row: Row) -> int:
         return DUMMY_TOKEN if row.start + len(row.tokens) < self._last[row.sequence] else END_TOKEN
-
-
-def work_of(rows: Iterable[Row], sum_up: Callable[[list[int], list[Chunk], int], StepWork]) -> StepWork:
-    """What rows amount to; the work of ``StepTimes`` sums up contexts of decodes, chunks and how many are sampled."""
-    contexts: list[int] = []
-    chunks: list[Chunk] = []
-    sampled = 0
-    for row in rows:
-        sampled += row.sample
-        if len(row.tokens) == 1:
-            contexts.append(row.start + 1)
-        else:
-            chunks.append((row.start, len(row.tokens)))
-    return sum_up(contexts, chunks, sampled)
 
 
 class SimulatedExecutor:

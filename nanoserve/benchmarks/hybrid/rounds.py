@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import msgspec
 
@@ -26,6 +27,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         seconds: from the first arrival to the last token.
         device_share, processor_share: of that time, in which a step was under way, and in which the CPU attended.
+        engine_ms: the engine's part of a step, the median: from when results are known until the next plan is made.
         swaps_out, swaps_in: sequences that moved from device to host memory, and back.
         errors: of what was predicted of the steps.
         gains: of steps without prompts, over the device alone; None until the round is over.
@@ -39,6 +41,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     steps: StepCounts
     device_share: float
     processor_share: float
+    engine_ms: float
     swaps_out: int
     swaps_in: int
     preemptions: int
@@ -115,7 +118,7 @@ def _with_gains(
 
 def figures_of(run: HybridRun, simulated: Simulation, foreign_cores: float | None) -> Figures:
     """What came of a run."""
-    seconds, plans = run.outcome.makespan, run.record.plans
+    seconds, record, plans = run.outcome.makespan, run.record, run.record.plans
     directions = [swap.direction for plan in plans for swap in plan.swaps]
     attending = sum(work.seconds for result in run.results for work in result.host_work)
     return Figures(
@@ -125,6 +128,7 @@ def figures_of(run: HybridRun, simulated: Simulation, foreign_cores: float | Non
         steps=StepCounts.of(plans),
         device_share=sum(result.seconds for result in run.results) / seconds,
         processor_share=attending / seconds,
+        engine_ms=1000 * median(record.handed_over[plan.step] - record.submitted[plan.step] for plan in plans),
         swaps_out=directions.count("out"),
         swaps_in=directions.count("in"),
         preemptions=run.preemptions,

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from nanoserve.benchmarks.pipeline.running import PipelineRun
 from nanoserve.benchmarks.pipeline.stages import parts_by_stage, stage_shares
-from nanoserve.costs.work import StepWork
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.measures.figures import save_figure
 from nanoserve.runtime.phases import step_tokens
 from nanoserve.runtime.traced_executor import RunTrace
-from nanoserve.simulator.executor import work_of
+from nanoserve.scheduler.plan_work import work_of
 from nanoserve.simulator.pipeline import Passage
 from nanoserve.simulator.plots import add_legend, draw_stages, draw_tokens
 from nanoserve.simulator.window import StepWindow
@@ -61,7 +60,7 @@ def _window(shown: ShownRun) -> StepWindow:
     stages = parts_by_stage(shown.run, shown.tensor_parallel)
     for plan, *parts in zip(record.plans, *stages, strict=True):
         passages = [Passage(times.started - began, times.computed - began) for times in parts]
-        window.on_step(record.handed_over[plan.step] - began, plan, work_of(plan.rows, StepWork.of), passages)
+        window.on_step(record.handed_over[plan.step] - began, plan, work_of(plan.rows), passages)
     return window
 
 

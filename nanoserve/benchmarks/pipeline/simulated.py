@@ -9,14 +9,14 @@ import msgspec
 
 from nanoserve.benchmarks.pipeline.running import Outcome, PipelineRun, TokenTimes
 from nanoserve.benchmarks.pipeline.stages import parts_by_stage
-from nanoserve.costs.work import StepWork
 from nanoserve.engine import Engine
 from nanoserve.measures.metrics import MILLISECONDS
 from nanoserve.runtime.stage_times import StageTimes
 from nanoserve.scheduler.plan import Answer, StepPlan
+from nanoserve.scheduler.plan_work import work_of
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.driving import drive
-from nanoserve.simulator.executor import SimulatedExecutor, work_of
+from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.measured_stages import MeasuredStages, MeasuredStep
 from nanoserve.simulator.record import Record, replay
 
@@ -111,7 +111,7 @@ def measured_steps(run: PipelineRun, tensor_parallel: int = 1) -> list[MeasuredS
         host = max(0.0, parts[0].prepared - max(prepared, began[plan.step]))
         free, prepared = [times.computed for times in parts], parts[0].prepared
         stage_seconds = tuple(max(0.0, end - start) for start, end in zip(starts, free, strict=True))
-        steps.append(MeasuredStep(work_of(plan.rows, StepWork.of), stage_seconds, tuple(sends), host))
+        steps.append(MeasuredStep(work_of(plan.rows), stage_seconds, tuple(sends), host))
     return steps
 
 

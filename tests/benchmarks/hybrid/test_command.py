@@ -80,6 +80,10 @@ def test_everything_at_once(bench: Run, closed: list[EngineConfig], tmp_path: Pa
     assert overlap["output_tokens_per_s"] > by_name["13+40, KV 30%", "sarathi"]["output_tokens_per_s"]
     assert overlap["ratio"].startswith("1.") and by_name["13+40, KV 30%", "sarathi"]["ratio"] is None
     assert overlap["simulation_error"] == pytest.approx(0, abs=1e-4)
+    ratios = [row["ratio"]["median"] for row in found["ratios"] if row["case"].endswith("100%")]
+    assert set(found["means"]["KV 100%"].values()) == {1.0} == set(ratios)
+    assert found["means"]["KV 30%"]["overlap over sarathi"] > 1
+    assert overlap["engine_ms"] == 0, "virtual time stands still while the engine thinks"
     assert "where the device holds everything, no step was hybrid" in out
     assert "hybrid is at 98% of the device alone or above in 4 of 4 cases with rounds that count" in out
     assert chart.read_bytes().startswith(b"\x89PNG")

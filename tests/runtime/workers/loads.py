@@ -53,7 +53,7 @@ def requests(vocab_size: int, *, schemas: bool) -> list[Request]:
         (tokens[80:81], SamplingParams(temperature=0.0, max_tokens=16, frequency_penalty=2.0), {}),
         (shared[:30], SamplingParams(temperature=0.9, top_p=0.8, n=2, max_tokens=14), {}),
         (
-            tokens[90:107],
+            tokens[90:108],
             SamplingParams(temperature=1.5, top_k=9, repetition_penalty=1.3, n=3, max_tokens=10, logprobs=3),
             {},
         ),
