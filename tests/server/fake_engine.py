@@ -18,9 +18,9 @@ from tests.fakes.memory_checking_executor import next_token
 PROGRAM = "from tests.server.fake_engine import main; main()"
 BROKEN = "broken"
 """A file of this name in the model's directory keeps the engine from starting."""
-POISON_TOKEN = 666
-"""A prompt that begins with it kills the engine."""
-WORKER_POISON_TOKEN = 667
+POISON_TOKEN = 4094
+"""A prompt that begins with it kills the engine. No prompt that is drawn by lot does: those end at 4000."""
+WORKER_POISON_TOKEN = 4095
 """A prompt that begins with it kills workers as often as its second token says; at the third time none come again."""
 MAX_LOSSES = 3
 WORKER_START_SECONDS = 0.5
