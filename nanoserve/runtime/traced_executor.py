@@ -225,7 +225,9 @@ class TracedExecutor:
             for result in results:
                 forecast = None if result.step is None else self._scheduler.forecasts.of(result.step)
                 self._trace.on_result(result, now, forecast)
-                self._host.on_result(result, now, forecast)
+                self._host.on_result(result, now)
+                if forecast is not None:
+                    self._host.on_corrections(self._scheduler.forecasts.corrections, now)
                 self._write_phases(self._phases.on_result(result, now))
                 if self._take_times is None and result.step is not None:
                     self._trace.on_computed(result, now)

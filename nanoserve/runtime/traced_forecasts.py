@@ -78,8 +78,8 @@ class HostTrace:
             track = next(track for track in count() if track not in taken)
             self._cohorts.append(_Cohort(plan.step, track, now, len(beginning), beginning))
 
-    def on_result(self, result: StepResult, now: float, forecast: Forecast | None) -> None:
-        """Something became known; ``forecast`` is that of the plan that ended, if it did and was predicted."""
+    def on_result(self, result: StepResult, now: float) -> None:
+        """Something became known."""
         self._write_works(result.host_work, now)
         if result.host_lost is not None:
             self._file.bar(self._processor, result.host_lost, now - self._began, now - self._began)
@@ -89,9 +89,12 @@ class HostTrace:
             cohort.waiting -= answered
             if all_lost or not cohort.waiting:
                 self._end(cohort, now)
-        if forecast is not None and forecast.corrections != self._corrections:
-            self._corrections = forecast.corrections
-            factors = {name: round(factor, 3) for name, factor in forecast.corrections.items()}
+
+    def on_corrections(self, corrections: Mapping[str, float], now: float) -> None:
+        """A step that was predicted has ended; these factors have been learned from those before it."""
+        if corrections != self._corrections:
+            self._corrections = corrections
+            factors = {name: round(factor, 3) for name, factor in corrections.items()}
             self._file.counter(self._scheduler, "corrections of the prediction", now - self._began, factors)
 
     def forget_plans(self) -> None:

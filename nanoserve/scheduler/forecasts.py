@@ -45,7 +45,6 @@ class Forecast:
         decision: that the plan carries out, with the alternatives.
         work: what it holds.
         predicted: seconds of the device.
-        corrections: factors that were in that.
         measured: seconds that it took; None while it is in flight.
     """
 
@@ -53,7 +52,6 @@ class Forecast:
     decision: Decision
     work: StepFeatures
     predicted: float
-    corrections: Mapping[str, float]
     measured: float | None = None
 
 
@@ -74,6 +72,11 @@ class Forecasts:
         """Show every forecast to it when its step was measured, after what was measured is learned."""
         self._watchers.append(watcher)
 
+    @property
+    def corrections(self) -> Mapping[str, float]:
+        """By which factor each part is corrected now; nothing where nobody learns."""
+        return {} if self._newest is None else self._newest.corrections
+
     def of(self, step: int) -> Forecast | None:
         """That of a plan in flight; None where nobody predicted it."""
         forecast, _ = self._in_flight.get(step, (None, None))
@@ -89,7 +92,7 @@ class Forecasts:
         if predictor is None or not plan.rows:
             return
         work = features_of(plan, cohorts)
-        forecast = Forecast(plan.step, decision, work, predictor.step_seconds(work), predictor.corrections)
+        forecast = Forecast(plan.step, decision, work, predictor.step_seconds(work))
         self._in_flight[plan.step] = forecast, predictor
         self._newest = predictor
 

@@ -54,7 +54,17 @@ def tiny(tmp_path: Path) -> str:
 
 def test_a_profile_is_measured_written_shown_and_simulated(run: Run, tiny: str, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    limits = ("--max-num-batched-tokens", 64, "--max-num-seqs", 8, "--kv-cache-memory", "2MiB", "--eager", "--dtype", "float32")
+    limits = (
+        "--max-num-batched-tokens",
+        64,
+        "--max-num-seqs",
+        8,
+        "--kv-cache-memory",
+        "2MiB",
+        "--eager",
+        "--dtype",
+        "float32",
+    )
     code, out, err = run("profile", "-m", tiny, *limits, "--json", path)
     assert code == 0
     assert "measuring, round 3" in err

@@ -94,9 +94,9 @@ def on_host(*sequences: int) -> tuple[Row, ...]:
 def test_the_cpus_work_is_drawn_back_to_back_up_to_when_it_was_told(tmp_path: Path) -> None:
     with ChromeTraceFile(tmp_path / "trace.json") as file:
         trace = HostTrace(file, 10.0, scheduler="s", workers="w")
-        trace.on_result(StepResult(None, host_work=(HostWork(2, 18, 1.0), HostWork(1, 5, 2.0))), 14.0, None)
-        trace.on_result(StepResult(None, host_work=(HostWork(1, 6, 3.0),)), 16.0, None)  # some of it was before 14
-        trace.on_result(StepResult(1, host_lost="it hangs"), 17.0, None)
+        trace.on_result(StepResult(None, host_work=(HostWork(2, 18, 1.0), HostWork(1, 5, 2.0))), 14.0)
+        trace.on_result(StepResult(None, host_work=(HostWork(1, 6, 3.0),)), 16.0)  # some of it was before 14
+        trace.on_result(StepResult(1, host_lost="it hangs"), 17.0)
     bars, _ = events_of(tmp_path / "trace.json")
     spans = [(bar["ts"] / 1e6, bar["dur"] / 1e6) for bar in bars["attention on the CPU"]]
     assert spans == [(1, 1), (2, 2), (4, 2), (7, 0)]
@@ -110,11 +110,11 @@ def test_a_cohort_lasts_until_all_of_it_is_answered_or_lost(end: str, tmp_path: 
         trace = HostTrace(file, 0.0, scheduler="s", workers="w")
         trace.on_submit(StepPlan(3, rows=on_host(5, 6), strategy="overlap"), 1.0)
         trace.on_submit(StepPlan(4, rows=on_host(7), strategy="overlap"), 2.0)
-        trace.on_result(StepResult(4, (Answer(5, (1,)),)), 3.0, None)
+        trace.on_result(StepResult(4, (Answer(5, (1,)),)), 3.0)
         last = StepResult(5, (Answer(6, (1,)),)) if end == "answered" else StepResult(5, **{end: "killed"})
-        trace.on_result(last, 4.0, None)
+        trace.on_result(last, 4.0)
         trace.on_submit(StepPlan(6, rows=on_host(8), strategy="overlap"), 5.0)
-        trace.on_result(StepResult(6, (Answer(8, (1,)),)), 6.0, None)
+        trace.on_result(StepResult(6, (Answer(8, (1,)),)), 6.0)
     bars, _ = events_of(tmp_path / "trace.json")
     first, another = bars["cohort 0"]
     assert (first["name"], first["ts"], first["dur"]) == ("2 host sequences", 1e6, 3e6)
@@ -127,5 +127,5 @@ def test_cohorts_of_a_failed_step_are_forgotten(tmp_path: Path) -> None:
         trace = HostTrace(file, 0.0, scheduler="s", workers="w")
         trace.on_submit(StepPlan(3, rows=on_host(5, 6), strategy="overlap"), 1.0)
         trace.forget_plans()
-        trace.on_result(StepResult(None, lost="killed"), 2.0, None)
+        trace.on_result(StepResult(None, lost="killed"), 2.0)
     assert "cohort 0" not in events_of(tmp_path / "trace.json")[0]

@@ -104,13 +104,14 @@ def test_a_forecast_is_there_while_its_plan_is_in_flight_and_shown_when_it_is_me
     forecasts.watch(shown.append)
     decision = Decision(5, 1)
     forecasts.expect(StepPlan(0, rows=DEVICE_ROWS), decision, NOBODY)
-    expected = Forecast(0, decision, StepFeatures(strategy="device", device=DEVICE_WORK), 7.0, {"steps": 0.0})
+    expected = Forecast(0, decision, StepFeatures(strategy="device", device=DEVICE_WORK), 7.0)
     assert forecasts.of(0) == expected
     forecasts.learn(StepResult(None, swapped=(1,)), NOBODY)
     assert not shown
     forecasts.learn(StepResult(0, seconds=3.0), NOBODY)
     assert shown == [replace(expected, measured=3.0)]
     assert learner.steps == [(expected.work, 3.0)]
+    assert forecasts.corrections == {"steps": 1.0}
     assert forecasts.of(0) is None
 
 
