@@ -107,6 +107,7 @@ def test_a_cache_that_was_built_for_another_instruction_set(tmp_path: Path, stor
     assert answer(**here, ATEN_CPU_CAPABILITY=older) == (story, [])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to a core here")
 @pytest.mark.parametrize("threads", [None, "4"])
 def test_one_core_only(story: str, threads: str | None) -> None:
@@ -127,6 +128,7 @@ def busy_neighbours() -> Iterator[None]:
             neighbour.wait()
 
 
+@pytest.mark.slow
 def test_busy_neighbours(story: str) -> None:
     with busy_neighbours():
         text, notices = answer(OMP_NUM_THREADS=None)

@@ -59,7 +59,7 @@ def test_latency_writes_a_table_json_and_a_chart(bench: Run, tmp_path: Path) -> 
 def test_throughput_of_a_trace_leaves_out_what_is_too_long(bench: Run, tmp_path: Path) -> None:
     trace, report = tmp_path / "trace.csv", tmp_path / "report.json"
     trace.write_text("input_tokens,output_tokens\n5,2\n900000,2\n3,4\n")
-    code, out, _ = bench("throughput", "--trace", trace, "--json", report)
+    code, out, _ = bench("throughput", "--eager", "--trace", trace, "--json", report)
     assert code == 0
     assert "1 requests are longer than the context" in out
     row = json.loads(report.read_text())["rows"][0]
@@ -75,7 +75,7 @@ def test_throughput_of_a_trace_leaves_out_what_is_too_long(bench: Run, tmp_path:
         (("throughput", "--device", "cuda:1"), "--device cuda:1: this command measures CPUs"),
         (("compare", "--device", "cuda"), "for a GPU there is nanoserve bench gpu"),
         (("latency", "--repeats", "0"), "--repeats"),
-        (("latency", "--input", "1048576"), "needs a context of"),
+        (("latency", "--eager", "--input", "1048576"), "needs a context of"),
         (("throughput", "--preset", "huge"), "--preset 'huge' is not one of nano-vllm, cpu, cpu-small"),
         (("throughput", "--preset", "cpu", "--trace", "x"), "give --preset or --trace, not both"),
         (("throughput", "--trace", "missing.csv"), "cannot read the trace missing.csv"),
@@ -114,7 +114,7 @@ def test_an_interrupted_benchmark_keeps_what_was_measured(
     monkeypatch.setattr(EngineDriver, "run", interrupted)
     report = tmp_path / "report.json"
     sizes = ("--batch-sizes", "1,2", "--input", 4, "--output", 2, "--repeats", 1)
-    code, out, err = bench("latency", *sizes, "--json", report)
+    code, out, err = bench("latency", "--eager", *sizes, "--json", report)
     assert code == 130
     assert "interrupted: 1 rows were measured" in err
     assert "1 x 4+2" in out

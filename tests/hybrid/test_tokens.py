@@ -43,7 +43,7 @@ def test_fixed_lives_of_every_family() -> None:
     assert seen.host_rows["finished by asymmetric"] > 0, "no cohort part-way through its layers was finished"
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(family=st.sampled_from(FAMILIES), case=CASES, requests=st.integers(2, 6))
 def test_any_life_of_any_family(family: str, case: Case, requests: int) -> None:
     model = small_model(family)

@@ -21,7 +21,7 @@ from nanoserve.server.messages import Add, Command, EngineMessage, EngineStats, 
 from nanoserve.server.sockets import COMMANDS, REPORTS
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.fakes.reference import expected_tokens
-from tests.server.fake_engine import WORKER_POISON_TOKEN, PacedExecutor
+from tests.server.fake_engine import VOCAB_SIZE, WORKER_POISON_TOKEN, PacedExecutor
 
 CONTEXT = 64
 
@@ -67,7 +67,7 @@ class Wire:
 
 def _engine() -> Engine:
     scheduler = Scheduler(ChunkedPrefill(64), num_blocks=32, block_size=4, max_model_len=CONTEXT)
-    return Engine(scheduler, MemoryCheckingExecutor(32, 4), vocab_size=1000)
+    return Engine(scheduler, MemoryCheckingExecutor(32, 4), vocab_size=VOCAB_SIZE)
 
 
 @pytest.fixture

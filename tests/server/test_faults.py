@@ -138,6 +138,7 @@ def test_nothing_is_left_of_a_start_that_was_ended(moment: float) -> None:
         list(threads.map(end_by, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")
 def test_a_compiler_ends_with_the_engine_it_works_for(tmp_path: Path) -> None:
     model = [word for word in MODEL if word != "--eager"]
@@ -251,6 +252,7 @@ def test_streams_go_on_when_workers_die(fake: Server, whole: str) -> None:
     fake.wait_idle()
 
 
+@pytest.mark.slow
 def test_when_no_workers_come_any_more_the_server_stays_up_and_says_so() -> None:
     with running_fake(RETRY_SECONDS="5") as server:
         whole = whole_text(server, LONG)

@@ -79,6 +79,7 @@ def _end_all(cases: Iterable[Case]) -> None:
         list(threads.map(_end_at, cases))
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_start_that_was_ended() -> None:
     _end_all(
         [

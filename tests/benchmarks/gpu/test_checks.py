@@ -50,6 +50,7 @@ def test_other_tokens_are_told_by_their_request() -> None:
     assert (fields["ok"], fields["different_requests"]) == (False, [2])
 
 
+@pytest.mark.slow
 def test_steps_can_be_overlapped_and_not_with_the_same_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU in a GPU's place: two plans in flight, then one."""
 

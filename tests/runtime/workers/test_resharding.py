@@ -64,6 +64,7 @@ def test_what_moved_is_told_by_every_worker(two_layouts: WorkersExecutor) -> Non
     assert all(move.num_bytes > 0 and move.began < move.ended for move in moves)
 
 
+@pytest.mark.slow
 def test_a_worker_dies_in_the_middle_of_a_transition(reference: Reference, two_layouts: WorkersExecutor) -> None:
     pair = Pair(two_layouts, reference)
     pair.live_while("to decode", lambda: pair.send(1, signal.SIGKILL))
