@@ -67,7 +67,7 @@ class Wire:
 
 def _engine() -> Engine:
     scheduler = Scheduler(ChunkedPrefill(64), num_blocks=32, block_size=4, max_model_len=CONTEXT)
-    return Engine(scheduler, MemoryCheckingExecutor(32, 4), vocab_size=VOCAB_SIZE)
+    return Engine(scheduler, MemoryCheckingExecutor(32, 4), vocab_size=1000)
 
 
 @pytest.fixture
@@ -175,8 +175,7 @@ def test_commands_are_taken_while_no_step_ends(wire: Wire) -> None:
 
 
 def test_the_last_word_is_why_the_engine_runs_nothing_any_more(wire: Wire) -> None:
-    executor = PacedExecutor(32, 4)
-    wire.engine.executor = executor
+    wire.engine.executor, wire.engine.vocab_size = PacedExecutor(32, 4), VOCAB_SIZE
     wire.send(Add(Request("r", (WORKER_POISON_TOKEN, 3), SamplingParams(), seed=0)))
     wire.loop.run()
     messages = [wire.hear()]
