@@ -167,6 +167,7 @@ class TracedExecutor:
         self._file = file
         self._closes_file = not engine
         self._scheduler = scheduler
+        scheduler.forecasts.of_all = True
         began = executor.now()
         one_layout = len(layouts) == 1
         whose = "" if engine is None else f"engine {engine}: "

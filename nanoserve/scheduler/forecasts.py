@@ -1,6 +1,8 @@
 """Forecasts: what was predicted of each plan, and what is learned when its result comes.
 
-Only results are learned from, in their order: the same run predicts the same, and so decides the same.
+Only results are learned from, in their order: the same run predicts the same, and so decides the same. Once many were,
+one in four is: predicting a step and learning from it takes Python a tenth of a millisecond, and small models have
+steps of five.
 """
 
 from collections import defaultdict
@@ -16,6 +18,9 @@ from nanoserve.scheduler.host_cohorts import HostCohorts
 from nanoserve.scheduler.load import Cohort, Decision, Predictor
 from nanoserve.scheduler.plan import HostWork, Row, StepPlan, StepResult
 from nanoserve.scheduler.plan_work import work_of
+
+_MANY, _ONE_IN = 256, 4
+"""So many results are all learned from; of those after them, one in so many."""
 
 
 @runtime_checkable
@@ -56,20 +61,25 @@ class Forecast:
 
 
 class Forecasts:
-    """Of the plans in flight, where the predictors learn; of none where they do not.
+    """Of plans in flight, where the predictors learn; of none where they do not.
 
     Args:
         predictors: by layout.
+
+    Attributes:
+        of_all: whether every plan is predicted, as a trace wants it; else only those that are learned from.
     """
 
     def __init__(self, predictors: Sequence[Predictor]) -> None:
         self._predictors = [one if isinstance(one, LearningPredictor) else None for one in predictors]
-        self._in_flight: dict[int, tuple[Forecast, LearningPredictor]] = {}
+        self.of_all = False
+        self._in_flight: dict[int, tuple[Forecast, LearningPredictor | None]] = {}
         self._newest: LearningPredictor | None = None  # of the last plan
+        self._plans, self._host_results = _Lessons(), _Lessons()
         self._watchers: list[Callable[[Forecast], None]] = []
 
     def watch(self, watcher: Callable[[Forecast], None]) -> None:
-        """Show every forecast to it when its step was measured, after what was measured is learned."""
+        """Show it each forecast when its step was measured, after what was measured is learned."""
         self._watchers.append(watcher)
 
     @property
@@ -91,10 +101,12 @@ class Forecasts:
         predictor = self._predictors[plan.layout] if self._predictors else None
         if predictor is None or not plan.rows:
             return
-        work = features_of(plan, cohorts)
-        forecast = Forecast(plan.step, decision, work, predictor.step_seconds(work))
-        self._in_flight[plan.step] = forecast, predictor
         self._newest = predictor
+        is_lesson = self._plans.next_is_one()
+        if is_lesson or self.of_all:
+            work = features_of(plan, cohorts)
+            forecast = Forecast(plan.step, decision, work, predictor.step_seconds(work))
+            self._in_flight[plan.step] = forecast, predictor if is_lesson else None
 
     def learn(self, result: StepResult, cohorts: HostCohorts) -> None:
         """A result has come.
@@ -102,7 +114,7 @@ class Forecasts:
         Args:
             cohorts: before they advance by it.
         """
-        if self._newest is not None:
+        if self._newest is not None and result.host_work and self._host_results.next_is_one():
             for (sequences, context_tokens), seconds in _by_size(result.host_work).items():
                 self._newest.observe_host(sequences, context_tokens, median(seconds))
         if result.step is None or result.step not in self._in_flight:
@@ -113,7 +125,8 @@ class Forecasts:
         work = forecast.work
         if work.strategy == "overlap":
             work = msgspec.structs.replace(work, host=_joined(work, result, forecast.step, cohorts))
-        predictor.observe(work, result.seconds)
+        if predictor is not None:
+            predictor.observe(work, result.seconds)
         known = replace(forecast, work=work, measured=result.seconds)
         for watcher in self._watchers:
             watcher(known)
@@ -121,6 +134,17 @@ class Forecasts:
     def forget(self) -> None:
         """Nothing in flight will be measured."""
         self._in_flight.clear()
+
+
+class _Lessons:
+    """Which of many numbers of a kind are learned from."""
+
+    def __init__(self) -> None:
+        self._before = 0
+
+    def next_is_one(self) -> bool:
+        self._before += 1
+        return self._before <= _MANY or self._before % _ONE_IN == 0
 
 
 def features_of(plan: StepPlan, cohorts: HostCohorts) -> StepFeatures:

@@ -12,6 +12,7 @@ not fit is parked in host memory. Without a host tier or a predictor they are Ch
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 from nanoserve.scheduler.load import Alternative, Decision, Load, Predictor, check_parameter
@@ -211,9 +212,8 @@ class HybridByPrediction:
         predictor, alone = step.predictor, step.decode_only_seconds
         waiting = load.waiting_tokens // max(load.first_waiting_tokens, step.host_keys)
         served = step.hidden(alone, min(load.host_decodes + waiting, load.host_blocks // load.first_parked_blocks))
-        full = replace(step, host=served)
-        sizes, seconds = full.pipelined()
-        asymmetric = (full.seconds + sum(sizes) * step.token_seconds) / seconds
+        sizes, seconds = step.pipelined(served)
+        asymmetric = (step.seconds + sum(sizes) * step.token_seconds) / seconds
         joining = step.linear_seconds(step.decodes + served) - step.linear_seconds(step.decodes)
         # Sequences come and go: half of so many are there on average.
         gained = served / 2 / (predictor.num_layers + 1) * step.token_seconds
@@ -321,9 +321,11 @@ def _overlapped(load: Load, plan: Decision, cohorts: int) -> Decision:
     return replace(plan, strategy="overlap", host_decodes=(begin, 0))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Step:
     """The device-only step at hand, and the host sequences there are to add. Seconds of one layer where not said.
+
+    What a decision asks for several times is predicted once: on small models deciding is no small part of a step.
 
     Attributes:
         predictor: tells the times.
@@ -358,22 +360,22 @@ class _Step:
     def rows(self) -> int:
         return self.decodes + self.prefill
 
-    @property
+    @cached_property
     def tlin(self) -> float:
         """Tlin; of one row where nothing decodes."""
         return self.predictor.linear_seconds(max(1, self.decodes))
 
-    @property
+    @cached_property
     def tgatt(self) -> float:
         return self.predictor.attention_seconds(self.keys)
 
-    @property
+    @cached_property
     def tlin_pref(self) -> float:
-        return self.linear_seconds(self.rows)
+        return self.linear_seconds(self.rows) if self.prefill or not self.decodes else self.tlin
 
-    @property
+    @cached_property
     def tgatt_pref(self) -> float:
-        return self.tgatt + self.predictor.prefill_attention_seconds(self.prefill)
+        return self.tgatt + (self.predictor.prefill_attention_seconds(self.prefill) if self.prefill else 0.0)
 
     @property
     def ng(self) -> float:
@@ -385,24 +387,28 @@ class _Step:
         """NC: as fast as it would compute all host sequences that are there."""
         return self.host / self.cpu_seconds(self.host)
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Of the whole step."""
         return self.whole_seconds(self.tlin_pref + self.tgatt_pref)
 
-    @property
+    @cached_property
     def decode_only_seconds(self) -> float:
         """Of the whole step, had it no prompts."""
         return self.whole_seconds(self.tlin + self.tgatt)
 
-    @property
+    @cached_property
     def token_seconds(self) -> float:
         """What one decode of the step takes without prompts."""
         return self.decode_only_seconds / max(1, self.decodes)
 
     def whole_seconds(self, layer_seconds: float) -> float:
         """Of a step whose layers take so long each."""
-        return self.predictor.num_layers * layer_seconds + self.predictor.step_overhead_seconds()
+        return self.predictor.num_layers * layer_seconds + self._overhead
+
+    @cached_property
+    def _overhead(self) -> float:
+        return self.predictor.step_overhead_seconds()
 
     def linear_seconds(self, rows: int) -> float:
         """0 for no rows: the weights are not read."""
@@ -416,10 +422,15 @@ class _Step:
         """How many host sequences, at most ``most``, the CPU serves within the window."""
         return bisect_right(range(1, most + 1), window, key=self.cpu_seconds)
 
-    def pipelined(self) -> tuple[tuple[int, int], float]:
-        """NEO's greedy choice: host sequences of sub-batches 0 and 1, and the seconds of the whole step."""
-        second = self.hidden(self.tlin_pref + self.tgatt_pref, self.host) if self.rows else 0
+    def pipelined(self, host: int | None = None) -> tuple[tuple[int, int], float]:
+        """NEO's greedy choice: host sequences of sub-batches 0 and 1, and the seconds of the whole step.
+
+        Args:
+            host: how many there are to choose from; None for all.
+        """
+        most = self.host if host is None else host
+        second = self.hidden(self.tlin_pref + self.tgatt_pref, most) if self.rows else 0
         tlin_second = self.linear_seconds(second)
-        first = self.hidden(tlin_second, self.host - second) if second else 0
+        first = self.hidden(tlin_second, most - second) if second else 0
         seconds = self.whole_seconds(self.linear_seconds(self.rows + first) + self.tgatt_pref + tlin_second)
         return (first, second), seconds * self.predictor.slowdown("asymmetric")

@@ -218,7 +218,7 @@ def test_policies_import_nothing_but_the_load() -> None:
     for name in ("baselines", "token_throttling", "transition_minimizing", "hybrid", "preempting_by_swap"):
         tree = ast.parse((folder / f"{name}.py").read_text())
         modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert modules <= {"bisect", "dataclasses", "typing", "nanoserve.scheduler.load"}
+        assert modules <= {"bisect", "dataclasses", "functools", "typing", "nanoserve.scheduler.load"}
 
 
 def test_unknown_policies_and_empty_budgets_are_refused() -> None:
