@@ -1,6 +1,5 @@
 """--host-kv-memory with one device: what has no room on it waits in host memory, and the answers stay the same."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.costs import load_shape
 from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.errors import UsageError
-from nanoserve.runtime.layer_marks import LayerMarks
-from nanoserve.runtime.swapping import BlockMover, Swapper
-from nanoserve.scheduler.plan import Swap
+from tests.runtime.swaps import watch_swaps
 
 PROMPTS = ["Once upon a time", "The dog", "A little girl named Lily went to the park", "One day, a boy", "Tom and Sam"]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -27,14 +24,7 @@ def answers(**settings: object) -> tuple[list[tuple[int, ...]], LLM]:
 
 
 def test_preempted_sequences_move_and_their_answers_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[str] = []
-    begin = Swapper.begin
-
-    def beginning(swapper: Swapper, swaps: Sequence[Swap], mover: BlockMover) -> LayerMarks | None:
-        moved.extend(swap.direction for swap in swaps)
-        return begin(swapper, swaps, mover)
-
-    monkeypatch.setattr(Swapper, "begin", beginning)
+    moved = watch_swaps(monkeypatch)
     alone, _ = answers()
     there_and_back, swapping = answers(kv_cache_memory=450_000, host_kv_memory=2_000_000)
     assert moved.count("out") == moved.count("in") > 0

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoserve.costs.analysis import Analysis, BatchRow, OperatorRow
-from nanoserve.measures.figures import save_figure
+from nanoserve.measures.figures import save_figure, titled_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,12 +30,7 @@ def plot_analysis(
     Raises:
         RuntimeFailure: if the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title)
+    figure = titled_figure(title, 13, 5.5)
     roof, curve = figure.subplots(1, 2)
     _draw_roofline(roof, analysis, phases)
     _draw_batches(curve, analysis, batches)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.benchmarks.tables import Column
-from nanoserve.measures.figures import save_figure
+from nanoserve.measures.figures import save_figure, titled_figure
 
 
 def plot_bars(path: Path, title: str, label: str, values: Sequence[Column], rows: Sequence[dict[str, Any]]) -> None:
@@ -16,13 +16,8 @@ def plot_bars(path: Path, title: str, label: str, values: Sequence[Column], rows
     Raises:
         RuntimeFailure: if the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     names = [label.format(**row) for row in rows]
-    figure = Figure(figsize=(4 + 3 * len(values), 1.5 + 0.35 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title)
+    figure = titled_figure(title, 4 + 3 * len(values), 1.5 + 0.35 * len(rows))
     panels = figure.subplots(1, len(values), sharey=True, squeeze=False)[0]
     for panel, column in zip(panels, values, strict=True):
         texts = [column.text(row) for row in rows]
@@ -58,12 +53,7 @@ def plot_lines(
     Raises:
         RuntimeFailure: if the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(1 + 3.6 * len(panels), 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title)
+    figure = titled_figure(title, 1 + 3.6 * len(panels), 4)
     places = range(len(rows))
     for plot, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for column in panel.lines:

@@ -23,6 +23,17 @@ def check_plotting(path: Path | None) -> None:
         raise UsageError(f"--plot needs matplotlib: {INSTALL}")
 
 
+def titled_figure(title: str, width: float, height: float) -> "Figure":
+    """An empty one of that many inches, to be drawn on and saved without a screen."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    return figure
+
+
 def save_figure(figure: "Figure", path: Path) -> None:
     """Write a drawn figure as PNG.
 

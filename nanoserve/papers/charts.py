@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from nanoserve.measures.figures import save_figure
+from nanoserve.measures.figures import save_figure, titled_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,15 +86,10 @@ def draw(chart: Chart, path: Path) -> None:
     Raises:
         RuntimeFailure: if it cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     columns = min(chart.columns, len(chart.panels))
     rows = math.ceil(len(chart.panels) / columns)
     width = _LONE_WIDTH if columns == 1 else columns * _PANEL_WIDTH
-    figure = Figure(figsize=(width, _HEAD + rows * _PANEL_HEIGHT), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(chart.title)
+    figure = titled_figure(chart.title, width, _HEAD + rows * _PANEL_HEIGHT)
     places = [axes for line in figure.subplots(rows, columns, squeeze=False) for axes in line]
     for axes, panel in zip(places, chart.panels, strict=False):
         _draw_panel(axes, panel)

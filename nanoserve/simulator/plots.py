@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoserve.measures.figures import save_figure
+from nanoserve.measures.figures import save_figure, titled_figure
 from nanoserve.simulator.result import SimulationResult
 from nanoserve.simulator.window import StepWindow, WindowStep
 
@@ -52,12 +52,7 @@ def plot_simulation(path: Path, title: str, runs: Sequence[PlottedRun]) -> None:
 
 def draw_simulation(title: str, runs: Sequence[PlottedRun]) -> "Figure":
     """A row for each policy, and below a panel in which their KV caches are compared."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 3.6 + 2.7 * len(runs)), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title)
+    figure = titled_figure(title, 15, 3.6 + 2.7 * len(runs))
     grid = figure.add_gridspec(len(runs) + 1, 2)
     most = max(decodes + prompt for run in runs for _, _, decodes, prompt in run.result.tokens_series)
     end = max(run.result.seconds for run in runs)

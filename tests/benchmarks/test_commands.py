@@ -1,7 +1,7 @@
 """The commands, on the bundled model with work so small that it takes no time, and on fakes."""
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +12,18 @@ from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.peers.catalog import PEERS, PeerKind
 from nanoserve.benchmarks.peers.protocol import Opening
 from nanoserve.benchmarks.roofline import BandwidthProbe
-from nanoserve.commands.main import main
+from tests.benchmarks.conftest import Run
 from tests.benchmarks.fakes import FakePeer
-from triton_ops.cpu import cpu_operators
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """Runs ``nanoserve bench ARGUMENTS`` here; returns exit code, stdout and stderr."""
-    cpu_operators()  # those of this process: looked for where the user keeps them, not in the folder of a test
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def bench(run_command: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs ``nanoserve bench ARGUMENTS`` here, which looks at the machine but briefly."""
     monkeypatch.setenv("CXX", str(tmp_path / "none"))  # nothing is built for the processes that a benchmark starts
     monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZE", 64)
     monkeypatch.setattr("nanoserve.benchmarks.local.BandwidthProbe", lambda: BandwidthProbe(2**20))
     monkeypatch.setattr("nanoserve.benchmarks.roofline.READ_BYTES", 2**20)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main(["bench", *map(str, arguments)])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+    return partial(run_command, "bench")
 
 
 def test_latency_writes_a_table_json_and_a_chart(bench: Run, tmp_path: Path) -> None:

@@ -9,22 +9,18 @@ import pytest
 
 from nanoserve.benchmarks.profiling.measuring import SIZES
 from nanoserve.benchmarks.roofline import BandwidthProbe
-from nanoserve.commands.main import main
 from nanoserve.costs.profile import read_profile
 from nanoserve.runtime.profiling.parts import beside_host
 from nanoserve.runtime.profiling.rounds import Effort, curve_of, difference_of, grid_of, take_rounds
-from triton_ops.cpu import cpu_operators
+from tests.benchmarks.conftest import Run
 
 FEWEST_ROUNDS = 3
 BRIEFLY = Effort(seconds=0.0, fewest_rounds=FEWEST_ROUNDS, most_rounds=FEWEST_ROUNDS, longest_sample=1.0)
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """Runs ``nanoserve ARGUMENTS`` here, with few sizes; returns exit code, stdout and stderr."""
-    cpu_operators()  # those of this process: looked for where the user keeps them, not in the folder of a test
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def run(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs ``nanoserve ARGUMENTS`` here, with few sizes."""
     monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZE", 64)
     measuring = "nanoserve.benchmarks.profiling.measuring"
     monkeypatch.setattr(f"{measuring}.BandwidthProbe", lambda: BandwidthProbe(2**20))
@@ -32,13 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     few = replace(SIZES, tokens=(1, 4, 40, 64), batches=(1, 4), contexts=(16, 32), copies=(2**10, 2**12))
     monkeypatch.setattr(f"{measuring}.SIZES", replace(few, kv_bytes=2**20))
     monkeypatch.setattr("nanoserve.benchmarks.profiling.prediction.MOST_REQUESTS", 4)
-
-    def command(*arguments: object) -> tuple[int, str, str]:
-        code = main(list(map(str, arguments)))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return command
+    return run_command
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from typing import Any
 from nanoserve.engine import EngineStatus
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
 from nanoserve.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams, SequenceUpdate
+from tests.fakes.engine_status import NOTHING
 
 PAUSE = 0.02
 
@@ -91,23 +92,15 @@ class FakeLLM:
     def status(self) -> EngineStatus:
         """The layout changes every ten steps of a batch; a quarter of host memory is in use."""
         turns = self.steps // 10
-        return EngineStatus(
+        return replace(
+            NOTHING,
             layouts=(turns % 2,),
-            changing=(False,),
             running=1,
-            on_host=0,
-            waiting=0,
-            free_blocks=0,
             total_blocks=10,
             free_host_blocks=3,
             total_host_blocks=4,
-            prompt_tokens=0,
-            output_tokens=0,
-            preemptions=0,
             steps=self.steps,
             transitions=turns,
-            losses=0,
-            host_losses=0,
         )
 
     def default_sampling_params(self) -> SamplingParams:

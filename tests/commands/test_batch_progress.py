@@ -1,5 +1,6 @@
 """What is counted between the steps of a batch under two layouts, and how it is said."""
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -8,6 +9,7 @@ from nanoserve.commands.batch_progress import Phases
 from nanoserve.engine import EngineStatus
 from nanoserve.layout import ParallelLayout
 from nanoserve.request import Request, SamplingParams, Sequence, SequenceUpdate
+from tests.fakes.engine_status import NOTHING
 
 NAMES = count()
 PAIR = (ParallelLayout(pipeline_parallel=4), ParallelLayout(tensor_parallel=4))
@@ -16,23 +18,13 @@ PAIR = (ParallelLayout(pipeline_parallel=4), ParallelLayout(tensor_parallel=4))
 def engine(
     layout: int, used: int = 0, *, changing: bool = False, transitions: int = 0, blocks: int = 100
 ) -> EngineStatus:
-    return EngineStatus(
+    return replace(
+        NOTHING,
         layouts=(layout,),
         changing=(changing,),
-        running=0,
-        on_host=0,
-        waiting=0,
-        free_blocks=0,
-        total_blocks=0,
         free_host_blocks=blocks - used,
         total_host_blocks=blocks,
-        prompt_tokens=0,
-        output_tokens=0,
-        preemptions=0,
-        steps=0,
         transitions=transitions,
-        losses=0,
-        host_losses=0,
     )
 
 

@@ -2,41 +2,26 @@
 
 import json
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from tests.commands.test_pair_faults import TIGHT, Batch, answers, rows_are_there
+from tests.hybrid.servers import BODIES, HYBRID, MODEL, busy, tell_twice, texts, whole_texts
 from tests.server.starting import Server, running, shared_memory, wait_until
-from tests.server.test_faults import COMPLETION, LONG, Reader, whole_text
+from tests.server.test_faults import COMPLETION, Reader
 
 pytestmark = pytest.mark.slow
-
-HYBRID = ("--policy", "overlap", "--host-kv-memory", "32MiB")
-MODEL = ("--dtype", "float32", "--eager", "--max-model-len", "320", "--kv-cache-memory", "2560KiB")
-"""Room for the longest request on the device, or for two of these."""
-PROMPTS = ("Once upon a time", "The dog", "A little girl", "One day", "Tom and Sam", "The sun", "Mia had", "In a wood")
-BODIES: list[dict[str, Any]] = [LONG | {"prompt": prompt, "max_tokens": 150} for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
 def whole() -> list[str]:
     """What is answered where the device has room for all."""
-    with running("--dtype", "float32", "--eager", "--max-model-len", "320") as server:
-        return [whole_text(server, body) for body in BODIES]
-
-
-def busy(server: Server) -> list[Reader]:
-    """Streams, of which some have their KV in host memory."""
-    readers = [Reader(server, body) for body in BODIES]
-    wait_until(lambda: server.metric("nanoserve:num_sequences_on_host") > 0, 60)
-    return readers
+    return whole_texts()
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +32,7 @@ def server() -> Iterator[Server]:
 
 def test_answers_are_those_of_a_device_with_room_for_all(server: Server, whole: list[str]) -> None:
     readers = busy(server)
-    for reader in readers:
-        reader.join()
-    assert [reader.text for reader in readers] == whole
+    assert texts(readers) == whole
     server.wait_idle()
     assert server.metric("nanoserve:host_kv_cache_usage_perc") == 0
 
@@ -72,18 +55,14 @@ def test_an_engine_that_is_stopped_for_a_moment_goes_on(server: Server, whole: l
     os.kill(engine, signal.SIGSTOP)
     time.sleep(0.8)
     os.kill(engine, signal.SIGCONT)
-    for reader in readers:
-        reader.join()
-    assert [reader.text for reader in readers] == whole
+    assert texts(readers) == whole
     assert server.engine_process_id() == engine and server.metric("nanoserve:host_losses_total") == 0
 
 
 def test_an_engine_that_is_killed_is_replaced(server: Server, whole: list[str]) -> None:
     readers = busy(server)
     os.kill(server.engine_process_id(), signal.SIGKILL)
-    for reader in readers:
-        reader.join()
-    assert [reader.text for reader in readers] == whole
+    assert texts(readers) == whole
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -92,23 +71,12 @@ def test_a_server_that_is_told_to_end_answers_what_it_has(number: signal.Signals
         readers, processes = busy(server), [server.process.pid, *server.descendants()]
         assert not any(shared_memory(process) for process in processes), "nothing there could be left behind"
         server.process.send_signal(number)
-        for reader in readers:
-            reader.join()
-        assert [reader.text for reader in readers] == whole
+        assert texts(readers) == whole
         assert server.process.wait(60) == 0, server.log
 
 
 def test_a_server_that_is_told_twice_does_not_wait() -> None:
-    server = Server("--port", "0", *HYBRID, *MODEL)
-    server.wait_ready()
-    busy(server)
-    for _ in range(2):
-        server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
-    server.process.wait(20)
-    assert "Traceback" not in server.log
-    assert not server.left_behind(), server.left_behind()
-    shutil.rmtree(server.directory)
+    tell_twice(*HYBRID, *MODEL)
 
 
 def test_an_interrupted_batch_goes_on_and_says_the_same(tmp_path: Path) -> None:

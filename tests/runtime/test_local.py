@@ -1,7 +1,6 @@
 """LocalExecutor keeps the Executor's contract."""
 
 import threading
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,14 +11,14 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import Request, SamplingParams, SequenceUpdate
 from nanoserve.runtime.host_pool import HostPool
-from nanoserve.runtime.layer_marks import LayerMarks
 from nanoserve.runtime.local import LocalExecutor
-from nanoserve.runtime.swapping import BlockMover, Swapper
+from nanoserve.runtime.swapping import BlockMover
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.plan import Begin, Executor, Row, StepPlan, StepResult, Swap
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.runtime.small_model import VOCAB_SIZE, dense_greedy, small_config, small_decoder
+from tests.runtime.swaps import watch_swaps
 
 PROMPT = (7, 3, 58, 21, 9)
 
@@ -198,14 +197,7 @@ def test_tokens_are_the_same_where_sequences_move_to_host_memory_and_back(
 ) -> None:
     config, decoder = small_config(), small_decoder()
     requests, alone = requests_and_tokens()
-    moved: list[str] = []
-    begin = Swapper.begin
-
-    def beginning(swapper: Swapper, swaps: Sequence[Swap], mover: BlockMover) -> LayerMarks | None:
-        moved.extend(swap.direction for swap in swaps)
-        return begin(swapper, swaps, mover)
-
-    monkeypatch.setattr(Swapper, "begin", beginning)
+    moved = watch_swaps(monkeypatch)
     for prefix_caching in (True, False):
         moved.clear()
         together, scheduler = run(

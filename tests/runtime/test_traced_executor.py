@@ -3,7 +3,6 @@
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.driving import drive
 from nanoserve.simulator.executor import SimulatedExecutor
 from tests.fakes.observed_executor import ObservedExecutor, dummy_answers
+from tests.runtime.tracks import tracks_of
 from tests.simulator.linear_times import LinearTimes
 
 
@@ -47,20 +47,11 @@ def _run(executor: Executor, path: Path) -> None:
     engine.close()
 
 
-def _tracks(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
-    for event in events:
-        if event["ph"] == "X":
-            found[names[event["tid"]]].append(event)
-    return found
-
-
 def test_bars_of_a_track_do_not_overlap_and_tell_all_tokens(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     _run(ObservedExecutor(LinearTimes(num_stages=2, step=1.0, send=0.25, host=0.125)), path)
     events = json.loads(path.read_text())
-    tracks = _tracks(events)
+    tracks = tracks_of(events)
     assert set(tracks) == {"micro-batch 0", "micro-batch 1", "stage 0", "stage 1"}
     for bars in tracks.values():
         spans = sorted((bar["ts"], bar["ts"] + bar["dur"]) for bar in bars)
@@ -78,7 +69,7 @@ def test_bars_of_a_track_do_not_overlap_and_tell_all_tokens(tmp_path: Path) -> N
 def test_one_process_has_a_track_of_what_it_computed(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     _run(SimulatedExecutor(LinearTimes(), answer=dummy_answers), path)
-    tracks = _tracks(json.loads(path.read_text()))
+    tracks = tracks_of(json.loads(path.read_text()))
     assert set(tracks) == {"micro-batch 0", "stage 0"}
     assert [bar["dur"] for bar in tracks["stage 0"]] == [1e6] * len(tracks["micro-batch 0"])
 
@@ -100,7 +91,7 @@ def test_a_loss_is_shown_and_frees_the_tracks(tmp_path: Path) -> None:
         trace.on_result(StepResult(None, lost="worker 1 was killed"), 2.0)
         trace.on_submit(StepPlan(1), 3.0)
         trace.on_result(StepResult(1), 4.0)
-    tracks = _tracks(json.loads(path.read_text()))
+    tracks = tracks_of(json.loads(path.read_text()))
     assert [(bar["name"], bar["ts"]) for bar in tracks["deaths"]] == [("worker 1 was killed", 1e6)]
     assert [bar["args"]["step"] for bar in tracks["micro-batch 0"]] == [1]
 
@@ -133,7 +124,7 @@ def test_a_failed_step_frees_its_track(tmp_path: Path) -> None:
     while not any(result.step == 1 for result in traced.collect(None)):
         pass
     traced.close()
-    bars = _tracks(json.loads(path.read_text()))
+    bars = tracks_of(json.loads(path.read_text()))
     assert [bar["args"]["step"] for bar in bars["micro-batch 0"]] == [1]
     assert "micro-batch 1" not in bars
 

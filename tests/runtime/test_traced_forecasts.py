@@ -20,6 +20,7 @@ from nanoserve.simulator.driving import drive
 from nanoserve.simulator.executor import END_TOKEN, VOCAB_SIZE
 from nanoserve.simulator.tiered_executor import TieredExecutor
 from tests.fakes.linear_predictor import LinearPredictor
+from tests.runtime.tracks import tracks_of
 from tests.simulator.tier_times import TierTimes
 
 LAYERS = 3
@@ -28,12 +29,7 @@ LAYERS = 3
 def events_of(path: Path) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
     """Bars by the name of their track, and counters."""
     events = json.loads(path.read_text())
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    bars: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
-    for event in events:
-        if event["ph"] == "X":
-            bars[names[event["tid"]]].append(event)
-    return bars, [event for event in events if event["ph"] == "C"]
+    return tracks_of(events), [event for event in events if event["ph"] == "C"]
 
 
 @pytest.mark.parametrize("policy", ["overlap", "hybrid"])

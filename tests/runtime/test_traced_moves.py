@@ -3,7 +3,6 @@
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,6 +22,7 @@ from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.transition_minimizing import PrefillPrioritizing, TransitionMinimizing
 from nanoserve.simulator.driving import drive
 from tests.fakes.moving_executor import KV_BYTES, WEIGHT_BYTES, MovingExecutor
+from tests.runtime.tracks import tracks_of
 from tests.simulator.tier_times import TierTimes
 
 _BLOCK_SIZE = 4
@@ -62,19 +62,10 @@ def _run(policy: Policy, path: Path) -> Scheduler:
     return scheduler
 
 
-def _tracks(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
-    for event in events:
-        if event["ph"] == "X":
-            found[names[event["tid"]]].append(event)
-    return found
-
-
 def test_phases_follow_each_other_and_tell_every_token(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     _run(TransitionMinimizing(token_budget=30), path)
-    phases = sorted(_tracks(json.loads(path.read_text()))["phases"], key=lambda bar: bar["ts"])
+    phases = sorted(tracks_of(json.loads(path.read_text()))["phases"], key=lambda bar: bar["ts"])
     names = [bar["name"] for bar in phases]
     cycle = ["prefill in P2", "draining P2", "re-shard to T2", "decode in T2", "draining T2", "re-shard to P2"]
     assert names == [cycle[place % 6] for place in range(len(names))]
@@ -89,7 +80,7 @@ def test_phases_follow_each_other_and_tell_every_token(tmp_path: Path) -> None:
 def test_swaps_stand_beside_each_worker_with_their_bytes(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     _run(TransitionMinimizing(token_budget=30), path)
-    tracks = _tracks(json.loads(path.read_text()))
+    tracks = tracks_of(json.loads(path.read_text()))
     blocks = -(-_PROMPT // _BLOCK_SIZE)
     for rank in (0, 1):
         for direction in ("out", "in"):
@@ -111,7 +102,7 @@ def test_a_swap_that_waits_for_layers_says_so_and_has_no_speed(tmp_path: Path) -
         trace = MovesTrace(file, 0.0, **options)
         trace.on_move(SwapTimes(1, 0, "out", 8_000_000_000, 1.0, 3.0))
         trace.on_move(SwapTimes(2, 0, "out", 8_000_000_000, 3.0, 5.0, after_row=True))
-    plain, behind_row = _tracks(json.loads(path.read_text()))["worker 0, swaps out"]
+    plain, behind_row = tracks_of(json.loads(path.read_text()))["worker 0, swaps out"]
     assert (plain["name"], plain["args"]["GB/s"]) == ("swap out", 4.0)
     assert (behind_row["name"], behind_row["args"]) == (
         "swap out, layer by layer",
@@ -135,11 +126,11 @@ def test_counters_show_the_pool_fill_up_and_run_empty(tmp_path: Path) -> None:
 def test_a_turn_tells_what_became_of_decodes(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     _run(PrefillPrioritizing(token_budget=30), path)
-    turns = [bar["args"] for bar in _tracks(json.loads(path.read_text()))["phases"] if bar["name"] == "draining T2"]
+    turns = [bar["args"] for bar in tracks_of(json.loads(path.read_text()))["phases"] if bar["name"] == "draining T2"]
     assert sum(turn["sequences sent through the pool"] for turn in turns) > 0
     waited = tmp_path / "waited.json"
     _run(TransitionMinimizing(token_budget=30), waited)
-    turns = [bar["args"] for bar in _tracks(json.loads(waited.read_text()))["phases"] if bar["name"] == "draining T2"]
+    turns = [bar["args"] for bar in tracks_of(json.loads(waited.read_text()))["phases"] if bar["name"] == "draining T2"]
     names = ("sequences sent through the pool", "finished since the pool was empty", "to be computed again")
     assert [tuple(turn[name] for name in names) for turn in turns] == [(0, 6, 0)], "nobody predicts: they end first"
 

@@ -50,6 +50,16 @@ class JitteryTimes:
         return self._some()
 
 
+def _arriving(now: float, gaps: Sequence[float]) -> list[Request]:
+    """Each is longer than the one before, which it follows after so many ticks."""
+    requests = []
+    for number, gap in enumerate(gaps):
+        now += gap * _TICK
+        params = SamplingParams(max_tokens=1 + number * 3, ignore_eos=True)
+        requests.append(Request(f"r{number}", (1,) * (3 + 2 * number), params, seed=0, arrival_time=now))
+    return requests
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     policy=st.sampled_from(["sarathi", "throttling", "adaptive", "prefill-first"]),
@@ -67,12 +77,7 @@ def test_a_replay_makes_the_plans_of_the_run(
         )
 
     executor = ObservedExecutor(JitteryTimes(stages, seed))
-    now, requests = executor.now(), []
-    for number, gap in enumerate(gaps):
-        now += gap * _TICK
-        params = SamplingParams(max_tokens=1 + number * 3, ignore_eos=True)
-        requests.append(Request(f"r{number}", (1,) * (3 + 2 * number), params, seed=0, arrival_time=now))
-    record = record_run(Engine(scheduler(), executor, vocab_size=2), requests)
+    record = record_run(Engine(scheduler(), executor, vocab_size=2), _arriving(executor.now(), gaps))
     assert replay(record, scheduler, vocab_size=2) == record.plans
 
 
@@ -110,11 +115,6 @@ def test_a_replay_makes_the_plans_of_a_run_with_two_layouts(
         )
 
     executor = MovingExecutor([JitteryMoves(number, seed) for number in stages], block_size=4, workers=4)
-    now, requests = executor.now(), []
-    for number, gap in enumerate(gaps):
-        now += gap * _TICK
-        params = SamplingParams(max_tokens=1 + number * 3, ignore_eos=True)
-        requests.append(Request(f"r{number}", (1,) * (3 + 2 * number), params, seed=0, arrival_time=now))
-    record = record_run(Engine(scheduler(), executor, vocab_size=2), requests)
+    record = record_run(Engine(scheduler(), executor, vocab_size=2), _arriving(executor.now(), gaps))
     assert any(plan.transition is not None for plan in record.plans), "the second answer has several tokens"
     assert replay(record, scheduler, vocab_size=2) == record.plans

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from nanoserve.measures.figures import save_figure
+from nanoserve.measures.figures import save_figure, titled_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,13 +39,8 @@ def plot_throughputs(path: Path, title: str, measured: Sequence[Measured]) -> No
     Raises:
         RuntimeFailure: if the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     limits = [list(group) for _, group in groupby(sorted(measured, key=attrgetter("share")), attrgetter("share"))]
-    figure = Figure(figsize=(1.2 + 4.2 * len(limits), 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title)
+    figure = titled_figure(title, 1.2 + 4.2 * len(limits), 4.8)
     panels = figure.subplots(1, len(limits), squeeze=False, sharey=True)[0]
     for panel, cases in zip(panels, limits, strict=True):
         _draw(panel, sorted(cases, key=attrgetter("output_tokens")))

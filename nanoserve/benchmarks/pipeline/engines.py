@@ -62,13 +62,8 @@ def open_workers(
         metadata=metadata,
         observe_times=True,
     )
-    try:
-        if not config.eager:
-            executor.layers.start()
-            executor.layers.wait()
-    except BaseException:
-        executor.close()
-        raise
+    if not config.eager:
+        compile_layers(executor)
     return OpenEngine(
         name=workers_name(config, metadata),
         executor=executor,
@@ -79,6 +74,20 @@ def open_workers(
         simulated=metadata == "decoupled" and config.pipeline_parallel > 1,
         close=executor.close,
     )
+
+
+def compile_layers(executor: WorkersExecutor) -> None:
+    """Wait until its workers have compiled layers; where that ends otherwise, they end, too.
+
+    Raises:
+        NanoserveError: if they cannot run.
+    """
+    try:
+        executor.layers.start()
+        executor.layers.wait()
+    except BaseException:
+        executor.close()
+        raise
 
 
 def open_one_process(resolved: ResolvedModel, config: EngineConfig, progress: Progress | None) -> OpenEngine:

@@ -7,7 +7,7 @@ from pathlib import Path
 from nanoserve.benchmarks.pipeline.running import PipelineRun
 from nanoserve.benchmarks.pipeline.stages import parts_by_stage, stage_shares
 from nanoserve.measures.chrome_trace import ChromeTraceFile
-from nanoserve.measures.figures import save_figure
+from nanoserve.measures.figures import save_figure, titled_figure
 from nanoserve.runtime.phases import step_tokens
 from nanoserve.runtime.traced_executor import RunTrace
 from nanoserve.scheduler.plan_work import work_of
@@ -31,12 +31,7 @@ def plot_runs(path: Path, title: str, shown: Sequence[ShownRun]) -> None:
     Raises:
         RuntimeFailure: if the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 1.2 + 2.7 * len(shown)), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title)
+    figure = titled_figure(title, 15, 1.2 + 2.7 * len(shown))
     panels = figure.subplots(len(shown), 2, squeeze=False)
     counts = [[(plan.step, *step_tokens(plan)) for plan in one.run.record.plans] for one in shown]
     most = max(decodes + prompt for steps in counts for _, decodes, prompt in steps)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nanoserve.assembly import choose_num_host_blocks, make_predictors
+from nanoserve.benchmarks.pipeline.engines import compile_layers
 from nanoserve.benchmarks.resharding.policies import Workers
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.models.hub import ResolvedModel
@@ -49,13 +50,8 @@ def _open(
     executor = WorkersExecutor(
         resolved, config, model=model, host_blocks=host_blocks, progress=progress, observe_times=True
     )
-    try:
-        if not config.eager:
-            executor.layers.start()
-            executor.layers.wait()
-    except BaseException:
-        executor.close()
-        raise
+    if not config.eager:
+        compile_layers(executor)
     return Workers(
         name=name,
         executor=executor,

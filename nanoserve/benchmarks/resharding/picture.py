@@ -8,7 +8,7 @@ from nanoserve.benchmarks.pipeline.picture import scheduler_of, trace_run, worke
 from nanoserve.benchmarks.resharding.rounds import Contender
 from nanoserve.benchmarks.resharding.running import ReshardRun
 from nanoserve.measures.chrome_trace import ChromeTraceFile
-from nanoserve.measures.figures import save_figure
+from nanoserve.measures.figures import save_figure, titled_figure
 from nanoserve.runtime.phases import Phase
 from nanoserve.runtime.traced_moves import MovesTrace
 
@@ -31,14 +31,10 @@ def plot_runs(path: Path, title: str, shown: Sequence[Shown]) -> None:
         RuntimeFailure: if the file cannot be written.
     """
     from matplotlib.artist import Artist
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(13, 1.2 + 2.5 * len(shown)), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title)
+    figure = titled_figure(title, 13, 1.2 + 2.5 * len(shown))
     panels = figure.subplots(len(shown), 1, squeeze=False, sharex=True)[:, 0]
     for axes, (contender, run) in zip(panels, shown, strict=True):
         _draw(axes, contender, run)

@@ -1,32 +1,22 @@
 """``bench hybrid`` on a simulated engine: in virtual time, all of it."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nanoserve.benchmarks.hybrid import rounds
 from nanoserve.benchmarks.hybrid.cases import Work
 from nanoserve.benchmarks.hybrid.policies import HybridEngine
-from nanoserve.benchmarks.roofline import BandwidthProbe
-from nanoserve.commands.main import main
 from nanoserve.config import EngineConfig
+from tests.benchmarks.conftest import Run, interrupt
 from tests.benchmarks.hybrid.simulated_engine import BLOCK_SIZE, simulated_engine
-from triton_ops.cpu import cpu_operators
 
-Run = Callable[..., tuple[int, str, str]]
 POLICIES = ["sarathi", "neo", "overlap", "apex", "hybrid"]
 SMALL = ("--requests", 12, "--input", 13, "--max-num-batched-tokens", 32)
-
-
-class _Steady(BandwidthProbe):
-    def __init__(self) -> None:
-        super().__init__(2**20)
-
-    def read(self) -> float:
-        return 1e10
 
 
 @pytest.fixture
@@ -42,22 +32,9 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
 
 
 @pytest.fixture
-def bench(
-    closed: list[EngineConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Run:
-    """Runs ``nanoserve bench hybrid ARGUMENTS`` here; returns exit code, stdout and stderr."""
-    cpu_operators()  # those of this process: looked for where the user keeps them, not in the folder of a test
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    # What else runs on the machine would tell rounds apart.
-    monkeypatch.setattr("nanoserve.benchmarks.cpu_load.ForeignLoad.read", lambda self: 0.0)
-    monkeypatch.setattr("nanoserve.benchmarks.roofline.BandwidthProbe", _Steady)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main(["bench", "hybrid", "--block-size", str(BLOCK_SIZE), *map(str, arguments)])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+def bench(closed: list[EngineConfig], run_undisturbed: Run) -> Run:
+    """Runs ``nanoserve bench hybrid ARGUMENTS`` here."""
+    return partial(run_undisturbed, "hybrid", "--block-size", BLOCK_SIZE)
 
 
 def test_everything_at_once(bench: Run, closed: list[EngineConfig], tmp_path: Path) -> None:
@@ -94,18 +71,7 @@ def test_everything_at_once(bench: Run, closed: list[EngineConfig], tmp_path: Pa
 def test_an_interrupt_shows_what_was_measured(
     bench: Run, closed: list[EngineConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nanoserve.benchmarks.hybrid.rounds import run_requests
-
-    runs = 0
-
-    def interrupted(*arguments: Any, **settings: Any) -> Any:
-        nonlocal runs
-        runs += 1
-        if runs == 2 + 2 + 1:
-            raise KeyboardInterrupt
-        return run_requests(*arguments, **settings)
-
-    monkeypatch.setattr("nanoserve.benchmarks.hybrid.rounds.run_requests", interrupted)
+    interrupt(monkeypatch, rounds, at=2 + 2 + 1)
     report = tmp_path / "report.json"
     code, out, err = bench(*SMALL, "--policy", "sarathi,overlap:cohorts=2", "--output", 9, "--json", report)
     assert code == 130

@@ -1,23 +1,21 @@
 """``bench pipeline`` on simulated workers: in virtual time, all of it."""
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nanoserve.benchmarks.pipeline import rounds
 from nanoserve.benchmarks.pipeline.engines import OpenEngine, workers_name
-from nanoserve.benchmarks.roofline import BandwidthProbe
-from nanoserve.commands.main import main
 from nanoserve.config import EngineConfig
 from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.pipeline import Runtime
+from tests.benchmarks.conftest import Run, interrupt
 from tests.fakes.observed_executor import ObservedExecutor, dummy_answers
 from tests.simulator.linear_times import LinearTimes
-from triton_ops.cpu import cpu_operators
 
-Run = Callable[..., tuple[int, str, str]]
 _TIMES = {"step": 2.0**-6, "prompt_token": 2.0**-10, "decode": 2.0**-11}
 
 
@@ -46,28 +44,10 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def bench(
-    closed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Run:
-    """Runs ``nanoserve bench pipeline ARGUMENTS`` here; returns exit code, stdout and stderr."""
-    cpu_operators()  # those of this process: looked for where the user keeps them, not in the folder of a test
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def bench(closed: list[str], run_undisturbed: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs ``nanoserve bench pipeline ARGUMENTS`` here."""
     monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZE", 64)
-    # What else runs on the machine would tell rounds apart.
-    monkeypatch.setattr("nanoserve.benchmarks.cpu_load.ForeignLoad.read", lambda self: 0.0)
-    monkeypatch.setattr("nanoserve.benchmarks.roofline.BandwidthProbe", lambda: _Steady(2**20))
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main(["bench", "pipeline", *map(str, arguments)])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-class _Steady(BandwidthProbe):
-    def read(self) -> float:
-        return 1e10
+    return partial(run_undisturbed, "pipeline")
 
 
 def test_everything_at_once(bench: Run, closed: list[str], tmp_path: Path) -> None:
@@ -97,18 +77,7 @@ def test_everything_at_once(bench: Run, closed: list[str], tmp_path: Path) -> No
 def test_an_interrupt_shows_what_was_measured(
     bench: Run, closed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = 0
-
-    def interrupted(*arguments: Any, **settings: Any) -> Any:
-        nonlocal runs
-        runs += 1
-        if runs == 1 + 1 + 1:
-            raise KeyboardInterrupt
-        return run_requests(*arguments, **settings)
-
-    from nanoserve.benchmarks.pipeline.rounds import run_requests
-
-    monkeypatch.setattr("nanoserve.benchmarks.pipeline.rounds.run_requests", interrupted)
+    interrupt(monkeypatch, rounds, at=1 + 1 + 1)
     report, trace = tmp_path / "report.json", tmp_path / "trace.json"
     code, out, err = bench("--policy", "sarathi", "--requests", 2, "--json", report, "--trace-out", trace)
     assert code == 130

@@ -1,30 +1,20 @@
 """``bench reshard`` on simulated workers: in virtual time, all of it."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nanoserve.benchmarks.resharding import rounds
 from nanoserve.benchmarks.resharding.policies import Workers
-from nanoserve.benchmarks.roofline import BandwidthProbe
-from nanoserve.commands.main import main
 from nanoserve.config import EngineConfig
+from tests.benchmarks.conftest import Run, interrupt
 from tests.benchmarks.resharding.simulated_workers import BLOCK_SIZE, simulated_alone, simulated_pair
-from triton_ops.cpu import cpu_operators
 
-Run = Callable[..., tuple[int, str, str]]
 RESHARDING = [f"{name}, P2 -> T2" for name in ("prefill-prioritizing", "decode-prioritizing", "transition-minimizing")]
-
-
-class _Steady(BandwidthProbe):
-    def __init__(self) -> None:
-        super().__init__(2**20)
-
-    def read(self) -> float:
-        return 1e10
 
 
 @pytest.fixture
@@ -47,22 +37,9 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def bench(
-    closed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Run:
-    """Runs ``nanoserve bench reshard ARGUMENTS`` here; returns exit code, stdout and stderr."""
-    cpu_operators()  # those of this process: looked for where the user keeps them, not in the folder of a test
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    # What else runs on the machine would tell rounds apart.
-    monkeypatch.setattr("nanoserve.benchmarks.cpu_load.ForeignLoad.read", lambda self: 0.0)
-    monkeypatch.setattr("nanoserve.benchmarks.roofline.BandwidthProbe", _Steady)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main(["bench", "reshard", "--block-size", str(BLOCK_SIZE), *map(str, arguments)])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+def bench(closed: list[str], run_undisturbed: Run) -> Run:
+    """Runs ``nanoserve bench reshard ARGUMENTS`` here."""
+    return partial(run_undisturbed, "reshard", "--block-size", BLOCK_SIZE)
 
 
 def test_everything_at_once(bench: Run, closed: list[str], tmp_path: Path) -> None:
@@ -96,18 +73,7 @@ def test_everything_at_once(bench: Run, closed: list[str], tmp_path: Path) -> No
 def test_an_interrupt_shows_what_was_measured(
     bench: Run, closed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = 0
-
-    def interrupted(*arguments: Any, **settings: Any) -> Any:
-        nonlocal runs
-        runs += 1
-        if runs == 6 + 6 + 1:
-            raise KeyboardInterrupt
-        return run_requests(*arguments, **settings)
-
-    from nanoserve.benchmarks.resharding.rounds import run_requests
-
-    monkeypatch.setattr("nanoserve.benchmarks.resharding.rounds.run_requests", interrupted)
+    interrupt(monkeypatch, rounds, at=6 + 6 + 1)
     report = tmp_path / "report.json"
     code, out, err = bench("--requests", 4, "--input", 13, "--output", 9, "--json", report)
     assert code == 130

@@ -1,8 +1,6 @@
 """Whole engines whose stages attend on the CPU: the bundled model's answers, and what servers of them live through."""
 
-import shutil
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,19 +14,15 @@ from nanoserve.errors import UsageError
 from nanoserve.runtime.workers.executor import WorkersExecutor
 from nanoserve.scheduler.plan import StepPlan
 from tests.costs.profiles import made_up_profile
+from tests.hybrid.servers import HYBRID, MODEL, PROMPTS, busy, tell_twice, texts, whole_texts
 from tests.processes import MARK, kill, marked, new_mark, workers
-from tests.server.starting import Server, running, wait_until
-from tests.server.test_faults import LONG, Reader, whole_text
+from tests.server.starting import running
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = ("Once upon a time", "The dog", "A little girl", "One day", "Tom and Sam", "The sun", "Mia had", "In a wood")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 SMALL: dict[str, Any] = {"kv_cache_memory": 1 << 20, "host_kv_memory": 32 << 20, "max_model_len": 100}
-HYBRID = ("--pp", "2", "--policy", "overlap", "--host-kv-memory", "32MiB")
-MODEL = ("--dtype", "float32", "--eager", "--max-model-len", "320", "--kv-cache-memory", "2560KiB")
-"""Room for the longest request on the device, or for two of these."""
-BODIES: list[dict[str, Any]] = [LONG | {"prompt": prompt, "max_tokens": 150} for prompt in PROMPTS]
+STAGES = ("--pp", "2", *HYBRID)
 
 
 # -------------------------------------------------------------------------------------------------- in this process
@@ -92,8 +86,7 @@ def test_a_profile_of_something_else_is_refused_in_one_line_and_leaves_nothing(
 @pytest.fixture(scope="module")
 def whole() -> list[str]:
     """What is answered where the device has room for all."""
-    with running("--dtype", "float32", "--eager", "--max-model-len", "320") as server:
-        return [whole_text(server, body) for body in BODIES]
+    return whole_texts()
 
 
 @pytest.fixture
@@ -103,38 +96,18 @@ def mark() -> Iterator[str]:
     assert marked(mark) == []
 
 
-def busy(server: Server) -> list[Reader]:
-    """Streams, of which some have their KV in host memory."""
-    readers = [Reader(server, body) for body in BODIES]
-    wait_until(lambda: server.metric("nanoserve:num_sequences_on_host") > 0, 60)
-    return readers
-
-
 def test_a_server_whose_stages_are_killed_and_that_is_told_to_end(whole: list[str], mark: str) -> None:
-    with running(*HYBRID, *MODEL, **{MARK: mark}) as server:
+    with running(*STAGES, *MODEL, **{MARK: mark}) as server:
         for rank in range(2):
             readers = busy(server)
             kill(workers(mark)[rank])
-            for reader in readers:
-                reader.join()
-            assert [reader.text for reader in readers] == whole
+            assert texts(readers) == whole
         assert server.metric("nanoserve:worker_losses_total") == 2
         readers = busy(server)
         server.process.send_signal(signal.SIGTERM)
-        for reader in readers:
-            reader.join()
-        assert [reader.text for reader in readers] == whole
+        assert texts(readers) == whole
         assert server.process.wait(60) == 0, server.log
 
 
 def test_a_server_that_is_told_twice_does_not_wait(mark: str) -> None:
-    server = Server("--port", "0", *HYBRID, *MODEL, **{MARK: mark})
-    server.wait_ready()
-    busy(server)
-    for _ in range(2):
-        server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
-    server.process.wait(20)
-    assert "Traceback" not in server.log
-    assert not server.left_behind(), server.left_behind()
-    shutil.rmtree(server.directory)
+    tell_twice(*STAGES, *MODEL, **{MARK: mark})

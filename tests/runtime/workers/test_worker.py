@@ -47,21 +47,34 @@ class FullDevice:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
 
 
-def test_a_step_without_memory_is_told_in_one_line(
-    sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"],
-) -> None:
-    engine, plans = sockets
-    ranks = Ranks(0, num_stages=1, degree=1)
+def make_worker(
+    connection: SimpleNamespace,
+    runner: FullDevice,
+    *,
+    num_stages: int = 2,
+    mover: "Mover | None" = None,
+    hybrid: "LosingStage | None" = None,
+) -> Worker:
+    """That of the first stage, with one layout."""
+    ranks = Ranks(0, num_stages=num_stages, degree=1)
     activations = Activations(ranks, hidden_size=1, num_tokens=1, dtype=torch.float32, device=CPU)
-    worker = Worker(
-        SimpleNamespace(plans=plans),  # type: ignore[arg-type]
-        [WorkerLayout(ranks, FullDevice(), activations, mover=None, layers=None)],  # type: ignore[arg-type]
+    layout = WorkerLayout(ranks, runner, activations, mover, layers=None, hybrid=hybrid)  # type: ignore[arg-type]
+    return Worker(
+        connection,  # type: ignore[arg-type]
+        [layout],
         current=0,
         weights=None,
         operators=None,
         coupled=False,
         observe_times=False,
     )
+
+
+def test_a_step_without_memory_is_told_in_one_line(
+    sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"],
+) -> None:
+    engine, plans = sockets
+    worker = make_worker(SimpleNamespace(plans=plans), FullDevice(), num_stages=1)
     engine.send(msgspec.msgpack.encode(Run(StepPlan(0))))
     with pytest.raises(RuntimeFailure, match=r"out of memory on cpu: a step of 7 tokens .*; lower --max-num-batched"):
         worker.run()
@@ -100,18 +113,8 @@ def test_a_swap_begins_when_the_step_before_its_plan_is_done(
 ) -> None:
     """That step may copy from a block that is free already, and the swap may fill it."""
     engine, plans = sockets
-    ranks, runner = Ranks(0, num_stages=2, degree=1), SlowRunner()
-    activations = Activations(ranks, hidden_size=1, num_tokens=1, dtype=torch.float32, device=CPU)
-    layout = WorkerLayout(ranks, runner, activations, Mover(runner.moved), layers=None)  # type: ignore[arg-type]
-    worker = Worker(
-        SimpleNamespace(plans=plans, report=lambda _: None),  # type: ignore[arg-type]
-        [layout],
-        current=0,
-        weights=None,
-        operators=None,
-        coupled=False,
-        observe_times=False,
-    )
+    runner = SlowRunner()
+    worker = make_worker(SimpleNamespace(plans=plans, report=lambda _: None), runner, mover=Mover(runner.moved))
     row = Row(8, 0, (1,), sample=True)
     for plan in (StepPlan(0, rows=(row,)), StepPlan(1, rows=(row,), swaps=(Swap(0, 9, "in", (4,), (2,)),))):
         engine.send(msgspec.msgpack.encode(Run(plan)))
@@ -138,20 +141,11 @@ def test_a_loss_says_of_which_losses_of_other_stages_the_worker_knew(
     sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"],
 ) -> None:
     engine, plans = sockets
-    ranks, runner, stage = Ranks(0, num_stages=2, degree=1), SlowRunner(), LosingStage()
+    runner, stage = SlowRunner(), LosingStage()
     runner.moved.set()
     runner.last = 3
-    activations = Activations(ranks, hidden_size=1, num_tokens=1, dtype=torch.float32, device=CPU)
     reports: list[object] = []
-    worker = Worker(
-        SimpleNamespace(plans=plans, report=reports.append),  # type: ignore[arg-type]
-        [WorkerLayout(ranks, runner, activations, None, None, stage)],  # type: ignore[arg-type]
-        current=0,
-        weights=None,
-        operators=None,
-        coupled=False,
-        observe_times=False,
-    )
+    worker = make_worker(SimpleNamespace(plans=plans, report=reports.append), runner, hybrid=stage)
     for message in (Run(StepPlan(0)), Run(StepPlan(1)), ForgetHost(), Run(StepPlan(2)), Run(StepPlan(3))):
         engine.send(msgspec.msgpack.encode(message))
     with pytest.raises(RuntimeFailure, match="out of memory"):
@@ -194,18 +188,8 @@ def test_a_prompt_that_is_parked_leaves_layer_by_layer(
     sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"],
 ) -> None:
     engine, plans = sockets
-    ranks, runner = Ranks(0, num_stages=2, degree=1), LayeredRunner()
-    activations = Activations(ranks, hidden_size=1, num_tokens=1, dtype=torch.float32, device=CPU)
-    layout = WorkerLayout(ranks, runner, activations, LayeredMover(runner.left), layers=None)  # type: ignore[arg-type]
-    worker = Worker(
-        SimpleNamespace(plans=plans, report=lambda _: None),  # type: ignore[arg-type]
-        [layout],
-        current=0,
-        weights=None,
-        operators=None,
-        coupled=False,
-        observe_times=False,
-    )
+    runner = LayeredRunner()
+    worker = make_worker(SimpleNamespace(plans=plans, report=lambda _: None), runner, mover=LayeredMover(runner.left))
     parked = Swap(0, 8, "out", (4,), (2,), after_row=True)
     engine.send(msgspec.msgpack.encode(Run(StepPlan(0, rows=(Row(8, 0, (1,), sample=True),), swaps=(parked,)))))
     with pytest.raises(RuntimeFailure, match="out of memory"):
