@@ -57,6 +57,7 @@ class FakeLLM:
             except KeyboardInterrupt:
                 raise ImportError("cannot load a library") from None
         if model == "slow":
+            print("loading", flush=True)
             time.sleep(30)
         if model == "broken":
             raise ZeroDivisionError("a bug\nof two lines")

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 
 import pytest
@@ -234,10 +233,7 @@ def test_an_interrupt_when_all_is_said_adds_nothing() -> None:
 def test_interrupt_is_one_line(arguments: list[str]) -> None:
     process = start(*arguments, "--max-model-len", "100000", stdin=subprocess.DEVNULL)
     assert process.stdout is not None
-    if "slowly" in arguments:
-        process.stdout.read(5)
-    else:
-        time.sleep(1)
+    process.stdout.read(5)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert err == b"nanoserve: interrupted\n"
