@@ -83,7 +83,7 @@ def test_an_interrupted_batch_goes_on_and_says_the_same(tmp_path: Path) -> None:
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     for folder in (whole, torn):
         folder.mkdir()
-    Batch(whole, *TIGHT, layouts=()).end()
+    Batch(whole, *TIGHT, "--eager", layouts=()).end()
     small = ("--kv-cache-memory", "1MiB", "--host-kv-memory", "8MiB", "--policy", "overlap", "--eager")
     for count in (3, 20):
         batch = Batch(torn, *TIGHT, *small, layouts=())
