@@ -56,14 +56,14 @@ def test_every_family_under_every_strategy(family: str) -> None:
     model = small_model(family)
     lives = []
     for strategy in STRATEGIES:
-        cases = [Case(strategy, prefix_caching=seed % 2 == 0, seed=seed) for seed in range(6)]
+        cases = [Case(strategy, prefix_caching=seed % 2 == 0, seed=seed) for seed in range(3)]
         lives += [check(model, case, at_random(model, case.seed)) for case in cases]
-        assert sum(seen.beside_device.total() for seen in lives[-6:]) > 0, strategy
+        assert sum(seen.beside_device.total() for seen in lives[-3:]) > 0, strategy
     together(lives)
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(family=st.sampled_from(FAMILIES), case=CASES)
 def test_many_lives_of_any_family(family: str, case: Case) -> None:
     model = small_model(family)
