@@ -1,7 +1,7 @@
 """The whole engine against Hugging Face transformers and against itself: the tokens never depend on how they were
 scheduled.
 
-Policies, block sizes, chunk sizes, prefix caching and preemption are covered pairwise, for every family.
+Policies, block sizes, chunk sizes, prefix caching and preemption are covered pairwise, over all families together.
 """
 
 from collections.abc import Callable
@@ -117,7 +117,9 @@ def test_greedy_tokens_are_those_of_transformers_however_they_are_scheduled(
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS)
     requests = [Request(str(number), prompt, params, seed=0) for number, prompt in enumerate(prompts())]
     preemptions = 0
-    for setting in SETTINGS:
+    for setting in SETTINGS[
+        list(FAMILIES).index(family) % 3 :: 3
+    ]:  # each policy, one of them with a tight pool at least
         outputs, scheduler = run(decoder, config, setting, requests)
         assert outputs == expected, setting
         preemptions += scheduler.preemptions

@@ -25,7 +25,7 @@ CASES = [Case(**chosen, seed=seed) for seed, chosen in enumerate(CHOSEN)]
 CASES_OF_RANKS = [
     case for case in CASES if case.depth == 1 and case.policy in ("sarathi", "throttling", "prefill-first")
 ]
-COUPLED_CASES = [case for case in CASES if case.depth == 2 and case.policy in ("sarathi", "throttling", "adaptive")]
+COUPLED_CASES = [case for case in CASES if case.depth == 2 and case.policy in POLICIES]
 
 
 def everything_happened(seen: Seen) -> bool:
