@@ -94,6 +94,7 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, story: str, place
     assert "the cache folder" in notices[0] and "cannot be made" in notices[0]
 
 
+@pytest.mark.slow
 def test_a_cache_that_was_built_for_another_instruction_set(tmp_path: Path, story: str) -> None:
     """What lies there is no library at all: a process that tried to load it would say so."""
     here = {"CXX": compiler(tmp_path, PRETENDING), "XDG_CACHE_HOME": str(tmp_path)}

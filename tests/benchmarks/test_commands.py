@@ -232,6 +232,7 @@ def test_quality_without_the_reference_names_the_command_that_installs_it(
     assert "perplexity" in out
 
 
+@pytest.mark.slow
 def test_one_start_of_a_process(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanoserve.benchmarks.starting.library_directories", list)
     report = tmp_path / "report.json"

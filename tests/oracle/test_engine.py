@@ -141,5 +141,5 @@ def test_seeded_samples_do_not_depend_on_what_shares_the_batch(checkpoint: Check
     ]
     alone = [outputs for request in requests for outputs in run(decoder, config, SETTINGS[0], [request])[0]]
     assert len({tuple(output) for output in alone}) == len(alone)
-    for setting in SETTINGS:
+    for setting in SETTINGS[::4]:  # each policy and block size
         assert run(decoder, config, setting, requests)[0] == alone, setting

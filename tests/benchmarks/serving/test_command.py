@@ -239,6 +239,7 @@ def test_the_server_as_a_peer_streams_every_token(monkeypatch: pytest.MonkeyPatc
     assert result.tokens == ((), (), ())
 
 
+@pytest.mark.slow
 def test_what_will_run_is_found_out_beforehand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "none"))  # nothing is built for this
