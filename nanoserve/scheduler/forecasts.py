@@ -1,8 +1,7 @@
 """Forecasts: what was predicted of each plan, and what is learned when its result comes.
 
 Only results are learned from, in their order: the same run predicts the same, and so decides the same. Once many were,
-one in four is: predicting a step and learning from it takes Python a tenth of a millisecond, and small models have
-steps of five.
+one in four is: predicting steps and learning from them takes Python time, which small models feel.
 """
 
 from collections import defaultdict
