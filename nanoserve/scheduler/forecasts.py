@@ -1,7 +1,7 @@
 """Forecasts: what was predicted of each plan, and what is learned when its result comes.
 
 Only results are learned from, in their order: the same run predicts the same, and so decides the same. Once many were,
-one in four is: predicting steps and learning from them takes Python time, which small models feel.
+one in five is: predicting steps and learning from them takes Python time, which small models feel.
 """
 
 from collections import defaultdict
@@ -18,8 +18,9 @@ from nanoserve.scheduler.load import Cohort, Decision, Predictor
 from nanoserve.scheduler.plan import HostWork, Row, StepPlan, StepResult
 from nanoserve.scheduler.plan_work import work_of
 
-_MANY, _ONE_IN = 256, 4
-"""So many results are all learned from; of those after them, one in so many."""
+_MANY, _ONE_IN = 256, 5
+"""So many results are all learned from; of those after them, one in so many. It is no second or fourth one: where
+micro-batches take turns, that would always be the same."""
 
 
 @runtime_checkable
