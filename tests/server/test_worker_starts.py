@@ -48,7 +48,7 @@ def _end_at(case: Case) -> None:
         _, said = process.communicate(timeout=60)
         wait_until(lambda: marked(mark) == [], 20)
         wait_until(lambda: _left_in(directory) == [], 5)
-        assert "nanoserve/" not in said, "no traceback but of Python's own start"
+        assert f"{ROOT}/nanoserve/" not in said, "no traceback but of Python's own start"
     except BaseException as error:
         error.add_note(f"{case}: left {marked(mark)} and {_left_in(directory)}")
         raise
