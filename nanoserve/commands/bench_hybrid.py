@@ -109,7 +109,8 @@ def hybrid(*, asked: HybridWorkOptions, engine: HybridOptions, results: ResultOp
     Answers get longer, as in APEX's figure 7, and the device's KV memory smaller; with the last limit it holds
     everything. All requests come at once, prompts are random. Printed are throughput with ratios to the first policy,
     latencies by where the KV was, how busy device and CPU were, how well steps were predicted, how much of the closed
-    forms' bounds was reached, and what the simulator makes of the profile. Of two cores, give each one to one side.
+    forms' bounds was reached, and what the simulator makes of what is measured before each round. Of two cores, give
+    each one to one side.
 
     [bold]Examples[/bold]
 

@@ -20,6 +20,7 @@ from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.costs.measured_predictor import MeasuredPredictor
 from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, Reached, read_profile, write_profile
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
+from nanoserve.models.decoder import Decoder
 from nanoserve.models.hub import ProgressCallback
 from nanoserve.runtime.host_attention import HostAttentionLost
 from nanoserve.runtime.host_processor import HostProcessor
@@ -29,6 +30,7 @@ from nanoserve.runtime.profiling.parts import Sizes, cache_limits, fields_of, op
 from nanoserve.runtime.profiling.rounds import Effort, take_rounds
 from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
 from nanoserve.runtime.profiling.setting import Setting
+from nanoserve.runtime.profiling.steps import linear_pieces
 from nanoserve.threads import physical_cores
 from triton_ops.cpu import CannotBuild, cache_directory, cpu_operators
 
@@ -155,7 +157,7 @@ def profile_at_start(engine: StartingEngine, progress: ProgressCallback | None =
         return kept
     if progress is not None:
         progress(STAGE, 0, 1)
-    profile = _measured(engine, sizes)
+    profile = measure_shortly(engine, sizes)
     if progress is not None:
         progress(STAGE, 1, 1)
     if path is not None and profile.about["undisturbed"] >= _MOSTLY:
@@ -163,7 +165,13 @@ def profile_at_start(engine: StartingEngine, progress: ProgressCallback | None =
     return profile
 
 
-def _measured(engine: StartingEngine, sizes: Sizes) -> Profile:
+def measure_shortly(engine: StartingEngine, sizes: Sizes) -> Profile:
+    """Measure now, whatever was kept.
+
+    Raises:
+        RuntimeFailure: if there is no memory for it.
+        HostAttentionLost: if attention in host memory fails.
+    """
     runner, setting, speeds = engine.runner, engine.setting, engine.speeds
     began, computed = time.perf_counter(), time.thread_time()
     with (
@@ -202,17 +210,23 @@ def _measured(engine: StartingEngine, sizes: Sizes) -> Profile:
         device=reached,
         host=msgspec.structs.replace(reached, name=setting.host),
         memory=KvMemory(kv_tokens=engine.cache_tokens),
-        engine=_scheduling(),
+        engine=_scheduling(runner.decoder),
         **fields_of(found, engine.processor),
     )
     profile = profile.undisturbed()
     return msgspec.structs.replace(profile.with_factors(calibrate(profile)), model=engine.model)
 
 
-def _scheduling() -> Curve:
-    """What scheduling a step takes, which is no small part of a small model's."""
+def _scheduling(decoder: Decoder) -> Curve:
+    """What scheduling a step takes between two passes through the layers, which is no small part of a small model's."""
+    compute_piece = linear_pieces(decoder)
+
+    def compute() -> None:
+        for _ in decoder.layers:
+            compute_piece()
+
     seconds = tuple(
-        measure_scheduler(rows, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS).step_ms / 1000
+        measure_scheduler(rows, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute).step_ms / 1000
         for rows in _SCHEDULED_ROWS
     )
     return Curve(sizes=_SCHEDULED_ROWS, seconds=seconds, low=seconds, high=seconds)

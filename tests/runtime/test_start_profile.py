@@ -90,7 +90,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[StartingEngine]:
         engines.append(engine)
         return fitting(engine)
 
-    monkeypatch.setattr(start_profile, "_measured", measure)
+    monkeypatch.setattr(start_profile, "measure_shortly", measure)
     return engines
 
 

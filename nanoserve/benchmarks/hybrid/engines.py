@@ -16,7 +16,7 @@ from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.measuring_speeds import measure_speeds
 from nanoserve.runtime.memory import kv_bytes_per_block
-from nanoserve.runtime.start_profile import StartingEngine, hybrid_predictor
+from nanoserve.runtime.start_profile import StartingEngine, hybrid_predictor, measure_shortly
 
 
 def open_engine(
@@ -66,11 +66,16 @@ def _profiled(llm: LLM, config: EngineConfig, progress: ProgressCallback | None)
     predictor = hybrid_predictor(starting, progress)
     if predictor is None:
         raise RuntimeFailure("without a profile of this machine the CPU would never be asked to attend")
+
+    def measure_times() -> MeasuredTimes:
+        given = config.profile is not None
+        return MeasuredTimes(predictor.profile if given else measure_shortly(starting, starting.sizes()))
+
     return HybridEngine(
         executor=executor,
         host_blocks=llm.engine.scheduler.host_pool.num_blocks,
         max_model_len=llm.max_model_len,
-        times=MeasuredTimes(predictor.profile),
+        measure_times=measure_times,
         predictor=predictor,
         make_predictor=lambda: CorrectedPredictor(predictor),
         host_threads=processor.threads,

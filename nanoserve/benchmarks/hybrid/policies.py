@@ -24,8 +24,8 @@ class HybridEngine:
         executor: with host memory, and a CPU that attends to what is there.
         host_blocks: of that memory.
         max_model_len: longest sequence in tokens.
-        times: what things take by its profile, for the simulator.
-        predictor: the same for policies; nothing corrects it.
+        measure_times: measures what things take now, for the simulator.
+        predictor: the same for policies, by its profile; nothing corrects it.
         make_predictor: makes one that corrects itself, as policies have it.
         host_threads: of the CPU.
         compiled: whether its layers run compiled.
@@ -34,7 +34,7 @@ class HybridEngine:
     executor: Executor
     host_blocks: int
     max_model_len: int
-    times: TieredTimes
+    measure_times: Callable[[], TieredTimes]
     predictor: Predictor
     make_predictor: Callable[[], Predictor]
     host_threads: int

@@ -14,6 +14,7 @@ from nanoserve.benchmarks.hybrid.prediction import PredictionErrors
 from nanoserve.benchmarks.hybrid.running import HybridRun, run_requests
 from nanoserve.benchmarks.hybrid.simulated import Simulation, simulate_run
 from nanoserve.benchmarks.hybrid.steps import StepCounts, decode_steps
+from nanoserve.simulator.pipeline import TieredTimes
 
 RATIOS = ("output_tokens_per_s",)
 _TOLERANCE = 0.02
@@ -31,7 +32,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         swaps_out, swaps_in: sequences that moved from device to host memory, and back.
         errors: of what was predicted of the steps.
         gains: of steps without prompts, over the device alone; None until the round is over.
-        simulated: what the simulator makes of the same requests by the profile.
+        simulated: what the simulator makes of the same requests, in the times that were measured in the round.
         simulation_error: its tokens per second over the real ones, less 1.
     """
 
@@ -73,7 +74,7 @@ class Bench(ContendersBench[Contender, HybridRun, Figures]):
     engine: HybridEngine
     block_size: int
     _runs: dict[str, HybridRun] = field(default_factory=dict, init=False)
-    _simulated: dict[str, Simulation] = field(default_factory=dict, init=False)
+    _times: list[TieredTimes] = field(default_factory=list, init=False)
 
     def run(self, contender: Contender, number: int) -> HybridRun:
         requests = self.make_requests(number)
@@ -82,22 +83,21 @@ class Bench(ContendersBench[Contender, HybridRun, Figures]):
         return run
 
     def figures(self, contender: Contender, run: HybridRun, foreign_cores: float | None) -> Figures:
-        name = contender.name
-        if name not in self._simulated:  # requests are as long in every round
-            self._simulated[name] = simulate_run(
-                run,
-                self.engine.times,
-                contender.make_simulated,
-                block_size=self.block_size,
-                vocab_size=self.vocab_size,
-            )
-        return figures_of(run, self._simulated[name], foreign_cores)
+        simulated = simulate_run(
+            run, self._times[-1], contender.make_simulated, block_size=self.block_size, vocab_size=self.vocab_size
+        )
+        return figures_of(run, simulated, foreign_cores)
 
     def rounds(self, wanted: int) -> Iterator[HybridRound]:
         """As they are done. Gains are known when the device alone has run too, in whatever turn."""
         for done in ContendersBench.rounds(self, wanted):
             held = _with_gains(done.contenders, self._runs, self.contenders[0].name, self.engine)
             yield msgspec.structs.replace(done, contenders=held)
+
+    def _round(self, number: int) -> HybridRound:
+        # Measured in each round: a machine that others use too is not as fast in one minute as in the next.
+        self._times.append(self.engine.measure_times())
+        return ContendersBench._round(self, number)
 
 
 def _with_gains(

@@ -1,4 +1,4 @@
-"""The same requests in the simulator, by what the profile says that things take: is it as fast there? No torch."""
+"""The same requests in the simulator, by what things were measured to take: is it as fast there? No torch."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,5 +1,8 @@
 """An engine that is simulated, for the benchmark to measure: a device, and a CPU that tells what it attended."""
 
+from collections.abc import Iterable
+from itertools import chain, repeat
+
 import msgspec
 
 from nanoserve.benchmarks.hybrid.policies import HybridEngine
@@ -55,13 +58,14 @@ class HostTellingExecutor(TieredExecutor):
         return self._began + super().now()
 
 
-def simulated_engine(times: TierTimes = TIMES) -> HybridEngine:
-    """With other times than the profile's, perhaps."""
+def simulated_engine(times: TierTimes = TIMES, measured: Iterable[TierTimes] = ()) -> HybridEngine:
+    """With other times than the profile's, perhaps; and with other ones measured first, before the profile's."""
+    measured = chain(measured, repeat(TIMES))
     return HybridEngine(
         executor=HostTellingExecutor(times),
         host_blocks=HOST_BLOCKS,
         max_model_len=200,
-        times=TIMES,
+        measure_times=lambda: next(measured),
         predictor=PREDICTOR,
         make_predictor=lambda: CorrectedPredictor(PREDICTOR),
         host_threads=1,

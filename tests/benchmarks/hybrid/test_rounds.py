@@ -112,6 +112,13 @@ def test_a_machine_slower_than_its_profile_shows_in_the_simulators_error() -> No
     assert errors[1] < 0.1, "what the predictor learned in one round it knows in the next"
 
 
+def test_the_simulator_is_fed_with_what_was_measured_in_the_round() -> None:
+    slow = replace(TIMES, layer=2 * TIMES.layer, token=2 * TIMES.token, key=2 * TIMES.key)
+    first, second = _bench(simulated_engine(measured=[TIMES, slow]), 1.0).rounds(2)
+    assert first.contenders["sarathi"].simulation_error == pytest.approx(0, abs=1e-4)
+    assert second.contenders["sarathi"].simulation_error == pytest.approx(-0.5, abs=0.05)
+
+
 def test_everyone_is_held_against_the_first() -> None:
     assert pairs(("sarathi", "neo")) == [("neo over sarathi", "neo", "sarathi")]
 
