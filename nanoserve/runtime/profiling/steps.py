@@ -52,19 +52,18 @@ class StepTimer:
         return AttentionShape(-(-tokens // size), size, size)
 
     def inputs_seconds(self, rows: int) -> float:
-        """What an executor does before the layers in a step of so many decodes."""
+        """What an executor does before the layers in a step of so many decodes, behind those of another step: on a CPU
+        they leave nothing of what is needed here in the processor's caches."""
         plan = self._decode_plan(rows)
-        self._runner.prepare(plan)
+        self._runner.compute(self._runner.prepare(plan))
         began = self._watch.now()
         self._runner.prepare(plan)
         return self._watch.now() - began
 
     def head_seconds(self, rows: int) -> float:
         """What follows the layers in a step of so many decodes: logits, greedy sampling and taking tokens back."""
-        config, decoder = self._runner.config, self._runner.decoder
-        hidden = torch.randn(rows, config.hidden_size, device=self._runner.device).to(decoder.dtype)
         step = self._runner.prepare(self._decode_plan(rows))
-        step.fetching.begin()
+        hidden = self._runner.compute(step)
         began = self._watch.now()
         self._runner.sample(step, hidden).answers()
         return self._watch.now() - began
@@ -74,14 +73,15 @@ class StepTimer:
         self._runner.execute(StepPlan(0, end=tuple(self._begun)))
 
     def _forward_seconds(self, sizes: Sequence[int]) -> float:
-        """Of the layers over prompts of so many tokens each."""
+        """Of the layers over prompts of so many tokens each, in a whole step: on a CPU what is behind the layers takes
+        some of the processor's caches from the next ones."""
         texts = [tuple(self._generator.randrange(self._runner.config.vocab_size) for _ in range(n)) for n in sizes]
-        rows = [Row(-1 - n, 0, text, sample=False, new_blocks=(n,)) for n, text in enumerate(texts)]
+        rows = [Row(-1 - n, 0, text, sample=True, new_blocks=(n,)) for n, text in enumerate(texts)]
         step = self._runner.prepare(StepPlan(0, begin=self._begin(texts), rows=tuple(rows)))
         began = self._watch.now()
         hidden = self._runner.compute(step)
         seconds = self._watch.now() - began
-        self._runner.sample(step, hidden)
+        self._runner.sample(step, hidden).answers()
         return seconds
 
     def _decode_plan(self, rows: int) -> StepPlan:
