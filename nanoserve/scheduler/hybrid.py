@@ -154,9 +154,10 @@ class HybridByPrediction:
 
     A prompt that the device has no room for is computed and parked as long as the CPU could serve one more under
     overlap without prompts: it costs no more now than later, and yields tokens meanwhile. Beyond that it would only
-    take room, and prompts wait. And where too little would be gained with as many host sequences as there are, or as
-    the CPU can serve, prompts and decodes keep to the device as if there were no host: passing prompts on takes room
-    that decodes could use. Sequences that must give way move to the host all the same, and come back.
+    take room in the host, and prompts wait for room on the device. And where too little would be gained with as many
+    host sequences as there are, or as the CPU can serve, prompts and decodes keep to the device as if there were no
+    host: passing prompts on takes room that decodes could use. Sequences that must give way move to the host all the
+    same, and come back.
 
     Attributes:
         token_budget: device decodes and prompt tokens of one step together.
@@ -184,9 +185,8 @@ class HybridByPrediction:
             plan = _device_alone(load, self.token_budget)
             step = _Step.of(load, plan) or step
         if plan.park and step.cpu_seconds(load.host_decodes + load.moving + 1) > step.decode_only_seconds:
-            begun = min(plan.prefill_tokens, load.first_waiting_tokens) if load.ready_prefills else 0
-            plan = replace(plan, park=False, prefill_tokens=begun)
-            step = replace(step, prefill=begun)
+            plan = replace(plan, park=False, prefill_tokens=_fitting_tokens(load, self.token_budget, plan))
+            step = replace(step, prefill=plan.prefill_tokens)
         if step.host == 0:
             return plan
         advanced = step.seconds / step.token_seconds
@@ -208,7 +208,12 @@ class HybridByPrediction:
         return replace(plan, alternatives=weighed)
 
     def _pays(self, load: Load, step: "_Step") -> bool:
-        """Whether anything would be gained with all who wait on the host, or as many as the CPU serves by overlap."""
+        """Whether anything would be gained with all who wait on the host, or as many as the CPU serves by overlap.
+
+        In steps without prompts, whether or not this one has any: were it asked of each as it is, decodes would leave
+        in one step to make room for a prompt, and come back in the next.
+        """
+        step = replace(step, prefill=0) if step.decodes else step
         predictor, alone = step.predictor, step.decode_only_seconds
         waiting = load.waiting_tokens // max(load.first_waiting_tokens, step.host_keys)
         served = step.hidden(alone, min(load.host_decodes + waiting, load.host_blocks // load.first_parked_blocks))
@@ -258,7 +263,22 @@ def _device_alone(load: Load, token_budget: int) -> Decision:
     decodes = min(load.ready_decodes, token_budget)
     spare = max(0, load.free_blocks - load.running_decodes)
     back = max(load.fitting_host, min(load.ready_host, spare // (load.host_sequence_blocks + 1)))
-    return Decision(token_budget - decodes, decodes, swap_in=back, preempt_to_host=True)
+    plan = Decision(0, decodes, swap_in=back, preempt_to_host=True)
+    return replace(plan, prefill_tokens=_fitting_tokens(load, token_budget, plan))
+
+
+def _fitting_tokens(load: Load, token_budget: int, plan: Decision) -> int:
+    """Prompt tokens beside the plan's decodes, behind host sequences that come back and a block for each decode.
+
+    A prompt that does not fit is not begun. Were it asked for nevertheless, the step would seem as long as with it.
+    """
+    if load.first_waiting_tokens == 0:
+        return 0
+    room = max(0, load.free_blocks - plan.swap_in * load.host_sequence_blocks - load.running_decodes)
+    if load.first_waiting_blocks > room and not load.ready_prefills:
+        return 0
+    most = (room + load.ready_prefills) * load.block_size  # a prompt that has begun may have room in its last block
+    return min(token_budget - plan.decodes, load.waiting_tokens, most)
 
 
 def _device_first(load: Load, token_budget: int) -> Decision:

@@ -282,9 +282,11 @@ def test_hybrid_leaves_a_hopeless_cpu_alone() -> None:
     # one layer of one sequence takes 8.1 s of the CPU, a step 8 s
     hopeless = replace(hosting(DECODES, 100), predictor=replace(PREDICTOR, host_key=0.081))
     assert HybridByPrediction(512).decide(hopeless) == PLAN
-    # Nor is a prompt for which there is no room brought there: it waits until the device itself has room.
+    # Nor is a prompt brought there: it goes to the device, or waits until that has room for it beside the decodes.
     waiting = replace(prefilling(DECODES), predictor=replace(PREDICTOR, host_key=0.2))
-    assert HybridByPrediction(512).decide(waiting) == Decision(502, 10, preempt_to_host=True)
+    assert HybridByPrediction(512).decide(waiting) == Decision(64, 10, preempt_to_host=True)
+    full = replace(waiting, free_blocks=13)
+    assert HybridByPrediction(512).decide(full) == Decision(0, 10, preempt_to_host=True)
 
 
 def test_hybrid_parks_no_prompt_where_steps_with_the_host_take_longer_than_it_gains() -> None:
@@ -311,7 +313,9 @@ def test_hybrid_parks_no_more_than_the_cpu_can_serve() -> None:
     # a step of decodes takes 8 s, in which the CPU serves 16
     assert hybrid.decide(hosting(prefilling(DECODES), 15)).park
     saturated = hybrid.decide(hosting(prefilling(DECODES), 16))
-    assert (saturated.park, saturated.prefill_tokens) == (False, 0)
+    assert (saturated.park, saturated.prefill_tokens) == (False, 64), "the device has room for it"
+    full = hybrid.decide(replace(hosting(prefilling(DECODES), 16), free_blocks=13))
+    assert (full.park, full.prefill_tokens) == (False, 0), "not beside a block for each decode"
     begun = hybrid.decide(replace(hosting(prefilling(DECODES), 16), ready_prefills=1))
     assert (begun.park, begun.prefill_tokens) == (False, 64)
 
