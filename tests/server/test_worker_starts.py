@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -98,6 +98,7 @@ def test_nothing_is_left_of_a_start_that_was_ended() -> None:
 
 @pytest.mark.slow
 def test_nothing_is_left_of_a_start_that_was_ended_at_any_moment() -> None:
-    moments = [number / 2 for number in range(13)]
-    _end_all(product(("serve", "generate"), moments, (KILL, TERM, INTERRUPT)))
-    _end_all(product(("engine",), moments[:8], (KILL,)))  # while it is loading: the front end gives up
+    moments = [number / 3 for number in range(19)]
+    signals = cycle((KILL, TERM, INTERRUPT))
+    _end_all((command, moment, next(signals)) for command in ("serve", "generate") for moment in moments)
+    _end_all(("engine", moment, KILL) for moment in moments[:12:2])  # while it is loading: the front end gives up

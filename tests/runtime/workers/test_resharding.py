@@ -12,8 +12,9 @@ from nanoserve.runtime.workers.executor import WorkersExecutor
 from nanoserve.scheduler.plan import StepPlan
 from tests.runtime.workers.disturbances import Pair
 from tests.runtime.workers.loads import ROOMY_BLOCKS, TIGHT_BLOCKS, Case, Reference, start_workers
-from tests.runtime.workers.test_layouts import FAMILIES, reference_of
+from tests.runtime.workers.test_layouts import check_workers, reference_of
 
+FAMILIES = ["llama-tied-biased", "mistral", "qwen2-window", "qwen3-layer-types", "glm4", "mixtral", "qwen3_moe"]
 HOST_BLOCKS = 24  # one sequence of full length fits, and hardly a second one
 CASES = [
     Case("minimizing", token_budget=24, num_blocks=TIGHT_BLOCKS, host_blocks=HOST_BLOCKS, seed=1),
@@ -73,18 +74,24 @@ def test_a_worker_dies_in_the_middle_of_a_transition(reference: Reference, two_l
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, tmp_path: Path) -> None:
+    """Under two layouts, and under policies that stay in the first: two stages of two ranks."""
     reference = reference_of(family, tmp_path)
     with closing(start_pair(reference, "T2P2", "T4")) as workers:
         check(reference, workers, CASES)
+        check_workers(reference, workers, stages=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("prefill", "decode"), [("P4", "T4"), ("T4", "P4"), ("T2P2", "P4"), ("T2", "P2")])
-def test_every_pair_of_layouts(prefill: str, decode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("prefill", "decode", "cases"),
+    [("P4", "T4", CASES[::2]), ("T4", "P4", CASES[1::2]), ("T2P2", "P4", CASES[::2]), ("T2", "P2", CASES[1::2])],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_pair_of_layouts(prefill: str, decode: str, cases: list[Case], tmp_path: Path) -> None:
     """Of four tensor-parallel ranks, two have the same key-value head."""
     reference = reference_of("llama", tmp_path, num_hidden_layers=4, vocab_size=155, intermediate_size=93)
     with closing(start_pair(reference, prefill, decode)) as workers:
-        check(reference, workers, CASES)
+        check(reference, workers, cases)
 
 
 @pytest.mark.parametrize("policy", ["sarathi", "throttling"])

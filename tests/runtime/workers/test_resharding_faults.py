@@ -31,7 +31,7 @@ MANY_LIVES = [
     Case(
         policy, token_budget=budget, num_blocks=TIGHT_BLOCKS, host_blocks=HOST_BLOCKS, prefix_caching=caching, seed=seed
     )
-    for seed, (policy, budget, caching) in enumerate(2 * list(product(RESHARDING, (7, 24), (True, False))))
+    for seed, (policy, budget, caching) in enumerate(product(RESHARDING, (7, 24), (True, False)))
 ]
 
 
