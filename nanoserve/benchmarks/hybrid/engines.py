@@ -13,6 +13,7 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.llm import LLM
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
+from nanoserve.runtime.host_attention import HostAttentionLost
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.measuring_speeds import measure_speeds
 from nanoserve.runtime.memory import kv_bytes_per_block
@@ -68,8 +69,12 @@ def _profiled(llm: LLM, config: EngineConfig, progress: ProgressCallback | None)
         raise RuntimeFailure("without a profile of this machine the CPU would never be asked to attend")
 
     def measure_times() -> MeasuredTimes:
-        given = config.profile is not None
-        return MeasuredTimes(predictor.profile if given else measure_shortly(starting, starting.sizes()))
+        if config.profile is not None:
+            return MeasuredTimes(predictor.profile)
+        try:
+            return MeasuredTimes(measure_shortly(starting, starting.sizes()))
+        except HostAttentionLost as reason:
+            raise RuntimeFailure(f"nothing can be measured: attention on the CPU is lost: {reason}") from reason
 
     return HybridEngine(
         executor=executor,

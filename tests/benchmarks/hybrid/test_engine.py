@@ -9,7 +9,10 @@ from nanoserve.benchmarks.hybrid.policies import HybridEngine, Scheduling
 from nanoserve.benchmarks.hybrid.rounds import Bench, HybridRound
 from nanoserve.benchmarks.pipeline.running import make_requests
 from nanoserve.config import EngineConfig
+from nanoserve.costs.profile import Profile
+from nanoserve.errors import RuntimeFailure
 from nanoserve.models.hub import resolve_model
+from nanoserve.runtime.host_attention import HostAttentionLost
 from nanoserve.runtime.model_loading import read_config
 
 pytestmark = pytest.mark.slow
@@ -34,7 +37,7 @@ def _round(engine: HybridEngine, scheduling: Scheduling, case: Case, vocab_size:
     return next(bench.rounds(1))
 
 
-def test_every_case_runs_on_one_engine() -> None:
+def test_every_case_runs_on_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     resolved = resolve_model(None)
     model = read_config(resolved)
     engine = open_engine(resolved, CONFIG, model, WORK, None)
@@ -49,5 +52,12 @@ def test_every_case_runs_on_one_engine() -> None:
                 assert (figures.processor_share > 0) == (figures.steps.hybrid > 0)
                 assert not (case.holds_everything and figures.steps.hybrid)
             assert (done.contenders["overlap"].steps.overlap > 0) == (not case.holds_everything)
+
+        def lost(*arguments: object) -> Profile:
+            raise HostAttentionLost("the thread died")
+
+        monkeypatch.setattr("nanoserve.benchmarks.hybrid.engines.measure_shortly", lost)
+        with pytest.raises(RuntimeFailure, match="attention on the CPU is lost: the thread died"):
+            engine.measure_times()
     finally:
         engine.close()
