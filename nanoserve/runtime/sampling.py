@@ -4,8 +4,8 @@ Order of effects, as in Hugging Face and vLLM: logit bias, penalties and forbidd
 temperature; top_k; top_p within what top_k left; min_p. Then the Gumbel-max trick (Gumbel 1954), as a race of
 exponentials: the argmax of logit - log(noise) over the tokens kept is distributed as their softmax.
 
-Nothing sorts a vocabulary. What is kept and drawn for a row is a function of that row alone, so a request gives the
-same tokens alone, in a batch, and at any place in it. Ties: top_k prefers lower token ids; top_p without top_k keeps
+Nothing sorts a vocabulary. What is kept and drawn for a row is a function of that row alone, so the same logits give the
+same token alone, in a batch, and at any place in it. Ties: top_k prefers lower token ids; top_p without top_k keeps
 all tokens that tie with the last one; greedy takes the lowest id.
 """
 
