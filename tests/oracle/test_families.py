@@ -138,6 +138,20 @@ def test_a_head_that_is_not_the_embedding_is_used_once_the_config_unties_them(
     torch.testing.assert_close(dense_logits(*load_model(tmp_path, "fp32"), prompt()), expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "glm4"])
+def test_part_of_a_head_rotates_only_in_families_that_have_it(
+    family: str, tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    directory, _ = checkpoint(family)
+    config = json.loads((directory / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope["rope_theta"], "partial_rotary_factor": 0.25}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(directory / "model.safetensors")
+    expected = reference_logits(AutoModelForCausalLM.from_pretrained(tmp_path), prompt())
+    torch.testing.assert_close(dense_logits(*load_model(tmp_path, "fp32"), prompt()), expected, atol=TOLERANCE, rtol=0)
+
+
 def test_settings_written_before_transformers_5_mean_the_same(tmp_path: Path, checkpoint: Checkpoint) -> None:
     """rope_theta beside rope_scaling, and torch_dtype, instead of rope_parameters and dtype."""
     directory, _ = checkpoint("llama-llama3")
