@@ -81,7 +81,7 @@ def build_engine(
         RuntimeFailure: if the memory does not suffice, or the trace cannot be written.
     """
     model = read_config(resolved)
-    default_params = _default_params(model.sampling_defaults)
+    default_params = _default_params(model.sampling_defaults, resolved)
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
         raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
@@ -333,9 +333,9 @@ def make_predictors(speeds: MachineSpeeds | None, model: ModelConfig, config: En
     return layout_predictors(measured_machine(speeds, devices=config.num_workers), model, dtype, config.layouts)
 
 
-def _default_params(defaults: SamplingDefaults) -> SamplingParams:
+def _default_params(defaults: SamplingDefaults, resolved: ResolvedModel) -> SamplingParams:
     named = {field: getattr(defaults, field) for field in defaults.__slots__}
     try:
         return SamplingParams(**{name: value for name, value in named.items() if value is not None})
     except UsageError as error:  # not the user's doing
-        raise ModelError(f"generation_config.json of the model: {error}") from error
+        raise ModelError(f"{resolved.directory}/generation_config.json: {error}") from error

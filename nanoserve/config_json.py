@@ -66,7 +66,7 @@ def translate(config: Mapping[str, Any], generation_config: Mapping[str, Any], s
     """Both files, parsed, as a ModelConfig. Raises ModelError, one line that begins with `source`."""
     values, family, is_chatglm = _normalize(config, source)
     fields = _Fields(values, source)
-    generation = _Fields(generation_config, source.replace("config.json", "generation_config.json"))
+    generation = _Fields(generation_config, str(Path(source).with_name("generation_config.json")))
     num_layers = fields.positive("num_hidden_layers", most=_MAX_LAYERS)
     num_heads, num_kv_heads, head_dim = _heads(fields)
     attention_bias = fields.flag("attention_bias", default=False)
@@ -149,6 +149,12 @@ class _Fields:
     def optional_number(self, key: str) -> float | None:
         return None if self.values.get(key) is None else self.number(key, 0.0)
 
+    def whole(self, key: str) -> int | None:
+        value = self.optional_number(key)
+        if value is not None and not value.is_integer():
+            raise self._fail(key, "a whole number")
+        return None if value is None else int(value)
+
     def flag(self, key: str, *, default: bool) -> bool:
         value = self.values.get(key)
         if value is None:
@@ -221,14 +227,18 @@ def _rope(fields: _Fields, family: str, head_dim: int) -> RopeConfig:
     rope = _Fields(merged, fields.source)
     kind = _rope_kind(merged.get("rope_type") or merged.get("type") or "default", fields.source)
     is_glm = family in ("glm", "glm4")
-    partial = rope.number("partial_rotary_factor", 0.5 if is_glm else 1.0)
+    partial = (
+        rope.number("partial_rotary_factor", 0.5) if is_glm else 1.0
+    )  # others rotate whole heads, whatever it says
     rotary_dim = int(head_dim * partial)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise ModelError(f"{fields.source}: head_dim {head_dim} gives an impossible rotary size of {rotary_dim}")
     max_position = rope.positive("max_position_embeddings")
     original = rope.positive("original_max_position_embeddings", max_position)
     # Only YaRN may leave its factor to be inferred from the two lengths.
-    factor = 1.0 if kind == "default" else rope.number("factor", max_position / original if kind == "yarn" else 0.0)
+    if kind not in ("default", "yarn") and rope.get("factor") is None:
+        raise ModelError(f"{fields.source}: the rope factor is missing, without which rope type {kind} means nothing")
+    factor = 1.0 if kind == "default" else rope.number("factor", max_position / original)
     theta = rope.number("rope_theta", 10000.0)
     if min(factor, theta) < _LEAST_ROPE_NUMBER:
         raise ModelError(f"{fields.source}: rope factor and rope_theta must be positive, found {factor} and {theta}")
@@ -327,11 +337,10 @@ def _sampling_defaults(generation: _Fields) -> SamplingDefaults:
     penalty = generation.optional_number("repetition_penalty")
     if not generation.flag("do_sample", default=False):
         return SamplingDefaults(repetition_penalty=penalty)
-    top_k = generation.optional_number("top_k")
     return SamplingDefaults(
         temperature=generation.optional_number("temperature"),
         top_p=generation.optional_number("top_p"),
-        top_k=None if top_k is None else int(top_k),
+        top_k=generation.whole("top_k"),
         min_p=generation.optional_number("min_p"),
         repetition_penalty=penalty,
     )

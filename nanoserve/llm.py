@@ -235,6 +235,13 @@ class LLM:
     def _add(self, prompt: Prompt, params: SamplingParams | None) -> RequestTracker:
         params = params or self.default_sampling_params()
         text, tokens = self._tokenize(prompt)
+        if len(tokens) >= (
+            limit := self.config.max_position_embeddings
+        ):  # beyond what --max-model-len can be raised to
+            raise UsageError(
+                f"the prompt has {len(tokens)} tokens, but the model's own limit is {limit} with at least one for the "
+                "answer; shorten the prompt"
+            )
         if params.json_schema is not None:
             self._grammars.check(params.json_schema)
         request = Request(

@@ -150,7 +150,7 @@ def test_a_batch_is_read_as_far_ahead_as_prompts_wait() -> None:
     [
         ("", "prompt is empty"),
         ([], "prompt is empty"),
-        ("word " * 3000, "shorten the prompt"),
+        ("word " * 3000, r"the model's own limit is 1024 with at least one for the answer; shorten the prompt$"),
         ([10**6], "not in the vocabulary"),
         (["a", 1], "text"),
     ],
@@ -159,6 +159,14 @@ def test_prompts_that_can_never_run_are_refused(storyteller: LLM, prompt: object
     with pytest.raises(UsageError, match=said):
         storyteller.generate([prompt], GREEDY)
     assert _all_blocks_are_back(storyteller)
+
+
+def test_only_a_prompt_that_a_longer_context_holds_is_told_to_raise_its_limit() -> None:
+    with LLM(eager=True, max_model_len=64) as llm:
+        with pytest.raises(UsageError, match=r"the context holds 64 .* raise --max-model-len"):
+            llm.generate([[5] * 1023], GREEDY)
+        with pytest.raises(UsageError, match=r"the model's own limit is 1024 .* shorten the prompt$"):
+            llm.generate([[5] * 1024], GREEDY)
 
 
 def test_params_must_be_one_or_one_for_each(storyteller: LLM) -> None:
@@ -220,8 +228,9 @@ def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_impossible_sampling_defaults_are_the_fault_of_the_model(tmp_path: Path) -> None:
     model = Path(shutil.copytree(BUNDLED, tmp_path / "model"))
     (model / "generation_config.json").write_text('{"repetition_penalty": 0}')
-    with pytest.raises(ModelError, match=r"generation_config\.json.*repetition_penalty must be a number above 0"):
+    with pytest.raises(ModelError) as caught:
         LLM(model)
+    assert str(caught.value).startswith(f"{model}/generation_config.json: repetition_penalty must be a number above 0")
 
 
 def test_a_dummy_of_a_real_shape_runs() -> None:

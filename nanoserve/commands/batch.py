@@ -33,7 +33,7 @@ def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict
     if target.exists() and source.samefile(target):
         raise UsageError("--file and --output are the same file")
     with ResultFile(target) as results:
-        open_rows = [row for row in rows if row.key not in results.done]
+        open_rows = [row for row in rows if not results.holds(row)]
         if not open_rows:
             say(f"all {len(rows)} rows are in {target} already")
             return EXIT_OK

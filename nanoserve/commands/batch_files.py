@@ -40,8 +40,8 @@ class Row:
 
     @property
     def key(self) -> RowKey:
-        """What a result is found again by: the id where there is one."""
-        return _key(self.index, self.id)
+        """What an answer is found again by: the id where there is one."""
+        return ("index", self.index) if self.id is None else ("id", self.id)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -94,18 +94,18 @@ def _without_repeated_ids(rows: Iterable[Row]) -> list[Row]:
     result = []
     for row in rows:
         if row.key in seen and row.error is None:
-            row = Row(row.index, row.id, error=f"the id {row.id!r} appears a second time")
+            row = Row(row.index, row.id, error=_repeated(row.id))
         seen.add(row.key)
         result.append(row)
     return result
 
 
-class ResultFile:
-    """Appends result rows. Use it as a context manager.
+def _repeated(identity: str | int | None) -> str:
+    return f"the id {identity!r} appears a second time"
 
-    Attributes:
-        done: keys of the rows that an earlier run finished.
-    """
+
+class ResultFile:
+    """Appends result rows. Use it as a context manager."""
 
     def __init__(self, path: Path):
         """Open or make the file.
@@ -115,6 +115,8 @@ class ResultFile:
             RuntimeFailure: if it cannot be written, or another run is writing it.
         """
         self._path = path
+        self._answered: set[RowKey] = set()
+        self._errors: dict[tuple[int, str | int | None], str] = {}  # by line, as two lines may have one id
         try:
             if path.exists() and not path.is_file():
                 raise UsageError(f"{path} is no regular file; --output is one, because the next run reads it back")
@@ -123,7 +125,7 @@ class ResultFile:
             raise RuntimeFailure(f"cannot write {path}: {error.strerror}") from None
         try:
             _lock(self._file, path)
-            self.done = self._read_back()
+            self._read_back()
         except BaseException:
             self._file.close()
             raise
@@ -146,15 +148,25 @@ class ResultFile:
         except OSError as error:
             raise RuntimeFailure(f"cannot write {self._path}: {error.strerror}") from None
 
-    def _read_back(self) -> set[RowKey]:
-        done: set[RowKey] = set()
+    def holds(self, row: Row) -> bool:
+        """Whether an earlier run finished the row: answered it, or wrote an error for this line."""
+        if row.error is None and row.key in self._answered:
+            return True
+        error = self._errors.get((row.index, row.id))
+        # That an id is taken depends on other lines. When they have changed, the row is still to be answered.
+        return error is not None and (row.error is not None or error != _repeated(row.id))
+
+    def _read_back(self) -> None:
         end = 0
         for number, line in enumerate(self._file, start=1):
-            key = _result_key(line)
-            if key is None and (line.endswith(b"\n") or not _is_torn(line)):
+            result = _result(line)
+            if result is None and (line.endswith(b"\n") or not _is_torn(line)):
                 raise UsageError(f"{self._path} line {number} is not a result of a batch; choose another --output")
-            if key is not None:
-                done.add(key)
+            if result is not None:
+                if result.error is None:
+                    self._answered.add(result.key)
+                else:
+                    self._errors[result.index, result.id] = result.error
                 end += len(line)
                 if not line.endswith(b"\n"):  # cut off just before the line break: the row itself is whole
                     self._file.seek(0, os.SEEK_END)
@@ -162,7 +174,6 @@ class ResultFile:
                     end += 1
         self._file.seek(end)
         self._file.truncate()
-        return done
 
 
 def _open_or_make(path: str, flags: int) -> int:
@@ -184,19 +195,19 @@ def _lock(file: BinaryIO, path: Path) -> None:
         return  # a file system that knows no locks
 
 
-def _result_key(line: bytes) -> RowKey | None:
+def _result(line: bytes) -> Row | None:
+    """The row that a line of results is about, with the error that it ended with."""
     try:
         fields = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    if not isinstance(fields, dict) or not isinstance(fields.get("index"), int):
+    if not isinstance(fields, dict):
         return None
-    return _key(fields["index"], fields.get("id"))
+    index, identity, error = (fields.get(name) for name in ("index", "id", "error"))
+    if not (isinstance(index, int) and isinstance(identity, str | int | None) and isinstance(error, str | None)):
+        return None
+    return Row(index, identity, error=error)
 
 
 def _is_torn(line: bytes) -> bool:
     return line.startswith(_ROW_BEGINS) or _ROW_BEGINS.startswith(line)
-
-
-def _key(index: int, identity: str | int | None) -> RowKey:
-    return ("index", index) if identity is None else ("id", identity)

@@ -5,7 +5,7 @@ Only safetensors are read: a `.bin` checkpoint is a pickle, and unpickling can r
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from nanoserve.files import read_json_object
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.shards import Shard, TensorParallelGroup
-from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts
+from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -101,7 +101,9 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Iterator[Checkpoint
     with ExitStack() as opened:
         files = {path: opened.enter_context(_open(path)) for path in _weight_files(directory)}
         stored = _stored_tensors(directory, files)
-        yield Checkpoint(_check(tensor_parts(config), stored, config, directory), stored, files)
+        checkpoint = Checkpoint(_check(tensor_parts(config), stored, config, directory), stored, files)
+        _check_tied(checkpoint, config)
+        yield checkpoint
 
 
 def empty_decoder(
@@ -215,6 +217,21 @@ def _check(
         if name not in known and not may_be_ignored(name, config):
             raise ModelError(f"{found.path}: tensor {name} does not belong to a {config.family} model of this config")
     return parts
+
+
+def _check_tied(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Where config.json ties the output matrix to the embedding, one that is stored all the same must be a copy."""
+    embedding, head = tied_parts(config)
+    stored = checkpoint.stored.get(head.name)
+    if not config.tie_word_embeddings or stored is None:
+        return
+    _check([head], {head.name: stored}, config, stored.path.parent)
+    for piece in embedding.pieces(_MAPPED_BYTES // 8):
+        if not bool((checkpoint.view(piece) == checkpoint.view(replace(piece, name=head.name))).all()):
+            raise ModelError(
+                f"{stored.path}: tensor {head.name} differs from {embedding.name}, to which config.json ties it;"
+                ' set "tie_word_embeddings" to false there to use it'
+            )
 
 
 def _fill(

@@ -126,14 +126,22 @@ def checkpoint_names(config: ModelConfig) -> CheckpointNames:
 
 def tensor_parts(config: ModelConfig) -> Iterator[TensorPart]:
     """Every tensor that the checkpoint must hold, once. A tied output matrix is the embedding and not listed."""
-    names = checkpoint_names(config)
-    vocabulary = (config.vocab_size, config.hidden_size)
-    yield TensorPart(names.embedding, "embedding.weight", vocabulary)
+    names, (embedding, head) = checkpoint_names(config), tied_parts(config)
+    yield embedding
     for index in range(config.num_layers):
         yield from _layer_parts(config, names, index)
     yield TensorPart(names.final_norm, "final_norm.weight", (config.hidden_size,))
     if not config.tie_word_embeddings:
-        yield TensorPart(names.lm_head, "lm_head.weight", vocabulary)
+        yield head
+
+
+def tied_parts(config: ModelConfig) -> tuple[TensorPart, TensorPart]:
+    """The embedding and the output matrix, which a config may tie."""
+    names, vocabulary = checkpoint_names(config), (config.vocab_size, config.hidden_size)
+    return (
+        TensorPart(names.embedding, "embedding.weight", vocabulary),
+        TensorPart(names.lm_head, "lm_head.weight", vocabulary),
+    )
 
 
 def shard_parts(parts: Iterable[TensorPart], config: ModelConfig, shard: Shard) -> Iterator[TensorPart]:

@@ -1,11 +1,13 @@
 """From logits to tokens, for a whole batch at once.
 
-Order of effects, as in Hugging Face and vLLM: logit bias, penalties and forbidden end tokens; what a grammar forbids;
-temperature; top_k; top_p within what top_k left; min_p. Then the Gumbel-max trick (Gumbel 1954), as a race of
-exponentials: the argmax of logit - log(noise) over the tokens kept is distributed as their softmax.
+Order of effects: logit bias, penalties and forbidden end tokens; what a grammar forbids; temperature; top_k; top_p
+within what top_k left; min_p. From temperature on this is the order of Hugging Face. vLLM applies min_p before top_k
+and top_p: there top_p is a share of what min_p left, so the two together may keep fewer tokens than here. Then the
+Gumbel-max trick (Gumbel 1954), as a race of exponentials: the argmax of logit - log(noise) over the tokens kept is
+distributed as their softmax.
 
-Nothing sorts a vocabulary. What is kept and drawn for a row is a function of that row alone, so a request gives the
-same tokens alone, in a batch, and at any place in it. Ties: top_k prefers lower token ids; top_p without top_k keeps
+Nothing sorts a vocabulary. What is kept and drawn for a row is a function of that row alone, so the same logits give
+the same token alone, in a batch, and at any place in it. Ties: top_k prefers lower token ids; top_p without top_k keeps
 all tokens that tie with the last one; greedy takes the lowest id.
 """
 

@@ -11,6 +11,7 @@ from nanoserve.text.control_tokens import ControlTokens, Piece
 
 # Control tokens by their looks, for tokenizers that forget to flag them special (the role tokens of some families).
 _CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+_MARKUP_SHAPE = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -19,11 +20,15 @@ class Backend(Protocol):
 
     control_ids: Mapping[str, int]
     """Spelling -> id of every control token; they are left out of decoded text."""
+    markup_ids: Mapping[str, int]
+    """Spelling -> id of every token that gives a prompt its structure: control tokens and what looks like them
+    (`[INST]`, `<tool_call>`), whether flagged special or not, and added tokens that the chat template spells. Other
+    added tokens are words."""
     vocab_size: int
     """One more than the largest token id."""
 
     def encode(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
-        """Ids of the pieces in a row. Nothing inside a text piece is ever taken for a control token.
+        """Ids of the pieces in a row. Nothing inside a text piece is ever taken for a token of `markup_ids`.
 
         `add_special_tokens` adds what the tokenizer's own file puts around a text, such as BOS.
         """
@@ -38,15 +43,21 @@ class Backend(Protocol):
         """Whether the token is one raw byte of a byte-fallback vocabulary."""
 
 
+def _is_markup(spelling: str, template: str) -> bool:
+    core = spelling.strip()  # runs of blanks and single characters are words, whatever stands in a template
+    return len(core) > 1 and (core in template or _MARKUP_SHAPE.fullmatch(core) is not None)
+
+
 class TokenizersBackend:
     """`tokenizer.json` through the `tokenizers` library.
 
     The library can be told to read special tokens as text, but then those of the template are text too. So the ones
     that are meant are replaced by private separator tokens, which cut the text at exactly the places where the control
     tokens would; their ids are put in afterwards. Ordinary text is tokenized as if the library had seen everything.
+    All markup is special to the library; what decoded text leaves out is chosen here.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], named_special: Sequence[str]) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any], named_special: Sequence[str], template: str) -> None:
         from tokenizers import AddedToken, Tokenizer
 
         try:
@@ -59,10 +70,16 @@ class TokenizersBackend:
             for token_id, token in added.items()
             if token.special or token.content in named_special or _CONTROL_SHAPE.fullmatch(token.content)
         }
+        self.markup_ids: Mapping[str, int] = {
+            token.content: token_id
+            for token_id, token in added.items()
+            if token.content in self.control_ids or _is_markup(token.content, template)
+        }
+        self._skipped = frozenset(self.control_ids.values())
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         self._byte_ids = frozenset(token_id for token, token_id in vocabulary.items() if _BYTE_PIECE.fullmatch(token))
-        self._tokenizer.add_special_tokens(list(self.control_ids))
+        self._tokenizer.add_special_tokens(list(self.markup_ids))
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -109,8 +126,9 @@ class TokenizersBackend:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        known = [token for token in token_ids if 0 <= token < self.vocab_size]
-        text: str = self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+        skipped = self._skipped if skip_special_tokens else ()
+        shown = [token for token in token_ids if 0 <= token < self.vocab_size and token not in skipped]
+        text: str = self._tokenizer.decode(shown, skip_special_tokens=False)
         return text
 
     def token_id(self, spelling: str) -> int | None:
@@ -124,7 +142,7 @@ class TokenizersBackend:
 class SentencePieceBackend:
     """`tokenizer.model` through `sentencepiece`, with the tokens that were added beside it."""
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], added: Mapping[str, int]) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any], added: Mapping[str, int], template: str) -> None:
         from sentencepiece import SentencePieceProcessor
 
         try:
@@ -140,13 +158,18 @@ class SentencePieceBackend:
         self.control_ids: Mapping[str, int] = controls | {
             text: number for text, number in added.items() if text not in plain
         }
+        self.markup_ids: Mapping[str, int] = {
+            text: number
+            for text, number in {**added, **controls}.items()
+            if text in self.control_ids or _is_markup(text, template)
+        }
         self.vocab_size = max([self._size - 1, *added.values()]) + 1
         self._skipped = frozenset(self.control_ids.values())
         # Tokens that sentencepiece does not write itself: its controls and what lies beyond its vocabulary.
         self._spelling = {
             number: text for text, number in {**added, **controls}.items() if number >= self._size or text in controls
         }
-        self._plain = ControlTokens({text: number for text, number in added.items() if text in plain})
+        self._words = ControlTokens({text: number for text, number in added.items() if text not in self.markup_ids})
         # The older reading gives every text between control tokens sentencepiece's leading blank, the newer one only
         # the very beginning of the prompt.
         self._blank_everywhere = bool(settings.get("legacy", True))
@@ -155,17 +178,24 @@ class SentencePieceBackend:
         # A character of no piece merges with nothing: behind it a text is tokenized as if it stood within another.
         self._stopper = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in characters)
         self._stopper_length = len(self._processor.encode(self._stopper))
+        # Pieces that sentencepiece calls user-defined are found in any text; what is only text has them in two halves.
+        self._halves: dict[int, list[int]] = {}
+        self._halves |= {
+            number: self.encode_within(text[0]) + self.encode_within(text[1:])
+            for text, number in self.markup_ids.items()
+            if number in self._processor.encode(text)
+        }
         self._bos = self._processor.bos_id()
 
     def encode(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
         ids: list[int] = [self._bos] if add_special_tokens and self._bos >= 0 else []
         at_beginning = True
         for piece in pieces:
-            for part in self._plain.split(piece) if isinstance(piece, str) else [piece]:
+            for part in self._words.split(piece) if isinstance(piece, str) else [piece]:
                 if isinstance(part, int):
                     ids.append(part)
                 elif at_beginning or self._blank_everywhere:
-                    ids += self._processor.encode(part)
+                    ids += self._encode_text(part)
                 else:
                     ids += self.encode_within(part)
                 at_beginning = False
@@ -215,5 +245,7 @@ class SentencePieceBackend:
 
     def encode_within(self, text: str) -> list[int]:
         """Ids of a text that stands in the middle of another."""
-        ids: list[int] = self._processor.encode(self._stopper + text)
-        return ids[self._stopper_length :]
+        return self._encode_text(self._stopper + text)[self._stopper_length :]
+
+    def _encode_text(self, text: str) -> list[int]:
+        return [half for token in self._processor.encode(text) for half in self._halves.get(token, (token,))]

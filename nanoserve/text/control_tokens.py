@@ -46,7 +46,8 @@ class ControlTokens:
         """Put `mark` into every spelling in `text`, and at an edge that could be one half of a spelling."""
         if self._pattern is None or not text:
             return text
-        marked = self._pattern.sub(lambda match: match.group()[0] + mark + match.group()[1:], text)
+        # After every character: one spelling may hold another, or overlap with the next.
+        marked = self._pattern.sub(lambda match: "".join(character + mark for character in match.group()), text)
         if text.startswith(self._endings):
             marked = mark + marked
         if text.endswith(self._beginnings):

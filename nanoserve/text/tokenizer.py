@@ -16,7 +16,10 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class Tokenizer:
-    """One interface over the tokenizing libraries; text from users never turns into control tokens."""
+    """One interface over the tokenizing libraries.
+
+    Text from users never turns into control tokens, and in a conversation into no token that structures it.
+    """
 
     def __init__(
         self,
@@ -28,6 +31,9 @@ class Tokenizer:
         self._backend = backend
         self._template = template
         self._control = ControlTokens(backend.control_ids)
+        self._markup = ControlTokens(backend.markup_ids)
+        readable = backend.markup_ids.keys() - backend.control_ids.keys()
+        self._readable = ControlTokens({spelling: backend.markup_ids[spelling] for spelling in readable})
         self._settings = settings
         self.vocab_size = backend.vocab_size
         """One more than the largest token id."""
@@ -43,10 +49,11 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text typed by a user: spellings of special tokens in it are ordinary text.
 
+        Added tokens that are not special, such as `<think>`, are read: who writes a raw prompt chooses its format.
         `add_special_tokens` puts around it what the model expects, usually BOS. Raises UsageError for text with NUL or
         lone surrogates.
         """
-        return self._encode([check_text(text)] if text else [], add_special_tokens=add_special_tokens)
+        return self._encode(self._readable.split(check_text(text)), add_special_tokens=add_special_tokens)
 
     def _encode(self, pieces: Sequence[str | int], *, add_special_tokens: bool) -> list[int]:
         # An explicit setting beats the rules in the tokenizer's own file, as in HF transformers.
@@ -67,8 +74,13 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation in the model's own chat format.
 
-        Control tokens come from the template alone. Raises UsageError when the messages are malformed or the template
-        refuses them, ModelError when the template fails.
+        Tokens that structure the prompt, flagged special or not, come from the template alone: spellings of them in
+        messages, tool descriptions, tool calls and other arguments are ordinary text. The `content` of assistants is
+        the model's own: what is not special there, such as `<think>` or `<tool_call>`, is the token that the model
+        wrote, so that an answer comes back as it was. Put no one else's text there.
+
+        Raises UsageError when the messages are malformed or the template refuses them, ModelError when the template
+        fails.
         """
         pieces = self._chat_pieces(messages, template_arguments, add_generation_prompt=add_generation_prompt)
         # A template writes BOS where the model wants it; the plain format leaves that to the tokenizer.
@@ -99,15 +111,19 @@ class Tokenizer:
         conversation = json.dumps([checked, arguments], ensure_ascii=False)
         mark = choose_mark([conversation, self._template.source])
         rendered = self._template.render(
-            [{**self._control.mark_all(message, mark), "role": message["role"]} for message in checked],
+            [self._mark(message, mark) for message in checked],
             add_generation_prompt=add_generation_prompt,
-            arguments=self._control.mark_all(arguments, mark),
+            arguments=self._markup.mark_all(arguments, mark),
         )
-        if not self.has_chat_template:
-            return [rendered.replace(mark, "")]
-        pieces = self._control.split(rendered)
+        pieces = self._markup.split(rendered)
         texts = [piece if isinstance(piece, int) else piece.replace(mark, "") for piece in pieces]
         return [piece for piece in texts if piece != ""]
+
+    def _mark(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+        marked: dict[str, Any] = self._markup.mark_all(message, mark)
+        if message["role"] == "assistant":
+            marked["content"] = self._control.mark(message["content"], mark)
+        return marked | {"role": message["role"]}
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
@@ -143,7 +159,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     # The template's process starts while the tokenizer loads.
     template = load_chat_template(directory, settings, named_tokens)
     try:
-        backend = _load_backend(directory, settings, named_tokens)
+        backend = _load_backend(directory, settings, named_tokens, template.source)
         if isinstance(template, ChatTemplate):
             template.check()
     except BaseException:
@@ -165,17 +181,19 @@ def load_backend(directory: Path) -> Backend:
     """The vocabulary of a model directory without its chat template; raises as `load_tokenizer` does."""
     settings = read_optional_json_object(directory / "tokenizer_config.json")
     special = read_optional_json_object(directory / "special_tokens_map.json")
-    return _load_backend(directory, settings, _named_tokens(special | settings))
+    return _load_backend(directory, settings, _named_tokens(special | settings), template="")
 
 
-def _load_backend(directory: Path, settings: Mapping[str, Any], named_tokens: Mapping[str, str]) -> Backend:
+def _load_backend(
+    directory: Path, settings: Mapping[str, Any], named_tokens: Mapping[str, str], template: str
+) -> Backend:
     try:
         if (directory / "tokenizer.json").is_file():
             special = [*named_tokens.values(), *_additional_tokens(settings)]
-            return TokenizersBackend(directory / "tokenizer.json", settings, special)
+            return TokenizersBackend(directory / "tokenizer.json", settings, special, template)
         if (directory / "tokenizer.model").is_file():
             added = read_optional_json_object(directory / "added_tokens.json")
-            return SentencePieceBackend(directory / "tokenizer.model", settings, added)
+            return SentencePieceBackend(directory / "tokenizer.model", settings, added, template)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(
             f"the added tokens in {directory / 'tokenizer_config.json'} are malformed: {error!r}"

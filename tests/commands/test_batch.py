@@ -121,6 +121,29 @@ def test_an_id_that_comes_twice(command: Run, source: Path, target: Path) -> Non
     assert by_index(target)[1] == {"index": 1, "id": 1, "error": "the id 1 appears a second time"}
 
 
+DUPLICATE = '{"index":1,"id":"a","error":"the id \'a\' appears a second time"}\n'
+
+
+def test_the_error_of_a_repeated_id_does_not_stand_for_the_row_that_had_it_first(
+    command: Run, fake: list[FakeLLM], source: Path, target: Path
+) -> None:
+    source.write_text('{"id": "a", "prompt": "first"}\n{"id": "a", "prompt": "second"}\n')
+    target.write_text(DUPLICATE)  # and then the run was interrupted
+    assert "1 rows written" in command("generate", "-f", str(source), "-o", str(target))[2]
+    assert fake[0].prompts == ["first"]
+    assert [(row["index"], "error" in row) for row in by_index(target)] == [(0, False), (1, True)]
+    assert "all 2 rows are in" in command("generate", "-f", str(source), "-o", str(target))[2]
+
+
+def test_an_id_that_is_repeated_no_more_is_answered(
+    command: Run, fake: list[FakeLLM], source: Path, target: Path
+) -> None:
+    source.write_text('{"id": "b", "prompt": "first"}\n{"id": "a", "prompt": "second"}\n')
+    target.write_text(DUPLICATE)
+    command("generate", "-f", str(source), "-o", str(target))
+    assert fake[0].prompts == ["first", "second"]
+
+
 def test_rows_that_are_there_are_not_computed_again(
     command: Run, fake: list[FakeLLM], source: Path, target: Path
 ) -> None:

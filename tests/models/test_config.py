@@ -60,7 +60,9 @@ def test_a_llama_config_says_what_it_says() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope type 'longrope' is not supported"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope type 'dynamic' is not supported"),
-        ({"rope_scaling": {"type": "linear"}}, "rope factor"),
+        ({"rope_scaling": {"type": "linear"}}, "the rope factor is missing, without which rope type linear"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "the rope factor is missing, without which rope type llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope factor and rope_theta must be positive"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"rope_parameters": {"rope_theta": -1}}, "rope_theta must be positive"),
         ({"head_dim": 15}, "impossible rotary size"),
@@ -113,6 +115,12 @@ def test_generation_config_wins_for_end_tokens_and_recommends_sampling() -> None
 def test_without_do_sample_only_the_repetition_penalty_is_meant() -> None:
     config = ModelConfig.from_hf(llama(), {"temperature": 0.6, "repetition_penalty": 1.1})
     assert config.sampling_defaults == SamplingDefaults(repetition_penalty=1.1)
+
+
+def test_top_k_is_a_whole_number() -> None:
+    assert ModelConfig.from_hf(llama(), {"do_sample": True, "top_k": 20.0}).sampling_defaults.top_k == 20
+    with pytest.raises(ModelError, match=r"^a/config\.json/generation_config\.json: top_k must be a whole number"):
+        ModelConfig.from_hf(llama(), {"do_sample": True, "top_k": 2.5}, source="a/config.json/config.json")
 
 
 def test_a_directory_is_read_and_its_faults_name_the_file(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from nanoserve.models.decoder import Decoder
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.loading import INDEX_NAME, load_model
 from nanoserve.models.saving import save_hf
+from nanoserve.models.shards import Shard, make_shards
 
 CONFIG = ModelConfig.from_hf(
     {
@@ -28,6 +29,7 @@ CONFIG = ModelConfig.from_hf(
         "eos_token_id": 2,
     }
 )
+HEAD = "lm_head.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 GATE = "model.layers.0.block_sparse_moe.gate.weight"
 
@@ -63,9 +65,9 @@ def shard(directory: Path) -> Path:
     return directory / "b.safetensors"
 
 
-def refusal(directory: Path) -> str:
+def refusal(directory: Path, shard: Shard | None = None) -> str:
     with pytest.raises(ModelError) as caught:
-        load_model(directory, "fp32")
+        load_model(directory, "fp32", shard=shard)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -91,11 +93,30 @@ def test_progress_ends_at_the_bytes_of_the_checkpoint(model: Path) -> None:
     assert seen == sorted(seen)
 
 
-def test_tied_embeddings_share_memory_and_a_written_copy_is_ignored(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+def tie(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_tied_embeddings_share_memory_and_a_written_copy_is_ignored(model: Path, *, written: bool) -> None:
+    tie(model)
+    if written:
+        rewrite(model, lambda tensors: tensors[HEAD].copy_(tensors["model.embed_tokens.weight"]))
+    else:
+        rewrite(model, lambda tensors: tensors.pop(HEAD))
     decoder, _ = load_model(model, "fp32")
     assert decoder.lm_head.weight is decoder.embedding.weight
+
+
+def test_an_output_matrix_that_is_not_the_embedding_it_is_tied_to_is_refused(model: Path) -> None:
+    tie(model)
+    rewrite(model, lambda tensors: tensors[HEAD].copy_(tensors["model.embed_tokens.weight"])[49, 15].add_(1))
+    shard = make_shards(CONFIG, pipeline_parallel=2, tensor_parallel=1)[0]
+    for load in (refusal, lambda directory: refusal(directory, shard)):  # no worker begins without the others
+        assert f"model.safetensors: tensor {HEAD} differs from model.embed_tokens.weight" in load(model)
+    rewrite(model, lambda tensors: tensors.update({HEAD: torch.zeros(50, 8)}))
+    assert f"model.safetensors: tensor {HEAD} has shape [50, 8], config.json says [50, 16]" in refusal(model)
 
 
 def test_rotary_angles_stay_exact_in_half_precision(model: Path) -> None:

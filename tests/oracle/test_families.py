@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nanoserve.config import ModelConfig
+from nanoserve.errors import ModelError
 from nanoserve.models.attention import DenseCausalAttention, PagedAttention
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model
@@ -116,6 +118,38 @@ def test_a_chatglm_checkpoint_is_a_renamed_glm(tmp_path: Path, checkpoint: Check
     decoder, config = load_model(tmp_path, "fp32")
     expected = reference_logits(model, prompt())
     torch.testing.assert_close(dense_logits(decoder, config, prompt()), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_a_head_that_is_not_the_embedding_is_used_once_the_config_unties_them(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    """transformers takes the stored head whatever config.json says; here config.json has to say it."""
+    directory, _ = checkpoint("llama-llama3")
+    config = json.loads((directory / "config.json").read_text())
+    assert config["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(directory / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+    expected = reference_logits(AutoModelForCausalLM.from_pretrained(tmp_path), prompt())
+    with pytest.raises(ModelError, match='set "tie_word_embeddings" to false'):
+        load_model(tmp_path, "fp32")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    torch.testing.assert_close(dense_logits(*load_model(tmp_path, "fp32"), prompt()), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "glm4"])
+def test_part_of_a_head_rotates_only_in_families_that_have_it(
+    family: str, tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    directory, _ = checkpoint(family)
+    config = json.loads((directory / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope["rope_theta"], "partial_rotary_factor": 0.25}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(directory / "model.safetensors")
+    expected = reference_logits(AutoModelForCausalLM.from_pretrained(tmp_path), prompt())
+    torch.testing.assert_close(dense_logits(*load_model(tmp_path, "fp32"), prompt()), expected, atol=TOLERANCE, rtol=0)
 
 
 def test_settings_written_before_transformers_5_mean_the_same(tmp_path: Path, checkpoint: Checkpoint) -> None:

@@ -1,6 +1,7 @@
 """Small tokenizers and model directories, made in the test from the text below."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,9 @@ def make_metaspace(directory: Path, *, scheme: str = "first", **settings: Any) -
     return directory
 
 
-def make_sentencepiece(directory: Path, **settings: Any) -> Path:
-    """A tokenizer.model with byte fallback, and a control token and a plain one added beside it."""
+def make_sentencepiece(directory: Path, *, user_defined: Sequence[str] = (), **settings: Any) -> Path:
+    """A tokenizer.model with byte fallback, and a control token and a plain one added beside it. `user_defined` are
+    pieces that sentencepiece takes out of any text."""
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.train(
@@ -104,6 +106,7 @@ def make_sentencepiece(directory: Path, **settings: Any) -> Path:
         hard_vocab_limit=False,
         num_threads=1,
         minloglevel=2,
+        user_defined_symbols=list(user_defined),
     )
     (directory / "tokenizer.vocab").unlink()
     size = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model")).piece_size()
