@@ -1,0 +1,128 @@
+"""How heavy the code is: lines by room, class names that are used twice, and what a token of a chat visits.
+
+    python -m scripts.code_weight
+
+A token is followed with `sys.setprofile` through an uncompiled chat with the bundled model; only nanoserve's own
+functions are counted. The test of this script holds three of its figures below a ceiling.
+"""
+
+import ast
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("nanoserve", "triton_ops")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A folder of the package, or the files beside the folders."""
+
+    files: int
+    lines: int
+
+
+@dataclass(slots=True)
+class Visit:
+    """The functions of nanoserve that ran while something was done, each with the number of its calls."""
+
+    calls: Counter[CodeType] = field(default_factory=Counter)
+
+    @property
+    def files(self) -> list[str]:
+        """Paths below the root, sorted."""
+        return sorted({str(Path(code.co_filename).relative_to(ROOT)) for code in self.calls})
+
+    def observe(self, frame: FrameType, event: str, argument: Any) -> None:
+        """A profile function for `sys.setprofile`."""
+        if event == "call" and frame.f_code.co_filename.startswith(OWN) and frame.f_code.co_name != "<module>":
+            self.calls[frame.f_code] += 1
+
+
+OWN = tuple(f"{ROOT / package}/" for package in PACKAGES)
+
+
+def sources() -> Iterator[Path]:
+    """All Python files of the product."""
+    for package in PACKAGES:
+        yield from sorted((ROOT / package).rglob("*.py"))
+
+
+def rooms() -> dict[str, Room]:
+    """Files and lines of every room."""
+    files, lines = Counter[str](), Counter[str]()
+    for path in sources():
+        package, *inner = path.relative_to(ROOT).parts
+        room = package if package != "nanoserve" else f"nanoserve/{inner[0]}" if len(inner) > 1 else "nanoserve/*.py"
+        files[room] += 1
+        lines[room] += len(path.read_text().splitlines())
+    return {room: Room(files[room], lines[room]) for room in sorted(files)}
+
+
+def repeated_class_names() -> dict[str, int]:
+    """Public class names that more than one file defines, and how many do."""
+    places = defaultdict[str, set[Path]](set)
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].add(path)
+    return {name: len(found) for name, found in sorted(places.items()) if len(found) > 1}
+
+
+def visits() -> tuple[Visit, Visit]:
+    """What the first token of a chat's answer visits, from the question on, and what a later one visits."""
+    from nanoserve import LLM, SamplingParams
+
+    question = [{"role": "user", "content": "Tell me a story about a cat."}]
+    with LLM(eager=True, kv_cache_memory=64 << 20) as llm:
+        params = SamplingParams(max_tokens=8, seed=1)
+        llm.chat(question, params)  # what happens once in a process is not part of an answer
+        stream = llm.stream(question, params)
+        stream.close()
+        first, later = Visit(), Visit()
+
+        def ask() -> None:
+            nonlocal stream
+            stream = llm.stream(question, params)
+            next(stream)
+
+        observed(ask, first)
+        next(stream)
+        observed(lambda: next(stream), later)
+        stream.close()
+    return first, later
+
+
+def observed(action: Callable[[], Any], visit: Visit) -> None:
+    """Do something while a visit takes note."""
+    sys.setprofile(visit.observe)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+
+
+def _print_rooms(by_room: Mapping[str, Room]) -> None:
+    for room, size in by_room.items():
+        print(f"{room:28} {size.files:4} files {size.lines:7,} lines")
+    product = [size for room, size in by_room.items() if room.startswith("nanoserve")]
+    print(f"{'nanoserve':28} {sum(one.files for one in product):4} files {sum(one.lines for one in product):7,} lines")
+
+
+def main() -> None:
+    """Print all of it."""
+    _print_rooms(rooms())
+    names = repeated_class_names()
+    print(f"\n{len(names)} class names stand in more than one file: {', '.join(f'{n} x{k}' for n, k in names.items())}")
+    for name, visit in zip(("first", "later"), visits(), strict=True):
+        print(f"\n{name} token: {len(visit.files)} files, {len(visit.calls)} functions, {visit.calls.total()} calls")
+        print("  " + "\n  ".join(visit.files))
+
+
+if __name__ == "__main__":
+    main()
