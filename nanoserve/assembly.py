@@ -22,6 +22,7 @@ from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.models.shards import shards_of_layouts
+from nanoserve.record.forecasts import Forecasts
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compiled_layers import CompiledLayers
 from nanoserve.runtime.core_division import divide_cores
@@ -37,8 +38,8 @@ from nanoserve.runtime.model_loading import load_decoder, read_config
 from nanoserve.runtime.start_profile import StartingEngine, hybrid_predictor
 from nanoserve.runtime.traced_executor import TracedExecutor
 from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.layouts import LayoutCapacity
 from nanoserve.scheduler.load import Policy, Predictor
+from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.scheduler import Scheduler
 from triton_ops.cpu import CpuOperators, cpu_operators
 
@@ -316,6 +317,7 @@ def _make_scheduler(
         other_layouts=others,
         predictors=predictors,
         feeds_tokens=feeds_tokens,
+        observer=Forecasts(predictors) if predictors else None,
     )
 
 

@@ -5,11 +5,12 @@ along the arrows of ``LEGAL_TRANSITIONS`` and nowhere else, and the place of its
 """
 
 import json
+from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -88,6 +89,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_stops()
         self._check_logit_bias()
         self._check_json_schema()
+
+    @property
+    def penalizes_tokens(self) -> bool:
+        """Whether the tokens so far change the odds of the next one."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether the host keeps a table of adjusted logits: penalties, bias, and end tokens that must wait."""
+        return self.penalizes_tokens or self.min_tokens > 0 or bool(self.logit_bias)
+
+    @property
+    def may_be_fed(self) -> bool:
+        """Whether the next token can be sampled before the host knows the one before it.
+
+        It cannot where the host prepares what may be sampled: adjusted logits, or a grammar. Prompts whose log
+        probabilities are wanted are not fed either: an answer belongs to their only row in flight.
+        """
+        return not self.adjusts_logits and self.json_schema is None and self.prompt_logprobs is None
 
     def _check_stops(self) -> None:
         if isinstance(self.stop, str) or len(self.stop) > MAX_STOP_STRINGS:
@@ -228,6 +248,18 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class PlannedRow(Protocol):
+    """A row of a submitted plan, as far as its sequence is concerned: `nanoserve.scheduler.plan.Row`."""
+
+    @property
+    def start(self) -> int:
+        """Its first position."""
+
+    @property
+    def sample(self) -> bool:
+        """Whether it will be answered with a token."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sample of one request: its tokens, its blocks and its state. Only the Scheduler changes it.
@@ -244,7 +276,7 @@ class Sequence:
         block_table: device blocks in order of position.
         host_table: host blocks in order of position; on the device, those reserved for a prompt that will move.
         chain: prefix-cache entries of its first full blocks.
-        in_flight: how many rows of submitted plans are not answered yet. A swap that is not shows in ``place``.
+        in_flight: rows of submitted plans that are not answered yet, oldest first; ``place`` shows a swap in flight.
         preempt_when_answered: chosen as a victim while in flight; its blocks come back with its last answer.
         copy_source: a block whose first slots must be copied before this fork writes (copy-on-write), or None.
     """
@@ -266,7 +298,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     host_table: list[int] = field(default_factory=list)
     chain: list[int] = field(default_factory=list)
-    in_flight: int = 0
+    in_flight: deque[PlannedRow] = field(default_factory=deque)
     preempt_when_answered: bool = False
     begun: bool = False
     copy_source: int | None = None

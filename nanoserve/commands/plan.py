@@ -58,7 +58,7 @@ class PlanOptions:
         Raises:
             UsageError: for an unknown policy.
         """
-        from nanoserve.scheduler.registry import make_policy
+        from nanoserve.scheduler.policies import make_policy
 
         return {name: make_policy(name, self.token_budget) for name in (*self.names, _PAIR_POLICY)}
 

@@ -53,7 +53,7 @@ class PolicyOptions:
         Raises:
             UsageError: for an unknown policy, and for parameters that it does not have or that make no sense.
         """
-        from nanoserve.scheduler.registry import make_policy, parse_parameters
+        from nanoserve.scheduler.policies import make_policy, parse_parameters
 
         return {
             name: make_policy(name, self.token_budget, parse_parameters(name, self.parameters))

@@ -1,16 +1,87 @@
-"""BlockPool: reference counts of the KV blocks of one tier, and the order in which free ones are reused."""
+"""The KV blocks of one tier: reference counts, the order in which free ones are reused, and which hold which prefix."""
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
 
-from nanoserve.kv.prefix_cache import CachedBlock, ChainLink, PrefixCache
+ChainLink = int | str
+"""The entry of the preceding block, or the salt in front of a first block."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """A full block that may be shared."""
+
+    block: int
+    entry: int
+    """Its number in the chain, unique over the cache's life."""
+    address: tuple[ChainLink, tuple[int, ...]]
+    """The preceding link and the block's tokens."""
+
+
+class PrefixCache:
+    """Finds the cached block that holds a prompt's next tokens. It does not own blocks.
+
+    A full block is addressed by the chain that leads to it: the entry of the block before it (the salt, for a first
+    block) and its own tokens. An entry's number is never used again, so equal addresses mean equal prefixes. Looking an
+    address up compares parent and tokens, so a hash collision can never serve another prompt's cache.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._by_address: dict[tuple[ChainLink, tuple[int, ...]], CachedBlock] = {}
+        self._by_block: dict[int, CachedBlock] = {}
+        self._entries = count()
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._by_block
+
+    def __len__(self) -> int:
+        return len(self._by_block)
+
+    def match(self, tokens: Sequence[int], salt: str) -> list[CachedBlock]:
+        """The longest cached chain for ``tokens``, leaving at least one token to compute."""
+        found: list[CachedBlock] = []
+        link: ChainLink = salt
+        size = self._block_size
+        for start in range(0, (len(tokens) - 1) // size * size, size):
+            cached = self._by_address.get((link, tuple(tokens[start : start + size])))
+            if cached is None:
+                break
+            found.append(cached)
+            link = cached.entry
+        return found
+
+    def insert(self, block: int, previous: ChainLink, tokens: tuple[int, ...]) -> int:
+        """Say that ``block`` holds these tokens after that chain; returns the entry that stands for the content.
+
+        If the content is cached in another block already, that one stays the shared one.
+        """
+        address = (previous, tokens)
+        cached = self._by_address.get(address)
+        if cached is None:
+            cached = CachedBlock(block, next(self._entries), address)
+            self._by_address[address] = cached
+            self._by_block[block] = cached
+        return cached.entry
+
+    def forget(self, block: int) -> None:
+        """The block is about to be written over."""
+        cached = self._by_block.pop(block)
+        del self._by_address[cached.address]
+
+    def clear(self) -> None:
+        """Forget every block; the numbers of entries go on."""
+        self._by_block.clear()
+        self._by_address.clear()
 
 
 class BlockPool:
     """Hands out blocks ``0..num_blocks-1``.
 
-    A block is *owned* while its count of references is positive. A free block either holds nothing of use, and is
-    then reused first, or is still cached, and is then reused least recently used first.
+    A block is *owned* while its count of references is positive. A free block without content of use is reused first;
+    then cached ones, least recently used first.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
@@ -26,7 +97,7 @@ class BlockPool:
         self._reusable: OrderedDict[int, None] = OrderedDict()
 
     def replace_blocks(self, num_blocks: int) -> None:
-        """Blocks of another parallel layout take the place of these, of which nothing is kept.
+        """Replace the blocks by those of another parallel layout; nothing is kept.
 
         Raises:
             RuntimeError: if one of these has an owner.

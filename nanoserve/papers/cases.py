@@ -7,7 +7,7 @@ import msgspec
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.measures.slo import Slo
 from nanoserve.papers.observers import Steady, SteadyWindow, StepLog, StepSample
-from nanoserve.scheduler.registry import make_policy
+from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator import SimulationResult, Workload, burst, poisson_arrivals, simulate
 from nanoserve.simulator.named_lengths import named_lengths
 from nanoserve.simulator.pipeline import COUPLED, DECOUPLED

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.request import SamplingParams
 from nanoserve.runtime.staging import Staged, Staging
 from nanoserve.scheduler.plan import Begin
 
@@ -27,7 +26,7 @@ class TokenAdjustments:
     def __init__(self, begin: Begin, vocab_size: int) -> None:
         self.params = begin.params
         self.vocab_size = vocab_size
-        self._counts_tokens = _penalizes(begin.params)
+        self._counts_tokens = begin.params.penalizes_tokens
         self._place: dict[int, int] = {}
         self._entries = np.zeros(16, _ENTRY)
         for token, bias in begin.params.logit_bias.items():
@@ -38,11 +37,6 @@ class TokenAdjustments:
             self._set(dict.fromkeys(begin.tokens[: begin.prompt_length]), "seen", True)
             for token in begin.tokens[begin.prompt_length :]:
                 self.append(token)
-
-    @staticmethod
-    def wanted(params: SamplingParams) -> bool:
-        """Whether sampling with these parameters needs a table at all."""
-        return bool(params.logit_bias) or params.min_tokens > 0 or _penalizes(params)
 
     @property
     def entries(self) -> np.ndarray:
@@ -64,10 +58,6 @@ class TokenAdjustments:
                 self._entries = np.concatenate((self._entries, np.zeros_like(self._entries)))
             self._entries["token"][place] = token
             self._entries[field][place] = value
-
-
-def _penalizes(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class SamplingState:
         self.prompt_length = begin.prompt_length
         # As bytes: to put many together costs far less than to concatenate arrays of such a dtype.
         self.settings = np.array([values], _SETTINGS).tobytes()
-        wanted = TokenAdjustments.wanted(params)
+        wanted = params.adjusts_logits
         self.adjustments = TokenAdjustments(begin, vocab_size) if wanted else None
         self.grammar = grammar
 

@@ -9,11 +9,11 @@ from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.errors import RuntimeFailure
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.chrome_trace import ChromeTraceFile, Track
+from nanoserve.record.forecasts import Forecast, forecasts_of
 from nanoserve.runtime.phases import EngineState, Phase, PhaseTracker, step_tokens
 from nanoserve.runtime.stage_times import StageTimes
 from nanoserve.runtime.traced_forecasts import HostTrace, facts_of
 from nanoserve.runtime.traced_moves import MovesTrace, Moving
-from nanoserve.scheduler.forecasts import Forecast
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 
@@ -167,7 +167,8 @@ class TracedExecutor:
         self._file = file
         self._closes_file = not engine
         self._scheduler = scheduler
-        scheduler.forecasts.of_all = True
+        self._forecasts = forecasts_of(scheduler)
+        self._forecasts.of_all = True
         began = executor.now()
         one_layout = len(layouts) == 1
         whose = "" if engine is None else f"engine {engine}: "
@@ -224,11 +225,11 @@ class TracedExecutor:
         now = self.now()
         with self._as_long_as_possible():
             for result in results:
-                forecast = None if result.step is None else self._scheduler.forecasts.of(result.step)
+                forecast = None if result.step is None else self._forecasts.of(result.step)
                 self._trace.on_result(result, now, forecast)
                 self._host.on_result(result, now)
                 if forecast is not None:
-                    self._host.on_corrections(self._scheduler.forecasts.corrections, now)
+                    self._host.on_corrections(self._forecasts.corrections, now)
                 self._write_phases(self._phases.on_result(result, now))
                 if self._take_times is None and result.step is not None:
                     self._trace.on_computed(result, now)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from nanoserve.measures.chrome_trace import ChromeTraceFile, Track
-from nanoserve.scheduler.forecasts import Forecast
+from nanoserve.record.forecasts import Forecast
 from nanoserve.scheduler.load import Alternative
 from nanoserve.scheduler.plan import HostWork, StepPlan, StepResult
 

@@ -1,5 +1,5 @@
 """What runs next: policies, the Scheduler that carries them out, and the words it says to executors. No torch."""
 
-from nanoserve.scheduler.registry import POLICIES, make_policy
+from nanoserve.scheduler.policies import POLICIES, make_policy
 
 __all__ = ["POLICIES", "make_policy"]

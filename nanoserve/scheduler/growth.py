@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from nanoserve.request import Place, Sequence, Status
-from nanoserve.scheduler.queues import AgeOrdered
+from nanoserve.scheduler.sequence_table import AgeOrdered
 
 _RENEWED_EVERY = 16
 """Steps; a forecast looks at all running sequences. In between, those that begin are added to it; if none is left,
@@ -99,28 +99,21 @@ class OutputLengths:
         return peak - held + round(_DEVIATIONS * self.deviation() * math.sqrt(len(futures)))
 
 
-class Forecaster:
-    """What the Scheduler tells policies of the future of the device's blocks.
+class GrowthForecast:
+    """What policies are told of the future of the device's blocks."""
 
-    Args:
-        wanted: whether the policy reads it; otherwise nothing is looked at, and all that is foretold is 0.
-    """
-
-    def __init__(self, *, wanted: bool) -> None:
-        self._wanted = wanted
+    def __init__(self) -> None:
         self._lengths = OutputLengths()
         self._growth = self._longest = 0
 
     def record(self, length: int) -> None:
         """An answer has ended by itself, after so many tokens."""
-        if self._wanted:
-            self._lengths.record(length)
+        self._lengths.record(length)
 
     def add(self, begun: Iterable[Sequence]) -> None:
         """These begin with the plan that was just made; those on the host take no block of the device."""
-        if self._wanted:
-            on_device = (sequence for sequence in begun if sequence.place is Place.DEVICE)
-            self._growth += sum(map(self._lengths.remaining, on_device))
+        on_device = (sequence for sequence in begun if sequence.place is Place.DEVICE)
+        self._growth += sum(map(self._lengths.remaining, on_device))
 
     def look(self, step: int, running: AgeOrdered) -> tuple[int, int]:
         """The forecast for the plan of that number, of the sequences that run on the device.
@@ -128,7 +121,7 @@ class Forecaster:
         Returns:
             ``Load.expected_growth`` in tokens, and ``Load.longest_remaining``.
         """
-        if self._wanted and step % _RENEWED_EVERY == 0:
+        if step % _RENEWED_EVERY == 0:
             on_device = list(running)
             decodes = (sequence for sequence in on_device if sequence.status is Status.DECODE)
             self._lengths.renew(sequence.output_length for sequence in on_device)

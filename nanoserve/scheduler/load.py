@@ -1,12 +1,13 @@
-"""Load, the snapshot a policy sees, and Decision, what a policy answers.
+"""Load, the snapshot a policy sees; Decision, what it answers; and Policy, what every policy is.
 
-A policy is a pure function of a Load. It holds no queues, allocates no blocks and imports nothing but this file;
-what looks like state (the previous decision) is in the Load too. It chooses *how many*; the Scheduler chooses
-*which*: oldest first.
+A policy is a pure function of a Load. It holds no queues, allocates no blocks and imports nothing but this file. What
+looks like state (the previous decision) is in the Load too. It chooses *how many*; the Scheduler chooses *which*:
+oldest first.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar
 
 from nanoserve.costs.predictor import Predictor as Predictor
 from nanoserve.costs.step_features import Strategy as Strategy
@@ -15,136 +16,116 @@ from nanoserve.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A strategy that was weighed.
-
-    Attributes:
-        strategy: how host sequences would take part.
-        seconds: that the step is predicted to take.
-        per_second: sequences that it advances per second; by the policy's own count of prompts and of host sequences.
-    """
+    """A strategy that was weighed."""
 
     strategy: Strategy
     seconds: float
+    """Predicted for the step."""
     per_second: float
+    """Sequences that it advances per second, by the policy's own count of prompts and of host sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How much of what the next step holds.
-
-    Attributes:
-        prefill_tokens: prompt tokens to compute at most.
-        decodes: running sequences to decode at most, one token each.
-        whole_prompts: prompts are taken whole or not at all; the first is taken even beyond ``prefill_tokens``,
-            so that a prompt longer than the budget is not stuck.
-        strategy: what becomes of sequences in host memory in this step.
-        host_decodes: host sequences for sub-batch 0 and 1. "asymmetric" takes those whose token is under way first,
-            the most advanced first, then ready ones, and finishes the token of each within the step. "overlap" knows
-            one batch: so many ready ones begin a token; all that are under way advance without being counted.
-        swap_out: ready decodes to move from device to host memory, newest first, as far as the host has room.
-        swap_in: ready host sequences to move to the device, oldest first, as far as it has room beside one block for
-            each of its decodes to grow into.
-        park: prompts that this step computes to their end move to host memory when they are answered; a prompt whose
-            blocks the host cannot hold is not begun.
-        preempt_to_host: sequences that must give way to older ones move to host memory where it has room, instead of
-            being computed again.
-        layout: the parallel layout wanted. If it is another than the current one, nothing new is planned: what is in
-            flight ends, what is on the device moves to host memory or gives its blocks up, then the layout changes.
-            Passed over where there is no such layout, and until a token was answered since the last such beginning.
-        alternatives: what was weighed for ``strategy``, for those who look; decisions that differ in nothing else are
-            equal. Empty where there was no choice.
-    """
+    """How much of what the next step holds."""
 
     prefill_tokens: int
+    """Prompt tokens to compute at most."""
     decodes: int
+    """Running sequences to decode at most, one token each."""
     whole_prompts: bool = False
+    """Take prompts whole or not at all. The first is taken even beyond ``prefill_tokens``, or it would be stuck."""
     strategy: Strategy = "device"
+    """How sequences in host memory take part in this step."""
     host_decodes: tuple[int, int] = (0, 0)
+    """Host sequences for sub-batch 0 and 1. "asymmetric" takes sequences under way first, the most advanced first, then
+    ready ones, and finishes the token of each within the step. "overlap" knows one batch: so many ready ones begin a
+    token, and all that are under way advance without being counted."""
     swap_out: int = 0
+    """Ready decodes to move from device to host memory, newest first, as far as the host has room."""
     swap_in: int = 0
+    """Ready host sequences to move to the device, oldest first. Each of its decodes keeps a block to grow into."""
     park: bool = False
+    """Prompts that this step computes to their end move to host memory when they are answered. A prompt whose blocks
+    the host cannot hold is not begun."""
     preempt_to_host: bool = False
+    """Victims move to host memory where it has room, instead of being recomputed."""
     layout: int = 0
+    """The parallel layout wanted. If it is not the current one, the device is drained and then the layout changes. It
+    is ignored where there is no such layout, and until a token was answered since the last drain began."""
     alternatives: tuple[Alternative, ...] = field(default=(), compare=False)
+    """What was weighed for ``strategy``, to be looked at; empty where there was no choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cohort:
-    """Host sequences that began a token in the same step, as the executor last reported them.
-
-    Attributes:
-        layers: how many are behind them, from 0 to the model's.
-        sequences: how many there still are.
-        context_tokens: keys that their attention reads in each layer.
-    """
+    """Host sequences that began a token in the same step, as the executor last reported them."""
 
     layers: int
+    """How many are behind them, from 0 to the model's."""
     sequences: int
     context_tokens: int
+    """Keys that their attention reads in each layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """What the engine looks like when a step is to be decided.
 
-    Attributes:
-        previous: the last Decision, or None before the first.
-        waiting_tokens: #WP, prompt tokens no plan computes yet, of waiting and partly prefilled sequences.
-        first_waiting_tokens: remaining tokens of the prompt that would be prefilled next; 0 if none may start.
-        running_decodes: #RD, sequences that decode on the device, in flight or not.
-        ready_decodes: those of them that may enter the next plan; where tokens are fed, in flight or not.
-        ready_prefills: partly prefilled sequences that may enter the next plan.
-        context_tokens: tokens in the KV cache of all running sequences on the device.
-        free_blocks: KV blocks without an owner, cached or not.
-        total_blocks: all KV blocks.
-        block_size: tokens per block.
-        free_slots: how many more sequences may be admitted.
-        steps_in_flight: plans submitted and not ended.
-        pipeline_depth: into how many plans in flight the decodes are divided. Where tokens are fed it is 1, and two
-            plans may be in flight, each with all of the decodes.
-        preemptions: so far.
-        layout: the current parallel layout, counted from 0; a transition under way is over when this has changed.
-        layouts: how many there are.
-        host_decodes: sequences whose KV is in host memory, in flight or not.
-        ready_host: those of them that may enter the next plan, or move to the device.
-        host_context_tokens: tokens in the KV cache of all of them.
-        moving: sequences on their way between device and host memory.
-        host_free_blocks, host_blocks: of the host tier, which has none where there is no such tier.
-        cohorts: host sequences whose token is under way, the most advanced first.
-        longest_remaining: tokens until the last of the running decodes ends. An estimate, as expected_growth, renewed
-            as often; 0 for policies that do not set ``reads_forecast``.
-        predictor: for the current layout; None where nobody knows.
-        expected_growth: KV blocks by which the running sequences are expected to outgrow what they hold before enough
-            of them have ended; from 0 to ``total_blocks - 1``. An estimate, renewed every few steps; 0 for policies
-            that do not set ``reads_forecast``.
+    A sequence is ready if it may enter the next plan. Where tokens are fed, it may be in flight then.
     """
 
     previous: Decision | None
+    """None before the first."""
     waiting_tokens: int
+    """#WP: prompt tokens no plan computes yet, of waiting and partly prefilled sequences."""
     first_waiting_tokens: int
+    """Remaining tokens of the prompt that would be prefilled next; 0 if none may start."""
     running_decodes: int
+    """#RD: sequences that decode on the device, in flight or not."""
     ready_decodes: int
     ready_prefills: int
+    """Partly prefilled sequences that are ready."""
     context_tokens: int
+    """Tokens in the KV cache of all running sequences on the device."""
     free_blocks: int
+    """KV blocks without an owner, cached or not."""
     total_blocks: int
     block_size: int
+    """Tokens per block."""
     free_slots: int
+    """How many more sequences may be admitted."""
     steps_in_flight: int = 0
+    """Plans submitted and not ended."""
     pipeline_depth: int = 1
+    """P: the decodes are divided among so many plans in flight. Where tokens are fed it is 1, though two plans may be
+    in flight, each with all of the decodes."""
     preemptions: int = 0
+    """So far."""
     expected_growth: int = 0
+    """KV blocks by which the running sequences are expected to outgrow what they hold before enough of them have ended;
+    from 0 to ``total_blocks - 1``. An estimate, renewed every few steps; 0 unless the policy ``reads_forecast``."""
     layout: int = 0
+    """The current parallel layout, counted from 0. A transition is over when this has changed."""
     layouts: int = 1
+    """How many there are."""
     host_decodes: int = 0
+    """Sequences whose KV is in host memory, in flight or not."""
     ready_host: int = 0
+    """Those of them that may enter the next plan, or move to the device."""
     host_context_tokens: int = 0
+    """Tokens in the KV cache of all of them."""
     moving: int = 0
+    """Sequences that are being swapped."""
     host_free_blocks: int = 0
     host_blocks: int = 0
+    """All blocks of the host tier; 0 where there is none."""
     cohorts: tuple[Cohort, ...] = ()
+    """Host sequences whose token is under way, the most advanced first."""
     longest_remaining: int = 0
+    """Tokens until the last of the running decodes ends; an estimate, as ``expected_growth``."""
     predictor: Predictor | None = None
+    """For the current layout; None where nothing was measured."""
 
     @property
     def free_tokens(self) -> int:
@@ -172,7 +153,7 @@ class Load:
 
     @property
     def first_parked_blocks(self) -> int:
-        """Host blocks that the next prompt takes when it is parked: it keeps room for its first token there too."""
+        """Host blocks that the next prompt takes when it is parked, with room for its first token."""
         return self.first_waiting_tokens // self.block_size + 1
 
     @property
@@ -193,13 +174,17 @@ class Load:
         return min(max(fitting, int(idle)), self.ready_host)
 
 
-class Policy(Protocol):
-    """What every scheduling policy is.
+class Policy(ABC):
+    """What every scheduling policy is. Its class says what it needs; the registry lists it."""
 
-    One that reads ``expected_growth`` or ``longest_remaining`` says so by ``reads_forecast: ClassVar[bool] = True``:
-    the Scheduler looks at all running sequences for these two, and does it for nobody else.
-    """
+    __slots__ = ()
 
+    reads_forecast: ClassVar[bool] = False
+    """Whether it reads ``expected_growth`` or ``longest_remaining``. Only then does the Scheduler estimate them."""
+    attends_on_host: ClassVar[bool] = False
+    """Whether it has the CPU attend to KV in host memory."""
+
+    @abstractmethod
     def decide(self, load: Load) -> Decision:
         """Answer for this snapshot; a pure function."""
 
@@ -207,7 +192,7 @@ class Policy(Protocol):
 def check_parameter(
     name: str, value: float, low: float, *, below: float | None = None, up_to: float | None = None, limit: str = ""
 ) -> None:
-    """That a policy's parameter is at least ``low`` and below, or not above, a bound, which may be one by name.
+    """Check that a policy's parameter is at least ``low`` and below, or not above, a bound, which may have a name.
 
     Raises:
         UsageError: naming the parameter and its range.

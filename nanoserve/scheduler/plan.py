@@ -4,10 +4,13 @@ Everything here is a msgspec Struct, so a plan crosses to a worker process as ty
 The words grow by adding fields, each with a test.
 """
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import msgspec
 
+from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.request import SamplingParams, TokenLogprob
 from nanoserve.scheduler.load import Strategy
 
@@ -190,6 +193,16 @@ class StepResult(msgspec.Struct, frozen=True):
     host_lost: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LayoutCapacity:
+    """What the scheduler must know of a parallel layout."""
+
+    num_blocks: int
+    """KV blocks on the device."""
+    pipeline_depth: int = 1
+    """Plans in flight at most."""
+
+
 class Executor(Protocol):
     """Runs plans, in the order they are submitted.
 
@@ -221,3 +234,22 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Give everything back; further calls are errors."""
+
+
+def work_of(rows: Iterable[Row], sum_up: Callable[[list[int], list[Chunk], int], StepWork] = StepWork.of) -> StepWork:
+    """Sum rows up.
+
+    Args:
+        rows: of a plan.
+        sum_up: makes work of the decodes' contexts, the chunks and how many rows are sampled.
+    """
+    contexts: list[int] = []
+    chunks: list[Chunk] = []
+    sampled = 0
+    for row in rows:
+        sampled += row.sample
+        if len(row.tokens) == 1:
+            contexts.append(row.start + 1)
+        else:
+            chunks.append((row.start, len(row.tokens)))
+    return sum_up(contexts, chunks, sampled)

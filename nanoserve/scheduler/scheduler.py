@@ -1,37 +1,89 @@
 """Scheduler: the mechanism shared by all policies.
 
-It keeps the sequences and their blocks (Lifecycle), asks the policy how much to do, turns the answer into a StepPlan
-(Draft), and takes the StepResult back. Sequences may live in host memory too: Tiers moves them, HostCohorts knows whose
-token is under way there, and Layouts says when the device is to be emptied for another parallel layout. Whatever the
-policy says: no block is used twice, every block comes back, and every admitted sequence finishes once arrivals stop.
+It keeps the sequences and their blocks (SequenceTable), asks the policy how much to do, turns the answer into a
+StepPlan (PlanBuilder), and takes the StepResult back. With a host tier, Tiers moves sequences there; Layouts says when
+the device is to be drained for another parallel layout. Whatever the policy says, no block is used twice, every block
+comes back, and every admitted sequence finishes once arrivals stop.
 
-No sequence is in two plans in flight, unless the executor feeds tokens: then a decode may enter the next plan with its
-token still being sampled, as if it were there. The token never is its last by length; if it ends the sequence
-otherwise, what the next plan makes of it is thrown away. A prompt's chunks follow each other in the same way.
+No sequence is in two plans in flight, unless the executor feeds tokens. Then a decode may enter the next plan with its
+token still being sampled, as if it were there. That token never is its last by length; if it ends the sequence
+otherwise, its extra step is discarded. A prompt's chunks follow each other in the same way.
 """
 
 from collections.abc import Sequence as SequenceOf
+from typing import Any, Protocol
 
-from nanoserve.errors import UsageError
 from nanoserve.kv.block_pool import BlockPool
-from nanoserve.kv.host_tier import HostTier
-from nanoserve.kv.sequence_blocks import SequenceBlocks
-from nanoserve.request import FinishReason, Place, Request, Sequence, SequenceUpdate, Status
-from nanoserve.scheduler.admission import check_admissible
-from nanoserve.scheduler.draft import Draft
-from nanoserve.scheduler.forecasts import Forecasts
-from nanoserve.scheduler.growth import Forecaster
-from nanoserve.scheduler.host_cohorts import HostCohorts
-from nanoserve.scheduler.layouts import LayoutCapacity, Layouts
-from nanoserve.scheduler.lifecycle import Lifecycle
+from nanoserve.kv.sequence_blocks import HostTier, SequenceBlocks
+from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate, Status
+from nanoserve.scheduler.growth import GrowthForecast
 from nanoserve.scheduler.load import Decision, Load, Policy, Predictor
-from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
-from nanoserve.scheduler.tiers import Tiers
+from nanoserve.scheduler.plan import Answer, LayoutCapacity, StepPlan, StepResult
+from nanoserve.scheduler.plan_builder import PlanBuilder
+from nanoserve.scheduler.sequence_table import SequenceTable
+from nanoserve.scheduler.tiers import HostCohorts, Tiers
 
-_PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # looking a member up takes Python 3.11 longer than a call
+_PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
 
 MOST_HOST_LOSSES = 3
-"""So often may attention on the CPU be lost; then sequences live on the device alone."""
+"""After attention on the CPU was lost so often, sequences live on the device alone."""
+
+
+class SchedulerObserver(Protocol):
+    """Sees what is planned and what comes of it, and changes nothing."""
+
+    def on_plan(self, plan: StepPlan, decision: Decision, cohorts: HostCohorts | None) -> None:
+        """A plan is made; the cohorts do not follow it yet."""
+
+    def on_result(self, result: StepResult, cohorts: HostCohorts | None) -> None:
+        """A result has come; the cohorts do not advance by it yet."""
+
+    def on_reset(self) -> None:
+        """No result will come of the plans in flight."""
+
+
+class Layouts:
+    """The parallel layouts there are, which one runs, and when it may be left for another.
+
+    A transition needs an idle, empty device: no plan in flight and no KV on it. Draining the device costs recomputation
+    or two swaps for each of its sequences, so a policy that keeps changing its mind must not spend all time on it.
+    Hence the rule: between two drains at least one token is answered. Answers are finite, so everything finishes.
+    """
+
+    def __init__(self, capacities: SequenceOf[LayoutCapacity]) -> None:
+        self.capacities = tuple(capacities)
+        self.current = 0
+        self.target: int | None = None  # of the transition in flight
+        self.answered = True  # whether a token was answered since the last drain began
+        self._draining = False
+
+    @property
+    def changing(self) -> bool:
+        """Whether the device is being drained, or a transition is in flight."""
+        return self._draining or self.target is not None
+
+    def drains_for(self, wanted: int) -> bool:
+        """Whether to drain the device now that the policy wants this layout; an unknown one is ignored."""
+        if wanted == self.current or not 0 <= wanted < len(self.capacities):
+            self._draining = False
+        elif not self._draining and self.answered:
+            self._draining, self.answered = True, False
+        return self._draining
+
+    def end(self) -> LayoutCapacity:
+        """The transition is done; returns the capacity of the new layout."""
+        assert self.target is not None, "a transition has begun"
+        self.current, self.target, self._draining = self.target, None, False
+        return self.capacities[self.current]
+
+    def abandon(self) -> None:
+        """The transition, if there is one, failed: the layout stays."""
+        self.target, self._draining = None, False
+
+    def reset(self) -> None:
+        """Nothing is left on the device, so another drain is free and need not wait for a token."""
+        self.abandon()
+        self.answered = True
 
 
 class Scheduler:
@@ -46,15 +98,11 @@ class Scheduler:
         prefix_caching: share full blocks of equal prefixes.
         pipeline_depth: plans in flight at most, unless tokens are fed: P, the micro-batches of a pipeline of P stages.
         host_blocks: KV blocks in host memory; with none, nothing ever moves there.
-        other_layouts: what num_blocks and pipeline_depth are in parallel layouts 1, 2, ...
+        other_layouts: num_blocks and pipeline_depth of parallel layouts 1, 2, ...
         predictors: for the policy, one per layout.
-        feeds_tokens: whether the executor takes fed rows; there may be one plan more in flight then. Sequences that
-            cannot be fed (`lifecycle.may_be_fed`) sit out every other plan while others are.
-
-    Attributes:
-        transitions: changes of layout so far.
-        host_losses: how often attention on the CPU was lost. After MOST_HOST_LOSSES times there is no host tier.
-        forecasts: what each plan in flight was predicted to take.
+        feeds_tokens: whether the executor takes fed rows; one more plan may be in flight then. Sequences that cannot be
+            fed (``SamplingParams.may_be_fed``) skip every other plan while others are.
+        observer: sees plans and results.
 
     Raises:
         ValueError: if tokens are to be fed through more than one stage.
@@ -74,10 +122,12 @@ class Scheduler:
         other_layouts: SequenceOf[LayoutCapacity] = (),
         predictors: SequenceOf[Predictor] = (),
         feeds_tokens: bool = False,
+        observer: SchedulerObserver | None = None,
     ) -> None:
         if feeds_tokens and max([pipeline_depth, *(one.pipeline_depth for one in other_layouts)]) > 1:
             raise ValueError("tokens are fed within one stage: pipeline_depth must be 1")
         self.policy = policy
+        self.observer = observer
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
@@ -85,31 +135,25 @@ class Scheduler:
         self.feeds_tokens = feeds_tokens
         self.steps = self.forced_steps = self.transitions = self.host_losses = 0
         self.host_pool = (host_tier := HostTier(host_blocks, block_size)).pool
-        self._lifecycle = Lifecycle(
+        self.table = SequenceTable(
             SequenceBlocks(self.pool),
             host_tier,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             feeds_tokens=feeds_tokens,
         )
-        self._tiers = Tiers(self._lifecycle)
-        self._cohorts = HostCohorts()
+        self.waiting, self.running, self.on_host = self.table.waiting, self.table.running, self.table.on_host
+        self._tiers = Tiers(self.table) if host_blocks else None
         self._layouts = Layouts([LayoutCapacity(num_blocks, pipeline_depth), *other_layouts])
         self._predictors = tuple(predictors)
-        self.forecasts = Forecasts(self._predictors)
-        self.waiting = self._lifecycle.waiting
-        self.running = self._lifecycle.running
-        self.on_host = self._lifecycle.on_host
-        self._rows_in_flight: dict[int, Row] = {}  # the newest of each sequence
-        self._chunks_before: dict[int, Row] = {}  # the older of two, where it is a chunk of a prompt and not sampled
         self._plans_in_flight: dict[int, StepPlan] = {}
         self._previous: Decision | None = None
-        self._forecaster = Forecaster(wanted=getattr(policy, "reads_forecast", False))
+        self._growth = GrowthForecast() if policy.reads_forecast else None
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence is unfinished or anything in flight."""
-        return bool(self._lifecycle.sequences or self._plans_in_flight)
+        return bool(self.table.sequences or self._plans_in_flight)
 
     @property
     def steps_in_flight(self) -> int:
@@ -117,8 +161,8 @@ class Scheduler:
 
     @property
     def awaits_results(self) -> bool:
-        """Whether anything is in flight of which the executor will tell: plans, or swaps alone."""
-        return bool(self._plans_in_flight or len(self._tiers))
+        """Whether the executor will report anything in flight: plans, or swaps alone."""
+        return bool(self._plans_in_flight) or (self._tiers is not None and self._tiers.any_moving)
 
     @property
     def layout(self) -> int:
@@ -127,13 +171,13 @@ class Scheduler:
 
     @property
     def changing_layout(self) -> bool:
-        """Whether the device is being emptied for another layout, or changes to it."""
+        """Whether the device is drained for another layout, or changes to it."""
         return self._layouts.changing
 
     @property
     def preemptions(self) -> int:
         """So far."""
-        return self._lifecycle.preemptions
+        return self.table.preemptions
 
     # ---- intake -----------------------------------------------------------------------------------------------
 
@@ -143,26 +187,21 @@ class Scheduler:
         Raises:
             UsageError: if it can never run here, or its id is in use.
         """
-        if request.request_id in self._lifecycle:
-            raise UsageError(f"request id {request.request_id!r} is in use")
-        blocks, size = self._layouts.smallest.num_blocks, self.pool.block_size
-        check_admissible(request, max_model_len=self.max_model_len, num_blocks=blocks, block_size=size)
-        self._lifecycle.add(request)
+        self.table.add(request, num_blocks=min(capacity.num_blocks for capacity in self._layouts.capacities))
 
     def stop(
         self, request_id: str, now: float, *, index: int | None = None, reason: FinishReason = FinishReason.ABORT
     ) -> list[SequenceUpdate]:
         """End a request, or one of its samples, from outside: an abort, or a stop string the caller has seen.
 
-        A sequence in flight ends at once for the caller; its blocks come back with its last answer, and what that says
-        is passed over. So are unknown and finished sequences.
+        A sequence in flight ends at once for the caller. Its blocks come back with its last answer, whose tokens are
+        ignored. Unknown and finished sequences are ignored too.
         """
-        lifecycle = self._lifecycle
-        family = [sequence for sequence in lifecycle.unfinished(request_id) if index in (None, sequence.index)]
+        family = [sequence for sequence in self.table.unfinished(request_id) if index in (None, sequence.index)]
         for sequence in family:
-            lifecycle.finish(sequence, reason, now)
+            self.table.finish(sequence, reason, now)
         for sequence in family:
-            lifecycle.release_siblings(sequence)
+            self.table.release_siblings(sequence)
         return [SequenceUpdate(request_id, sequence.index, (), sequence) for sequence in family]
 
     # ---- a plan -----------------------------------------------------------------------------------------------
@@ -171,82 +210,100 @@ class Scheduler:
         """The next plan, or None if nothing can run before an answer or an arrival comes."""
         if len(self._plans_in_flight) >= self.pipeline_depth + self.feeds_tokens or self._layouts.target is not None:
             return None
-        draft = self._draft(now)
-        if not draft.does_something:
+        builder = self._build(now)
+        if not builder.does_something:
             if self._plans_in_flight:
                 return None
-            if not self._rows_in_flight:  # else host sequences are under way: a plan without rows lets them go on
-                if len(self._tiers) or not self.has_work:
+            if not self._any_under_way:  # else a plan without rows lets the host sequences under way go on
+                if self.awaits_results or not self.has_work:
                     return None
-                draft = self._break_deadlock(now, draft)
-        return self._submit(draft)
+                builder = self._break_deadlock(now, builder)
+        return self._submit(builder)
 
-    def _submit(self, draft: Draft) -> StepPlan:
-        """The draft's plan, which is in flight from now on."""
-        plan = draft.plan(self.steps, self._layouts.current, any_under_way=bool(self._cohorts))
+    @property
+    def _any_under_way(self) -> bool:
+        """Whether host sequences wait for a token whose plan has ended."""
+        return self._tiers is not None and len(self._tiers.cohorts) > 0
+
+    def _submit(self, builder: PlanBuilder) -> StepPlan:
+        """The builder's plan, which is in flight from now on."""
+        plan = builder.plan(self.steps, self._layouts.current)
         self.steps += 1
-        self._previous = draft.decision
-        self.forecasts.expect(plan, draft.decision, self._cohorts)
+        self._previous = builder.decision
+        if self.observer is not None:
+            self.observer.on_plan(plan, builder.decision, None if self._tiers is None else self._tiers.cohorts)
         if plan.rows or plan.transition is not None or plan.strategy == "overlap":  # else it holds nothing but swaps
             self._plans_in_flight[plan.step] = plan
-        self._chunks_before |= {key: self._rows_in_flight[key] for key in draft.chunks_behind}
-        self._rows_in_flight |= draft.rows
-        if draft.host_rows:
-            self._rows_in_flight |= draft.host_rows
-            self._cohorts.follow(plan, self._lifecycle.sequences)
-        if plan.transition is not None:
-            self._layouts.begin(plan.transition)
-        self._forecaster.add(self._lifecycle.sequences[begin.sequence] for begin in plan.begin)
+        if builder.host_rows and self._tiers is not None:
+            self._tiers.cohorts.follow(plan, self.table.sequences)
+        self._layouts.target = plan.transition
+        if self._growth is not None:
+            self._growth.add(self.table.sequences[begin.sequence] for begin in plan.begin)
         return plan
 
-    def _draft(self, now: float, *, admits: bool = True) -> Draft:
+    def _build(self, now: float, *, admits: bool = True) -> PlanBuilder:
         """Ask the policy and carry its answer out, as far as the blocks go."""
-        load, decodes, prefills, ready_host = self._survey()
-        decision = self.policy.decide(load)
-        draft = Draft(self._lifecycle, self._tiers, decision, now, running_decodes=load.running_decodes, admits=admits)
+        load, decodes, prefills = self._survey()
+        decision, tiers = self.policy.decide(load), self._tiers
+        builder = PlanBuilder(self.table, tiers, decision, now, running_decodes=load.running_decodes, admits=admits)
         if self._layouts.drains_for(decision.layout):
-            draft.drain(nothing_in_flight=not self._rows_in_flight and not self._plans_in_flight)
-            return draft
-        if decision.swap_out:
-            decodes = self._tiers.swap_out(decodes, decision.swap_out)
-        if decision.swap_in:
-            self._tiers.swap_in(ready_host, decision.swap_in)
-            ready_host = [sequence for sequence in ready_host if sequence.place is Place.HOST]
-        if decision.park:
-            draft.keep_room_for_prompts(prefills)
-        draft.add_decodes(decodes)
-        if decision.strategy == "overlap":
-            draft.begin_host_tokens(ready_host)
-        elif decision.strategy == "asymmetric":
-            # A plan in flight may be finishing the tokens under way: none of them can be named again before it ends.
-            overlapping = any(plan.strategy == "overlap" for plan in self._plans_in_flight.values())
-            draft.finish_host_tokens(() if overlapping else self._cohorts.most_advanced(), ready_host)
-        draft.add_prefills(prefills)
-        return draft
+            builder.drain(tiers, nothing_in_flight=not self._plans_in_flight and not self._any_under_way)
+            return builder
+        if tiers is None:
+            builder.add_decodes(decodes)
+        else:
+            self._add_decodes_of_tiers(builder, tiers, decodes, prefills)
+        builder.add_prefills(prefills)
+        return builder
 
-    def _break_deadlock(self, now: float, draft: Draft) -> Draft:
+    def _add_decodes_of_tiers(
+        self, builder: PlanBuilder, tiers: Tiers, decodes: list[Sequence], prefills: list[Sequence]
+    ) -> None:
+        """Swaps, and decodes on the device and on the host."""
+        decision = builder.decision
+        if decision.swap_out:
+            decodes = tiers.swap_out(decodes, decision.swap_out)
+        if decision.swap_in:
+            tiers.swap_in(self._ready_host(), decision.swap_in)
+        if decision.park:
+            builder.keep_room_for_prompts(prefills, tiers)
+        ready_host = self._ready_host()
+        builder.add_decodes(decodes)
+        if decision.strategy == "overlap":
+            builder.begin_host_tokens(ready_host)
+        elif decision.strategy == "asymmetric":
+            # A plan in flight may finish the tokens under way: none of them can be named again before it ends.
+            overlapping = any(plan.strategy == "overlap" for plan in self._plans_in_flight.values())
+            builder.finish_host_tokens(() if overlapping else tiers.cohorts.most_advanced(), ready_host)
+
+    def _ready_host(self) -> list[Sequence]:
+        return [sequence for sequence in self.on_host if not sequence.in_flight]
+
+    def _break_deadlock(self, now: float, builder: PlanBuilder) -> PlanBuilder:
         """Nothing is in flight and the decision moved nothing, so nothing would ever change.
 
-        Where all blocks are held by partly computed prompts, the newest gives its blocks up and the policy is asked
-        again, until it moves something or one prompt is left; what helps nothing ends in a forced step.
+        Where all blocks are held by partly computed prompts, preempt the newest and ask the policy again, until it
+        moves something or one prompt is left. If that does not help, run the oldest sequence.
         """
         while len(self.running) > 1 and all(sequence.status is _PREFILL for sequence in self.running):
-            self._lifecycle.preempt(next(reversed(self.running)))
-            draft = self._draft(now, admits=False)
-            if draft.does_something:
-                return draft
-        draft.force_oldest()
+            newest = self.running.newest
+            assert newest is not None
+            self.table.preempt(newest)
+            builder = self._build(now, admits=False)
+            if builder.does_something:
+                return builder
+        builder.force_oldest()
         self.forced_steps += 1
-        return draft
+        return builder
 
-    def _survey(self) -> tuple[Load, list[Sequence], list[Sequence], list[Sequence]]:
-        """What the policy sees now, and the sequences that may enter the next plan, oldest first.
+    def _survey(self) -> tuple[Load, list[Sequence], list[Sequence]]:
+        """What the policy sees now, and the sequences on the device that may enter the next plan, oldest first.
 
         Returns:
-            the snapshot; those on the device that decode, and that are partly prefilled; and those on the host.
+            the snapshot; the decodes; and the partly computed prompts.
         """
         running_decodes = context = partial_tokens = 0
-        decodes, prefills, may_go_on = [], [], self._lifecycle.may_take_the_next_chunk
+        decodes, prefills, may_go_on = [], [], self.table.may_take_next_chunk
         for sequence in self.running:
             context += sequence.computed
             if sequence.status is _DECODE:
@@ -259,12 +316,10 @@ class Scheduler:
                 partial_tokens += sequence.remaining
                 if not sequence.in_flight or may_go_on(sequence):
                     prefills.append(sequence)
-        growth, longest = self._forecaster.look(self.steps, self.running)
-        on_host, host_pool = self._lifecycle.on_host, None if self._tiers.host_given_up else self.host_pool
-        ready_host = [sequence for sequence in on_host if not sequence.in_flight]
-        free_slots = self._lifecycle.free_slots
-        may_begin = free_slots > 0 and not self._lifecycle.owes_blocks
+        pool, free_slots = self.pool, self.table.free_slots
+        may_begin = free_slots > 0 and not self.table.waits_for_blocks
         next_prefill = prefills[0] if prefills else self.waiting.oldest if may_begin else None
+        growth, longest = (0, 0) if self._growth is None else self._growth.look(self.steps, self.running)
         load = Load(
             previous=self._previous,
             waiting_tokens=self.waiting.tokens + partial_tokens,
@@ -273,61 +328,66 @@ class Scheduler:
             ready_decodes=len(decodes),
             ready_prefills=len(prefills),
             context_tokens=context,
-            free_blocks=self.pool.free_blocks,
-            total_blocks=self.pool.num_blocks,
-            block_size=self.pool.block_size,
+            free_blocks=pool.free_blocks,
+            total_blocks=pool.num_blocks,
+            block_size=pool.block_size,
             free_slots=free_slots,
             steps_in_flight=self.steps_in_flight,
             pipeline_depth=self.pipeline_depth,
             preemptions=self.preemptions,
-            expected_growth=min(self.pool.blocks_for(growth), self.pool.num_blocks - 1),
+            expected_growth=min(pool.blocks_for(growth), pool.num_blocks - 1),
             longest_remaining=longest,
             layout=self._layouts.current,
             layouts=len(self._layouts.capacities),
-            host_decodes=len(on_host),
-            ready_host=len(ready_host),
-            host_context_tokens=sum([sequence.computed for sequence in on_host]),
-            moving=len(self._tiers),
-            host_free_blocks=0 if host_pool is None else host_pool.free_blocks,
-            host_blocks=0 if host_pool is None else host_pool.num_blocks,
-            cohorts=self._cohorts.snapshot(),
             predictor=self._predictors[self._layouts.current] if self._predictors else None,
+            **({} if self._tiers is None else self._survey_host(self._tiers)),
         )
-        return load, decodes, prefills, ready_host
+        return load, decodes, prefills
+
+    def _survey_host(self, tiers: Tiers) -> dict[str, Any]:
+        """The fields of Load that say what is in host memory."""
+        disabled = tiers.host_disabled
+        return {
+            "host_decodes": len(self.on_host),
+            "ready_host": len(self._ready_host()),
+            "host_context_tokens": sum([sequence.computed for sequence in self.on_host]),
+            "moving": len(self.table.moving),
+            "host_free_blocks": 0 if disabled else self.host_pool.free_blocks,
+            "host_blocks": 0 if disabled else self.host_pool.num_blocks,
+            "cohorts": tiers.cohorts.snapshot(),
+        }
 
     # ---- a result ---------------------------------------------------------------------------------------------
 
     def apply(self, result: StepResult, now: float) -> list[SequenceUpdate]:
         """Take in what an executor found out; returns what each sequence gained."""
         if result.lost is not None:
-            self._begin_anew()
+            self._reset()
             return []
-        self.forecasts.learn(result, self._cohorts)
+        tiers, table = self._tiers, self.table
+        if self.observer is not None:
+            self.observer.on_result(result, None if tiers is None else tiers.cohorts)
         updates = []
-        lifecycle, rows = self._lifecycle, self._rows_in_flight
-        for progress in result.cohorts:
-            self._cohorts.advance(progress.step, progress.layers)
-        any_on_host, any_moving = len(self._cohorts) > 0, len(self._tiers) > 0
+        if tiers is not None:
+            for progress in result.cohorts:
+                tiers.cohorts.advance(progress.step, progress.layers)
         for answer in result.answers:
-            sequence, row = lifecycle.sequences[answer.sequence], rows[answer.sequence]
+            sequence = table.sequences[answer.sequence]
+            row = sequence.in_flight[0]
             if answer.prompt_logprobs:
-                lifecycle.keep_prompt_logprobs(sequence, row.start, answer.prompt_logprobs)
-            if answer.error is not None:
-                self._chunks_before.pop(answer.sequence, None)
+                table.keep_prompt_logprobs(sequence, row.start, answer.prompt_logprobs)
             if row.sample or answer.error is not None:
                 if sequence.finish_reason is None:  # else it was ended while in flight
                     updates.append(self._take_tokens(sequence, answer, now))
-                if sequence.in_flight == 1:
-                    del rows[answer.sequence]
-                if any_on_host:
-                    self._cohorts.leave(answer.sequence)
-                lifecycle.answered(sequence)
-                if any_moving:
-                    self._tiers.row_answered(sequence)
+                table.answered(sequence)
+                if tiers is not None:
+                    tiers.cohorts.leave(answer.sequence)
+                    tiers.row_answered(sequence)
         if updates:
             self._layouts.answered = True
-        for swap in result.swapped:
-            self._tiers.answered(swap)
+        if tiers is not None:
+            for swap in result.swapped:
+                tiers.answered(swap)
         if result.step is not None:
             self._end_plan(self._plans_in_flight.pop(result.step))
         if result.host_lost is not None:
@@ -336,14 +396,12 @@ class Scheduler:
 
     def _end_plan(self, plan: StepPlan) -> None:
         """Its device work is done, and with it the rows for which there is nothing to answer."""
-        lifecycle = self._lifecycle
         for row in plan.rows:
             if row.sample:
                 continue
-            for rows in (self._chunks_before, self._rows_in_flight):
-                if rows.get(row.sequence) is row:
-                    del rows[row.sequence]
-                    lifecycle.answered(lifecycle.sequences[row.sequence])
+            sequence = self.table.sequences.get(row.sequence)
+            if sequence is not None and sequence.in_flight and sequence.in_flight[0] is row:
+                self.table.answered(sequence)
         if plan.transition is not None:
             self.transitions += 1
             layout = self._layouts.end()
@@ -355,47 +413,50 @@ class Scheduler:
         # Blocks are shared from the moment their plan is submitted; these were perhaps never written.
         self.pool.forget_cache()
         self._plans_in_flight.clear()
-        self.forecasts.forget()
+        if self.observer is not None:
+            self.observer.on_reset()
         self._layouts.abandon()
-        times = {key: self._lifecycle.sequences[key].in_flight for key in self._rows_in_flight}
-        answers = tuple(Answer(key, error=error) for key in times for _ in range(times[key]))
+        in_flight = {key: len(sequence.in_flight) for key, sequence in self.table.sequences.items()}
+        answers = tuple(Answer(key, error=error) for key, rows in in_flight.items() for _ in range(rows))
         updates = self.apply(StepResult(None, answers), now)
-        for sequence in list(self._lifecycle.moving):
+        for sequence in list(self.table.moving):
             if not sequence.finished:
                 updates.append(self._take_tokens(sequence, Answer(sequence.sequence_id, error=error), now))
-        self._tiers.abandon()
+        if self._tiers is not None:
+            self._tiers.abandon()
         return updates
 
-    def _begin_anew(self) -> None:
-        """Nothing in flight will be answered and no KV is left: every sequence is recomputed from the tokens it has."""
-        for in_flight in (self._plans_in_flight, self._rows_in_flight, self._chunks_before):
-            in_flight.clear()
-        self.forecasts.forget()
-        self._cohorts.clear()
-        self._layouts.begin_anew()
-        self._previous = None  # what was decided went with what it was decided for: a drain, say
-        self._tiers.abandon()
-        self._lifecycle.begin_anew()
+    def _reset(self) -> None:
+        """Nothing in flight will be answered and no KV is left: every sequence is recomputed from its tokens."""
+        self._plans_in_flight.clear()
+        if self.observer is not None:
+            self.observer.on_reset()
+        self._layouts.reset()
+        self._previous = None  # it was decided for a state that is gone: a drain, say
+        if self._tiers is not None:
+            self._tiers.cohorts.clear()
+            self._tiers.abandon()
+        self.table.reset()
 
     def _lose_host(self) -> None:
         """Attention on the CPU was lost: host sequences are recomputed, whether a token of theirs is under way or not.
 
-        Rows of theirs in plans in flight, asymmetric ones too, will not be answered; the plans end all the same.
+        Their rows in plans in flight, asymmetric ones too, will not be answered; the plans end all the same.
         """
         self.host_losses += 1
-        self._cohorts.clear()
-        for sequence in self._lifecycle.lose_host():
-            self._rows_in_flight.pop(sequence, None)
-        if self.host_losses == MOST_HOST_LOSSES:
-            self._tiers.give_host_up()
+        self.table.lose_host()
+        if self._tiers is not None:
+            self._tiers.cohorts.clear()
+            if self.host_losses == MOST_HOST_LOSSES:
+                self._tiers.disable_host()
 
     def fail_all(self, error: str, now: float) -> list[SequenceUpdate]:
         """Nothing will ever be answered again: every sequence ends with an error, whether it ran or waited."""
-        self._begin_anew()
-        unfinished = list(self._lifecycle.sequences.values())
+        self._reset()
+        unfinished = list(self.table.sequences.values())
         updates = [self._take_tokens(one, Answer(one.sequence_id, error=error), now) for one in unfinished]
         for sequence in unfinished:
-            self._lifecycle.release_siblings(sequence)
+            self.table.release_siblings(sequence)
         return updates
 
     def _take_tokens(self, sequence: Sequence, answer: Answer, now: float) -> SequenceUpdate:
@@ -410,18 +471,16 @@ class Scheduler:
             new_tokens, reason = sequence.extend(answer.tokens, answer.logprobs)
             if answer.complete and len(new_tokens) == len(answer.tokens):
                 reason = FinishReason.STOP
-            if reason is not None:
-                self._forecaster.record(sequence.output_length)
+            if reason is not None and self._growth is not None:
+                self._growth.record(sequence.output_length)
         if reason is not None:
-            self._lifecycle.finish(sequence, reason, now)
+            self.table.finish(sequence, reason, now)
         return SequenceUpdate(sequence.request.request_id, sequence.index, new_tokens, sequence)
 
     # ---- invariants -------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if blocks, queues and states contradict each other. Tests call it after every step."""
-        self._lifecycle.check_integrity()
-        self._tiers.check_integrity()
-        in_flight = {key for key, sequence in self._lifecycle.sequences.items() if sequence.in_flight}
-        if set(self._rows_in_flight) != in_flight:
-            raise RuntimeError("rows in flight and sequences in flight differ")
+        self.table.check_integrity()
+        if self._tiers is not None:
+            self._tiers.check_integrity()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from nanoserve.config import DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS, ModelConfig
 from nanoserve.costs import Machine, ParallelLayout, Precision
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.scheduler.registry import make_policy
+from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator.planning import CacheLimits, Candidate, Candidates, PlannedWork, find_candidates
 
 _SAMPLED_REQUESTS, _SAMPLED_TOKENS = 200, 16_000

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from nanoserve.costs.work import StepWork
-from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
-from nanoserve.scheduler.plan_work import work_of
+from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult, work_of
 from nanoserve.simulator.pipeline import DECOUPLED, Passage, Pipeline, Runtime, StepTimes
 
 END_TOKEN, DUMMY_TOKEN = 0, 1

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanoserve.engine import Engine
-from nanoserve.scheduler.layouts import LayoutCapacity
+from nanoserve.record.forecasts import Forecasts
 from nanoserve.scheduler.load import Policy, Predictor
+from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.executor import VOCAB_SIZE, SimulatedExecutor, StepObserver
 from nanoserve.simulator.fleet import Replica
@@ -77,6 +78,7 @@ class EngineSetting:
             host_blocks=self.host_blocks,
             other_layouts=[LayoutCapacity(one.num_blocks, one.times.num_stages) for one in self.other_layouts],
             predictors=self.predictors,
+            observer=Forecasts(self.predictors),
         )
         steps, lives = StepMeter(scheduler.pool), RequestMeter(request_observers)
         tiers = TierMeter(steps, scheduler.host_pool, 1 + len(self.other_layouts))

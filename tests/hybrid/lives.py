@@ -27,7 +27,7 @@ TIGHT_BLOCKS = 18
 """On the device: not much more than the longest request fills."""
 
 
-class ByLot:
+class ByLot(Policy):
     """Decides by drawing lots, so that every way through the steps is taken, also those no clever policy takes."""
 
     def __init__(self, seed: int, token_budget: int) -> None:
@@ -49,7 +49,7 @@ class ByLot:
 
 
 @dataclass(frozen=True)
-class AllOnTheHost:
+class AllOnTheHost(Policy):
     """The device only computes prompts; as soon as they are, they move."""
 
     strategy: Strategy

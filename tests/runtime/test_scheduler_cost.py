@@ -4,8 +4,8 @@ import sys
 from typing import Any
 
 from nanoserve.request import Request, SamplingParams
-from nanoserve.scheduler.baselines import ChunkedPrefill
 from nanoserve.scheduler.plan import Answer, StepResult
+from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16

@@ -15,11 +15,10 @@ from nanoserve.runtime.phases import EngineState, Phase, PhaseTracker, Turn, pha
 from nanoserve.runtime.stage_times import SwapTimes
 from nanoserve.runtime.traced_executor import TracedExecutor
 from nanoserve.runtime.traced_moves import MovesTrace
-from nanoserve.scheduler.layouts import LayoutCapacity
 from nanoserve.scheduler.load import Policy
-from nanoserve.scheduler.plan import Row, StepPlan, StepResult, Swap
+from nanoserve.scheduler.plan import LayoutCapacity, Row, StepPlan, StepResult, Swap
+from nanoserve.scheduler.policies.transition_minimizing import PrefillPrioritizing, TransitionMinimizing
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.transition_minimizing import PrefillPrioritizing, TransitionMinimizing
 from nanoserve.simulator.driving import drive
 from tests.fakes.moving_executor import KV_BYTES, WEIGHT_BYTES, MovingExecutor
 from tests.runtime.tracks import tracks_of

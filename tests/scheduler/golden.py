@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from nanoserve.engine import Engine
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.layouts import LayoutCapacity
 from nanoserve.scheduler.load import Policy, Predictor
-from nanoserve.scheduler.plan import StepPlan
+from nanoserve.scheduler.plan import LayoutCapacity, StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor

@@ -5,11 +5,9 @@ import pytest
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate
-from nanoserve.scheduler.baselines import ChunkedPrefill
-from nanoserve.scheduler.layouts import LayoutCapacity
-from nanoserve.scheduler.lifecycle import may_be_fed
 from nanoserve.scheduler.load import Decision
-from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
+from nanoserve.scheduler.plan import Answer, LayoutCapacity, Row, StepPlan, StepResult
+from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.scheduler.golden import Prompt, play
@@ -56,11 +54,11 @@ def finish(engine: Engine) -> list[SequenceUpdate]:
 
 def step_until_two_are_in_flight(engine: Engine) -> None:
     """Sequence 0 has a row in each of two plans in flight, and one answer is still to come before either."""
-    sequence = engine.scheduler._lifecycle.sequences[0]
-    while sequence.in_flight < 2:
+    sequence = engine.scheduler.table.sequences[0]
+    while len(sequence.in_flight) < 2:
         for plan in iter(lambda: engine.scheduler.schedule(0.0), None):
             engine.executor.submit(plan)
-        if sequence.in_flight < 2:
+        if len(sequence.in_flight) < 2:
             for result in engine.executor.collect(None):
                 engine.scheduler.apply(result, 0.0)
 
@@ -162,12 +160,12 @@ def test_an_abort_with_two_chunks_in_flight_keeps_the_blocks_until_both_have_end
     for plan in iter(lambda: engine.scheduler.schedule(0.0), None):
         engine.executor.submit(plan)
     (sequence,) = engine.scheduler.running
-    assert sequence.in_flight == 2
+    assert len(sequence.in_flight) == 2
     engine.stop("r")
     for left in (1, 0):
         assert engine.scheduler.pool.free_blocks == 16 - 6
         assert engine.step() == []
-        assert sequence.in_flight == left
+        assert len(sequence.in_flight) == left
         engine.scheduler.check_integrity()
     assert engine.scheduler.pool.free_blocks == 16
 
@@ -230,7 +228,7 @@ def test_blocks_in_flight_come_back_with_the_last_answer() -> None:
     for left in (1, 0):
         assert engine.scheduler.pool.free_blocks == free < 16
         assert engine.step() == []
-        assert sequence is not None and sequence.in_flight == left
+        assert sequence is not None and len(sequence.in_flight) == left
         engine.scheduler.check_integrity()
     assert engine.scheduler.pool.free_blocks == 16
     assert not engine.has_work
@@ -298,7 +296,7 @@ def test_a_failure_ends_everything_in_flight_once() -> None:
     ids=str,
 )
 def test_what_the_host_must_see_first_is_never_fed(params: dict[str, object]) -> None:
-    assert not may_be_fed(SamplingParams(**params))
+    assert not SamplingParams(**params).may_be_fed
     if "json_schema" in params or "prompt_logprobs" in params:
         return  # of which the fake executor knows nothing
     engine = make_engine()
@@ -309,7 +307,7 @@ def test_what_the_host_must_see_first_is_never_fed(params: dict[str, object]) ->
 
 
 def test_samples_with_temperature_and_logprobs_are_fed() -> None:
-    assert may_be_fed(SamplingParams(temperature=1.0, top_k=5, top_p=0.5, min_p=0.1, logprobs=3, stop=("x",), n=4))
+    assert SamplingParams(temperature=1.0, top_k=5, top_p=0.5, min_p=0.1, logprobs=3, stop=("x",), n=4).may_be_fed
 
 
 def test_decodes_that_cannot_be_fed_run_in_every_other_plan() -> None:

@@ -9,14 +9,16 @@ from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.costs.step_features import HostBatch, StepFeatures
 from nanoserve.costs.work import StepWork
 from nanoserve.engine import Engine
+from nanoserve.record.forecasts import Forecast, Forecasts, features_of, forecasts_of
 from nanoserve.request import Request, SamplingParams, Sequence
 from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.forecasts import Forecast, Forecasts, features_of
-from nanoserve.scheduler.host_cohorts import HostCohorts
-from nanoserve.scheduler.hybrid import ApexAlgorithm1, AsymmetricPipelining, HybridByPrediction
 from nanoserve.scheduler.load import Alternative, Decision, Policy
 from nanoserve.scheduler.plan import CohortProgress, HostWork, Row, StepPlan, StepResult
+from nanoserve.scheduler.policies.apex import ApexAlgorithm1
+from nanoserve.scheduler.policies.hybrid import HybridByPrediction
+from nanoserve.scheduler.policies.neo import AsymmetricPipelining
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.tiers import HostCohorts
 from nanoserve.simulator.executor import END_TOKEN, VOCAB_SIZE
 from nanoserve.simulator.record import record_run, replay
 from nanoserve.simulator.tiered_executor import TieredExecutor
@@ -105,8 +107,8 @@ def test_once_many_results_were_learned_from_one_in_five_is(of_all: bool) -> Non
     forecasts.of_all = of_all
     forecasts.watch(shown.append)
     for step in range(296):
-        forecasts.expect(StepPlan(step, rows=DEVICE_ROWS), Decision(5, 1), NOBODY)
-        forecasts.learn(StepResult(step, host_work=(HostWork(1, 5, 3.0),), seconds=3.0), NOBODY)
+        forecasts.on_plan(StepPlan(step, rows=DEVICE_ROWS), Decision(5, 1), NOBODY)
+        forecasts.on_result(StepResult(step, host_work=(HostWork(1, 5, 3.0),), seconds=3.0), NOBODY)
     assert len(learner.steps) == len(learner.works) == 256 + 40 // 5
     assert [one.step for one in shown[256:258]] == ([256, 257] if of_all else [259, 264])
 
@@ -116,12 +118,12 @@ def test_a_forecast_is_there_while_its_plan_is_in_flight_and_shown_when_it_is_me
     forecasts = Forecasts([learner])
     forecasts.watch(shown.append)
     decision = Decision(5, 1)
-    forecasts.expect(StepPlan(0, rows=DEVICE_ROWS), decision, NOBODY)
+    forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), decision, NOBODY)
     expected = Forecast(0, decision, StepFeatures(strategy="device", device=DEVICE_WORK), 7.0)
     assert forecasts.of(0) == expected
-    forecasts.learn(StepResult(None, swapped=(1,)), NOBODY)
+    forecasts.on_result(StepResult(None, swapped=(1,)), NOBODY)
     assert not shown
-    forecasts.learn(StepResult(0, seconds=3.0), NOBODY)
+    forecasts.on_result(StepResult(0, seconds=3.0), NOBODY)
     assert shown == [replace(expected, measured=3.0)]
     assert learner.steps == [(expected.work, 3.0)]
     assert forecasts.corrections == {"steps": 1.0}
@@ -141,10 +143,10 @@ def test_who_joined_is_known_behind_the_step(progress: list[tuple[int, int]], jo
     cohorts.advance(3, 2)
     forecasts = Forecasts([learner])
     plan = StepPlan(4, rows=(*DEVICE_ROWS, on_host(7, 4)), strategy="overlap")
-    forecasts.expect(plan, Decision(5, 1), cohorts)
+    forecasts.on_plan(plan, Decision(5, 1), cohorts)
     cohorts.follow(plan, {7: sequence(7)})
     cohorts.follow(StepPlan(5, rows=(on_host(8, 4),), strategy="overlap"), {8: sequence(8)})  # in flight behind it
-    forecasts.learn(StepResult(4, cohorts=tuple(CohortProgress(*one) for one in progress), seconds=1.0), cohorts)
+    forecasts.on_result(StepResult(4, cohorts=tuple(CohortProgress(*one) for one in progress), seconds=1.0), cohorts)
     assert learner.steps[0][0].host == (HostBatch(1, 5, 0), *joined)
 
 
@@ -152,9 +154,9 @@ def test_the_cpus_work_counts_by_its_median() -> None:
     learner = Learner()
     forecasts = Forecasts([learner])
     works = (HostWork(2, 18, 1.0), HostWork(2, 18, 90.0), HostWork(2, 18, 2.0), HostWork(1, 5, 3.0))
-    forecasts.learn(StepResult(None, host_work=works), NOBODY)  # of nobody's plan
-    forecasts.expect(StepPlan(0, rows=DEVICE_ROWS), Decision(5, 1), NOBODY)
-    forecasts.learn(StepResult(0, host_work=works, seconds=1.0), NOBODY)
+    forecasts.on_result(StepResult(None, host_work=works), NOBODY)  # of nobody's plan
+    forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), Decision(5, 1), NOBODY)
+    forecasts.on_result(StepResult(0, host_work=works, seconds=1.0), NOBODY)
     assert learner.works == [(2, 18, 2.0), (1, 5, 3.0)]
 
 
@@ -162,21 +164,21 @@ def test_nothing_is_learned_of_a_step_that_lost_the_cpu_nor_of_plans_that_are_lo
     learner = Learner()
     forecasts = Forecasts([learner])
     for step in (0, 1):
-        forecasts.expect(StepPlan(step, rows=DEVICE_ROWS), Decision(5, 1), NOBODY)
-    forecasts.learn(StepResult(0, seconds=9.0, host_lost="it hangs"), NOBODY)
-    forecasts.forget()
-    forecasts.learn(StepResult(1, seconds=9.0), NOBODY)
+        forecasts.on_plan(StepPlan(step, rows=DEVICE_ROWS), Decision(5, 1), NOBODY)
+    forecasts.on_result(StepResult(0, seconds=9.0, host_lost="it hangs"), NOBODY)
+    forecasts.on_reset()
+    forecasts.on_result(StepResult(1, seconds=9.0), NOBODY)
     assert learner.steps == []
 
 
 def test_there_are_none_where_nobody_learns_and_for_plans_without_rows() -> None:
     for predictors in ([], [LinearPredictor()]):
         forecasts = Forecasts(predictors)
-        forecasts.expect(StepPlan(0, rows=DEVICE_ROWS), Decision(5, 1), NOBODY)
+        forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), Decision(5, 1), NOBODY)
         assert forecasts.of(0) is None
-        forecasts.learn(StepResult(0, host_work=(HostWork(1, 5, 3.0),), seconds=9.0), NOBODY)
+        forecasts.on_result(StepResult(0, host_work=(HostWork(1, 5, 3.0),), seconds=9.0), NOBODY)
     forecasts = Forecasts([Learner()])
-    forecasts.expect(StepPlan(0, strategy="overlap"), Decision(5, 1), NOBODY)
+    forecasts.on_plan(StepPlan(0, strategy="overlap"), Decision(5, 1), NOBODY)
     assert forecasts.of(0) is None
 
 
@@ -187,12 +189,12 @@ def test_the_scheduler_forgets_what_will_not_be_answered() -> None:
         bench.add("a", length=3, max_tokens=4)
         plan = bench.scheduler.schedule(0.0)
         assert plan is not None
-        assert bench.scheduler.forecasts.of(plan.step) is not None
+        assert forecasts_of(bench.scheduler).of(plan.step) is not None
         if end == "die":
             bench.scheduler.apply(StepResult(None, lost="killed"), 0.0)
         else:
             bench.scheduler.fail_steps("no memory", 0.0)
-        assert bench.scheduler.forecasts.of(plan.step) is None
+        assert forecasts_of(bench.scheduler).of(plan.step) is None
 
 
 # -------------------------------------------------------------------------------------------------- alternatives
@@ -241,6 +243,7 @@ def test_a_replay_learns_the_same_and_so_decides_the_same(policy: str) -> None:
     made: list[Scheduler] = []
 
     def scheduler() -> Scheduler:
+        predictor = CorrectedPredictor(wrong)
         made.append(
             Scheduler(
                 make_policy(policy, 32, {"minimum_ratio": 0.0} if policy == "apex" else {}),
@@ -249,7 +252,8 @@ def test_a_replay_learns_the_same_and_so_decides_the_same(policy: str) -> None:
                 max_model_len=48,
                 prefix_caching=False,
                 host_blocks=200,
-                predictors=[CorrectedPredictor(wrong)],
+                predictors=[predictor],
+                observer=Forecasts([predictor]),
             )
         )
         return made[-1]

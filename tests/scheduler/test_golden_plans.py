@@ -1,7 +1,7 @@
 """Four traces worked out by hand: every plan, row by row. Read them beside scheduler.py; golden.py has the spelling."""
 
-from nanoserve.scheduler.baselines import ChunkedPrefill
-from nanoserve.scheduler.token_throttling import TokenThrottling
+from nanoserve.scheduler.policies.baselines import ChunkedPrefill
+from nanoserve.scheduler.policies.token_throttling import TokenThrottling
 from tests.scheduler.golden import Prompt, play
 
 

@@ -59,7 +59,7 @@ def _on_host(names: str, **settings: Any) -> Bench:
     for name in names:
         bench.add(name, 4, 4)
     bench.step(Decision(64, 0, park=True))
-    assert len(bench.scheduler._lifecycle.on_host) == len(names)
+    assert len(bench.scheduler.table.on_host) == len(names)
     return bench
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from nanoserve.scheduler.hybrid import HybridByPrediction
 from nanoserve.scheduler.load import Policy
+from nanoserve.scheduler.policies.hybrid import HybridByPrediction
 from tests.scheduler.test_hybrid import ALL, DECODES, hosting
 
 STAGES = replace(DECODES, pipeline_depth=2)

@@ -10,11 +10,11 @@ from nanoserve.engine import Engine
 from nanoserve.errors import WorkersFailed
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate
 from nanoserve.scheduler import POLICIES, make_policy
-from nanoserve.scheduler.baselines import ChunkedPrefill
 from nanoserve.scheduler.load import Decision
 from nanoserve.scheduler.plan import StepPlan, StepResult
+from nanoserve.scheduler.policies.baselines import ChunkedPrefill
+from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.transition_minimizing import TransitionMinimizing
 from tests.fakes.dying_executor import CAUSE, DyingExecutor
 from tests.fakes.reference import expected_tokens
 from tests.scheduler import tiered

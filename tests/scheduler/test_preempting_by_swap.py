@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.load import Decision
-from nanoserve.scheduler.preempting_by_swap import PreemptingBySwap
+from nanoserve.scheduler.policies.placement import PreemptingBySwap
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.scheduler.lives import lives
 from tests.scheduler.loads import IDLE

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from nanoserve.engine import Engine
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.load import Policy
+from nanoserve.scheduler.policies.token_throttling import TokenThrottling
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.token_throttling import TokenThrottling
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.scheduler.lives import check_outputs, live, lives
 

@@ -6,7 +6,7 @@ import pytest
 
 from nanoserve.engine import Engine
 from nanoserve.request import Request, SamplingParams, SequenceUpdate
-from nanoserve.scheduler.baselines import ChunkedPrefill
+from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.fakes.reference import expected_tokens

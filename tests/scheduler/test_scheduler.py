@@ -5,8 +5,8 @@ import pytest
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate
-from nanoserve.scheduler.baselines import ChunkedPrefill, PrefillFirst
 from nanoserve.scheduler.plan import StepPlan
+from nanoserve.scheduler.policies.baselines import ChunkedPrefill, PrefillFirst
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.fakes.reference import expected_tokens

@@ -5,11 +5,11 @@ golden.py has the spelling; swaps are device>host or device<host.
 
 from dataclasses import dataclass
 
-from nanoserve.scheduler.load import Decision, Load
+from nanoserve.scheduler.load import Decision, Load, Policy
 from tests.scheduler.golden import Prompt, play
 
 
-class PrefillHereDecodeThere:
+class PrefillHereDecodeThere(Policy):
     """The outline of Seesaw: prompts in layout 0, parked; when none waits, decodes in layout 1."""
 
     def decide(self, load: Load) -> Decision:
@@ -41,7 +41,7 @@ def test_prompts_are_parked_and_come_back_in_another_layout() -> None:
 
 
 @dataclass
-class Then:
+class Then(Policy):
     """Prompts are parked; then one decision after the other, and the last for ever."""
 
     decisions: list[Decision]

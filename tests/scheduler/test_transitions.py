@@ -6,7 +6,7 @@ import pytest
 
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.request import FinishReason, Request, SamplingParams
-from nanoserve.scheduler.load import Decision, Load
+from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import StepPlan
 from tests.scheduler.tiered import Bench
 
@@ -87,7 +87,7 @@ def test_a_policy_that_keeps_changing_its_layout_lets_everything_finish(
 ) -> None:
     bench = Bench(host_blocks=host_blocks, other=8)
 
-    class Restless:
+    class Restless(Policy):
         def decide(self, load: Load) -> Decision:
             bench.policy.loads.append(load)
             layout = wanted(load, len(bench.policy.loads))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Cohort, Decision, Load, Policy
-from nanoserve.scheduler.transition_minimizing import DecodePrioritizing, PrefillPrioritizing
+from nanoserve.scheduler.policies.transition_minimizing import DecodePrioritizing, PrefillPrioritizing
 from tests.fakes.linear_predictor import LinearPredictor
 
 RESHARDING = {"prefill-prioritizing": PrefillPrioritizing, "decode-prioritizing": DecodePrioritizing}

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from nanoserve.engine import Engine
-from nanoserve.scheduler.layouts import LayoutCapacity
 from nanoserve.scheduler.load import Decision, Load, Policy, Strategy
+from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.host_losing_executor import HostLosingExecutor
 from tests.scheduler.lives import check_outputs, live
@@ -32,7 +32,7 @@ def decisions(draw: st.DrawFn) -> Decision:
 
 
 @dataclass
-class AtRandom:
+class AtRandom(Policy):
     """Answers with one decision after the other, round and round, whatever the load."""
 
     decisions: list[Decision]
@@ -44,7 +44,7 @@ class AtRandom:
 
 
 @dataclass(frozen=True)
-class AlsoUsingTheHost:
+class AlsoUsingTheHost(Policy):
     """A policy's decision, and what two tiers add to it: prompts are parked, half of the host sequences decode."""
 
     inner: Policy

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanoserve.engine import Engine
+from nanoserve.record.forecasts import Forecasts
 from nanoserve.request import Request, SamplingParams, SequenceUpdate
-from nanoserve.scheduler.layouts import LayoutCapacity
-from nanoserve.scheduler.load import Decision, Load
-from nanoserve.scheduler.plan import StepPlan
+from nanoserve.scheduler.load import Decision, Load, Policy
+from nanoserve.scheduler.plan import LayoutCapacity, StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.host_losing_executor import HostLosingExecutor
 from tests.fakes.reference import expected_tokens
@@ -17,7 +17,7 @@ CONTEXT = 16
 
 
 @dataclass
-class Remote:
+class Remote(Policy):
     """Decides what it was last told, and remembers what it saw."""
 
     decision: Decision
@@ -53,6 +53,7 @@ class Bench:
             pipeline_depth=depth,
             host_blocks=host_blocks,
             other_layouts=[LayoutCapacity(other, depth)],
+            observer=Forecasts(scheduler.get("predictors", ())),
             **scheduler,
         )
         self.engine = Engine(self.scheduler, self.executor, vocab_size=50)

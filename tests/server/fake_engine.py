@@ -7,8 +7,8 @@ from pathlib import Path
 from nanoserve.engine import Engine
 from nanoserve.errors import ModelError, WorkersFailed
 from nanoserve.request import SamplingParams
-from nanoserve.scheduler.baselines import ChunkedPrefill
 from nanoserve.scheduler.plan import Begin, StepPlan, StepResult
+from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.server import engine_process
 from nanoserve.server.messages import EngineStart, Ready

@@ -13,8 +13,8 @@ import zmq
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.request import FinishReason, Request, SamplingParams
-from nanoserve.scheduler.baselines import ChunkedPrefill
 from nanoserve.scheduler.plan import StepResult
+from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.server.engine_process import EngineLoop, Mailbox
 from nanoserve.server.messages import Add, Command, EngineMessage, EngineStats, Failed, Refused, Report, Stop

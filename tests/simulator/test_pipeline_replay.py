@@ -11,9 +11,13 @@ from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.engine import Engine
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.layouts import LayoutCapacity
+from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.policies.transition_minimizing import (
+    DecodePrioritizing,
+    PrefillPrioritizing,
+    TransitionMinimizing,
+)
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.transition_minimizing import DecodePrioritizing, PrefillPrioritizing, TransitionMinimizing
 from nanoserve.simulator.record import record_run, replay
 from tests.fakes.moving_executor import MovingExecutor
 from tests.fakes.observed_executor import ObservedExecutor

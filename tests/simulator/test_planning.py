@@ -7,7 +7,7 @@ import pytest
 from nanoserve.costs import Machine, Precision, load_machine, load_shape
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.scheduler.registry import make_policy
+from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator.planning import CacheLimits, Candidate, PlannedWork, all_layouts, find_candidates
 
 WORK = PlannedWork((RequestShape(200, 40), RequestShape(400, 10)) * 20)

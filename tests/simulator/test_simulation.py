@@ -7,7 +7,7 @@ import pytest
 
 from nanoserve.errors import UsageError
 from nanoserve.scheduler import POLICIES, make_policy
-from nanoserve.scheduler.baselines import ChunkedPrefill
+from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.simulator import (
     SimulationResult,
     Workload,

@@ -9,7 +9,7 @@ import pytest
 from nanoserve.costs import StepCosts, load_machine, load_shape
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.errors import UsageError
-from nanoserve.scheduler.load import Decision, Load, Strategy
+from nanoserve.scheduler.load import Decision, Load, Policy, Strategy
 from nanoserve.simulator import OtherLayout, SimulationResult, Workload, burst, fixed_lengths, simulate
 from nanoserve.simulator.chrome_trace import ChromeTrace
 from tests.simulator.linear_times import LinearTimes
@@ -17,7 +17,7 @@ from tests.simulator.tier_times import TierTimes
 
 
 @dataclass(frozen=True)
-class ParkThenAttend:
+class ParkThenAttend(Policy):
     """Computes a prompt a step, parks it, and attends for it on the host."""
 
     strategy: Strategy
@@ -29,7 +29,7 @@ class ParkThenAttend:
         return Decision(0, load.ready_decodes, strategy=self.strategy, host_decodes=hosts)
 
 
-class TwoLayouts:
+class TwoLayouts(Policy):
     """Prompts in layout 0, each parked; then all answers in layout 1."""
 
     def decide(self, load: Load) -> Decision:
@@ -93,7 +93,7 @@ def test_a_fleet_adds_its_tiers_up() -> None:
 def test_predictors_reach_the_policy() -> None:
     seen = []
 
-    class Watching:
+    class Watching(Policy):
         def decide(self, load: Load) -> Decision:
             seen.append(load.predictor)
             return Decision(8, load.ready_decodes)

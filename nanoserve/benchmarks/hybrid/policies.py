@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from nanoserve.benchmarks.hybrid.cases import Case
 from nanoserve.benchmarks.pipeline.policies import named_policy, parse_policies
 from nanoserve.errors import UsageError
+from nanoserve.record.forecasts import Forecasts
 from nanoserve.scheduler.load import Predictor
 from nanoserve.scheduler.plan import Executor
-from nanoserve.scheduler.registry import POLICIES
+from nanoserve.scheduler.policies import POLICIES
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.pipeline import TieredTimes
 
@@ -98,6 +99,7 @@ class Scheduling:
             prefix_caching=False,
             host_blocks=self._engine.host_blocks if attends_on_host(policy) else 0,
             predictors=(predictor,),
+            observer=Forecasts([predictor]),
             feeds_tokens=feeds_tokens,
         )
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from nanoserve.scheduler.forecasts import Forecast
+from nanoserve.record.forecasts import Forecast
 from nanoserve.scheduler.load import Strategy
 
 

@@ -7,8 +7,8 @@ from itertools import chain
 from nanoserve.benchmarks.pipeline.running import Outcome, PipelineRun, TokenTimes
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
+from nanoserve.record.forecasts import Forecast, forecasts_of
 from nanoserve.request import Request, SequenceUpdate
-from nanoserve.scheduler.forecasts import Forecast
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult, Tier
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.record import record_run
@@ -60,7 +60,7 @@ def run_requests(
     """
     scheduler = make_scheduler()
     forecasts: list[Forecast] = []
-    scheduler.forecasts.watch(forecasts.append)
+    forecasts_of(scheduler).watch(forecasts.append)
     began = executor.now()
     moved = [replace(request, arrival_time=began + request.arrival_time) for request in requests]
     tokens = _Sequences(moved)

@@ -10,7 +10,7 @@ from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.measures.figures import save_figure, titled_figure
 from nanoserve.runtime.phases import step_tokens
 from nanoserve.runtime.traced_executor import RunTrace
-from nanoserve.scheduler.plan_work import work_of
+from nanoserve.scheduler.plan import work_of
 from nanoserve.simulator.pipeline import Passage
 from nanoserve.simulator.plots import add_legend, draw_stages, draw_tokens
 from nanoserve.simulator.window import StepWindow

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import Executor
-from nanoserve.scheduler.registry import make_policy, parse_parameters
+from nanoserve.scheduler.policies import make_policy, parse_parameters
 from nanoserve.scheduler.scheduler import Scheduler
 
 

@@ -12,8 +12,7 @@ from nanoserve.benchmarks.pipeline.stages import parts_by_stage
 from nanoserve.engine import Engine
 from nanoserve.measures.metrics import MILLISECONDS
 from nanoserve.runtime.stage_times import StageTimes
-from nanoserve.scheduler.plan import Answer, StepPlan
-from nanoserve.scheduler.plan_work import work_of
+from nanoserve.scheduler.plan import Answer, StepPlan, work_of
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.driving import drive
 from nanoserve.simulator.executor import SimulatedExecutor

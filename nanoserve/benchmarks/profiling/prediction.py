@@ -12,7 +12,7 @@ from nanoserve.costs.profile import Prediction, Profile, RunFigures
 from nanoserve.engine import Engine
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.request import Request, SamplingParams
-from nanoserve.scheduler.registry import make_policy
+from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator import StepTimes, Workload, burst, poisson_arrivals, simulate
 from nanoserve.simulator.driving import drive
 from nanoserve.simulator.meters import RequestMeter

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from nanoserve.benchmarks.resharding.rounds import Contender
 from nanoserve.benchmarks.resharding.running import LayoutsExecutor, Place
 from nanoserve.layout import ParallelLayout
-from nanoserve.scheduler.layouts import LayoutCapacity
 from nanoserve.scheduler.load import Policy, Predictor
-from nanoserve.scheduler.registry import make_policy
+from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.policies import make_policy
+from nanoserve.scheduler.policies.transition_minimizing import (
+    DecodePrioritizing,
+    PrefillPrioritizing,
+    TransitionMinimizing,
+)
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.transition_minimizing import DecodePrioritizing, PrefillPrioritizing, TransitionMinimizing
 
 RESHARDING: dict[str, type[TransitionMinimizing]] = {
     "prefill-prioritizing": PrefillPrioritizing,

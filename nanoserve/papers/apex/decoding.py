@@ -14,9 +14,9 @@ from nanoserve.papers.apex.settings import A10, T4, Platform
 from nanoserve.papers.charts import Chart, Curve, Panel
 from nanoserve.papers.claims import Claim, Spread
 from nanoserve.papers.framework import Finding, Run, Scale
-from nanoserve.scheduler.hybrid import AsymmetricPipelining
 from nanoserve.scheduler.load import Load
 from nanoserve.scheduler.plan import Answer
+from nanoserve.scheduler.policies.neo import AsymmetricPipelining
 from nanoserve.simulator.host_attention import HostAttention, HostRow, Processor, SubBatch
 
 _CYCLES = 3

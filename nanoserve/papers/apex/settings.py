@@ -17,7 +17,7 @@ from nanoserve.papers import tuning
 from nanoserve.papers.cases import BLOCK_SIZE, System, SystemCase
 from nanoserve.papers.claims import Spread
 from nanoserve.papers.framework import Outcomes, Run
-from nanoserve.scheduler.registry import make_policy
+from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator import SimulationResult, Workload, burst, poisson_arrivals, simulate
 from nanoserve.simulator.length_tables import load_length_table
 from nanoserve.simulator.lengths import lognormal_lengths

@@ -23,7 +23,7 @@ from nanoserve.papers.gllm.systems import (
     ttft,
 )
 from nanoserve.papers.tuning import ratio, spread, with_budget
-from nanoserve.scheduler.registry import POLICIES
+from nanoserve.scheduler.policies import POLICIES
 
 _BELOW = 2.5
 """Requests per second, about a sixth of what the machine can do: where the throttling of waiting tokens acts."""

@@ -10,8 +10,8 @@ from nanoserve.costs.predictor import CostPredictor
 from nanoserve.papers.seesaw.settings import BLOCK_SIZE, Choice, Setting
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import StepPlan, Swap
-from nanoserve.scheduler.registry import make_policy
-from nanoserve.scheduler.transition_minimizing import DecodePrioritizing, PrefillPrioritizing
+from nanoserve.scheduler.policies import make_policy
+from nanoserve.scheduler.policies.transition_minimizing import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.simulator import OtherLayout, SimulationResult, Workload, burst, simulate
 from nanoserve.simulator.pipeline import Passage
 

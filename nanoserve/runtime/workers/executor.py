@@ -37,8 +37,7 @@ from nanoserve.runtime.workers.messages import (
 )
 from nanoserve.runtime.workers.moves import Moves
 from nanoserve.runtime.workers.remote_layers import RemoteLayers
-from nanoserve.scheduler.layouts import LayoutCapacity
-from nanoserve.scheduler.plan import StepPlan, StepResult
+from nanoserve.scheduler.plan import LayoutCapacity, StepPlan, StepResult
 
 MAX_DEATHS, DEATHS_SECONDS = 3, 60.0
 """So many within such a time of running, and they are not started again.

@@ -9,7 +9,7 @@ from nanoserve.benchmarks.pipeline.rounds import RATIOS, Figures, PipelineRound,
 from nanoserve.benchmarks.pipeline.stages import StageShares
 from nanoserve.errors import UsageError
 from nanoserve.measures.metrics import Distribution
-from nanoserve.scheduler.token_throttling import TokenThrottling
+from nanoserve.scheduler.policies.token_throttling import TokenThrottling
 from nanoserve.simulator.executor import SimulatedExecutor
 from tests.simulator.linear_times import LinearTimes
 

@@ -3,7 +3,7 @@
 from nanoserve.benchmarks.resharding.policies import Scheduling, Workers
 from nanoserve.benchmarks.resharding.rounds import Contender
 from nanoserve.layout import ParallelLayout
-from nanoserve.scheduler.layouts import LayoutCapacity
+from nanoserve.scheduler.plan import LayoutCapacity
 from tests.fakes.moving_executor import MovingExecutor
 from tests.simulator.tier_times import TierTimes
 

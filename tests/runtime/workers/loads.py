@@ -19,8 +19,12 @@ from nanoserve.runtime.workers.executor import WorkersExecutor
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import Executor, StepPlan
+from nanoserve.scheduler.policies.transition_minimizing import (
+    DecodePrioritizing,
+    PrefillPrioritizing,
+    TransitionMinimizing,
+)
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.transition_minimizing import DecodePrioritizing, PrefillPrioritizing, TransitionMinimizing
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.scheduler.lives import Arrival, live
 

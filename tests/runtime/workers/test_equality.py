@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from nanoserve.runtime.workers.executor import WorkersExecutor
-from nanoserve.scheduler.registry import POLICIES
+from nanoserve.scheduler.policies import POLICIES
 from tests.runtime.workers.loads import ROOMY_BLOCKS, TIGHT_BLOCKS, Case, Reference, Seen, pairwise, start_workers
 
 ABLATIONS = ("without_wt", "without_ut", "without_decode_throttling")

@@ -103,7 +103,7 @@ def test_requests_are_given_up_in_every_phase(pair: Pair, monkeypatch: pytest.Mo
     stop = Scheduler.stop
 
     def stopping(scheduler: Scheduler, request_id: str, *arguments: Any, **settings: Any) -> list[SequenceUpdate]:
-        family = scheduler._lifecycle.unfinished(request_id)
+        family = scheduler.table.unfinished(request_id)
         places = {sequence.index: sequence.place.value for sequence in family}
         updates = stop(scheduler, request_id, *arguments, **settings)
         for update in updates:

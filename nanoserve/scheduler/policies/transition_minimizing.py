@@ -7,42 +7,38 @@ blocks of host memory; PP = ``load.pipeline_depth``; RD = ``load.running_decodes
 from dataclasses import dataclass
 from typing import ClassVar
 
-from nanoserve.scheduler.load import Decision, Load, Predictor
+from nanoserve.scheduler.load import Decision, Load, Policy, Predictor
 
 _PREFILL, _DECODE = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
-class TransitionMinimizing:
+class TransitionMinimizing(Policy):
     """Seesaw, section 4.2: the layout changes only when the pool is full or empty.
 
-    PREFILL, in cp: chunks of prompts up to the budget; each finished prompt is parked in the pool, so that the phase
-    is not bounded by device memory. When the pool cannot hold the next prompt, or none is left: over to cd.
+    PREFILL, in cp: chunks of prompts up to the budget. Each finished prompt is parked in the pool, so device memory
+    does not bound the phase. When the pool cannot hold the next prompt, or none is left, the layout changes to cd.
 
-    DECODE, in cd: sequences come in from the pool as the device has room for them, and every step decodes RD / PP of
-    those on the device (section 5.1). When the pool is empty and a prompt waits: back to cp.
+    DECODE, in cd: sequences come in from the pool as the device has room for them. Every step decodes RD / PP of those
+    on the device (section 5.1). When the pool is empty and a prompt waits, the layout changes back to cp.
 
-    The paper does not say what becomes of sequences that still decode when the pool runs empty. Here a block is never
-    kept across a change of layout, so there are two ways: finish them, in steps far below what the device could carry,
-    or send them back through the pool, two moves of their KV. The cost model chooses, anew before each step: back to
-    cp as soon as::
+    The paper does not say what happens to sequences that still decode when the pool runs empty. Here no block survives
+    a change of layout, so there are two ways: finish them, in steps far below what the device could carry, or send them
+    back through the pool, two moves of their KV. The cost model chooses before each step. It turns back as soon as::
 
         longest_remaining * (T(b) - T(B) b / B)  >  2 (T_swap + T_transition)
 
-    b decodes are left, B would fit the device if the waiting prompts had been computed, T(b) is the time in which each
-    of b gets a token. The bracket is what a step wastes; it grows as the batch shrinks, and the number of steps falls
-    with it, so large batches decode on, half empty ones turn back and a few last tokens are waited for. Both
-    transitions are counted, or a lone prompt would turn the layout under many decodes. Nobody turns back where the
-    pool cannot hold what is on the device and the next prompt: no cycle passes without a new prompt.
+    b decodes are left, B would fit the device if the waiting prompts had been computed, and T(b) is the time in which
+    each of b gets a token. The bracket is what a step wastes. It grows as the batch shrinks, and the number of steps
+    falls with it, so large batches decode on, half empty ones turn back and a few last tokens are waited for. Both
+    transitions are counted, or a lone prompt would turn the layout under many decodes. The layout does not turn back
+    while the pool cannot hold what is on the device and the next prompt: every cycle computes a new prompt.
 
-    With one layout, or no pool to carry the KV from one to the other, it is PrefillFirst.
-
-    Attributes:
-        token_budget: prompt tokens of one step.
+    With one layout, or no pool to carry the KV from one to the other, this is PrefillFirst.
     """
 
     token_budget: int
-
+    """Prompt tokens of one step."""
     reads_forecast: ClassVar[bool] = True
 
     def decide(self, load: Load) -> Decision:
@@ -55,17 +51,17 @@ class TransitionMinimizing:
         return self._decode(load) if load.layout == _DECODE else self._prefill(load)
 
     def _prefill(self, load: Load) -> Decision:
-        # A prompt that even an empty pool could not hold stays on the device and is decoded there.
+        # A prompt that an empty pool could not hold stays on the device and is decoded there.
         park = load.first_parked_blocks <= load.host_blocks
         room = self._pool_room(load) if park else load.free_blocks
         needed = load.first_parked_blocks if park else load.first_waiting_blocks
         next_fits = load.first_waiting_tokens > 0 and needed <= room
         nothing_to_do = not next_fits and load.ready_prefills == load.running_decodes == load.steps_in_flight == 0
-        # Those on their way to the pool hold the slots of those that run: prompts wait for them, and not for a turn.
+        # Moving sequences occupy slots. Prompts wait for these slots, not for the other layout.
         waits_for_slots = load.moving > 0 and load.free_slots <= 0 and load.waiting_tokens > 0
         if nothing_to_do and not waits_for_slots and load.host_decodes + load.moving > 0:
             return Decision(prefill_tokens=0, decodes=0, layout=_DECODE)
-        # Where no further prompt fits, the one that is partly computed is finished and no other begun.
+        # Where no further prompt fits, finish the partly computed one and begin no other.
         unfinished = min(load.first_waiting_tokens, self.token_budget) if load.ready_prefills else 0
         return Decision(
             prefill_tokens=self.token_budget if next_fits else unfinished,
@@ -102,10 +98,10 @@ class TransitionMinimizing:
 
 @dataclass(frozen=True, slots=True)
 class DecodePrioritizing(TransitionMinimizing):
-    """Seesaw, figure 2 (b), to compare with: re-sharding without tiered buffering, every batch decoded to its end.
+    """Seesaw, figure 2 (b), a baseline: re-sharding without tiered buffering, every batch decoded to its end.
 
-    Prompts are computed as far as the device will hold them all, and the next ones when the last answer has ended:
-    few transitions, shrinking batches.
+    It computes as many prompts as the device will hold, and the next ones when the last answer has ended. Transitions
+    are few, and batches shrink.
     """
 
     def _pool_room(self, load: Load) -> int:
@@ -117,10 +113,10 @@ class DecodePrioritizing(TransitionMinimizing):
 
 @dataclass(frozen=True, slots=True)
 class PrefillPrioritizing(TransitionMinimizing):
-    """Seesaw, figure 2 (a), to compare with: re-sharding without tiered buffering, for every prompt that fits.
+    """Seesaw, figure 2 (a), a baseline: re-sharding without tiered buffering, for every prompt that fits.
 
-    As soon as the device has room for the next prompt it is computed, and what decodes passes through the pool twice:
-    full batches, a transition for every few answers that end.
+    It computes the next prompt as soon as the device has room for it, and running decodes pass through the pool twice.
+    Batches are full, and every few answers that end cost a transition.
     """
 
     def _pool_room(self, load: Load) -> int:
@@ -131,7 +127,7 @@ class PrefillPrioritizing(TransitionMinimizing):
 
 
 def _device_room(load: Load) -> int:
-    """Blocks that the device will have for further prompts when it holds the pool, and a block more of each there."""
+    """Blocks left for further prompts once the device holds all parked sequences, each with a block to grow into."""
     held = load.host_blocks - load.host_free_blocks + load.host_decodes + load.moving
     return min(load.host_free_blocks, load.total_blocks - held)
 
@@ -142,9 +138,9 @@ def _device_fits_pool(load: Load) -> bool:
 
 
 def _wasted_seconds(load: Load, predictor: Predictor) -> float:
-    """T(b) - T(B) b / B: what of a round of the decodes would have gone to others, had they been computed.
+    """T(b) - T(B) b / B: the part of a round that other sequences could have used, had they been computed.
 
-    All B pass through the pool, those that decode now included, so it must hold them.
+    All B pass through the pool, the present decodes included, so the pool must hold them.
     """
     tokens = max(1, load.context_tokens)
     most = min(load.total_blocks, load.host_blocks) * load.block_size

@@ -7,11 +7,11 @@ KVfree = ``load.free_fraction``.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from nanoserve.scheduler.load import Decision, Load, check_parameter
+from nanoserve.scheduler.load import Decision, Load, Policy, check_parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenThrottling:
+class TokenThrottling(Policy):
     """gLLM, sections 3.1 and 3.2: every micro-batch of a pipeline gets an equal share of the work there is.
 
     Prompt tokens (equation 3, which joins WT, equation 1, and UT, equation 2) and decodes (equation 4) are counted
@@ -20,27 +20,25 @@ class TokenThrottling:
         prefill = max(min(WP / T, MaxP * (KVfree - KVthresh) / (1 - KVthresh)), MinP)   0 while KVfree < KVthresh
         decodes = RD / P
 
-    Two readings of ours: the threshold is tested first, as section 3.1.3 says and equation 3 does not; and RD / P is
-    rounded up, or sequences would be left over. A prompt that alone holds blocks is let past the threshold: there is
-    no decode to keep room for, and nothing would ever free a block.
-
-    Attributes:
-        iterations: T, steps over which the waiting prompt tokens are spread.
-        max_prefill: MaxP, most prompt tokens of a step.
-        min_prefill: MinP, fewest prompt tokens of a step while that many wait.
-        threshold: KVthresh, the fraction of the blocks that prefill leaves to the running decodes.
-        without_wt: ablation (section 4.5): prompt tokens follow the free blocks alone.
-        without_ut: ablation: prompt tokens follow the waiting tokens alone; the threshold stays.
-        without_decode_throttling: ablation: every ready decode joins the next step, as in Sarathi-Serve.
+    Two readings are ours. The threshold is tested first, as section 3.1.3 says and equation 3 does not. RD / P is
+    rounded up, or sequences would be left over. A prompt that alone holds blocks is let past the threshold: there is no
+    decode to keep room for, and nothing would ever free a block.
     """
 
     iterations: int = 8
+    """T, steps over which the waiting prompt tokens are spread."""
     max_prefill: int = 2048
+    """MaxP, most prompt tokens of a step."""
     min_prefill: int = 32
+    """MinP, fewest prompt tokens of a step while that many wait."""
     threshold: float = 0.05
+    """KVthresh, the fraction of the blocks that prefill leaves to the running decodes."""
     without_wt: bool = False
+    """Ablation (section 4.5): prompt tokens follow the free blocks alone."""
     without_ut: bool = False
+    """Ablation: prompt tokens follow the waiting tokens alone; the threshold stays."""
     without_decode_throttling: bool = False
+    """Ablation: every ready decode joins the next step, as in Sarathi-Serve."""
 
     def __post_init__(self) -> None:
         _check_bounds(self.iterations, self.max_prefill, self.min_prefill)
@@ -63,42 +61,39 @@ class TokenThrottling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptiveThrottling:
+class AdaptiveThrottling(Policy):
     """Ours: Token Throttling whose reserve and whose least prefill adapt.
 
     Equation 3 stays, but for two of its constants:
 
-    * Below KVthresh prefill need not stop: it stops at the reserve R, what the running sequences are expected to grow
-      by before enough of them have ended (``load.expected_growth``, from the lengths of the answers so far). That is
-      less than 5 % of a large pool, so more of it is used; and more where answers are long beside the pool, so fewer
-      sequences are preempted. But at most a share of the pool: idle memory costs throughput for certain, while what
-      was preempted is computed again by steps that have room.
-    * MinP is what a step has room for: up to ``fill`` tokens a step takes as long as with one, since it waits for the
-      weights to be read (16-bit products balance at 138 tokens on an L20, 295 on an H100), and prompt tokens that fill
-      it up delay nobody. They are spread over T steps as those of WT are, so that the reserve is met gently. Where
-      decodes alone fill the steps, as in a large pool in overload, equation 3 rules as it does in gLLM.
+    * Below KVthresh prefill need not stop. It stops at the reserve R, the growth of the running sequences that is
+      expected before enough of them have ended (``load.expected_growth``). R is less than 5 % of a large pool, so more
+      of the pool is used; R is more where answers are long beside the pool, so fewer sequences are preempted. It is at
+      most a share of the pool: idle memory certainly costs throughput, while preempted sequences are recomputed in
+      steps that have room.
+    * MinP is what a step has room for. Up to ``fill`` tokens a step takes as long as with one, because it waits for
+      the weights (16-bit products balance at 138 tokens on an L20, 295 on an H100), so prompt tokens that fill it up
+      delay nothing. They are spread over T steps as those of WT are. Where decodes alone fill the steps, equation 3
+      rules as in gLLM.
 
     In symbols, with F the tokens that the blocks above R hold, and D = RD / P the decodes of the step::
 
         prefill = max(min(WP / T, MaxP * (KVfree - K) / (1 - K)), min(fill - D, F / T), MinP)    0 while KVfree < R
         R = min(expected growth, most_reserved),  K = max(KVthresh, R)
-
-    Attributes:
-        iterations: T, steps over which waiting prompt tokens and unreserved blocks are spread.
-        max_prefill: MaxP, most prompt tokens of a step.
-        min_prefill: MinP, fewest prompt tokens of a step while that many wait.
-        threshold: KVthresh, where equation 3 has throttled prefill down to its least.
-        fill: tokens of a step that take no longer than one; fewer on a CPU, 22 where it computes 280 GFLOP/s of float32
-            and reads 25 GB/s.
-        most_reserved: R at most, as a fraction of the blocks.
     """
 
     iterations: int = 8
+    """T, steps over which waiting prompt tokens and unreserved blocks are spread."""
     max_prefill: int = 2048
+    """MaxP, most prompt tokens of a step."""
     min_prefill: int = 32
+    """MinP, fewest prompt tokens of a step while that many wait."""
     threshold: float = 0.05
+    """KVthresh, where equation 3 has throttled prefill down to its least."""
     fill: int = 128
+    """Tokens of a step that take no longer than one; fewer on a CPU, 22 at 280 GFLOP/s of float32 and 25 GB/s."""
     most_reserved: float = 0.1
+    """R at most, as a fraction of the blocks."""
     reads_forecast: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -130,12 +125,12 @@ def _by_free(load: Load, reserve: float, max_prefill: int) -> int:
 
 
 def _within(load: Load, tokens: int, max_prefill: int) -> int:
-    """No more than a step takes, than wait, and than there are blocks for."""
+    """Clamp to the step's limit, to the tokens that wait, and to the tokens that free blocks hold."""
     return min(tokens, max_prefill, load.waiting_tokens, load.free_tokens)
 
 
 def _holds_alone(load: Load) -> bool:
-    """Whether one partly computed prompt is all that runs, so that no reserve protects anybody."""
+    """Whether one partly computed prompt is all that runs, so that a reserve would protect nothing."""
     return load.ready_prefills == 1 and load.running_decodes == 0 and load.steps_in_flight == 0
 
 

@@ -5,21 +5,19 @@ Symbols: WP = ``load.waiting_tokens``, RD = ``load.running_decodes``.
 
 from dataclasses import dataclass
 
-from nanoserve.scheduler.load import Decision, Load
+from nanoserve.scheduler.load import Decision, Load, Policy
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillFirst:
+class PrefillFirst(Policy):
     """Orca (OSDI 2022, section 4.2) as vLLM ran it at first.
 
-    Whenever a waiting prompt fits, a step of whole prompts; otherwise a step of all decodes. Best time to first
-    token, but every arriving prompt stalls all running sequences.
-
-    Attributes:
-        token_budget: prompt tokens of one step.
+    Whenever a waiting prompt fits, a step of whole prompts; otherwise a step of all decodes. The time to first token
+    is the best of all policies, but every arriving prompt stalls all running sequences.
     """
 
     token_budget: int
+    """Prompt tokens of one step."""
 
     def decide(self, load: Load) -> Decision:
         if load.first_waiting_fits:
@@ -28,17 +26,15 @@ class PrefillFirst:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeFirst:
+class DecodeFirst(Policy):
     """FasterTransformer's request-level batching (as described in Sarathi-Serve, section 2.4).
 
-    A batch of prompts is prefilled, then decoded to its end before the next prompts are taken. Best time per output
-    token, worst utilisation: the batch shrinks as its sequences finish.
-
-    Attributes:
-        token_budget: prompt tokens of one step while a batch is formed.
+    A batch of prompts is prefilled, then decoded to its end before the next prompts are taken. The time per output
+    token is the best, utilisation the worst: the batch shrinks as its sequences finish.
     """
 
     token_budget: int
+    """Prompt tokens of one step while a batch is formed."""
 
     def decide(self, load: Load) -> Decision:
         forming = load.running_decodes == 0 or (load.previous is not None and load.previous.prefill_tokens > 0)
@@ -48,16 +44,14 @@ class DecodeFirst:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkedPrefill:
+class ChunkedPrefill(Policy):
     """Sarathi-Serve (OSDI 2024, algorithm 3): stall-free batches under one token budget.
 
     All ready decodes first, one token each; what is left of the budget goes to chunks of prompts.
-
-    Attributes:
-        token_budget: decode and prompt tokens of one step together.
     """
 
     token_budget: int
+    """Decode and prompt tokens of one step together."""
 
     def decide(self, load: Load) -> Decision:
         decodes = min(load.ready_decodes, self.token_budget)

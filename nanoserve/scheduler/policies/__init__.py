@@ -1,4 +1,4 @@
-"""The policies by name: the choices of ``--policy`` and the table of ``nanoserve policies``."""
+"""The scheduling policies by name: the choices of ``--policy`` and the table of ``nanoserve policies``."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,36 +6,38 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from nanoserve.errors import UsageError
-from nanoserve.scheduler.baselines import ChunkedPrefill, DecodeFirst, PrefillFirst
-from nanoserve.scheduler.hybrid import ApexAlgorithm1, AsymmetricPipelining, AsynchronousOverlap, HybridByPrediction
 from nanoserve.scheduler.load import Policy, check_parameter
-from nanoserve.scheduler.preempting_by_swap import PreemptingBySwap
-from nanoserve.scheduler.token_throttling import AdaptiveThrottling, TokenThrottling
-from nanoserve.scheduler.transition_minimizing import TransitionMinimizing
+from nanoserve.scheduler.policies.apex import ApexAlgorithm1, AsynchronousOverlap
+from nanoserve.scheduler.policies.baselines import ChunkedPrefill, DecodeFirst, PrefillFirst
+from nanoserve.scheduler.policies.hybrid import HybridByPrediction
+from nanoserve.scheduler.policies.neo import AsymmetricPipelining
+from nanoserve.scheduler.policies.placement import PreemptingBySwap
+from nanoserve.scheduler.policies.token_throttling import AdaptiveThrottling, TokenThrottling
+from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyEntry:
-    """One policy as users see it.
+    """One policy as users see it."""
 
-    Attributes:
-        kind: its class, a dataclass whose fields are its parameters.
-        budget: the parameter that is the token budget of a step, ``--max-num-batched-tokens``.
-        paper: where it comes from.
-        use_when: what it is good for, in one line.
-        attends_on_host: whether it has the CPU attend to KV in host memory.
-    """
-
-    kind: Callable[..., Policy]
+    kind: type[Policy]
+    """Its class, a dataclass whose fields are its parameters."""
     budget: str
+    """The parameter that is the token budget of a step, ``--max-num-batched-tokens``."""
     paper: str
+    """Where it comes from."""
     use_when: str
-    attends_on_host: bool = False
+    """What it is good for, in one line."""
+
+    @property
+    def attends_on_host(self) -> bool:
+        """Whether it has the CPU attend to KV in host memory."""
+        return self.kind.attends_on_host
 
     @property
     def defaults(self) -> dict[str, Any]:
         """Its parameters other than the budget, each with its default."""
-        parameters = fields(self.kind)  # type: ignore[arg-type]
+        parameters = fields(self.kind)  # type: ignore[arg-type]  # every policy is a dataclass
         return {one.name: one.default for one in parameters if one.default is not MISSING and one.name != self.budget}
 
     def make(self, token_budget: int, parameters: Mapping[str, Any]) -> Policy:
@@ -46,7 +48,8 @@ class PolicyEntry:
             raise UsageError(f"the policy has no parameter {unknown[0]!r}; {known}")
         if "min_prefill" in defaults:  # its default may be more than a small budget allows
             parameters = {"min_prefill": min(defaults["min_prefill"], token_budget), **parameters}
-        return self.kind(**{self.budget: token_budget}, **parameters)
+        construct: Callable[..., Policy] = self.kind
+        return construct(**{self.budget: token_budget}, **parameters)
 
 
 POLICIES: dict[str, PolicyEntry] = {
@@ -79,28 +82,24 @@ POLICIES: dict[str, PolicyEntry] = {
         "token_budget",
         "NEO, as in APEX, section 2",
         "KV memory on the host, many prompts: the CPU attends in turn with the device",
-        attends_on_host=True,
     ),
     "overlap": PolicyEntry(
         AsynchronousOverlap,
         "token_budget",
         "APEX, section 3.3",
         "KV memory on the host, long answers: the CPU attends beside the steps",
-        attends_on_host=True,
     ),
     "apex": PolicyEntry(
         ApexAlgorithm1,
         "token_budget",
         "APEX, algorithm 1",
         "as printed, to compare with: neo or overlap by inequality 5",
-        attends_on_host=True,
     ),
     "hybrid": PolicyEntry(
         HybridByPrediction,
         "token_budget",
         "ours, after APEX",
         "KV memory on the host: the device alone, neo or overlap, whichever is predicted best",
-        attends_on_host=True,
     ),
 }
 """Choices of ``--policy``."""
@@ -114,7 +113,7 @@ def make_policy(
     Args:
         token_budget: tokens of one step; for the throttling policies, its most prompt tokens.
         parameters: by name, what shall differ from the policy's defaults.
-        swaps: preempted sequences may move to host memory; whoever attends to it there has its own mind about that.
+        swaps: victims may move to host memory. A policy that attends there decides so itself.
 
     Raises:
         UsageError: for an unknown name or parameter, or one out of its range.
@@ -147,11 +146,11 @@ def parse_parameters(name: str, text: str | None) -> dict[str, Any]:
 
 
 def _value(text: str, default: Any) -> float:
-    """Of the default's type; of a parameter that there is not, a float.
+    """Parse a value of the default's type; of an unknown parameter, a float.
 
     Raises:
-        KeyError: for what is neither true nor false.
-        ValueError: for what is no finite number, or not a whole one.
+        KeyError: if a flag is neither true nor false.
+        ValueError: if it is no finite number, or not a whole one where that is wanted.
     """
     if isinstance(default, bool):
         return {"true": True, "false": False}[text]

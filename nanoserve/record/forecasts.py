@@ -1,7 +1,7 @@
-"""Forecasts: what was predicted of each plan, and what is learned when its result comes.
+"""Forecasts: what was predicted of each plan, and what predictors learn when its result comes.
 
-Only results are learned from, in their order: the same run predicts the same, and so decides the same. Once many were,
-one in five is: predicting steps and learning from them takes Python time, which small models feel.
+Only results are learned from, in their order, so the same run decides the same. After many results one in five is
+learned from: predicting steps and learning from them takes Python time, which small models feel.
 """
 
 from collections import defaultdict
@@ -13,14 +13,14 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from nanoserve.costs.step_features import HostBatch, StepFeatures
-from nanoserve.scheduler.host_cohorts import HostCohorts
 from nanoserve.scheduler.load import Cohort, Decision, Predictor
-from nanoserve.scheduler.plan import HostWork, Row, StepPlan, StepResult
-from nanoserve.scheduler.plan_work import work_of
+from nanoserve.scheduler.plan import HostWork, Row, StepPlan, StepResult, work_of
+from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.tiers import HostCohorts
 
 _MANY, _ONE_IN = 256, 5
-"""So many results are all learned from; of those after them, one in so many. It is no second or fourth one: where
-micro-batches take turns, that would always be the same."""
+"""So many results are all learned from; of those after them, one in so many. Every second or fourth would always be the
+same one of micro-batches that take turns."""
 
 
 @runtime_checkable
@@ -43,36 +43,28 @@ class LearningPredictor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A step, as it was predicted.
-
-    Attributes:
-        step: of its plan.
-        decision: that the plan carries out, with the alternatives.
-        work: what it holds.
-        predicted: seconds of the device.
-        measured: seconds that it took; None while it is in flight.
-    """
+    """A step, as it was predicted."""
 
     step: int
     decision: Decision
+    """What the plan carries out, with the alternatives."""
     work: StepFeatures
     predicted: float
+    """Seconds of the device."""
     measured: float | None = None
+    """Seconds that it took; None while it is in flight."""
 
 
 class Forecasts:
-    """Of plans in flight, where the predictors learn; of none where they do not.
+    """The forecasts of plans in flight, and what predictors learn from them: a SchedulerObserver.
 
     Args:
-        predictors: by layout.
-
-    Attributes:
-        of_all: whether every plan is predicted, as a trace wants it; else only those that are learned from.
+        predictors: by layout. Those that do not learn get no forecasts.
     """
 
     def __init__(self, predictors: Sequence[Predictor]) -> None:
         self._predictors = [one if isinstance(one, LearningPredictor) else None for one in predictors]
-        self.of_all = False
+        self.of_all = False  # whether every plan is predicted, as a trace wants it; else only those learned from
         self._in_flight: dict[int, tuple[Forecast, LearningPredictor | None]] = {}
         self._newest: LearningPredictor | None = None  # of the last plan
         self._plans, self._host_results = _Lessons(), _Lessons()
@@ -92,28 +84,20 @@ class Forecasts:
         forecast, _ = self._in_flight.get(step, (None, None))
         return forecast
 
-    def expect(self, plan: StepPlan, decision: Decision, cohorts: HostCohorts) -> None:
-        """A plan with rows is submitted.
-
-        Args:
-            cohorts: before they follow it.
-        """
+    def on_plan(self, plan: StepPlan, decision: Decision, cohorts: HostCohorts | None) -> None:
+        """Predict a plan with rows; the cohorts do not follow it yet."""
         predictor = self._predictors[plan.layout] if self._predictors else None
         if predictor is None or not plan.rows:
             return
         self._newest = predictor
         is_lesson = self._plans.next_is_one()
         if is_lesson or self.of_all:
-            work = features_of(plan, cohorts)
+            work = features_of(plan, cohorts or HostCohorts())
             forecast = Forecast(plan.step, decision, work, predictor.step_seconds(work))
             self._in_flight[plan.step] = forecast, predictor if is_lesson else None
 
-    def learn(self, result: StepResult, cohorts: HostCohorts) -> None:
-        """A result has come.
-
-        Args:
-            cohorts: before they advance by it.
-        """
+    def on_result(self, result: StepResult, cohorts: HostCohorts | None) -> None:
+        """Learn from a result; the cohorts do not advance by it yet."""
         if self._newest is not None and result.host_work and self._host_results.next_is_one():
             for (sequences, context_tokens), seconds in _by_size(result.host_work).items():
                 self._newest.observe_host(sequences, context_tokens, median(seconds))
@@ -124,14 +108,14 @@ class Forecasts:
             return  # what it waited for never came
         work = forecast.work
         if work.strategy == "overlap":
-            work = msgspec.structs.replace(work, host=_joined(work, result, forecast.step, cohorts))
+            work = msgspec.structs.replace(work, host=_joined(work, result, forecast.step, cohorts or HostCohorts()))
         if predictor is not None:
             predictor.observe(work, result.seconds)
         known = replace(forecast, work=work, measured=result.seconds)
         for watcher in self._watchers:
             watcher(known)
 
-    def forget(self) -> None:
+    def on_reset(self) -> None:
         """Nothing in flight will be measured."""
         self._in_flight.clear()
 
@@ -200,3 +184,9 @@ def _by_size(works: Iterable[HostWork]) -> dict[tuple[int, int], list[float]]:
     for work in works:
         seconds[work.sequences, work.context_tokens].append(work.seconds)
     return seconds
+
+
+def forecasts_of(scheduler: Scheduler) -> Forecasts:
+    """The forecasts that observe a scheduler; empty ones if nothing predicts its steps."""
+    observer = scheduler.observer
+    return observer if isinstance(observer, Forecasts) else Forecasts(())

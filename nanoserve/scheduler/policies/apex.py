@@ -1,0 +1,91 @@
+"""APEX: asynchronous overlap, and the algorithm that chooses between it and NEO's asymmetric pipelining."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from nanoserve.scheduler.load import Alternative, Decision, Load, Policy, check_parameter
+from nanoserve.scheduler.policies.placement import StepTimes, device_first, overlapped
+
+
+@dataclass(frozen=True, slots=True)
+class AsynchronousOverlap(Policy):
+    """APEX, section 3.3, always: one batch for the linear layers, host attention beside the steps.
+
+    Host sequences that begin a token together are a cohort. The CPU's result for layer i is needed when a later step
+    comes to layer i, so a cohort advances one layer a step and has its token after L + 1 steps. The device never waits.
+    A cohort begins, with all ready host sequences, when fewer than ``cohorts`` are under way.
+    """
+
+    token_budget: int
+    """Device decodes and prompt tokens of one step together."""
+    cohorts: int = 1
+    """How many are under way at most: one in the paper; more is its task pool (section 6)."""
+    reads_forecast: ClassVar[bool] = True
+    attends_on_host: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_parameter("cohorts", self.cohorts, 1)
+
+    def decide(self, load: Load) -> Decision:
+        plan = device_first(load, self.token_budget)
+        return plan if load.predictor is None else overlapped(load, plan, self.cohorts)
+
+
+@dataclass(frozen=True, slots=True)
+class ApexAlgorithm1(Policy):
+    """APEX, section 3.4: algorithm 1 as printed, with its four rules.
+
+    1. Without host sequences, the device alone; and prompts go there first.
+    2. Without prompts in the step, inequality (5), which is (6): asymmetric pipelining if it holds, else asynchronous
+       overlap.
+    3. With prompts, the same inequality, but the CPU has Tlin_pref + Tlin + Tgatt_pref.
+    4. Host sequences that are part way through their layers go first when an asymmetric step is filled. It takes no
+       more of them than the device's work on one layer hides, or the device would wait for the CPU in every layer left.
+
+    A token on the host is begun only if there are ``minimum_ratio`` times as many host sequences as device decodes
+    (section 4.2). The weaknesses of the printed rules are kept: (5) counts what the CPU could compute, whether or not
+    so many host sequences exist, and compares with the device alone, never with overlap; rule 3 divides the work of the
+    longer window by the time of a step without prompts, so it holds nearly always.
+    """
+
+    token_budget: int
+    """Device decodes and prompt tokens of one step together."""
+    minimum_ratio: float = 8.0
+    """Measured in the paper, to amortise what a Python thread costs."""
+    reads_forecast: ClassVar[bool] = True
+    attends_on_host: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_parameter("minimum_ratio", self.minimum_ratio, 0)
+
+    def decide(self, load: Load) -> Decision:
+        plan = device_first(load, self.token_budget)
+        step = StepTimes.of(load, plan)
+        if step is None or step.host == 0:
+            return plan
+        if not load.cohorts and load.host_decodes < self.minimum_ratio * step.decodes:
+            return plan
+        tlin, tgatt = step.tlin, step.tgatt
+        window = step.tlin_pref + tlin + step.tgatt_pref if step.prefill else 2 * tlin + tgatt
+        pipelined, alone = pipelined_rate(step.ng, step.nc, tlin, tgatt, window), device_rate(step.ng, tlin, tgatt)
+        layers = step.predictor.num_layers  # the inequality's rates are those of a model of one layer
+        weighed = (
+            Alternative("device", step.decode_only_seconds, alone / layers),
+            Alternative("asymmetric", step.whole_seconds(2 * tlin + tgatt), pipelined / layers),
+        )
+        plan = replace(plan, alternatives=weighed)
+        if pipelined > alone:
+            sizes, _ = step.pipelined()
+            if sum(sizes) > 0:
+                return replace(plan, strategy="asymmetric", host_decodes=sizes)
+        return overlapped(load, plan, cohorts=1)
+
+
+def device_rate(ng: float, tlin: float, tgatt: float) -> float:
+    """Right side of inequality (5): decodes per second and layer on the device alone."""
+    return ng * tgatt / (tlin + tgatt)
+
+
+def pipelined_rate(ng: float, nc: float, tlin: float, tgatt: float, window: float) -> float:
+    """Left side of inequality (5), for the CPU's ``window`` 2 Tlin + Tgatt, or the longer one of algorithm 1."""
+    return (ng * tgatt + nc * window) / (2 * tlin + tgatt)

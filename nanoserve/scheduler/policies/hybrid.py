@@ -1,0 +1,116 @@
+"""Ours, after APEX: the device alone, asymmetric pipelining or asynchronous overlap, whichever is predicted best."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from nanoserve.scheduler.load import Alternative, Decision, Load, Policy, check_parameter
+from nanoserve.scheduler.policies.placement import StepTimes, device_alone, device_first, fitting_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class HybridByPrediction(Policy):
+    """Takes the strategy that is predicted to advance most sequences per second.
+
+    A prompt counts as the number of sequences that the device could decode in its time. Were it one, any host sequence
+    would seem worth a large part of a step with a prompt, though the device could have decoded many after a shorter
+    one. The host's part is counted by the sequences that are there, not by what the CPU could compute::
+
+        work = the step's seconds on the device alone / seconds of one of its decodes without prompts
+        device alone      work / its seconds
+        overlap           (work + host sequences under way / (L + 1)) / seconds
+        asymmetric        (work + host sequences taken) / seconds
+
+    Overlap is chosen where host sequences are too few, or the CPU is too slow, to pay for a second pass of the linear
+    layers: cohorts begin whenever the CPU can serve one layer of each within a step. A sequence under way cannot come
+    back to the device, where it would be L + 1 times as fast, so a small gain counts as none.
+
+    A prompt for which the device has no room is computed and parked as long as the CPU could serve one more sequence
+    under overlap without prompts: it costs no more now than later, and yields tokens meanwhile. Beyond that, prompts
+    wait for room on the device. Where too little would be gained with all host sequences, or all that the CPU can
+    serve, prompts and decodes keep to the device as if there were no host: parked prompts take room from decodes.
+    Preempted sequences move to the host all the same, and come back.
+    """
+
+    token_budget: int
+    """Device decodes and prompt tokens of one step together."""
+    least_gain: float = 0.02
+    """By overlap, as a share of what the device advances, for which cohorts begin."""
+    worthwhile: float = 0.1
+    """By asymmetric steps, for which they are taken, and by the host at its best, for which prompts are parked. Costs
+    that rates do not show are about as large: parked prompts keep decodes out of memory, and the host's last sequences
+    end late, in steps with few rows. Where the host is of use, it gains far more."""
+    reads_forecast: ClassVar[bool] = True
+    attends_on_host: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_parameter("least_gain", self.least_gain, 0)
+        check_parameter("worthwhile", self.worthwhile, 0)
+
+    def decide(self, load: Load) -> Decision:
+        plan = device_first(load, self.token_budget)
+        if (step := StepTimes.of(load, plan)) is None:
+            return plan
+        if (plan.park or plan.swap_out) and load.first_waiting_tokens and not self._pays(load, step):
+            plan = device_alone(load, self.token_budget)
+            step = StepTimes.of(load, plan) or step
+        if plan.park and step.cpu_seconds(load.host_decodes + load.moving + 1) > step.decode_only_seconds:
+            plan = replace(plan, park=False, prefill_tokens=fitting_tokens(load, self.token_budget, plan))
+            step = replace(step, prefill=plan.prefill_tokens)
+        if step.host == 0:
+            return plan
+        advanced = step.step_seconds / step.token_seconds
+        beside, overlap_seconds, overlap_tokens = self._overlap(load, plan, step)
+        if step.rows == 0:
+            # A host sequence that begins a token cannot come back before it is there, so none begins while others move.
+            return plan if not load.cohorts and (plan.swap_in or load.moving) else beside
+        sizes, asymmetric_seconds = step.pipelined()
+        weighed = (
+            Alternative("device", step.step_seconds, advanced / step.step_seconds),
+            Alternative("overlap", overlap_seconds, (advanced + overlap_tokens) / overlap_seconds),
+            Alternative("asymmetric", asymmetric_seconds, (advanced + sum(sizes)) / asymmetric_seconds),
+        )
+        alone, overlap, pipelined = (one.per_second for one in weighed)
+        if pipelined > max(overlap, (1 + self.worthwhile) * alone):
+            plan = replace(plan, strategy="asymmetric", host_decodes=sizes)
+        elif overlap > alone:
+            plan = beside
+        return replace(plan, alternatives=weighed)
+
+    def _pays(self, load: Load, step: StepTimes) -> bool:
+        """Whether anything would be gained with all waiting sequences on the host, or as many as the CPU serves.
+
+        Steps without prompts are compared, whether or not this one has any. Otherwise decodes would leave in one step
+        to make room for a prompt, and come back in the next.
+        """
+        step = replace(step, prefill=0) if step.decodes else step
+        predictor, alone = step.predictor, step.decode_only_seconds
+        waiting = load.waiting_tokens // max(load.first_waiting_tokens, step.host_keys)
+        served = step.hidden(alone, min(load.host_decodes + waiting, load.host_blocks // load.first_parked_blocks))
+        sizes, seconds = step.pipelined(served)
+        asymmetric = (step.step_seconds + sum(sizes) * step.token_seconds) / seconds
+        joining = step.linear_seconds(step.decodes + served) - step.linear_seconds(step.decodes)
+        # Sequences come and go: half of so many are there on average.
+        gained = served / 2 / (predictor.num_layers + 1) * step.token_seconds
+        overlap = (alone + gained) / ((alone + joining) * predictor.slowdown("overlap"))
+        return max(asymmetric, overlap) > 1 + self.worthwhile
+
+    def _overlap(self, load: Load, plan: Decision, step: StepTimes) -> tuple[Decision, float, float]:
+        """The overlapped step with as many new host tokens as the CPU has time for; its seconds and host tokens."""
+        predictor = step.predictor
+        busy = sum(predictor.host_attention_seconds(cohort.sequences, cohort.context_tokens) for cohort in load.cohorts)
+        ready = load.ready_host - plan.swap_in
+        if step.rows:
+            # Where P plans are in flight, one ends P times as often as one takes.
+            ready = step.hidden(step.step_seconds / load.pipeline_depth - busy, ready)
+            under_way = sum(cohort.sequences for cohort in load.cohorts)
+            if under_way + ready < self.least_gain * step.decodes * (predictor.num_layers + 1):
+                ready = 0
+        sizes = [cohort.sequences for cohort in load.cohorts] + [ready]
+        # Each cohort is in the linear part of one layer a step.
+        alone = step.linear_seconds(step.rows)
+        seconds = step.step_seconds + sum(step.linear_seconds(step.rows + size) - alone for size in sizes)
+        seconds *= predictor.slowdown("overlap")
+        tokens = sum(sizes) / (predictor.num_layers + 1)
+        if tokens == 0:
+            return plan, seconds, tokens
+        return replace(plan, strategy="overlap", host_decodes=(ready, 0)), seconds, tokens

@@ -1,0 +1,255 @@
+"""Where sequences live when there is a host tier: what the hybrid policies share, and swapping as preemption.
+
+Symbols, as in APEX, section 3.2, seconds of one layer: Tlin = T_glinear and Tgatt = T_gatt, the device's linear and
+attention time for its decodes; Tlin_pref, Tgatt_pref, the same with prompts in the step; NG and NC, sequences whose
+decode attention the device and the CPU compute per second; L = ``predictor.num_layers``.
+
+All hybrid policies are GPU-first (APEX, section 3.4, rule 1). Prompts go to device memory while it can hold them beside
+the expected growth of running sequences. Host sequences come back as soon as it has room, oldest first. Only what then
+does not fit is parked in host memory. Without a host tier or a predictor they are ChunkedPrefill.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar, Self
+
+from nanoserve.scheduler.load import Decision, Load, Policy, Predictor
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptingBySwap(Policy):
+    """Another policy, whose preempted sequences are copied to host memory and back where that is cheaper.
+
+    vLLM (SOSP 2023, section 4.5) compares the two ways. With t the mean tokens of a running decode, and L layers, a
+    victim moves if::
+
+        2 T_swap(t)  <  L (T_linear(t) + T_prefill_attention(t)) + T_overhead
+
+    The right side is one step that recomputes it. Without a predictor it is recomputed. What has moved comes back as
+    soon as the device has room beside the expected growth, and before any new prompt begins: it is older than most that
+    wait. Partly computed prompts go on. The inner policy sees no new prompts while sequences are on the host or moving.
+    """
+
+    inner: Policy
+    reads_forecast: ClassVar[bool] = True
+
+    def decide(self, load: Load) -> Decision:
+        if load.host_decodes == load.moving == 0:
+            return replace(self.inner.decide(load), preempt_to_host=_swapping_is_cheaper(load))
+        unfinished = load.first_waiting_tokens if load.ready_prefills else 0
+        decision = self.inner.decide(replace(load, waiting_tokens=unfinished, first_waiting_tokens=unfinished))
+        return replace(
+            decision,
+            prefill_tokens=min(decision.prefill_tokens, unfinished),
+            swap_in=load.fitting_host,
+            preempt_to_host=_swapping_is_cheaper(load),
+        )
+
+
+def _swapping_is_cheaper(load: Load) -> bool:
+    """For a sequence of mean length. False while every decode finds a free block: there will be no victim."""
+    if load.predictor is None or load.free_blocks > load.ready_decodes:
+        return False
+    predictor, tokens = load.predictor, load.context_tokens // max(1, load.running_decodes)
+    layer = predictor.linear_seconds(tokens) + predictor.prefill_attention_seconds(tokens)
+    recompute = predictor.num_layers * layer + predictor.step_overhead_seconds()
+    return 2 * predictor.swap_seconds(tokens) < recompute
+
+
+def device_first(load: Load, token_budget: int) -> Decision:
+    """Rule 1: the step on the device alone, and where new prompts and host sequences go.
+
+    A parked prompt needs device blocks too while it is computed. So as long as the host could hold the next prompt, the
+    device keeps a bay of its size free, which neither prompts that stay nor returning host sequences may take. If
+    decodes have outgrown the forecast and the rest of the next prompt does not fit beside a block for each of them, the
+    newest move to host memory. A prompt that waits costs more than their tokens, and a partly computed one holds blocks
+    while it waits.
+
+    The expected growth is kept free from host sequences only while prompts wait for the room. Otherwise they come back
+    to all but a block for each decode. If that was too many, the newest leave again, which costs two swaps; but the
+    growth may be overestimated until the first answers have ended, and they would stand still that long.
+    """
+    decodes = min(load.decode_share, token_budget)
+    plan = Decision(prefill_tokens=token_budget - decodes, decodes=decodes)
+    if load.host_blocks == 0:
+        return plan
+    plan = replace(plan, swap_in=load.fitting_host, preempt_to_host=True)
+    if load.predictor is None:
+        return plan
+    prompt = load.first_waiting_blocks
+    host_has_room = load.first_parked_blocks <= load.host_free_blocks
+    bay = 0
+    if load.running_decodes:
+        bay = prompt if host_has_room else 0
+        reserve = load.expected_growth if load.waiting_tokens else load.running_decodes
+        spare = max(0, load.free_blocks - reserve - bay)
+        plan = replace(plan, swap_in=min(load.ready_host, spare // (load.host_sequence_blocks + 1)))
+    left = load.free_blocks - plan.swap_in * load.host_sequence_blocks
+    room = left - load.expected_growth
+    park = prompt + bay > room
+    if park:
+        room = max(0, left - load.running_decodes)
+        may_park = host_has_room or load.ready_prefills > 0  # one that has begun has its place there
+        if prompt > room or not may_park:
+            leave = _leaving(load, prompt - room)
+            return replace(plan, prefill_tokens=0, decodes=min(decodes, load.ready_decodes - leave), swap_out=leave)
+    most = (room + load.ready_prefills) * load.block_size  # a prompt that has begun may have room in its last block
+    tokens = min(plan.prefill_tokens, load.waiting_tokens, most)
+    return replace(plan, prefill_tokens=tokens, park=park)
+
+
+def device_alone(load: Load, token_budget: int) -> Decision:
+    """ChunkedPrefill, while host sequences come back to all but a block for each decode."""
+    decodes = min(load.ready_decodes, token_budget)
+    spare = max(0, load.free_blocks - load.running_decodes)
+    back = max(load.fitting_host, min(load.ready_host, spare // (load.host_sequence_blocks + 1)))
+    plan = Decision(0, decodes, swap_in=back, preempt_to_host=True)
+    return replace(plan, prefill_tokens=fitting_tokens(load, token_budget, plan))
+
+
+def fitting_tokens(load: Load, token_budget: int, plan: Decision) -> int:
+    """Prompt tokens beside the plan's decodes, its returning host sequences and a block for each decode.
+
+    A prompt that does not fit is not begun. Were it asked for nevertheless, the step would seem as long as with it.
+    """
+    if load.first_waiting_tokens == 0:
+        return 0
+    room = max(0, load.free_blocks - plan.swap_in * load.host_sequence_blocks - load.running_decodes)
+    if load.first_waiting_blocks > room and not load.ready_prefills:
+        return 0
+    most = (room + load.ready_prefills) * load.block_size  # a prompt that has begun may have room in its last block
+    return min(token_budget - plan.decodes, load.waiting_tokens, most)
+
+
+def _leaving(load: Load, blocks: int) -> int:
+    """How many decodes, all but one at most, hold so many blocks.
+
+    0 if the host cannot hold the prompt, or while others are moving already.
+    """
+    if load.moving or load.first_parked_blocks > load.host_free_blocks:
+        return 0
+    held = max(1, load.context_tokens // (load.block_size * max(1, load.running_decodes)))
+    return max(0, min(-(-blocks // held), load.ready_decodes - 1))
+
+
+def overlapped(load: Load, plan: Decision, cohorts: int) -> Decision:
+    """The plan with host tokens beside it: cohorts go on; if there are fewer than ``cohorts``, another begins."""
+    begin = load.ready_host - plan.swap_in if len(load.cohorts) < cohorts else 0
+    if begin == 0 and not load.cohorts:
+        return plan
+    return replace(plan, strategy="overlap", host_decodes=(begin, 0))
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Predicted times of the device-only step at hand, and the host sequences that could join it.
+
+    Seconds are those of one layer unless a name says otherwise. Each prediction is made once: on small models deciding
+    is no small part of a step.
+    """
+
+    predictor: Predictor
+    decodes: int
+    """Rows of the device that decode."""
+    prefill: int
+    """Prompt tokens of the step."""
+    keys: int
+    """Keys that the decodes read."""
+    host: int
+    """Host sequences that are ready or under way."""
+    host_keys: int
+    """Mean keys that each of them reads."""
+
+    @classmethod
+    def of(cls, load: Load, plan: Decision) -> Self | None:
+        """None where nothing can be predicted or the host has no memory."""
+        if load.predictor is None or load.host_blocks == 0:
+            return None
+        return cls(
+            load.predictor,
+            plan.decodes,
+            min(plan.prefill_tokens, load.waiting_tokens) if load.first_waiting_tokens else 0,
+            load.context_tokens * plan.decodes // max(1, load.running_decodes),
+            load.ready_host - plan.swap_in + sum(cohort.sequences for cohort in load.cohorts),
+            load.host_context_tokens // load.host_decodes if load.host_decodes else load.first_waiting_tokens,
+        )
+
+    @property
+    def rows(self) -> int:
+        return self.decodes + self.prefill
+
+    @cached_property
+    def tlin(self) -> float:
+        """Tlin; of one row where nothing decodes."""
+        return self.predictor.linear_seconds(max(1, self.decodes))
+
+    @cached_property
+    def tgatt(self) -> float:
+        return self.predictor.attention_seconds(self.keys)
+
+    @cached_property
+    def tlin_pref(self) -> float:
+        return self.linear_seconds(self.rows) if self.prefill or not self.decodes else self.tlin
+
+    @cached_property
+    def tgatt_pref(self) -> float:
+        return self.tgatt + (self.predictor.prefill_attention_seconds(self.prefill) if self.prefill else 0.0)
+
+    @property
+    def ng(self) -> float:
+        """NG, for these decodes."""
+        return self.decodes / self.tgatt if self.decodes else 0.0
+
+    @property
+    def nc(self) -> float:
+        """NC, for all host sequences that are there."""
+        return self.host / self.cpu_seconds(self.host)
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """The whole step."""
+        return self.whole_seconds(self.tlin_pref + self.tgatt_pref)
+
+    @cached_property
+    def decode_only_seconds(self) -> float:
+        """The whole step, had it no prompts."""
+        return self.whole_seconds(self.tlin + self.tgatt)
+
+    @cached_property
+    def token_seconds(self) -> float:
+        """One decode's share of a step without prompts."""
+        return self.decode_only_seconds / max(1, self.decodes)
+
+    def whole_seconds(self, layer_seconds: float) -> float:
+        """A whole step whose layers take so long each."""
+        return self.predictor.num_layers * layer_seconds + self._overhead
+
+    @cached_property
+    def _overhead(self) -> float:
+        return self.predictor.step_overhead_seconds()
+
+    def linear_seconds(self, rows: int) -> float:
+        """0 for no rows: the weights are not read."""
+        return self.predictor.linear_seconds(rows) if rows else 0.0
+
+    def cpu_seconds(self, sequences: int) -> float:
+        """Decode attention of so many host sequences."""
+        return self.predictor.host_attention_seconds(sequences, sequences * self.host_keys) if sequences else 0.0
+
+    def hidden(self, window: float, most: int) -> int:
+        """How many host sequences, at most ``most``, the CPU serves within the window."""
+        return bisect_right(range(1, most + 1), window, key=self.cpu_seconds)
+
+    def pipelined(self, host: int | None = None) -> tuple[tuple[int, int], float]:
+        """NEO's greedy choice: host sequences of sub-batches 0 and 1, and the seconds of the whole step.
+
+        Args:
+            host: how many there are to choose from; None for all.
+        """
+        most = self.host if host is None else host
+        second = self.hidden(self.tlin_pref + self.tgatt_pref, most) if self.rows else 0
+        tlin_second = self.linear_seconds(second)
+        first = self.hidden(tlin_second, most - second) if second else 0
+        seconds = self.whole_seconds(self.linear_seconds(self.rows + first) + self.tgatt_pref + tlin_second)
+        return (first, second), seconds * self.predictor.slowdown("asymmetric")

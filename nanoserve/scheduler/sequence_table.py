@@ -1,0 +1,395 @@
+"""The sequence table: which sequences wait, run and move, in order of age, and the blocks that they hold."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from nanoserve.errors import UsageError
+from nanoserve.kv.sequence_blocks import HostTier, SequenceBlocks
+from nanoserve.request import FinishReason, Place, Request, Sequence, Status, TokenLogprob
+
+_DECODE, _FINISHED = Status.DECODE, Status.FINISHED  # Enum lookup is slow in Python 3.11; hoist it.
+_DEVICE, _MOVING = Place.DEVICE, Place.MOVING
+
+
+def _age(sequence: Sequence) -> int:
+    return sequence.sequence_id
+
+
+class AgeOrdered:
+    """A set of sequences, oldest first. Work at either end is cheap, which is where the scheduler works."""
+
+    def __init__(self) -> None:
+        self._items: list[Sequence] = []
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        position = bisect_left(self._items, _age(sequence), key=_age)
+        return position < len(self._items) and self._items[position] is sequence
+
+    @property
+    def oldest(self) -> Sequence | None:
+        return self._items[0] if self._items else None
+
+    @property
+    def newest(self) -> Sequence | None:
+        return self._items[-1] if self._items else None
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._items, sequence, key=_age)
+
+    def remove(self, sequence: Sequence) -> None:
+        position = bisect_left(self._items, _age(sequence), key=_age)
+        if position == len(self._items) or self._items[position] is not sequence:
+            raise ValueError(f"sequence {sequence.sequence_id} is not here")
+        del self._items[position]
+
+
+class WaitingQueue(AgeOrdered):
+    """Sequences that hold no blocks, and the sum of their tokens: #WP without the partly prefilled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = 0
+
+    def add(self, sequence: Sequence) -> None:
+        super().add(sequence)
+        self.tokens += len(sequence.tokens)
+
+    def remove(self, sequence: Sequence) -> None:
+        super().remove(sequence)
+        self.tokens -= len(sequence.tokens)
+
+
+class SequenceTable:
+    """All sequences that have not ended, or that have ended but are still in flight.
+
+    A sequence waits, runs on the device (holding blocks), perhaps is preempted and waits again, or moves to host memory
+    and perhaps back, and ends.
+
+    Args:
+        blocks: the block tables of the device.
+        host_tier: those of host memory.
+        max_model_len: longest sequence, prompt and output together.
+        max_num_seqs: sequences that run on the device at a time, moving ones included.
+        feeds_tokens: whether the executor takes fed rows.
+    """
+
+    def __init__(
+        self,
+        blocks: SequenceBlocks,
+        host_tier: HostTier,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        feeds_tokens: bool = False,
+    ) -> None:
+        self.blocks = blocks
+        self.host_tier = host_tier
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.feeds_tokens = feeds_tokens
+        self.preemptions = 0
+        self.sequences: dict[int, Sequence] = {}
+        self.waiting = WaitingQueue()  # hold no KV
+        self.running = AgeOrdered()  # hold KV on the device
+        self.on_host = AgeOrdered()  # hold KV in host memory
+        self.moving = AgeOrdered()  # move between the two; finished ones stay until they arrive
+        self._requests: dict[str, list[Sequence]] = {}
+        self._siblings: dict[int, list[Sequence]] = {}
+        self._ended: list[int] = []
+        self._short_of_blocks: tuple[Sequence, int] | None = None
+        self._next_sequence = 0
+
+    # ---- intake -----------------------------------------------------------------------------------------------
+
+    def add(self, request: Request, *, num_blocks: int) -> None:
+        """Queue the first sample of a request; the others wait until its prompt is computed.
+
+        Args:
+            num_blocks: blocks on the device, in the layout that has fewest.
+
+        Raises:
+            UsageError: if it can never run to its end, or its id is in use.
+        """
+        if request.request_id in self._requests:
+            raise UsageError(f"request id {request.request_id!r} is in use")
+        self._check_admissible(request, num_blocks)
+        family = [self._new_sequence(request, index) for index in range(request.params.n)]
+        self._requests[request.request_id] = family
+        self.waiting.add(family[0])
+        if len(family) > 1:
+            self._siblings[family[0].sequence_id] = family[1:]
+
+    def _check_admissible(self, request: Request, num_blocks: int) -> None:
+        length, params, longest = len(request.prompt), request.params, self.max_model_len
+        if length == 0:
+            raise UsageError("the prompt is empty: give at least one token")
+        if length >= longest:
+            raise UsageError(
+                f"the prompt has {length} tokens, but the context holds {longest} with at least one "
+                "for the answer; shorten the prompt or raise --max-model-len"
+            )
+        if length + params.min_tokens > longest:
+            raise UsageError(
+                f"min_tokens {params.min_tokens} can never be reached: after a prompt of {length} tokens the "
+                f"context of {longest} has room for {longest - length}; lower it"
+            )
+        tokens = min(longest, length + (params.max_tokens or longest))
+        # Attention never reads the last token, so its KV is never written.
+        if (needed := self.blocks.pool.blocks_for(tokens - 1)) > num_blocks:
+            raise UsageError(
+                f"the request may grow to {tokens} tokens, which take {needed} KV blocks, but there are "
+                f"{num_blocks}; lower max_tokens or raise --kv-cache-memory"
+            )
+
+    def _new_sequence(self, request: Request, index: int) -> Sequence:
+        params, length = request.params, len(request.prompt)
+        end_tokens = () if params.ignore_eos else request.end_tokens
+        max_length = min(self.max_model_len, length + (params.max_tokens or self.max_model_len))
+        sequence = Sequence(
+            self._next_sequence,
+            request,
+            index,
+            tokens=[*request.prompt, *(request.resumed[index] if request.resumed else ())],
+            stop_tokens=frozenset((*end_tokens, *params.stop_token_ids)),
+            min_length=length + params.min_tokens,
+            max_length=max_length,
+            # The token it waits for must not be its last one.
+            fed_below=max_length - 1 if self.feeds_tokens and params.may_be_fed else 0,
+        )
+        self._next_sequence += 1
+        self.sequences[sequence.sequence_id] = sequence
+        return sequence
+
+    def unfinished(self, request_id: str) -> list[Sequence]:
+        """The samples of a request that go on; none of an unknown or finished one."""
+        return [sequence for sequence in self._requests.get(request_id, []) if not sequence.finished]
+
+    @property
+    def oldest(self) -> Sequence | None:
+        """The oldest running sequence; if none runs, the oldest of those that wait or live on the host."""
+        if self.running.oldest is not None:
+            return self.running.oldest
+        others = (queue.oldest for queue in (self.waiting, self.on_host))
+        return min((one for one in others if one is not None), key=_age, default=None)
+
+    @property
+    def free_slots(self) -> int:
+        """How many more sequences may run."""
+        return self.max_num_seqs - len(self.running) - len(self.moving)
+
+    def may_take_next_chunk(self, prompt: Sequence) -> bool:
+        """Whether a prompt in flight may enter the next plan: plans run in order, and feeding means one stage.
+
+        Prompts whose log probabilities are wanted wait: an answer belongs to their only row in flight.
+        """
+        waits = prompt.preempt_when_answered or prompt.request.params.prompt_logprobs is not None
+        return self.feeds_tokens and prompt.remaining > 0 and not waits
+
+    # ---- admission and preemption -----------------------------------------------------------------------------
+
+    def admit(self, sequence: Sequence) -> None:
+        """Move a waiting sequence to running, with the cached blocks of its prefix."""
+        self.waiting.remove(sequence)
+        # Cached positions have no logits, so a prompt whose log probabilities are wanted is computed whole.
+        if sequence.request.params.prompt_logprobs is None:
+            self.blocks.take_prefix(sequence)
+            if sequence.first_scheduled_time is None:
+                sequence.cached_tokens = sequence.computed
+        self._start(sequence)
+
+    def _start(self, sequence: Sequence) -> None:
+        sequence.move_to(Status.PREFILL)
+        sequence.place = _DEVICE
+        self.running.add(sequence)
+
+    def unadmit(self, sequence: Sequence) -> None:
+        """Move a sequence back to waiting, with nothing held."""
+        (self.running if sequence.place is _DEVICE else self.on_host).remove(sequence)
+        self._release(sequence)
+        sequence.move_to(Status.WAITING)
+        self.waiting.add(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take all blocks of a sequence; it waits to be recomputed."""
+        self.preemptions += 1
+        sequence.preemptions += 1
+        sequence.preempt_when_answered = False
+        self.unadmit(sequence)
+
+    def reset(self) -> None:
+        """All KV is lost and nothing in flight will be answered. Sequences with KV are requeued; finished ones are
+        dropped. No executor is notified."""
+        self.blocks.pool.forget_cache()
+        for sequence in list(self.sequences.values()):
+            self._requeue(sequence)
+        self._ended.clear()
+
+    def lose_host(self) -> None:
+        """All KV in host memory is lost, and nothing in flight of sequences there will be answered.
+
+        Moving sequences keep theirs: what swaps have read or written is whole.
+        """
+        for sequence in [one for one in self.sequences.values() if one.place is Place.HOST]:
+            self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        sequence.in_flight.clear()
+        if sequence.status is _FINISHED:
+            self._retire(sequence)
+        elif sequence.place is not Place.NONE:
+            self.preempt(sequence)
+
+    def wait_for_blocks(self, sequence: Sequence) -> None:
+        """Skip it until the blocks of its victims are free; no waiting prompt may take them."""
+        self._short_of_blocks = sequence, sequence.computed
+
+    @property
+    def waits_for_blocks(self) -> bool:
+        """Whether the last sequence that was short of blocks still is."""
+        if self._short_of_blocks is not None:
+            sequence, computed = self._short_of_blocks
+            if sequence.computed != computed or sequence not in self.running:
+                self._short_of_blocks = None
+        return self._short_of_blocks is not None
+
+    def release_siblings(self, parent: Sequence) -> None:
+        """The parent's prompt is computed, or the parent is gone: its siblings may start."""
+        # A moving parent has its blocks on the device until it arrives.
+        prompt_is_computed = parent.first_token_time is not None and parent.place in (_DEVICE, _MOVING)
+        for sibling in self._siblings.pop(parent.sequence_id, []):
+            if sibling.finished:
+                continue
+            if prompt_is_computed and self.free_slots > 0:
+                self.blocks.fork(parent, sibling)
+                sibling.cached_tokens = sibling.computed
+                self._start(sibling)
+            else:
+                self.waiting.add(sibling)
+
+    # ---- from tier to tier ------------------------------------------------------------------------------------
+
+    def depart(self, sequence: Sequence) -> None:
+        """A sequence leaves its tier, with nothing in flight or with its last row.
+
+        The executor forgets it, at once unless that row is still to be computed, and is told of it again on arrival.
+        """
+        (self.running if sequence.place is _DEVICE else self.on_host).remove(sequence)
+        self.moving.add(sequence)
+        sequence.place = _MOVING
+        if not sequence.in_flight:
+            self._end_for_executor(sequence)
+
+    def arrive(self, sequence: Sequence, place: Place) -> None:
+        """All its KV is there; its blocks on the other tier are freed. It may have ended on the way."""
+        self.moving.remove(sequence)
+        sequence.place = place
+        self._end_for_executor(sequence)
+        if place is _DEVICE:
+            self.host_tier.release(sequence)
+        else:
+            self.blocks.release_table(sequence)
+        if sequence.status is _FINISHED:
+            self._retire(sequence)
+        else:
+            (self.running if place is _DEVICE else self.on_host).add(sequence)
+
+    # ---- answer and end ---------------------------------------------------------------------------------------
+
+    def keep_prompt_logprobs(self, sequence: Sequence, start: int, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """Keep those behind position ``start``; a request's first sample keeps them for all."""
+        if sequence.index == 0:
+            already = len(sequence.prompt_logprobs) - start  # a recomputed prompt is scored again
+            sequence.prompt_logprobs += logprobs[already:]
+
+    def answered(self, sequence: Sequence) -> None:
+        """Its oldest row in flight is answered. Finish or preempt it only after its last row."""
+        sequence.in_flight.popleft()
+        status = sequence.status
+        if status is not _FINISHED and sequence.place is _DEVICE:
+            self.blocks.share_full(sequence, sequence.computed - len(sequence.in_flight))
+        if sequence.sequence_id in self._siblings and (status is _DECODE or status is _FINISHED):
+            self.release_siblings(sequence)
+        if sequence.in_flight or sequence.place is _MOVING:
+            return
+        if status is _FINISHED:
+            self._retire(sequence)
+        elif sequence.preempt_when_answered:
+            self.preempt(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        """End a sequence; if it is in flight or moves, its blocks come back with its last answer."""
+        for queue in (self.running, self.waiting, self.on_host):
+            if sequence in queue:
+                queue.remove(sequence)
+                break
+        sequence.move_to(Status.FINISHED)
+        sequence.finish_reason = reason
+        sequence.finished_time = now
+        if not sequence.in_flight and sequence.place is not _MOVING:
+            self._retire(sequence)
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Free what a finished sequence held and forget it."""
+        self._release(sequence)
+        del self.sequences[sequence.sequence_id]
+        family = self._requests[sequence.request.request_id]
+        if all(member.sequence_id not in self.sequences for member in family):
+            del self._requests[sequence.request.request_id]
+
+    def _release(self, sequence: Sequence) -> None:
+        self.blocks.release(sequence)
+        if sequence.host_table:
+            self.host_tier.release(sequence)
+        self._end_for_executor(sequence)
+
+    def _end_for_executor(self, sequence: Sequence) -> None:
+        if sequence.begun:
+            self._ended.append(sequence.sequence_id)
+            sequence.begun = False
+
+    def take_ended(self) -> tuple[int, ...]:
+        """Ids that the executor may forget, each told once."""
+        ended = tuple(self._ended)
+        self._ended.clear()
+        return ended
+
+    # ---- invariants -------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if blocks, queues and states contradict each other."""
+        for sequence in self.sequences.values():
+            self._check_state(sequence)
+        self.blocks.check_integrity(list(self.sequences.values()))
+        self.host_tier.check_integrity(self.sequences.values())
+        if self.waiting.tokens != sum(len(sequence.tokens) for sequence in self.waiting):
+            raise RuntimeError("the count of waiting tokens is wrong")
+
+    def _check_state(self, sequence: Sequence) -> None:
+        place, status, plans = sequence.place, sequence.status, len(sequence.in_flight)
+        holds_kv = sequence.block_table or sequence.host_table or sequence.computed or plans
+        moves_after_row = place is Place.MOVING and plans > 0
+        elsewhere = place in (Place.HOST, Place.MOVING) and not moves_after_row
+        known = len(sequence.tokens) - (status is Status.DECODE)
+        goes_on = not sequence.finished
+        contradictions = {
+            "its queue says otherwise": (sequence in self.running) != (goes_on and place is Place.DEVICE)
+            or (sequence in self.on_host) != (goes_on and place is Place.HOST)
+            or (sequence in self.moving) != (place is Place.MOVING),
+            "does not decode": elsewhere and status not in (_DECODE, _FINISHED),
+            "holds device blocks": place is Place.HOST and bool(sequence.block_table or sequence.chain),
+            "holds something": place is Place.NONE and bool(holds_kv),
+            "waits with KV, or has none and does not wait": (status is Status.WAITING) != (place is Place.NONE),
+            f"has {sequence.remaining} tokens to compute in {plans} plans": status is Status.DECODE
+            and sequence.remaining != 1 - plans,
+            "shares a block of unknown tokens": len(sequence.chain) * self.blocks.pool.block_size > known,
+            "is to be preempted with an answer that will not come": sequence.preempt_when_answered and not plans,
+        }
+        for contradiction, is_so in contradictions.items():
+            if is_so:
+                raise RuntimeError(f"sequence {sequence.sequence_id} is {status} in {place}, but {contradiction}")
