@@ -8,6 +8,7 @@ import json
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -152,6 +153,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         try:
             return msgspec.convert(settings, cls)
         except msgspec.ValidationError as error:
+            for name, value in settings.items():
+                with suppress(TypeError, AttributeError):  # an unknown name, or no list where one is needed
+                    cls(**{name: value})  # its own checks say which values a setting takes
             raise UsageError(f"sampling settings: {error}") from None
 
 
@@ -161,7 +165,7 @@ def _token_id(key: object) -> object:
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise UsageError(f"{name} must be a whole number from {low} to {high}, not {value!r}")
+        raise UsageError(f"{name} must be a whole number from {low} to {high}, not {value!r:.60}")
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
@@ -169,7 +173,7 @@ def _check_number(name: str, value: object, low: float, high: float, *, above: b
     is_right = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
     if not is_right or (above and value == low):
         bounds = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
-        raise UsageError(f"{name} must be a number {bounds}, not {value!r}")
+        raise UsageError(f"{name} must be a number {bounds}, not {value!r:.60}")
 
 
 @dataclass(frozen=True, slots=True)

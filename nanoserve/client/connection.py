@@ -6,6 +6,7 @@ user said, and nowhere else.
 
 import http.client
 import json
+import re
 import ssl
 from collections.abc import Generator, Mapping
 from contextlib import suppress
@@ -37,12 +38,16 @@ class ServerRefused(RuntimeFailure):
     Attributes:
         status: of HTTP.
         context_full: whether it says that the prompt does not fit into the model's context.
+        retry_after: seconds after which it wants to be asked again, if it says so.
     """
 
-    def __init__(self, message: str, status: int, *, context_full: bool = False) -> None:
+    def __init__(
+        self, message: str, status: int, *, context_full: bool = False, retry_after: int | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.context_full = context_full
+        self.retry_after = retry_after
 
 
 class ServerLost(RuntimeFailure):
@@ -153,12 +158,14 @@ class ApiClient:
             facts = error_facts(msgspec.json.decode(response.read(_LONGEST_ERROR)))
         message = f"{self.address} answered {response.status}: "
         message += facts.message if facts else f"{response.reason or 'no reason'} ({path})"
+        wait = response.getheader("retry-after", "")
+        seconds = int(wait) if re.fullmatch("[0-9]{1,6}", wait) else None  # a date would be the other form
         if hint := _HINTS.get(response.status):
             message += f" ({hint})"
-        elif wait := response.getheader("retry-after"):
-            message += f" (it asks to wait {wait:.20} s)"
+        elif seconds is not None:
+            message += f" (it asks to wait {seconds} s)"
         full = facts is not None and (facts.code in _CONTEXT_CODES or _CONTEXT_WORDS in facts.message)
-        return ServerRefused(message, response.status, context_full=full)
+        return ServerRefused(message, response.status, context_full=full, retry_after=seconds)
 
     def _lost(self, error: Exception) -> ServerLost:
         if isinstance(error, http.client.IncompleteRead):

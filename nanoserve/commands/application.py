@@ -20,16 +20,16 @@ HELP = """A compact LLM inference engine.
 
 [bold]Examples[/bold]
 
-  nanoserve chat                                  talk with the bundled storyteller
+  nanoserve chat                                  talk with the bundled model
   nanoserve chat "a story about a fox"            one answer
   nanoserve generate "Once upon a time" -n 60     raw completion
   nanoserve generate --file prompts.jsonl --output out.jsonl
   nanoserve serve --port 8000                     an OpenAI-compatible server
   nanoserve bench compare -m dummy:qwen3-0.6b     beside other engines
   nanoserve analyze -m qwen3-8b --hardware h100   where the time goes
-  nanoserve profile --json here.json              where it goes on this machine
-  nanoserve simulate --policy sarathi,throttling  policies on hardware that is not here
-  nanoserve plan --model qwen3-32b --hardware l4 --gpus 8   which parallel layout to use
+  nanoserve profile --json here.json              the same on this machine
+  nanoserve simulate --policy sarathi,throttling  policies on any hardware
+  nanoserve plan --model qwen3-32b --hardware l4 --gpus 8   parallel layouts
 
 A flag can also be set by the environment variable that its help names.
 """

@@ -11,12 +11,20 @@ import typer
 
 from nanoserve.commands.chat_commands import ChatCommands
 from nanoserve.commands.chat_model import ChatModel, LocalModel, RemoteModel
-from nanoserve.commands.chat_session import ChatSession, Piece, Steps
+from nanoserve.commands.chat_session import ChatSession, Message, Piece, Steps
 from nanoserve.commands.failures import EXIT_OK, say
 from nanoserve.commands.options import EngineOptions, SamplingOptions, ServerOptions, check_utf8, option, switch
-from nanoserve.commands.printers import AnswerPrinter, MarkdownPrinter, PlainPrinter
-from nanoserve.commands.prompt import ChatPrompt, edit_text, history_path
-from nanoserve.commands.terminal import StopOnInterrupt, is_terminal, load_progress, read_stdin, remark, without_echo
+from nanoserve.commands.printers import AnswerPrinter, MarkdownPrinter, PlainPrinter, visible
+from nanoserve.commands.prompt import PROMPT, ChatPrompt, edit_text, history_path
+from nanoserve.commands.terminal import (
+    StopOnInterrupt,
+    is_terminal,
+    load_progress,
+    read_stdin,
+    remark,
+    when_continued,
+    without_echo,
+)
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.usage import envelope
 from nanoserve.commands.workers_options import ServingOptions
@@ -50,11 +58,11 @@ def chat(
 
     [bold]Examples[/bold]
 
-      nanoserve chat                                          the bundled storyteller
+      nanoserve chat                                          the bundled model
       nanoserve chat --model ./Qwen3-0.6B --temperature 0.7   a model directory
       nanoserve chat "a story about a fox and a boat"         one answer
-      cat notes.txt | nanoserve chat "Summarize:" --json      answer, usage and timings as JSON
-      nanoserve chat --url http://127.0.0.1:11434             a server: ours, ollama, vLLM, llama.cpp ...
+      cat notes.txt | nanoserve chat "Summarize:" --json      answer and timings
+      nanoserve chat --url http://127.0.0.1:11434             ours, vLLM, ollama
     """
     settings = sampling.given()
     question = _question(message)
@@ -88,7 +96,7 @@ def _opened(server: ServerOptions, engine: EngineOptions, settings: dict[str, An
     with llm:
         if llm.tokenizer.notice:
             say(llm.tokenizer.notice)
-        yield LocalModel(llm)
+        yield LocalModel(llm, engine.seed)
 
 
 def _question(message: str | None) -> str | None:
@@ -109,13 +117,12 @@ def _question(message: str | None) -> str | None:
 
 
 def _answer_once(session: ChatSession, question: str, *, plain: bool, hide_thinking: bool, as_json: bool) -> int:
-    printer = _printer(plain=plain, hide_thinking=hide_thinking)
-    try:
-        for piece in session.ask(question):
-            if not as_json:
-                _show(printer, piece, thinking=not hide_thinking)
-    finally:
-        printer.finish()
+    if as_json:
+        for _ in session.ask(question):
+            pass
+    else:
+        printer = _printer(plain=plain, hide_thinking=hide_thinking)
+        _show_answer(session, session.ask(question), printer, thinking=not hide_thinking)
     answer = session.last_answer
     if as_json and answer is not None:
         result = envelope(session.model.name, answer.text, answer.reasoning, answer.usage, answer.finish_reason)
@@ -155,26 +162,34 @@ class _Conversation:
         outcome = self._commands.run(line)
         if outcome.text:
             remark(outcome.text)
+        for turn in outcome.turns:
+            self._show_turn(turn)
         if outcome.message is not None:
             self._answer(partial(self._session.ask, outcome.message))
         if outcome.regenerate:
             self._answer(self._session.regenerate)
         return outcome.leave
 
+    def _show_turn(self, turn: Message) -> None:
+        """As it stood on the terminal when it was new."""
+        if turn.role == "user":
+            remark(f"{PROMPT}{visible(turn.content)}")
+            return
+        printer = _printer(plain=self._plain, hide_thinking=True)
+        printer.answer(turn.content)
+        printer.finish()
+
     def _answer(self, ask: Callable[[Steps], Iterator[Piece]]) -> None:
         """Show an answer; Ctrl-C ends it, and when it comes as the answer ends it ends nothing else."""
         thinking = self._commands.show_thinking
         printer = _printer(plain=self._plain, hide_thinking=not thinking)
         before = self._session.last_answer
-        with StopOnInterrupt() as stop, without_echo():
+        with StopOnInterrupt() as stop, without_echo(), when_continued(printer.lose_place):
             try:
-                for piece in ask(stop.steps):
-                    _show(printer, piece, thinking=thinking)
+                _show_answer(self._session, ask(stop.steps), printer, thinking=thinking)
             except NanoserveError as error:
-                printer.finish()
                 say(str(error))
                 return
-            printer.finish()
             answer = self._session.last_answer
             if answer is not None and answer is not before:
                 remark(answer.usage.line(self._session.model.context, interrupted=answer.interrupted))
@@ -188,8 +203,19 @@ def _printer(*, plain: bool, hide_thinking: bool) -> AnswerPrinter:
     return MarkdownPrinter(Console(file=sys.stdout))
 
 
-def _show(printer: AnswerPrinter, piece: Piece, *, thinking: bool) -> None:
-    if not piece.thinking:
-        printer.answer(piece.text)
-    elif thinking:
-        printer.thinking(piece.text)
+def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: AnswerPrinter, *, thinking: bool) -> None:
+    """Show an answer while it comes. A notice ends the text above it: the printer may not find its lines again."""
+
+    def notify(notice: str) -> None:
+        printer.finish()
+        say(notice)
+
+    session.notify = notify
+    try:
+        for piece in pieces:
+            if not piece.thinking:
+                printer.answer(piece.text)
+            elif thinking:
+                printer.thinking(piece.text)
+    finally:
+        printer.finish()

@@ -1,20 +1,21 @@
 """The slash commands of the chat. What begins with a slash never reaches the model."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoserve.commands.chat_session import CHANGEABLE, ChatSession
+from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Message, did_you_mean
 from nanoserve.errors import NanoserveError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the chat does next: show ``text``, leave, send ``message``, or ask for the last answer again."""
+    """What the chat does next: show ``text`` and ``turns``, leave, send ``message``, or ask the last one again."""
 
     text: str = ""
+    turns: Sequence[Message] = ()
     leave: bool = False
     message: str | None = None
     regenerate: bool = False
@@ -54,26 +55,31 @@ class ChatCommands:
             "edit": _Command(self._edit, "", "write a message in $EDITOR, beginning with the last one"),
             "exit": _Command(self._exit, "", "leave (Ctrl-D does, too)"),
         }
+        self._commands = self._table | {alias: self._table[name] for alias, name in _ALIASES.items()}
 
     @property
     def names(self) -> list[str]:
         """All commands with their slash, for completion."""
-        return [f"/{name}" for name in self._table]
+        return [f"/{name}" for name in self._commands]
 
     def run(self, line: str) -> Outcome:
         """Run one line that begins with a slash; what goes wrong is the outcome's text."""
         name, *rest = line.removeprefix("/").split(maxsplit=1) or [""]
-        command = self._table.get(name)
+        command = self._commands.get(name)
         if command is None:
-            known = f"unknown command /{name[:40].strip()}; /help lists them"
-            return Outcome(f"{known} (a space before the slash sends it as a message)")
+            guess = did_you_mean(f"/{name[:40]}", self.names)
+            hint = "/help lists them, a space before the slash sends it as a message"
+            return Outcome(f"unknown command /{name[:40].strip()}{guess}; {hint}")
         try:
             return command.run("".join(rest).strip())
         except NanoserveError as error:
             return Outcome(str(error))
 
     def _help(self, _: str) -> Outcome:
-        left = {name: f"/{name} {command.usage}".rstrip() for name, command in self._table.items()}
+        calls = {name: [f"/{name}"] for name in self._table}
+        for alias, name in _ALIASES.items():
+            calls[name].append(f"/{alias}")
+        left = {name: f"{', '.join(calls[name])} {self._table[name].usage}".rstrip() for name in calls}
         width = max(map(len, left.values()))
         lines = [f"  {left[name]:<{width}}  {command.help}" for name, command in self._table.items()]
         lines.append('  """ begins and ends a message of several lines; a paste may have several lines, too')
@@ -97,22 +103,24 @@ class ChatCommands:
         session = self._session
         used, most = session.context_used(), session.model.context
         tokens = "" if used is None else f"{used} of {most or 'unknown'} tokens, "
+        turns = len(session.turns) // 2
         lines = [
             f"model    {session.model.name}",
-            f"context  {tokens}{len(session.turns) // 2} turns",
+            f"context  {tokens}{turns} {'turn' if turns == 1 else 'turns'}",
             f"system   {session.system or '(none)'}",
         ]
-        for name in CHANGEABLE:
-            mark = "" if name in session.settings or session.model.defaults is None else "  (the model's default)"
-            lines.append(f"  {self._setting(name)}{mark}")
-        return Outcome("\n".join(lines))
+        return Outcome("\n".join([*lines, *(f"  {self._setting(name)}" for name in CHANGEABLE)]))
 
     def _setting(self, name: str) -> str:
-        """A setting and its value."""
+        """A setting, its value and who has set it, unless the user has."""
         session = self._session
-        if name not in session.settings and session.model.defaults is None:
+        given = name in session.settings
+        if not given and name == "seed" and session.model.seed is not None:
+            return f"seed = (another for each answer, drawn from --seed {session.model.seed})"
+        if not given and session.model.defaults is None:
             return f"{name} = (the server's default)"
-        return f"{name} = {_shown(getattr(session.sampling_params(), name))}"
+        mark = "" if given else "  (the model's default)"
+        return f"{name} = {_shown(getattr(session.sampling_params(), name))}{mark}"
 
     def _stats(self, _: str) -> Outcome:
         answer = self._session.last_answer
@@ -134,7 +142,8 @@ class ChatCommands:
     def _load(self, argument: str) -> Outcome:
         path = _path(argument, "/load")
         self._session.load(path)
-        return Outcome(f"loaded {len(self._session.turns)} messages from {path}")
+        turns = self._session.turns
+        return Outcome(f"loaded {len(turns)} messages from {path}", turns=turns[-2:])
 
     def _regenerate(self, _: str) -> Outcome:
         return Outcome(regenerate=True)
@@ -150,6 +159,10 @@ class ChatCommands:
 
     def _exit(self, _: str) -> Outcome:
         return Outcome(leave=True)
+
+
+_ALIASES = {"clear": "reset", "quit": "exit", "bye": "exit"}
+"""What other chats call the same."""
 
 
 def _path(argument: str, command: str) -> Path:
@@ -169,7 +182,7 @@ def _name_and_value(argument: str) -> tuple[str, Any]:
     if not equals:
         name, _, text = argument.partition(" ")
     name, text = name.strip().replace("-", "_"), text.strip()
-    if not name or not text:
+    if not name:
         raise UsageError(f"say /set NAME=VALUE; the names are {', '.join(CHANGEABLE)}")
     if text.lower() in ("none", "default"):
         return name, None
@@ -178,4 +191,6 @@ def _name_and_value(argument: str) -> tuple[str, Any]:
     try:
         return name, json.loads(text)
     except ValueError:
-        raise UsageError(f"{text!r} is no value for {name}") from None
+        if name == "stop":
+            raise UsageError(f'stop takes a text or a JSON list of texts, as ["a", "b"], not {text:.60}') from None
+        return name, text  # whoever checks it knows the values

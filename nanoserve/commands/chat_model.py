@@ -1,5 +1,6 @@
 """Who answers a chat: a model in this process, or a server that speaks OpenAI's API. The chat sees no difference."""
 
+import http.client
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 Conversation = Sequence[Mapping[str, str]]
 Settings = Mapping[str, Any]
+
+_LONGEST_WAIT_SECONDS = 1800
+"""Large models load for minutes."""
 
 
 class ContextFull(RuntimeFailure):
@@ -57,6 +61,10 @@ class ChatModel(Protocol):
     def defaults(self) -> "SamplingParams | None":
         """The sampling settings that hold where the user gave none; None where only a server knows them."""
 
+    @property
+    def seed(self) -> int | None:
+        """What the seeds of answers are drawn from, if the user has said so."""
+
     def start_preparing(self) -> None:
         """Begin with what makes answers faster, in the background."""
 
@@ -77,8 +85,9 @@ class ChatModel(Protocol):
 class LocalModel:
     """An LLM in this process."""
 
-    def __init__(self, llm: "LLM") -> None:
+    def __init__(self, llm: "LLM", seed: int | None = None) -> None:
         self.llm = llm
+        self.seed = seed
         self.name = llm.model_name
         self.defaults: SamplingParams | None = llm.default_sampling_params()
 
@@ -115,8 +124,9 @@ class RemoteModel:
     Args:
         client: of the server.
         model: its name there; None takes the first that the server lists.
-        notify: called with a line if there are several to choose from.
+        notify: called with a line if there are several to choose from, and when the server is waited for.
         clock: seconds; the times of an answer are those that the user sees, the network included.
+        sleep: waits so many seconds.
 
     Raises:
         NanoserveError: if the server cannot be reached, lets us not in, or lists no model.
@@ -128,14 +138,17 @@ class RemoteModel:
         model: str | None,
         notify: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._client = client
+        self._notify = notify
         self._clock = clock
+        self._sleep = sleep
         self._api, self._root = client.address.api, client.address.root
         self._can_count = True
         self.defaults: SamplingParams | None = None
-        card = served_model(client, model, notify)
-        self._id, self.name, self.context = card.id, card.name, card.max_model_len
+        self.seed: int | None = None  # of the server nobody knows it
+        self._look_up(model)
 
     def start_preparing(self) -> None:
         """The server has done that."""
@@ -158,17 +171,52 @@ class RemoteModel:
         return False
 
     def stream(self, conversation: Conversation, settings: Settings) -> Generator[AnswerDelta, None, None]:
-        """Only what the user has set is sent: servers differ in what they know."""
+        """Only what the user has set is sent: servers differ in what they know.
+
+        A server that is loading, and says when to come again, is asked again.
+        """
         body = {"model": self._id, "messages": conversation, "stream": True} | dict(settings)
         body["stream_options"] = {"include_usage": True}
+        waited = 0
+        while True:
+            try:
+                for delta in self._answer(body):
+                    if waited:  # a server that was loading did not know its context
+                        waited = 0
+                        self._look_up(self._id)
+                    yield delta
+                return
+            except ServerRefused as error:
+                if error.context_full:
+                    raise ContextFull(str(error)) from None
+                waited += self._wait(error, waited)
+
+    def _wait(self, error: ServerRefused, waited: int) -> int:
+        """Wait as long as a server that is loading asks for; returns the seconds.
+
+        Raises:
+            ServerRefused: ``error``, if that is no reason to wait, or if it has been waited long enough.
+        """
+        not_ready = error.status == http.client.SERVICE_UNAVAILABLE and error.retry_after is not None
+        if not not_ready or waited >= _LONGEST_WAIT_SECONDS:
+            raise error
+        if not waited:
+            self._notify(f"{error}: asking again until it answers, Ctrl-C gives up")
+        pause = max(1, error.retry_after or 0)
+        self._sleep(pause)
+        return pause
+
+    def _answer(self, body: dict[str, Any]) -> Generator[AnswerDelta, None, None]:
         progress = _RemoteAnswer(self._clock)
-        try:
-            with closing(self._client.stream(f"{self._api}/chat/completions", body)) as chunks:
-                for chunk in chunks:
-                    if (delta := progress.take(chunk)) is not None:
-                        yield delta
-        except ServerRefused as error:
-            raise ContextFull(str(error)) if error.context_full else error from None
+        with closing(self._client.stream(f"{self._api}/chat/completions", body)) as chunks:
+            for chunk in chunks:
+                if (delta := progress.take(chunk)) is not None:
+                    yield delta
+
+    def _look_up(self, model: str | None) -> None:
+        """What the server says about the model."""
+        card = served_model(self._client, model, self._notify)
+        self._id, self.name, self.context = card.id, card.name, card.max_model_len
 
 
 class _RemoteAnswer:

@@ -3,9 +3,10 @@
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -150,6 +151,7 @@ class ChatSession:
     def reset(self) -> None:
         """Forget the conversation; system prompt and settings stay."""
         self.turns.clear()
+        self.last_answer = None
 
     def change(self, name: str, value: object) -> None:
         """Change one setting; None puts the model's default back.
@@ -159,7 +161,8 @@ class ChatSession:
         """
         settings = {key: old for key, old in self.settings.items() if key != name}
         if name not in CHANGEABLE:
-            raise UsageError(f"unknown setting {name!r}; there are {', '.join(CHANGEABLE)}")
+            guess = did_you_mean(name, CHANGEABLE)
+            raise UsageError(f"unknown setting {name!r:.40}{guess}; there are {', '.join(CHANGEABLE)}")
         if value is not None:
             settings[name] = value
         sampling_params(self._defaults(), settings)
@@ -216,7 +219,7 @@ class ChatSession:
         if any(turn.role != ("user", "assistant")[index % 2] for index, turn in enumerate(turns)) or len(turns) % 2:
             raise UsageError(f"{path} is not a saved chat: user and assistant must take turns, the user first")
         self.system = saved.messages[0].content if first_turn else None
-        self.turns, self.settings = turns, saved.settings
+        self.turns, self.settings, self.last_answer = turns, saved.settings, None
 
     def context_used(self) -> int | None:
         """Tokens of the conversation so far, as the model would see it; None where nobody can tell."""
@@ -287,6 +290,12 @@ CHANGEABLE = (
     "frequency_penalty",
 )
 """What ``/set`` knows."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """What a misspelt word was probably meant to be, in parentheses; nothing if it is like none."""
+    close = get_close_matches(word.lower(), known, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _sorted(parts: "list[tuple[Part, str]]", answer: list[str], reasoning: list[str]) -> Iterator[Piece]:

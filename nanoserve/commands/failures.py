@@ -55,7 +55,9 @@ def describe(error: BaseException) -> tuple[str, int]:
 
 
 def say(message: str) -> None:
-    """Write one line to stderr; a stderr that is gone is no reason to fail."""
+    """Write one line to stderr, on a terminal broken between words; a stderr that is gone is no reason to fail."""
+    from nanoserve.commands.terminal import wrapped
+
     line = " ".join(message.split())[:_LONGEST_MESSAGE]
     # A message may quote a model's files, and those may hold what steers a terminal.
     line = "".join(character if character.isprintable() else "\ufffd" for character in line)
@@ -64,7 +66,7 @@ def say(message: str) -> None:
     except OSError:
         silence_stdout()
     with contextlib.suppress(OSError):
-        print(f"nanoserve: {line}", file=sys.stderr, flush=True)
+        print(wrapped(f"nanoserve: {line}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def silence_stdout() -> None:

@@ -1,9 +1,9 @@
 """Show an answer while it streams: plain, or on a terminal with every finished markdown block set anew in place.
 
-The text of the unfinished block is written as it comes. When the block is complete, the cursor goes back to where it
-began and the block is written again, rendered. That needs every row of it still to be on the screen: a block that has
-grown beyond the screen stays as it was streamed. Lines are broken here, not by the terminal, so that the number of
-rows is known.
+The text of the unfinished block is a preview. When the block is complete, the cursor goes back to where it began and
+the block is written again, rendered. So that every row of the preview is still on the screen then, a preview never
+grows beyond the window: when it fills all rows, the first one goes for each that comes. Lines are broken here, not by
+the terminal, so that the number of rows is known.
 """
 
 import shutil
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from nanoserve.commands.markdown_blocks import Block, BlockSplitter, Kind
+from nanoserve.commands.terminal import DIM, NORMAL, is_terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 _TAB = "    "
 _EMOJI_PRESENTATION = "\ufe0f"  # widens the character before it
 _CODE_THEME = "ansi_dark"  # the terminal's own colours
@@ -34,36 +34,51 @@ class AnswerPrinter(Protocol):
         """Show a piece of the answer."""
 
     def finish(self) -> None:
-        """The answer has ended, or was interrupted."""
+        """End the line: the answer has ended, was interrupted, or something else is to be said below it."""
+
+    def lose_place(self) -> None:
+        """Someone else has written to the terminal; the cursor is at the start of a line."""
 
 
 class PlainPrinter:
-    """The answer as it is, to a pipe or a file; the reasoning goes to its own stream, if there is one."""
+    """The answer as it is; the reasoning goes to its own stream, if there is one. Terminals get whole words."""
 
-    def __init__(self, answers: TextIO, thoughts: TextIO | None = None):
-        self._answers = answers
-        self._thoughts = thoughts
+    def __init__(self, answers: TextIO, thoughts: TextIO | None = None, size: Size = shutil.get_terminal_size):
+        self._answers, self._thoughts, self._size = answers, thoughts, size
+        self._laid_out = _Words(size) if is_terminal(answers) else None
+        self._laid_out_thoughts = _Words(size)
         self._thought = False
         self._last = "\n"
 
     def thinking(self, text: str) -> None:
         if self._thoughts is not None:
-            self._thoughts.write(f"{DIM}{visible(text)}{NORMAL}")
+            self._thoughts.write(f"{DIM}{self._laid_out_thoughts.lay_out(visible(text))}{NORMAL}")
             self._thoughts.flush()
             self._thought = True
 
     def answer(self, text: str) -> None:
-        if self._thought and self._thoughts is not None:
-            self._thoughts.write("\n")
-            self._thought = False
-        self._answers.write(visible(text) if self._answers.isatty() else text)
+        self._end_thoughts()
+        shown = visible(text) if self._answers.isatty() else text
+        self._answers.write(shown if self._laid_out is None else self._laid_out.lay_out(shown))
         self._answers.flush()
         self._last = text[-1:] or self._last
 
     def finish(self) -> None:
+        self._end_thoughts()
         if self._last != "\n":
-            self._answers.write("\n")
+            self.answer("\n")
         self._answers.flush()
+
+    def lose_place(self) -> None:
+        self._laid_out_thoughts = _Words(self._size)
+        if self._laid_out is not None:
+            self._laid_out = _Words(self._size)
+
+    def _end_thoughts(self) -> None:
+        if self._thought and self._thoughts is not None:
+            self._thoughts.write("\n")
+            self._laid_out_thoughts = _Words(self._size)
+            self._thought = False
 
 
 class MarkdownPrinter:
@@ -73,12 +88,12 @@ class MarkdownPrinter:
         self._console = console
         self._size = size
         self._splitter = BlockSplitter()
-        self._raw = _RawText(size())
-        self._thoughts: _RawText | None = None
+        self._preview = _Preview(size)
+        self._thoughts: _Words | None = None
 
     def thinking(self, text: str) -> None:
         if self._thoughts is None:
-            self._thoughts = _RawText(self._size())
+            self._thoughts = _Words(self._size)
         self._write(f"{DIM}{self._thoughts.lay_out(visible(text))}{NORMAL}")
 
     def answer(self, text: str) -> None:
@@ -89,14 +104,18 @@ class MarkdownPrinter:
 
     def finish(self) -> None:
         output = self._end_of_thoughts()
-        on_screen = self._raw.erasable(self._size())
         blocks = self._splitter.finish()
-        if blocks and on_screen:
-            output += self._raw.erase() + "".join(map(self._rendered, blocks))
-        elif self._raw.column:
+        if blocks and self._preview.erasable:
+            output += self._preview.erase() + "".join(map(self._rendered, blocks))
+        elif self._preview.column:
             output += "\n"
-        self._raw = _RawText(self._size())
+        self._preview = _Preview(self._size)
         self._write(output)
+
+    def lose_place(self) -> None:
+        for text in (self._preview, self._thoughts):
+            if text is not None:
+                text.lose_place()
 
     def _end_of_thoughts(self) -> str:
         if self._thoughts is None:
@@ -111,20 +130,20 @@ class MarkdownPrinter:
         pending = self._splitter.pending
         if not blocks:
             if not pending:  # a blank line between blocks: the space after a block is already there
-                return self._restart("") if self._raw.rows or self._raw.column else ""
-            return self._raw.lay_out(piece)
-        if self._raw.erasable(self._size()):
+                return self._restart("") if self._preview.rows or self._preview.column else ""
+            return self._preview.lay_out(piece)
+        if self._preview.erasable:
             return self._restart("".join(map(self._rendered, blocks)))
-        blank_line = self._raw.column == 0 and not piece.strip()
-        stays = self._raw.lay_out(piece)
-        self._raw = _RawText(self._size())
-        self._raw.lay_out(pending)  # it is on the screen already
+        blank_line = self._preview.column == 0 and not piece.strip()
+        stays = self._preview.lay_out(piece)
+        self._preview = _Preview(self._size)
+        self._preview.lay_out(pending)  # it is on the screen already
         return stays if pending or blank_line else f"{stays}\n"
 
     def _restart(self, rendered: str) -> str:
-        erase = self._raw.erase()
-        self._raw = _RawText(self._size())
-        return erase + rendered + self._raw.lay_out(self._splitter.pending)
+        erase = self._preview.erase()
+        self._preview = _Preview(self._size)
+        return erase + rendered + self._preview.lay_out(self._splitter.pending)
 
     def _rendered(self, block: Block) -> str:
         from rich.markdown import Markdown
@@ -144,35 +163,89 @@ class MarkdownPrinter:
         self._console.file.flush()
 
 
-class _RawText:
-    """Text written as it comes, broken at the terminal's width, of which the number of rows is known."""
+class _Words:
+    """Text written as it comes, of which a word that does not fit on its line moves to the next one."""
 
-    def __init__(self, size: tuple[int, int]):
+    def __init__(self, size: Size):
         self._size = size
-        self.rows = 0  # line breaks so far
+        self._began = size()
         self.column = 0
+        self._word = ""  # what may move: written since the last blank
+        self._word_column = 0
+        self._lost = False
+
+    def lose_place(self) -> None:
+        self._lost = True
+        self._begin_word(0)
+
+    @property
+    def moved(self) -> bool:
+        """Whether nobody knows where its lines are: the terminal has another size, or others have written to it."""
+        return self._lost or self._size() != self._began
 
     def lay_out(self, text: str) -> str:
+        """What to write for ``text``."""
+        stays = self._size() != self._began
         written = []
         for character in text:
-            width = 1 if character == _EMOJI_PRESENTATION else _cells(character)
+            cells = 1 if character == _EMOJI_PRESENTATION else _cells(character)
             if character == "\n":
-                self.rows, self.column = self.rows + 1, 0
-            elif self.column + width > self._size[0]:
-                written.append("\n")
-                self.rows, self.column = self.rows + 1, width
+                written.append(self._break_line())
+                self._begin_word(0)
+            elif character == " " and self.column == self._began[0]:  # the break takes its place
+                self._begin_word(self.column)
             else:
-                self.column += width
-            written.append(character)
+                if self.column + cells > self._began[0]:
+                    written.append(self._move_word(stays=stays or cells > 1))
+                written.append(character)
+                self.column += cells
+                self._word += character
+                if character == " " or cells > 1:  # a line may end behind every wide character
+                    self._begin_word(self.column)
         return "".join(written)
 
-    def erasable(self, size: tuple[int, int]) -> bool:
-        """Whether all rows are still on the screen, and as wide as when they were written."""
-        return size == self._size and self.rows < size[1]
+    def _begin_word(self, column: int) -> None:
+        self._word, self._word_column, self.column = "", column, column
+
+    def _move_word(self, *, stays: bool) -> str:
+        """Go to the next line, and take along what there is of the last word unless it fills the line."""
+        word, start, end = self._word, self._word_column, self.column
+        if stays or start in (0, end):
+            self._begin_word(0)
+            return self._break_line()
+        self._word_column, self.column = 0, end - start
+        return f"\r\x1b[{start}C\x1b[K{self._break_line()}{word}"
+
+    def _break_line(self) -> str:
+        return "\n"
+
+
+class _Preview(_Words):
+    """Text that will be erased, and so never fills more than the window."""
+
+    def __init__(self, size: Size):
+        super().__init__(size)
+        self.rows = 0  # line breaks on the screen
+        self._has_scrolled = False
+
+    @property
+    def erasable(self) -> bool:
+        """Whether it can be replaced: its rows are where they were, or not all of it is there to be left as it is."""
+        return self._has_scrolled or not self.moved
 
     def erase(self) -> str:
-        up = f"\x1b[{self.rows}A" if self.rows else ""
-        return f"\r{up}\x1b[J"
+        if self._lost:
+            return "\n"
+        # Row by row: some terminals keep what is on a screen that is cleared as a whole.
+        return "\r\x1b[K" + "\x1b[A\x1b[K" * self.rows
+
+    def _break_line(self) -> str:
+        fills_window = self.rows == self._began[1] - 1 and not self.moved
+        if not (fills_window or self._has_scrolled):
+            self.rows += 1
+            return "\n"
+        self._has_scrolled = True
+        return f"\r\x1b[{self.rows}A\x1b[M\x1b[{self.rows}B"  # deletes the first row, so that the last one is blank
 
 
 def visible(text: str) -> str:

@@ -63,6 +63,7 @@ class ChatPrompt:
             completer=WordCompleter(list(commands), sentence=True),
             complete_while_typing=False,
             enable_open_in_editor=True,
+            enable_suspend=True,
             output=create_output(sys.stdout if sys.stdout.isatty() else sys.stderr),
         )
 

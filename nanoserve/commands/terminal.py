@@ -1,22 +1,25 @@
 """What the commands ask of the terminal: is there one, read what was piped in, show progress, notice Ctrl-C."""
 
 import os
+import re
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
-from nanoserve.commands.printers import DIM, NORMAL
 from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
     from nanoserve.commands.options import Progress
 
+DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 REDRAW_SECONDS = 0.1
 """Nobody sees more."""
+_FIRST_COLUMN = re.compile(r" *(?:\S+(?: \S+)* {2,})?")
 
 T = TypeVar("T")
 
@@ -31,9 +34,29 @@ def dim(text: str, stream: TextIO) -> str:
     return f"{DIM}{text}{NORMAL}" if is_terminal(stream) else text
 
 
+def wrapped(text: str, stream: TextIO) -> str:
+    """Text whose lines break between words where the stream is a terminal.
+
+    What does not fit goes on below the second column of its line, where there are two, as in a list of commands.
+    """
+    width = shutil.get_terminal_size().columns
+    if not is_terminal(stream) or max(map(len, text.split("\n"))) <= width // 2:  # no character is wider than two
+        return text
+    from rich.console import Console
+    from rich.text import Text
+
+    console, lines = Console(width=width), []
+    for line in text.split("\n"):
+        found = _FIRST_COLUMN.match(line)
+        start = found.end() if found and found.end() <= width // 2 else 0
+        parts = [part.plain.rstrip() for part in Text(line[start:]).wrap(console, width - start)]
+        lines.append(line[:start] + f"\n{' ' * start}".join(parts))
+    return "\n".join(lines)
+
+
 def remark(text: str) -> None:
     """One or more lines beside the answers, on stderr."""
-    print(dim(text, sys.stderr), file=sys.stderr, flush=True)
+    print(dim(wrapped(text, sys.stderr), sys.stderr), file=sys.stderr, flush=True)
 
 
 def read_stdin() -> str:
@@ -103,6 +126,19 @@ def without_echo() -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+@contextmanager
+def when_continued(action: Callable[[], None]) -> Iterator[None]:
+    """Calls ``action`` whenever the process goes on after Ctrl-Z: a shell has written to the terminal meanwhile."""
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.signal(signal.SIGCONT, lambda *_: action())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCONT, before)
 
 
 @contextmanager

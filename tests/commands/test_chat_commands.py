@@ -1,10 +1,13 @@
 """Slash commands: what each says, and that none reaches the model."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nanoserve.commands.chat_commands import ChatCommands, Outcome
+from nanoserve.commands.chat_model import LocalModel
+from tests.commands.fake_llm import FakeLLM
 from tests.commands.test_chat_session import ChatSession, answer, make_session
 
 
@@ -30,8 +33,24 @@ def test_unknown_commands_are_messages(commands: ChatCommands, line: str) -> Non
 def test_help_names_every_command(commands: ChatCommands) -> None:
     text = commands.run("/help").text
     assert all(name in text for name in commands.names)
-    for name in ["help", "reset", "system", "set", "show", "stats", "save", "load", "regen", "undo", "exit"]:
+    for name in ["help", "reset", "system", "set", "show", "stats", "save", "load", "regen", "undo", "exit", "bye"]:
         assert f"/{name}" in commands.names
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("/hlep", "unknown command /hlep (did you mean /help?)"),
+        ("/SET top_k=3", "unknown command /SET (did you mean /set?)"),
+        ("/qiut", "unknown command /qiut (did you mean /quit?)"),
+        ("/set temprature=1", "unknown setting 'temprature' (did you mean temperature?); there are temperature, top_k"),
+        ("/set temp=1", "unknown setting 'temp' (did you mean temperature?)"),
+        ("/set penalty=1", "unknown setting 'penalty'"),
+        ("/usr/bin/env", "unknown command /usr/bin/env; /help lists them"),
+    ],
+)
+def test_what_is_misspelt_gets_a_suggestion(commands: ChatCommands, line: str, meant: str) -> None:
+    assert commands.run(line).text.startswith(meant)
 
 
 @pytest.mark.parametrize(
@@ -55,26 +74,39 @@ def test_set(session: ChatSession, commands: ChatCommands, line: str, name: str,
     assert session.settings == {}
 
 
+NUMBER = "temperature must be a number from 0 to 100, not "
+
+
 @pytest.mark.parametrize(
-    "line",
+    ("line", "says"),
     [
-        "",
-        "temperature",
-        "temperature=",
-        "temperature=warm",
-        "temperature=NaN",
-        "n=3",
-        "temperature=1e999",
-        "top_k=1.5",
-        "seed=-1",
-        "max_tokens=0",
-        "=3",
-        'stop=["a"',
+        ("", "say /set NAME=VALUE; the names are temperature, top_k"),
+        ("temperature", NUMBER),
+        ("temperature=", NUMBER),
+        ("temperature=warm", f"{NUMBER}'warm'"),
+        ("temperature=NaN", f"{NUMBER}nan"),
+        ("n=3", "unknown setting 'n'"),
+        ("temperature=1e999", f"{NUMBER}inf"),
+        ("top_k=1.5", "top_k must be a whole number from -1 to 2147483647, not 1.5"),
+        ("seed=-1", "seed must be a whole number from 0 to"),
+        ("max_tokens=0", "max_tokens must be a whole number from 1 to"),
+        ("=3", "say /set NAME=VALUE"),
+        ('stop=["a"', 'stop takes a text or a JSON list of texts, as ["a", "b"], not ["a"'),
+        ("stop=[1]", "every stop string must have 1 to 1024 characters"),
     ],
 )
-def test_bad_settings_are_messages(session: ChatSession, commands: ChatCommands, line: str) -> None:
-    assert commands.run(f"/set {line}").text
+def test_bad_settings_are_messages(session: ChatSession, commands: ChatCommands, line: str, says: str) -> None:
+    assert commands.run(f"/set {line}").text.startswith(says)
     assert session.settings == {}
+
+
+def test_a_seed_of_the_command_line_is_shown() -> None:
+    llm: Any = FakeLLM()
+    session = ChatSession(LocalModel(llm, seed=7), notify=print)
+    commands = ChatCommands(session, edit=str)
+    assert "seed = (another for each answer, drawn from --seed 7)\n" in commands.run("/show").text
+    commands.run("/set seed=3")
+    assert "seed = 3\n" in commands.run("/show").text
 
 
 def test_system_show_and_stats(session: ChatSession, commands: ChatCommands) -> None:
@@ -88,7 +120,7 @@ def test_system_show_and_stats(session: ChatSession, commands: ChatCommands) -> 
     assert "top_k = 3\n" in shown
     assert "seed = none  (the model's default)\n" in shown
     assert "temperature = 0.8  (the model's default)" in shown
-    assert "of 200 tokens, 1 turns" in shown
+    assert "of 200 tokens, 1 turn\n" in shown
     assert commands.run("/stats").text == (
         "7 prompt (1 cached) · 3 new · TTFT 0.50 s · prefill 24 t/s · decode 10.0 t/s · context 10/200"
     )
@@ -103,15 +135,26 @@ def test_save_load_undo_reset(session: ChatSession, commands: ChatCommands, tmp_
     assert commands.run(f"/save {path}").text == f"saved 2 messages to {path}"
     assert commands.run("/undo").text == "took back: hello"
     assert commands.run("/undo").text == "there is no answer yet"
-    assert commands.run(f"/load {path}").text == f"loaded 2 messages from {path}"
+    loaded = commands.run(f"/load {path}")
+    assert loaded.text == f"loaded 2 messages from {path}"
+    assert [turn.content for turn in loaded.turns] == ["hello", "You said: hello"]
     commands.run("/reset")
     assert session.turns == []
     assert "cannot read" in commands.run("/load /nowhere").text
 
 
+def test_figures_go_with_their_conversation(session: ChatSession, commands: ChatCommands, tmp_path: Path) -> None:
+    for command in ("/clear", f"/load {tmp_path / 'chat.json'}"):
+        answer(session, "hello")
+        commands.run(f"/save {tmp_path / 'chat.json'}")
+        commands.run(command)
+        assert commands.run("/stats").text == "there is no answer yet"
+
+
 def test_what_the_chat_must_do(session: ChatSession, commands: ChatCommands) -> None:
     assert commands.run("/regen") == Outcome(regenerate=True)
-    assert commands.run("/exit") == Outcome(leave=True)
+    for name in ("exit", "quit", "bye"):
+        assert commands.run(f"/{name}") == Outcome(leave=True)
     answer(session, "hello")
     assert commands.run("/edit") == Outcome(message="hello edited")
     commands.run("/think off")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from nanoserve.client.connection import ApiClient, ServerLost, ServerRefused
 from nanoserve.commands.chat_commands import ChatCommands
 from nanoserve.commands.chat_model import RemoteModel
 from nanoserve.commands.chat_session import ChatSession, Message
+from nanoserve.commands.terminal import StopOnInterrupt
 from nanoserve.errors import NanoserveError, UsageError
 from tests.client.foreign import HELLO, Asked, Foreign, Scripted, as_error, as_json, as_stream, foreign, said, used
 from tests.commands.conftest import ROOT
@@ -188,6 +190,52 @@ def test_a_full_context_drops_the_oldest_turn_and_says_so() -> None:
     assert notices == ["the server's context is full: the oldest turn was dropped"]
 
 
+def test_a_server_that_loads_is_waited_for_and_then_asked_for_its_context() -> None:
+    loading = as_error(503, "the model is loading", retry_after="7")
+    notices: list[str] = []
+    pauses: list[float] = []
+    with foreign(chat=loading, models=as_json({"data": [{"id": "parrot", "max_model_len": None}]})) as server:
+
+        def sleep(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 3:
+                server.script["/v1/chat/completions"] = HELLO
+                server.script["/v1/models"] = as_json({"data": [{"id": "parrot", "max_model_len": 40}]})
+
+        model = RemoteModel(ApiClient(parse_url(server.url)), None, notices.append, sleep=sleep)
+        session = ChatSession(model, notify=notices.append)
+        assert model.context is None
+        assert answer(session, "hi") == "Hello there"
+        assert (model.context, pauses) == (40, [7, 7, 7])
+        assert notices == [
+            f"{server.url} answered 503: the model is loading (it asks to wait 7 s): "
+            "asking again until it answers, Ctrl-C gives up"
+        ]
+        assert len(server.bodies("/v1/models")) == 2
+
+
+def test_a_server_that_loads_for_ever_is_given_up() -> None:
+    pauses: list[float] = []
+    with foreign(chat=as_error(503, "the model is loading", retry_after="600")) as server:
+        model = RemoteModel(ApiClient(parse_url(server.url)), None, print, sleep=pauses.append)
+        with pytest.raises(ServerRefused, match="the model is loading"):
+            answer(ChatSession(model, notify=print), "hi")
+    assert pauses == [600, 600, 600]
+
+
+def test_ctrl_c_ends_the_wait() -> None:
+    def interrupted(_: float) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    notices: list[str] = []
+    with foreign(chat=as_error(503, "the model is loading", retry_after="7")) as server, StopOnInterrupt() as stop:
+        model = RemoteModel(ApiClient(parse_url(server.url)), None, print, sleep=interrupted)
+        session = ChatSession(model, notify=notices.append)
+        assert list(session.ask("hi", stop.steps)) == []
+    assert notices == ["stopped before the answer began; the message was taken back"]
+    assert session.turns == []
+
+
 def test_a_message_that_never_fits_is_the_servers_error() -> None:
     with foreign(chat=as_error(400, "This model's maximum context length is 9 tokens")) as server:
         session, _ = session_with(server)
@@ -219,7 +267,7 @@ def test_the_commands_of_the_chat() -> None:
         assert commands.run("/set temperature=none").text == "temperature = (the server's default)"
         assert commands.run("/regen").regenerate
         assert commands.run("/undo").text == "took back: hi"
-    assert "model    parrot" in shown and "context  1 turns" in shown
+    assert "model    parrot" in shown and "context  1 turn\n" in shown
     assert "  temperature = 0.5\n" in shown and "  top_k = (the server's default)\n" in shown
     (body,) = server.bodies("/v1/chat/completions")
     assert body["temperature"] == 0.5 and "top_k" not in body

@@ -38,6 +38,17 @@ def test_no_command_shows_the_help(command: Run) -> None:
     assert out.index("Examples") < out.index("Options")
 
 
+@pytest.mark.parametrize("words", [[], ["chat"]])
+def test_an_example_in_help_takes_one_line_of_80_columns(
+    command: Run, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, _, examples = command(*words, "--help")[1].partition("Examples")
+    lines = examples.strip().splitlines()
+    lines = lines[: next(index for index, line in enumerate(lines) if not line.strip())]
+    assert lines and all(line.lstrip().startswith(("nanoserve ", "cat ")) for line in lines)
+
+
 def test_policies_lists_each_with_its_paper_and_parameters(command: Run) -> None:
     code, out, _ = command("policies")
     assert code == 0

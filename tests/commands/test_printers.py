@@ -1,7 +1,7 @@
 """What a terminal shows of a streamed answer, on a small screen that is emulated."""
 
 import io
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 import pytest
@@ -116,10 +116,62 @@ def test_nothing_is_lost_on_a_screen_that_is_too_small(text: str, height: int) -
     assert "".join(shown.split()) == "".join(plain.split())
 
 
-def test_a_block_beyond_the_screen_stays_as_it_was_streamed() -> None:
-    code = "```\n" + "".join(f"line {number}\n" for number in range(30)) + "```\n\n"
-    shown = printed(["before **bold**\n\n", *code, "after **bold**\n\n", "end"], 40, 10).text
-    assert shown == "before bold\n\n" + code.rstrip() + "\n\nafter bold\n\nend"
+CODE = "```\n" + "".join(f"line {number}\n" for number in range(30)) + "```\n\n"
+TABLE = "| name | twice |\n|--|--|\n" + "".join(f"| n{number} | {2 * number} |\n" for number in range(30)) + "\n"
+
+
+@pytest.mark.parametrize("block", [CODE, TABLE])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_block_taller_than_the_window_is_rendered_once(block: str, *, whole: bool) -> None:
+    pieces = ["before **bold**\n\n", *([block] if whole else block), "after **bold**"]
+    short = printed(pieces, 40, 10).text
+    assert short == printed(pieces, 40, 100).text
+    assert "```" not in short and "|" not in short
+    assert short.startswith("before bold\n\n") and short.endswith("\n\nafter bold")
+
+
+def test_a_preview_shows_the_end_of_a_tall_block() -> None:
+    screen: Any = Screen(40, 5)
+    printer = MarkdownPrinter(Console(file=screen, force_terminal=True, width=40), size=lambda: (40, 5))
+    for piece in CODE[: CODE.index("line 25")]:
+        printer.answer(piece)
+    assert screen.window == ["line 21", "line 22", "line 23", "line 24", ""]
+    assert len(screen.lines) == 5  # nothing has gone where it could not be erased
+
+
+def test_a_tall_block_is_whole_after_the_window_was_resized() -> None:
+    screen: Any = Screen(40, 5)
+    size = [(40, 5)]
+    printer = MarkdownPrinter(Console(file=screen, force_terminal=True, width=40), size=lambda: size[0])
+    printer.answer(CODE[: CODE.index("line 20")])
+    size[0] = (39, 5)
+    printer.answer(CODE[CODE.index("line 20") :])
+    assert screen.text.split() == [word for number in range(30) for word in ("line", str(number))]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_word_that_does_not_fit_moves_to_the_next_line_while_it_streams(
+    monkeypatch: pytest.MonkeyPatch, *, plain: bool
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    text = "a word at the right-hand edge is never extraordinarily torn apart, **not even** 日本 while it is written"
+    for width in range(16, 40):
+        screen: Any = Screen(width, 50)
+        console = Console(file=screen, force_terminal=True, width=width)
+        size = repeat((width, 50)).__next__
+        printer = PlainPrinter(screen, size=size) if plain else MarkdownPrinter(console, size=size)
+        for end, piece in enumerate(text, 1):
+            printer.answer(piece)
+            assert words_of("\n".join(screen.lines)) == words_of(text[:end])
+
+
+def words_of(text: str) -> list[str]:
+    """A line may end behind every wide character."""
+    return text.replace("日", " 日 ").split()
+
+
+def test_a_word_longer_than_the_line_is_broken() -> None:
+    assert printed(["ab ", "x" * 25 + " y"], 10).text == "ab\nxxxxxxxxxx\nxxxxxxxxxx\nxxxxx y"
 
 
 def test_text_shows_before_its_block_is_finished() -> None:
@@ -142,6 +194,16 @@ def test_a_screen_that_was_resized_is_not_written_over() -> None:
     printer.answer(" three\n\n")
     printer.answer("**four**\n\n")
     assert screen.text == "one **two** three\n\nfour"
+
+
+def test_what_others_wrote_is_not_written_over() -> None:
+    screen: Any = Screen(40, 10)
+    printer = MarkdownPrinter(Console(file=screen, force_terminal=True, width=40), size=lambda: (40, 10))
+    printer.answer("one **two")
+    screen.write("\nStopped\n")
+    printer.lose_place()
+    printer.answer("** three\n\n**four**\n\n")
+    assert screen.text == "one **two\nStopped\n** three\n\nfour"
 
 
 def test_reasoning_stands_apart() -> None:

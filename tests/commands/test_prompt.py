@@ -8,13 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prompt_toolkit.application import create_app_session
+from prompt_toolkit.application import Application, create_app_session
 from prompt_toolkit.input import create_pipe_input
 
 from nanoserve.commands.prompt import ChatPrompt, edit_text, history_path, private_file
 from nanoserve.errors import RuntimeFailure
 
-PASTE_BEGINS, PASTE_ENDS, ENTER, CONTROL_C, CONTROL_D = "\x1b[200~", "\x1b[201~", "\r", "\x03", "\x04"
+PASTE_BEGINS, PASTE_ENDS, ENTER, CONTROL_C, CONTROL_D, CONTROL_Z = (
+    "\x1b[200~",
+    "\x1b[201~",
+    "\r",
+    "\x03",
+    "\x04",
+    "\x1a",
+)
 
 
 @pytest.fixture
@@ -44,6 +51,14 @@ def test_control_keys(keys: Any) -> None:
     keys.send_text(CONTROL_D)
     with pytest.raises(EOFError):
         prompt.read()
+
+
+def test_control_z_suspends_and_keeps_the_line(keys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    suspended = []
+    monkeypatch.setattr(Application, "suspend_to_background", lambda app, *_: suspended.append(app.current_buffer.text))
+    keys.send_text("half a line" + CONTROL_Z + " and the rest" + ENTER)
+    assert ChatPrompt(None, []).read() == "half a line and the rest"
+    assert suspended == ["half a line"]
 
 
 def test_history_is_private_and_comes_back(keys: Any, tmp_path: Path) -> None:

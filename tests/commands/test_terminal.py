@@ -10,14 +10,18 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from nanoserve.commands import chat as chat_command
-from nanoserve.commands.printers import PlainPrinter
-from nanoserve.commands.terminal import StopOnInterrupt
+from nanoserve.commands.failures import say
+from nanoserve.commands.printers import MarkdownPrinter, PlainPrinter
+from nanoserve.commands.terminal import StopOnInterrupt, remark
 from tests.commands.conftest import ROOT
-from tests.commands.test_chat_session import make_session
+from tests.commands.screen import Screen
+from tests.commands.test_chat_session import ChatSession, make_session
 
 PATIENCE = 60.0  # seconds; a busy machine starts processes slowly
 
@@ -99,6 +103,31 @@ def test_a_conversation(chat: Terminal, tmp_path: Path) -> None:
     assert "+some **bold** words" in (tmp_path / "nanoserve" / "history").read_text()
 
 
+def test_remarks_and_errors_break_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error, help_line = (
+        "a message that is longer than the window is wide",
+        "  /set NAME=VALUE  change a setting of the model",
+    )
+    say(error)
+    remark(help_line)
+    assert capsys.readouterr().err == f"nanoserve: {error}\n{help_line}\n"  # no terminal: as it is
+    screen = watched(monkeypatch)
+    say(error)
+    remark(f"{help_line}\n\n日本語日本語日本語日本語日本語日本語日本語")
+    assert [line.rstrip() for line in screen.lines] == [
+        "nanoserve: a message that is longer than",
+        "the window is wide",
+        "  /set NAME=VALUE  change a setting of",
+        "                   the model",
+        "",
+        "日本語日本語日本語日本語日本語日本語日本",
+        "語",
+        "",
+    ]
+
+
 def test_a_second_interrupt_ends_the_program(tmp_path: Path) -> None:
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), StopOnInterrupt() as stop:
@@ -125,26 +154,76 @@ def test_an_interrupt_ends_the_steps(*, inside_step: bool) -> None:
     assert taken == [0, 1]
 
 
+def converse(monkeypatch: pytest.MonkeyPatch, session: ChatSession, *lines: str, plain: bool = False) -> None:
+    """The interactive chat in this process, with these lines typed."""
+    typed = iter(lines)
+
+    class Typed:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def read(self) -> str:
+            if (line := next(typed, None)) is None:
+                raise EOFError
+            return line
+
+    monkeypatch.setattr(chat_command, "ChatPrompt", Typed)
+    assert chat_command._Conversation(session, plain=plain, hide_thinking=False, keep_history=False).run() == 0
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> Screen:
+    """A terminal of 40 by 10 that both streams are written to from now on."""
+    both: Any = Screen(40, 10)
+    for name, value in {"COLUMNS": "40", "LINES": "10", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", both)
+    monkeypatch.setattr(sys, "stderr", both)
+    screen: Screen = both
+    return screen
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_notice_stands_below_the_answer(monkeypatch: pytest.MonkeyPatch, *, plain: bool) -> None:
+    screen, (session, _) = watched(monkeypatch), make_session(max_model_len=14)
+    converse(monkeypatch, session, "a b c d e f g", plain=plain)
+    assert screen.text.replace("\n\n", "\n").splitlines()[2:5] == [
+        "You said: a b c",
+        "nanoserve: the answer was cut where the",
+        "context ends",
+    ]
+    assert screen.text.count("You said") == 1
+
+
+def test_an_answer_goes_on_below_what_a_shell_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stopped(MarkdownPrinter):
+        def answer(self, text: str) -> None:
+            super().answer(text)
+            if text == "two ":
+                screen.write("\nStopped\n")
+                signal.raise_signal(signal.SIGCONT)
+
+    screen, (session, _) = watched(monkeypatch), make_session()
+    monkeypatch.setattr(chat_command, "_printer", lambda **_: Stopped(Console(file=sys.stdout), lambda: (40, 10)))
+    converse(monkeypatch, session, "one two three")
+    assert "You said: one two\nStopped\nthree\n" in screen.text
+
+
+def test_a_loaded_conversation_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    screen, (session, _) = watched(monkeypatch), make_session()
+    converse(monkeypatch, session, "one", "**two**", f"/save {tmp_path / 'c'}", "/clear", f"/load {tmp_path / 'c'}")
+    shown = screen.text.partition("loaded 4 messages")[2]
+    assert shown.endswith(">>> **two**\nYou said: two")
+
+
 def test_an_interrupt_as_the_answer_ends_does_not_end_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     class InterruptedAtTheEnd(PlainPrinter):
         def finish(self) -> None:
             super().finish()
             signal.raise_signal(signal.SIGINT)
 
-    class TwoLines:
-        def __init__(self, *_: object) -> None:
-            self._lines = iter(["one", "two"])
-
-        def read(self) -> str:
-            if (line := next(self._lines, None)) is None:
-                raise EOFError
-            return line
-
     monkeypatch.setattr(chat_command, "_printer", lambda **_: InterruptedAtTheEnd(sys.stdout, None))
-    monkeypatch.setattr(chat_command, "ChatPrompt", TwoLines)
     session, _ = make_session()
-    conversation = chat_command._Conversation(session, plain=True, hide_thinking=False, keep_history=False)
-    assert conversation.run() == 0
+    converse(monkeypatch, session, "one", "two", plain=True)
     assert [turn.content for turn in session.turns] == ["one", "You said: one", "two", "You said: two"]
 
 
