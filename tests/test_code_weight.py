@@ -1,0 +1,22 @@
+"""The code stays as light as it is: ceilings at what `python -m scripts.code_weight` says, to be lowered as it falls."""
+
+from scripts.code_weight import repeated_class_names, rooms, visits
+
+MOST_LINES = 53_400
+MOST_REPEATED_NAMES = 42
+MOST_FILES_OF_THE_FIRST_TOKEN = 53
+MOST_FILES_OF_A_LATER_TOKEN = 46
+
+
+def test_nanoserve_has_no_more_lines_than_it_had() -> None:
+    assert sum(room.lines for name, room in rooms().items() if name.startswith("nanoserve")) <= MOST_LINES
+
+
+def test_no_more_class_names_are_used_twice() -> None:
+    assert len(repeated_class_names()) <= MOST_REPEATED_NAMES, repeated_class_names()
+
+
+def test_a_token_visits_no_more_files() -> None:
+    first, later = visits()
+    assert len(first.files) <= MOST_FILES_OF_THE_FIRST_TOKEN, first.files
+    assert len(later.files) <= MOST_FILES_OF_A_LATER_TOKEN, later.files
