@@ -30,14 +30,16 @@ class TokenAdjustments:
         self._counts_tokens = _penalizes(begin.params)
         self._place: dict[int, int] = {}
         self._entries = np.zeros(16, _ENTRY)
-        for token, bias in begin.params.logit_bias.items():
-            self._set((token,), "bias", bias)
+        if bias := begin.params.logit_bias:
+            places = self._enter(inside := self._inside(bias))
+            self._entries["bias"][places] = [bias[token] for token in inside]
         if begin.params.min_tokens and begin.params.json_schema is None:  # else the grammar's mask sees to it
-            self._set((*begin.end_tokens, *begin.params.stop_token_ids), "end", True)
+            places = self._enter(self._inside((*begin.end_tokens, *begin.params.stop_token_ids)))
+            self._entries["end"][places] = True
         if self._counts_tokens:
-            self._set(dict.fromkeys(begin.tokens[: begin.prompt_length]), "seen", True)
-            for token in begin.tokens[begin.prompt_length :]:
-                self.append(token)
+            places = self._enter(begin.tokens)
+            self._entries["seen"][places] = True
+            np.add.at(self._entries["count"], places[begin.prompt_length :], 1)
 
     @staticmethod
     def wanted(params: SamplingParams) -> bool:
@@ -52,18 +54,23 @@ class TokenAdjustments:
     def append(self, token: int) -> None:
         """Count a token of the output."""
         if self._counts_tokens:
-            self._set((token,), "seen", True)
-            self._entries["count"][self._place[token]] += 1
+            (place,) = self._enter((token,))
+            self._entries["seen"][place] = True
+            self._entries["count"][place] += 1
 
-    def _set(self, tokens: Iterable[int], field: str, value: float) -> None:
-        for token in tokens:
-            if not 0 <= token < self.vocab_size:
-                continue
-            place = self._place.setdefault(token, len(self._place))
-            if place == len(self._entries):
-                self._entries = np.concatenate((self._entries, np.zeros_like(self._entries)))
-            self._entries["token"][place] = token
-            self._entries[field][place] = value
+    def _inside(self, tokens: Iterable[int]) -> list[int]:
+        return [token for token in tokens if 0 <= token < self.vocab_size]
+
+    def _enter(self, tokens: Sequence[int]) -> list[int]:
+        """The places of the tokens in the table, which grows by those that are new."""
+        place, known = self._place, len(self._place)
+        places = [place.setdefault(token, len(place)) for token in tokens]
+        if len(place) > len(self._entries):
+            more = max(len(place), 2 * len(self._entries)) - len(self._entries)
+            self._entries = np.concatenate((self._entries, np.zeros(more, _ENTRY)))
+        if len(place) > known:
+            self._entries["token"][places] = tokens
+        return places
 
 
 def _penalizes(params: SamplingParams) -> bool:

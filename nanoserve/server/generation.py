@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -45,7 +46,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     asked = parse(await read_json_body(http, service.limits), ChatRequest)
     service.check_model(asked.model)
     facts = service.facts()
-    prompt = await service.encode_chat(asked.messages)
+    prompt = await service.encode_chat(asked.messages, context=facts.max_model_len)
     params = chat_params(asked, facts, len(prompt))
     if params.json_schema is not None:
         await service.check_json_schema(params.json_schema)
@@ -62,15 +63,17 @@ async def completions(http: HttpRequest) -> Response:
     facts = service.facts()
     heading = Heading(f"cmpl-{secrets.token_hex(12)}", service.model_name)
     salt = cache_salt(http.scope.get("api_key"))
-    requests = []
+    prompts = []
     for given in _prompts(asked.prompt, service.limits.prompts):
         if isinstance(given, str):
-            prompt = await service.encode(given)
+            prompts.append(await service.encode(given, context=facts.max_model_len))
         else:
-            prompt = given
-            check_token_ids(prompt, facts, "prompt")
-        params = completion_params(asked, facts, len(prompt))
-        requests.append(service.request(heading.answer_id, prompt, params, salt))
+            check_token_ids(given, facts, "prompt")
+            prompts.append(given)
+    each = completion_params(asked, facts, [len(prompt) for prompt in prompts])
+    requests = [
+        service.request(heading.answer_id, prompt, params, salt) for prompt, params in zip(prompts, each, strict=True)
+    ]
     return await _respond(http, service, _Job(asked, CompletionAnswer(heading, service.texts), requests), heading)
 
 
@@ -112,10 +115,13 @@ async def _whole(service: Service, job: _Job, streams: Sequence[RequestStream]) 
     except TimeoutError:
         raise _timed_out(service) from None
     usage = job.usage()
-    choices = [sample for output in outputs for sample in output.outputs]
-    for sample in choices:
+    choices = []
+    for place, sample in enumerate(sample for output in outputs for sample in output.outputs):
         _check(sample)
         usage.completion_tokens += len(sample.token_ids)
+        # One at a time: with thousands of samples and log probabilities it takes long, and others go on in between.
+        choices.append(msgspec.Raw(msgspec.json.encode(job.answer.choice(place, sample))))
+        await asyncio.sleep(0)
     usage.cached_tokens = sum(output.cached_tokens for output in outputs)
     return job.answer.whole(choices, usage)
 

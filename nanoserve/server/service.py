@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.grammar.checker import GrammarChecker
@@ -20,13 +21,11 @@ from nanoserve.server.messages import Ready
 from nanoserve.server.metrics import Metrics
 from nanoserve.server.streams import RequestStream
 from nanoserve.text.messages import check_text
-from nanoserve.text.tokenizer import Tokenizer
+from nanoserve.text.tokenizer import PromptTooLong, Tokenizer
 
 _INLINE_CHARACTERS = 4096
 """Longer texts take long enough to tokenize that others would wait: they go to a thread."""
 _TOKENIZING_THREADS = 2
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +37,14 @@ class Limits:
         client_seconds: within which a client has to send its request, and to take what it is sent.
         request_seconds: from the request to the end of its answer.
         prompts: in one completion request.
+        messages: in one conversation.
     """
 
     body_bytes: int = 1 << 20
     client_seconds: float = 30.0
     request_seconds: float = 1800.0
     prompts: int = 128
+    messages: int = 4096
 
 
 class Service:
@@ -82,6 +83,7 @@ class Service:
         self._grammars = grammars
         self._grammar_thread = ThreadPoolExecutor(1, "grammar")
         self._threads = ThreadPoolExecutor(_TOKENIZING_THREADS, "tokenize")
+        self._unbounded_thread = ThreadPoolExecutor(1, "tokenize-only")
 
     # ---- asking -----------------------------------------------------------------------------------------------
 
@@ -103,29 +105,38 @@ class Service:
             message = f"the model {name!r:.100} does not exist; this server has {self.model_name!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.
+    async def encode(self, text: str, *, add_special_tokens: bool = True, context: int | None = None) -> list[int]:
+        """Token ids of a text. ``context``: refuse it early if it is far longer than so many tokens.
 
         Raises:
             UsageError: for text that no model can read.
+            ApiError: 400, for a text that is far too long.
         """
         check_text(text)
-        if len(text) <= _INLINE_CHARACTERS:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await self._in_thread(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens, limit=context)
+        return await self._tokenize(encode, "prompt", context, in_thread=len(text) > _INLINE_CHARACTERS)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        context: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation. What is null in a message counts as absent.
+        """Token ids of a conversation. What is null in a message counts as absent; ``context`` as for ``encode``.
 
         Raises:
             UsageError, ModelError: for messages that are malformed or that the template refuses.
+            ApiError: 400, for too many of them, and for those that are far too long.
         """
+        if len(messages) > self.limits.messages:
+            message = f"{len(messages)} messages in one conversation; at most {self.limits.messages} are taken"
+            raise ApiError(400, message, code="invalid_value", param="messages")
         present = [{name: value for name, value in message.items() if value is not None} for message in messages]
-        return await self._in_thread(
-            lambda: self.tokenizer.encode_chat(present, add_generation_prompt=add_generation_prompt)
+        encode = partial(
+            self.tokenizer.encode_chat, present, add_generation_prompt=add_generation_prompt, limit=context
         )
+        return await self._tokenize(encode, "messages", context, in_thread=True)
 
     async def check_json_schema(self, schema: str) -> None:
         """Raise ApiError (400) for a JSON schema that no grammar can be made of."""
@@ -137,8 +148,19 @@ class Service:
         except UsageError as error:
             raise ApiError(400, str(error), code="invalid_value", param="response_format") from None
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def _tokenize(
+        self, encode: Callable[[], list[int]], param: str, context: int | None, *, in_thread: bool
+    ) -> list[int]:
+        # What no context bounds may take long: it waits for its like and nobody for it.
+        threads = self._unbounded_thread if context is None else self._threads
+        try:
+            if in_thread:
+                return await asyncio.get_running_loop().run_in_executor(threads, encode)
+            await asyncio.sleep(0)  # a request may have many short prompts: others go on in between
+            return encode()
+        except PromptTooLong:
+            message = f"the prompt has far more tokens than the context holds: {context}"
+            raise ApiError(400, message, code="context_length_exceeded", param=param) from None
 
     def request(self, answer_id: str, prompt: Sequence[int], params: SamplingParams, salt: str) -> Request:
         """One request for the engine."""
@@ -174,7 +196,7 @@ class Service:
 
     def close(self) -> None:
         """Give threads and the template's process back."""
-        for threads in (self._threads, self._grammar_thread):
+        for threads in (self._threads, self._unbounded_thread, self._grammar_thread):
             threads.shutdown(wait=False, cancel_futures=True)
         self.tokenizer.close()
         self._grammars.close()

@@ -93,7 +93,7 @@ def test_bodies_that_are_no_request(server: Server, path: str, body: bytes) -> N
         *[("repetition_penalty", value) for value in (0, -1, 1e9)],
         *[("seed", value) for value in (-1, 2**64, 1.0, "a")],
         *[("stop", value) for value in ([""], "", ["a"] * 10_000, "a" * 500_000, [5], 5)],
-        *[("stop_token_ids", value) for value in ([-1], [4096], [2**31], ["a"])],
+        *[("stop_token_ids", value) for value in ([-1], [4096], [2**31], ["a"], [5] * 1025)],
         *[("logit_bias", value) for value in ({"-1": 1}, {"4096": 1}, {str(2**31): 1}, {"a": 1}, {"5": 200}, [1])],
         ("logit_bias", {str(token): 1 for token in range(20_000)}),
         *[("stream", value) for value in ("true", 1)],
@@ -357,6 +357,8 @@ def _send_monsters(server: Server) -> None:
     _is_error(server.post(COMPLETION, content=deep, headers=JSON), 400)
     assert _is_error(_complete(server, prompt="a" * 1_000_000), 400)["code"] == "context_length_exceeded"
     _is_error(_chat(server, messages=[{"role": "user", "content": "a " * 500_000}]), 400)
+    _is_error(_chat(server, messages=[{"role": "user", "content": "a"}] * 25_000), 400)
+    _is_error(_complete(server, prompt=["a"] * 128, stop_token_ids=list(range(4096)) * 40), 400)
     _is_error(_complete(server, prompt=[1] * 300_000), 400)
     _is_error(_complete(server, n=10**9, max_tokens=10**9), 400)
     with suppress(httpx.WriteError, httpx.RemoteProtocolError):
