@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -38,6 +39,13 @@ class _Job:
     def usage(self) -> Usage:
         """With the prompts counted, before any answer."""
         return Usage(prompt_tokens=sum(len(request.prompt) for request in self.requests))
+
+    def usage_so_far(self, usage: Usage) -> dict[str, Any]:
+        """What a chunk says of it: OpenAI has null in every chunk but the last, vLLM the counts where asked for."""
+        options = self.asked.stream_options
+        if options is None or not options.include_usage:
+            return {}
+        return {"usage": usage.as_json() if options.continuous_usage_stats else None}
 
 
 async def chat_completions(http: HttpRequest) -> Response:
@@ -142,15 +150,14 @@ async def _stream(service: Service, job: _Job, streams: Sequence[RequestStream],
 async def _emit_chunks(job: _Job, streams: Sequence[RequestStream], emit: Emit) -> None:
     usage = job.usage()
     wants_usage = job.asked.stream_options is not None and job.asked.stream_options.include_usage
-    every = {"usage": None} if wants_usage else {}  # as OpenAI has it: null in every chunk but the last
     for opening in job.answer.opening(len(streams) * job.samples):
-        await emit(opening | every)
+        await emit(opening | job.usage_so_far(usage))
     async for place, output in deltas(streams):
         for sample in output.outputs:
             _check(sample)
             usage.completion_tokens += len(sample.token_ids)
             if sample.text or sample.finish_reason or sample.logprobs:
-                await emit(job.answer.chunk(place * job.samples + sample.index, sample) | every)
+                await emit(job.answer.chunk(place * job.samples + sample.index, sample) | job.usage_so_far(usage))
     if wants_usage:
         usage.cached_tokens = sum(stream.cached_tokens for stream in streams)
         await emit(job.answer.usage_chunk(usage))

@@ -28,7 +28,7 @@ def chat_params(asked: ChatRequest, facts: Ready, prompt_length: int) -> Samplin
     Raises:
         ApiError: 400, for values out of range and prompts that do not fit.
     """
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if asked.top_logprobs and not asked.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", code="invalid_value", param="top_logprobs")
     if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
@@ -62,8 +62,6 @@ def completion_params(
     asked: CompletionRequest, facts: Ready, prompt_lengths: Sequence[int]
 ) -> Sequence[SamplingParams]:
     """Of each prompt of a completion; prompts with the same max_tokens share one. Raises as ``chat_params`` does."""
-    if asked.echo:
-        raise ApiError(400, "echo is not supported: put the prompt in front yourself", param="echo")
     return _params(
         asked,
         facts,

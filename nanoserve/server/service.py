@@ -26,6 +26,8 @@ from nanoserve.text.tokenizer import PromptTooLong, Tokenizer
 _INLINE_CHARACTERS = 4096
 """Longer texts take long enough to tokenize that others would wait: they go to a thread."""
 _TOKENIZING_THREADS = 2
+_NO_ANNOTATIONS = ("annotations", [])
+"""OpenAI's client has it in every answer, and sends it back in the next request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,7 @@ class Service:
         add_generation_prompt: bool = True,
         context: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation. What is null in a message counts as absent; ``context`` as for ``encode``.
+        """Token ids of a conversation. What says nothing in a message counts as absent; ``context`` as for ``encode``.
 
         Raises:
             UsageError, ModelError: for messages that are malformed or that the template refuses.
@@ -132,7 +134,10 @@ class Service:
         if len(messages) > self.limits.messages:
             message = f"{len(messages)} messages in one conversation; at most {self.limits.messages} are taken"
             raise ApiError(400, message, code="invalid_value", param="messages")
-        present = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        present = [
+            {name: value for name, value in message.items() if value is not None and (name, value) != _NO_ANNOTATIONS}
+            for message in messages
+        ]
         encode = partial(
             self.tokenizer.encode_chat, present, add_generation_prompt=add_generation_prompt, limit=context
         )

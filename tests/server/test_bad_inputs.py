@@ -179,7 +179,7 @@ def test_messages_that_are_none(server: Server, messages: Any) -> None:
         ({"logprobs": 5}, "logprobs"),
         ({"max_completion_tokens": 2}, "max_tokens"),
         ({"audio": {}}, "audio"),
-        ({"functions": []}, "functions"),
+        ({"functions": [{"name": "f"}]}, "functions"),
     ],
 )
 def test_what_chats_do_not_have(server: Server, fields: dict[str, Any], param: str) -> None:

@@ -67,6 +67,15 @@ def test_the_pieces_of_a_chat_make_the_whole(client: openai.OpenAI) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+def test_a_stream_says_the_usage_in_every_chunk_where_asked_for(server: Server) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True, "stream": True, "stream_options": options}
+    lines = server.post("/v1/completions", body).text.splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 4 and chunks[-1]["choices"] == []
+
+
 def test_a_stream_without_the_option_has_no_usage(server: Server) -> None:
     body = {"prompt": PROMPT, "max_tokens": 2, "stream": True}
     text = server.post("/v1/completions", body).text
@@ -202,7 +211,11 @@ def test_an_earlier_answer_can_be_sent_back_as_it_came(client: openai.OpenAI) ->
     again = client.chat.completions.create(model=MODEL, messages=turns, max_tokens=4)
     assert again.usage is not None and again.usage.prompt_tokens_details is not None
     assert (again.usage.prompt_tokens_details.cached_tokens or 0) % 16 == 0
-    refused = [*STORY, {"role": "assistant", "content": "No.", "refusal": None, "tool_calls": None}, STORY[0]]
+    refused = [
+        *STORY,
+        {"role": "assistant", "content": "No.", "refusal": None, "tool_calls": None, "annotations": []},
+        STORY[0],
+    ]
     assert client.chat.completions.create(model=MODEL, messages=refused, max_tokens=1).choices
 
 
