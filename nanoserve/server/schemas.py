@@ -12,7 +12,7 @@ import msgspec
 
 from nanoserve.server.api_errors import ApiError
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 _PATH = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`")
@@ -130,6 +130,13 @@ class TokenizeRequest(_Strict, frozen=True, kw_only=True):
     add_generation_prompt: bool = True
 
 
+class DetokenizeRequest(_Strict, frozen=True, kw_only=True):
+    """``/detokenize``: the tokens of one text."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
 def parse(body: bytes, schema: type[T]) -> T:
     """The request in a body of JSON.
 
@@ -157,7 +164,7 @@ def _nothings(schema: type) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _refuse_unsupported(asked: object, within: str = "") -> None:
+def _refuse_unsupported(asked: msgspec.Struct, within: str = "") -> None:
     """Raise ApiError (400) for a field that asks for something that is not there."""
     for name, values in _nothings(type(asked)).items():
         value = getattr(asked, name)

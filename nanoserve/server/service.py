@@ -16,6 +16,7 @@ from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.request import MAX_SEED, Request, SamplingParams
 from nanoserve.server.api_errors import ApiError
 from nanoserve.server.engine_client import EngineClient, EngineUnavailable
+from nanoserve.server.hosts import AllowedHosts
 from nanoserve.server.logprobs import TokenTexts
 from nanoserve.server.messages import Ready
 from nanoserve.server.metrics import Metrics
@@ -26,7 +27,7 @@ from nanoserve.text.tokenizer import PromptTooLong, Tokenizer
 _INLINE_CHARACTERS = 4096
 """Longer texts take long enough to tokenize that others would wait: they go to a thread."""
 _TOKENIZING_THREADS = 2
-_NO_ANNOTATIONS = ("annotations", [])
+_NO_ANNOTATIONS: tuple[str, list[object]] = ("annotations", [])
 """OpenAI's client has it in every answer, and sends it back in the next request."""
 
 
@@ -54,7 +55,9 @@ class Service:
 
     Args:
         model_name: under which the model is served.
+        root: its own name.
         api_keys: one of which every client must show; empty where none is needed.
+        allowed_hosts: names that clients may call the server; None allows every name.
         seed: makes the seeds repeatable that requests without one are given.
 
     Attributes:
@@ -65,18 +68,22 @@ class Service:
         self,
         *,
         model_name: str,
+        root: str,
         tokenizer: Tokenizer,
         engine: EngineClient,
         grammars: GrammarChecker,
         limits: Limits,
         api_keys: Sequence[str] = (),
+        allowed_hosts: AllowedHosts | None = None,
         seed: int | None = None,
     ) -> None:
         self.model_name = model_name
+        self.root = root
         self.tokenizer = tokenizer
         self.engine = engine
         self.limits = limits
         self.api_keys = tuple(key.encode() for key in api_keys)
+        self.allowed_hosts = allowed_hosts
         self.texts = TokenTexts(tokenizer)
         self.metrics = Metrics(model_name, engine)
         self.started = int(time.time())
@@ -142,6 +149,11 @@ class Service:
             self.tokenizer.encode_chat, present, add_generation_prompt=add_generation_prompt, limit=context
         )
         return await self._tokenize(encode, "messages", context, in_thread=True)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, control tokens and all."""
+        decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=False)
+        return await asyncio.get_running_loop().run_in_executor(self._unbounded_thread, decode)
 
     async def check_json_schema(self, schema: str) -> None:
         """Raise ApiError (400) for a JSON schema that no grammar can be made of."""

@@ -20,6 +20,7 @@ STORY: list[Any] = [{"role": "user", "content": "Tell me a story about a cat and
 def test_the_model_is_listed(client: openai.OpenAI) -> None:
     (model,) = client.models.list()
     assert model.id == MODEL and model.object == "model"
+    assert model.model_dump()["root"] == MODEL
     assert client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.models.retrieve("gpt-7")
@@ -235,6 +236,15 @@ def test_tokenize_says_what_the_model_sees(server: Server, storyteller: LLM) -> 
     assert answer == {"count": 5, "max_model_len": 1024, "tokens": storyteller.tokenizer.encode(PROMPT)}
     chat = server.post("/tokenize", {"messages": STORY, "add_generation_prompt": False}).json()
     assert chat["tokens"] == storyteller.tokenizer.encode_chat(STORY, add_generation_prompt=False)
+
+
+def test_detokenize_is_the_way_back(server: Server, storyteller: LLM) -> None:
+    tokens = server.post("/tokenize", {"messages": STORY}).json()["tokens"]
+    text = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    assert text == storyteller.tokenizer.render_chat(STORY)
+    for wrong in ([4096], [-1], [5] * 1025):
+        refused = server.post("/detokenize", {"tokens": wrong})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "tokens"
 
 
 def test_the_state_of_the_server(server: Server) -> None:

@@ -145,6 +145,7 @@ class Edge:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.service = Service(
             model_name="m",
+            root="m",
             tokenizer=tokenizer,
             engine=cast(Any, SimpleNamespace(facts=FACTS)),
             grammars=cast(Any, None),
