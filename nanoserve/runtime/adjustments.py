@@ -4,7 +4,7 @@ Each sequence keeps a sparse table of the tokens concerned, so the cost follows 
 a dense count of 256 sequences and 150,000 tokens would be as large as the logits themselves, several times over.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,18 +28,21 @@ class TokenAdjustments:
         self.params = begin.params
         self.vocab_size = vocab_size
         self._counts_tokens = _penalizes(begin.params)
-        self._place: dict[int, int] = {}
-        self._entries = np.zeros(16, _ENTRY)
-        if bias := begin.params.logit_bias:
-            places = self._enter(inside := self._inside(bias))
-            self._entries["bias"][places] = [bias[token] for token in inside]
-        if begin.params.min_tokens and begin.params.json_schema is None:  # else the grammar's mask sees to it
-            places = self._enter(self._inside((*begin.end_tokens, *begin.params.stop_token_ids)))
-            self._entries["end"][places] = True
-        if self._counts_tokens:
-            places = self._enter(begin.tokens)
-            self._entries["seen"][places] = True
-            np.add.at(self._entries["count"], places[begin.prompt_length :], 1)
+        bias, possible = begin.params.logit_bias, range(vocab_size).__contains__
+        biased = list(filter(possible, bias))
+        waits = begin.params.min_tokens > 0 and begin.params.json_schema is None  # else the grammar's mask sees to it
+        ends = list(filter(possible, (*begin.end_tokens, *begin.params.stop_token_ids))) if waits else []
+        seen = begin.tokens if self._counts_tokens else ()
+        # Without a loop of ours: many samples may begin in one step, each with thousands of tokens.
+        distinct = dict.fromkeys((*biased, *ends, *seen))
+        self._place = dict(zip(distinct, range(len(distinct)), strict=True))
+        place_of = self._place.__getitem__
+        self._entries = np.zeros(len(distinct) + 16, _ENTRY)
+        self._entries["token"][: len(distinct)] = list(distinct)
+        self._entries["bias"][: len(biased)] = list(map(bias.__getitem__, biased))
+        self._entries["end"][list(map(place_of, ends))] = True
+        self._entries["seen"][list(map(place_of, seen))] = True
+        np.add.at(self._entries["count"], list(map(place_of, seen[begin.prompt_length :])), 1)
 
     @staticmethod
     def wanted(params: SamplingParams) -> bool:
@@ -53,24 +56,14 @@ class TokenAdjustments:
 
     def append(self, token: int) -> None:
         """Count a token of the output."""
-        if self._counts_tokens:
-            (place,) = self._enter((token,))
-            self._entries["seen"][place] = True
-            self._entries["count"][place] += 1
-
-    def _inside(self, tokens: Iterable[int]) -> list[int]:
-        return [token for token in tokens if 0 <= token < self.vocab_size]
-
-    def _enter(self, tokens: Sequence[int]) -> list[int]:
-        """The places of the tokens in the table, which grows by those that are new."""
-        place, known = self._place, len(self._place)
-        places = [place.setdefault(token, len(place)) for token in tokens]
-        if len(place) > len(self._entries):
-            more = max(len(place), 2 * len(self._entries)) - len(self._entries)
-            self._entries = np.concatenate((self._entries, np.zeros(more, _ENTRY)))
-        if len(place) > known:
-            self._entries["token"][places] = tokens
-        return places
+        if not self._counts_tokens:
+            return
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._entries):
+            self._entries = np.concatenate((self._entries, np.zeros_like(self._entries)))
+        self._entries["token"][place] = token
+        self._entries["seen"][place] = True
+        self._entries["count"][place] += 1
 
 
 def _penalizes(params: SamplingParams) -> bool:

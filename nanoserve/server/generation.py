@@ -87,15 +87,10 @@ async def completions(http: HttpRequest) -> Response:
 
 def _prompts(given: str | list[str | int | list[int]], most: int) -> list[str | list[int]]:
     """The prompts of a request, each a text or token ids."""
-    prompts: list[str | list[int]] = []
-    if isinstance(given, str):
-        prompts = [given]
-    elif all(isinstance(item, int) for item in given):
-        prompts = [[item for item in given if isinstance(item, int)]]
-    else:
-        prompts = [item for item in given if not isinstance(item, int)]
-        if len(prompts) < len(given):
-            raise ApiError(400, "prompt mixes token ids with texts or lists of them", param="prompt")
+    kinds = {str} if isinstance(given, str) else set(map(type, given))  # there may be half a million tokens
+    if int in kinds and len(kinds) > 1:
+        raise ApiError(400, "prompt mixes token ids with texts or lists of them", param="prompt")
+    prompts: Any = [given] if isinstance(given, str) or kinds <= {int} else given
     if len(prompts) > most:
         raise ApiError(400, f"{len(prompts)} prompts in one request; at most {most} are taken", param="prompt")
     if not all(prompts):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.request import MAX_SEED, Request, SamplingParams
@@ -26,6 +28,7 @@ from nanoserve.text.tokenizer import PromptTooLong, Tokenizer
 
 _INLINE_CHARACTERS = 4096
 """Longer texts take long enough to tokenize that others would wait: they go to a thread."""
+_LONG_CHARACTERS = 32768
 _TOKENIZING_THREADS = 2
 _NO_ANNOTATIONS: tuple[str, list[object]] = ("annotations", [])
 """OpenAI's client has it in every answer, and sends it back in the next request."""
@@ -88,6 +91,7 @@ class Service:
         self.metrics = Metrics(model_name, engine)
         self.started = int(time.time())
         self.draining = False
+        self._counting: set[asyncio.Task[None]] = set()
         self._random = random.Random(seed)
         self._grammars = grammars
         self._grammar_thread = ThreadPoolExecutor(1, "grammar")
@@ -123,7 +127,7 @@ class Service:
         """
         check_text(text)
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens, limit=context)
-        return await self._tokenize(encode, "prompt", context, in_thread=len(text) > _INLINE_CHARACTERS)
+        return await self._tokenize(encode, "prompt", context, characters=len(text))
 
     async def encode_chat(
         self,
@@ -148,7 +152,9 @@ class Service:
         encode = partial(
             self.tokenizer.encode_chat, present, add_generation_prompt=add_generation_prompt, limit=context
         )
-        return await self._tokenize(encode, "messages", context, in_thread=True)
+        # Rendering waits for another process: that is never done in line.
+        characters = max(_INLINE_CHARACTERS + 1, len(msgspec.json.encode(present)))
+        return await self._tokenize(encode, "messages", context, characters=characters)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, control tokens and all."""
@@ -166,12 +172,12 @@ class Service:
             raise ApiError(400, str(error), code="invalid_value", param="response_format") from None
 
     async def _tokenize(
-        self, encode: Callable[[], list[int]], param: str, context: int | None, *, in_thread: bool
+        self, encode: Callable[[], list[int]], param: str, context: int | None, *, characters: int
     ) -> list[int]:
-        # What no context bounds may take long: it waits for its like and nobody for it.
-        threads = self._unbounded_thread if context is None else self._threads
+        # What neither a context nor its own length bounds waits for its like, and no one else for it.
+        threads = self._unbounded_thread if context is None and characters > _LONG_CHARACTERS else self._threads
         try:
-            if in_thread:
+            if characters > _INLINE_CHARACTERS:
                 return await asyncio.get_running_loop().run_in_executor(threads, encode)
             await asyncio.sleep(0)  # a request may have many short prompts: others go on in between
             return encode()
@@ -209,7 +215,13 @@ class Service:
         """The reader is done with them; what still runs is aborted."""
         for stream in streams:
             self.engine.forget(stream)
+        self._counting = {task for task in self._counting if not task.done()}
+        self._counting.add(asyncio.ensure_future(self._count(streams)))
+
+    async def _count(self, streams: list[RequestStream]) -> None:
+        for stream in streams:
             self.metrics.ended(stream)
+            await asyncio.sleep(0)  # there is an entry for each token: others go on in between
 
     def close(self) -> None:
         """Give threads and the template's process back."""
