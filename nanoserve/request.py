@@ -21,6 +21,7 @@ MAX_SAMPLES = 16
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1024
+MAX_STOP_TOKENS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_JSON_SCHEMA_LENGTH = 1 << 16
 MAX_SEED = 2**63 - 1
@@ -42,7 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         logit_bias: added to the logits of these token ids, -100 to 100.
         seed: equal requests with equal seeds give equal tokens; None draws a seed.
         stop: strings that end the text; they are not part of it.
-        stop_token_ids: token ids that end the sequence.
+        stop_token_ids: token ids that end the sequence, at most 1024.
         max_tokens: None means until the context is full.
         min_tokens: end tokens are not sampled before so many tokens.
         ignore_eos: go on past the model's end tokens.
@@ -118,6 +119,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise UsageError(f"every stop string must have 1 to {MAX_STOP_STRING_LENGTH} characters")
             if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
                 raise UsageError(f"the stop string {text!r} is not valid Unicode: no answer can contain it")
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise UsageError(f"stop_token_ids may name at most {MAX_STOP_TOKENS} tokens")
         for token in self.stop_token_ids:
             _check_integer("every stop token id", token, 0, MAX_TOKENS)
 

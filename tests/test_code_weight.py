@@ -1,4 +1,4 @@
-"""The code stays as light as it is: ceilings at what `python -m scripts.code_weight` says, to be lowered as it falls."""
+"""The code stays as light as it is: ceilings of `python -m scripts.code_weight`, to be lowered as its figures fall."""
 
 from scripts.code_weight import repeated_class_names, rooms, visits
 

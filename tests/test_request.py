@@ -55,6 +55,7 @@ from nanoserve.request import (
         ({"stop": ["x" * 1025]}, "stop"),
         ({"stop": ["half \ud83d"]}, "not valid Unicode"),
         ({"stop_token_ids": [-1]}, "stop token id"),
+        ({"stop_token_ids": [5] * 1025}, "stop_token_ids may name at most 1024"),
         ({"logit_bias": {1: 101}}, "logit_bias"),
         ({"logit_bias": {1: math.nan}}, "logit_bias"),
         ({"logit_bias": {"one": 1}}, "every token id of logit_bias must be a whole number from 0"),

@@ -1,7 +1,6 @@
 """``nanoserve serve``: an OpenAI-compatible server."""
 
 import asyncio
-import ipaddress
 import signal
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from nanoserve.commands.terminal import load_progress, remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import ServingOptions
 from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.server.hosts import AllowedHosts, is_loopback
 from nanoserve.threads import prepare_threads
 
 if TYPE_CHECKING:
@@ -38,6 +38,15 @@ class HttpOptions:
         list[str] | None,
         option("--api-key", panel=HTTP_PANEL, metavar="KEY", help="Clients must show it (may be repeated)."),
     ] = None
+    allowed_hosts: Annotated[
+        list[str] | None,
+        option(
+            "--allowed-hosts",
+            panel=HTTP_PANEL,
+            metavar="NAME",
+            help="Names in the Host header that are let in, beside localhost (may be repeated).",
+        ),
+    ] = None
     insecure: Annotated[
         bool, switch("--insecure", panel=HTTP_PANEL, help="Let everyone in who reaches --host, without a key.")
     ] = False
@@ -54,10 +63,15 @@ class HttpOptions:
         """
         if not all(self.api_key or []):
             raise UsageError("--api-key is empty; leave it away to serve without a key")
-        if not self.api_key and not self.insecure and not _is_loopback(self.host):
+        if not self.api_key and not self.insecure and not is_loopback(self.host):
             raise UsageError(
                 f"--host {self.host} can be reached from outside: give an --api-key, or --insecure to let everyone in"
             )
+
+    def checked_hosts(self) -> AllowedHosts | None:
+        """Names that clients may call the server; None allows every name, as no page of the web knows the key."""
+        is_open_to_pages = not self.api_key and is_loopback(self.host)
+        return AllowedHosts(self.allowed_hosts or []) if self.allowed_hosts or is_open_to_pages else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,20 +168,15 @@ def _open_service(
     start = EngineStart(resolved.name, directory, str(resolved.tokenizer_directory), config)
     return Service(
         model_name=http.served_model_name or resolved.name,
+        root=resolved.name,
         tokenizer=tokenizer,
         engine=EngineClient(start, tokenizer, max_queue=max_queue, on_progress=progress),
         grammars=GrammarChecker(resolved.tokenizer_directory),
         limits=limits,
         api_keys=http.api_key or [],
+        allowed_hosts=http.checked_hosts(),
         seed=engine.seed,
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _url(listener: "socket") -> str:

@@ -24,7 +24,9 @@ class GrammarChecker:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._process = LimitedProcess("nanoserve.grammar.check_process", {"directory": str(directory)})
+        self._process = LimitedProcess(
+            "nanoserve.grammar.check_process", "the process that tries JSON schemas", {"directory": str(directory)}
+        )
         self._passed: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 

@@ -4,7 +4,7 @@ Each sequence keeps a sparse table of the tokens concerned, so the cost follows 
 a dense count of 256 sequences and 150,000 tokens would be as large as the logits themselves, several times over.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,16 +27,21 @@ class TokenAdjustments:
         self.params = begin.params
         self.vocab_size = vocab_size
         self._counts_tokens = begin.params.penalizes_tokens
-        self._place: dict[int, int] = {}
-        self._entries = np.zeros(16, _ENTRY)
-        for token, bias in begin.params.logit_bias.items():
-            self._set((token,), "bias", bias)
-        if begin.params.min_tokens and begin.params.json_schema is None:  # else the grammar's mask sees to it
-            self._set((*begin.end_tokens, *begin.params.stop_token_ids), "end", True)
-        if self._counts_tokens:
-            self._set(dict.fromkeys(begin.tokens[: begin.prompt_length]), "seen", True)
-            for token in begin.tokens[begin.prompt_length :]:
-                self.append(token)
+        bias, possible = begin.params.logit_bias, range(vocab_size).__contains__
+        biased = list(filter(possible, bias))
+        waits = begin.params.min_tokens > 0 and begin.params.json_schema is None  # else the grammar's mask sees to it
+        ends = list(filter(possible, (*begin.end_tokens, *begin.params.stop_token_ids))) if waits else []
+        seen = begin.tokens if self._counts_tokens else ()
+        # Without a loop of ours: many samples may begin in one step, each with thousands of tokens.
+        distinct = dict.fromkeys((*biased, *ends, *seen))
+        self._place = dict(zip(distinct, range(len(distinct)), strict=True))
+        place_of = self._place.__getitem__
+        self._entries = np.zeros(len(distinct) + 16, _ENTRY)
+        self._entries["token"][: len(distinct)] = list(distinct)
+        self._entries["bias"][: len(biased)] = list(map(bias.__getitem__, biased))
+        self._entries["end"][list(map(place_of, ends))] = True
+        self._entries["seen"][list(map(place_of, seen))] = True
+        np.add.at(self._entries["count"], list(map(place_of, seen[begin.prompt_length :])), 1)
 
     @property
     def entries(self) -> np.ndarray:
@@ -45,19 +50,14 @@ class TokenAdjustments:
 
     def append(self, token: int) -> None:
         """Count a token of the output."""
-        if self._counts_tokens:
-            self._set((token,), "seen", True)
-            self._entries["count"][self._place[token]] += 1
-
-    def _set(self, tokens: Iterable[int], field: str, value: float) -> None:
-        for token in tokens:
-            if not 0 <= token < self.vocab_size:
-                continue
-            place = self._place.setdefault(token, len(self._place))
-            if place == len(self._entries):
-                self._entries = np.concatenate((self._entries, np.zeros_like(self._entries)))
-            self._entries["token"][place] = token
-            self._entries[field][place] = value
+        if not self._counts_tokens:
+            return
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._entries):
+            self._entries = np.concatenate((self._entries, np.zeros_like(self._entries)))
+        self._entries["token"][place] = token
+        self._entries["seen"][place] = True
+        self._entries["count"][place] += 1
 
 
 @dataclass(frozen=True, slots=True)

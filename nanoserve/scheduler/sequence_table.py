@@ -119,7 +119,9 @@ class SequenceTable:
         if request.request_id in self._requests:
             raise UsageError(f"request id {request.request_id!r} is in use")
         self._check_admissible(request, num_blocks)
-        family = [self._new_sequence(request, index) for index in range(request.params.n)]
+        end_tokens = () if request.params.ignore_eos else request.end_tokens
+        stop_tokens = frozenset((*end_tokens, *request.params.stop_token_ids))  # one set for all samples
+        family = [self._new_sequence(request, index, stop_tokens) for index in range(request.params.n)]
         self._requests[request.request_id] = family
         self.waiting.add(family[0])
         if len(family) > 1:
@@ -147,16 +149,15 @@ class SequenceTable:
                 f"{num_blocks}; lower max_tokens or raise --kv-cache-memory"
             )
 
-    def _new_sequence(self, request: Request, index: int) -> Sequence:
+    def _new_sequence(self, request: Request, index: int, stop_tokens: frozenset[int]) -> Sequence:
         params, length = request.params, len(request.prompt)
-        end_tokens = () if params.ignore_eos else request.end_tokens
         max_length = min(self.max_model_len, length + (params.max_tokens or self.max_model_len))
         sequence = Sequence(
             self._next_sequence,
             request,
             index,
             tokens=[*request.prompt, *(request.resumed[index] if request.resumed else ())],
-            stop_tokens=frozenset((*end_tokens, *params.stop_token_ids)),
+            stop_tokens=stop_tokens,
             min_length=length + params.min_tokens,
             max_length=max_length,
             # The token it waits for must not be its last one.

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from nanoserve.request import CompletionOutput
 from nanoserve.server.logprobs import TokenTexts, chat_logprobs, completion_logprobs
 
@@ -47,8 +49,11 @@ class Answer(Protocol):
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         """The last chunk of a client that asked for the usage."""
 
-    def whole(self, choices: Sequence[CompletionOutput], usage: Usage) -> dict[str, Any]:
-        """Everything at once; the choices in order."""
+    def choice(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
+        """All of one choice."""
+
+    def whole(self, choices: Sequence[msgspec.Raw], usage: Usage) -> dict[str, Any]:
+        """Everything at once; the choices in order, as JSON."""
 
 
 class ChatAnswer:
@@ -69,17 +74,12 @@ class ChatAnswer:
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return self._chunk([]) | {"usage": usage.as_json()}
 
-    def whole(self, choices: Sequence[CompletionOutput], usage: Usage) -> dict[str, Any]:
-        listed = [
-            _chat_choice(
-                choice,
-                self._logprobs(output),
-                output.finish_reason,
-                message={"role": "assistant", "content": output.text},
-            )
-            for choice, output in enumerate(choices)
-        ]
-        return _object("chat.completion", self._heading, listed) | {"usage": usage.as_json()}
+    def choice(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
+        message = {"role": "assistant", "content": output.text}
+        return _chat_choice(choice, self._logprobs(output), output.finish_reason, message=message)
+
+    def whole(self, choices: Sequence[msgspec.Raw], usage: Usage) -> dict[str, Any]:
+        return _object("chat.completion", self._heading, choices) | {"usage": usage.as_json()}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return _object("chat.completion.chunk", self._heading, choices)
@@ -100,16 +100,15 @@ class CompletionAnswer:
         return []
 
     def chunk(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
-        return _object("text_completion", self._heading, [self._choice(choice, output)])
+        return _object("text_completion", self._heading, [self.choice(choice, output)])
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return _object("text_completion", self._heading, []) | {"usage": usage.as_json()}
 
-    def whole(self, choices: Sequence[CompletionOutput], usage: Usage) -> dict[str, Any]:
-        listed = [self._choice(choice, output) for choice, output in enumerate(choices)]
-        return _object("text_completion", self._heading, listed) | {"usage": usage.as_json()}
+    def whole(self, choices: Sequence[msgspec.Raw], usage: Usage) -> dict[str, Any]:
+        return _object("text_completion", self._heading, choices) | {"usage": usage.as_json()}
 
-    def _choice(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
+    def choice(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
         logprobs = None
         if output.logprobs is not None:
             offset = self._offsets.get(choice, 0)
@@ -118,7 +117,7 @@ class CompletionAnswer:
         return {"index": choice, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
 
-def _object(kind: str, heading: Heading, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def _object(kind: str, heading: Heading, choices: Sequence[dict[str, Any] | msgspec.Raw]) -> dict[str, Any]:
     return {
         "id": heading.answer_id,
         "object": kind,

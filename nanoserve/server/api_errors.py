@@ -7,12 +7,14 @@ from starlette.responses import Response
 
 from nanoserve.errors import ModelError, NanoserveError, UsageError
 from nanoserve.server.engine_client import EngineUnavailable, QueueFull
+from nanoserve.text.limited_process import ProcessKilled
 
 _LONGEST_MESSAGE = 1000
 _RETRY_SECONDS = "1"
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
@@ -75,6 +77,8 @@ def as_api_error(error: NanoserveError) -> ApiError:
     """What an error of ours means to a client."""
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), code="queue_full", headers={"retry-after": _RETRY_SECONDS})
+    if isinstance(error, ProcessKilled):
+        return ApiError(503, str(error), code="process_killed", headers={"retry-after": _RETRY_SECONDS})
     if isinstance(error, EngineUnavailable):
         return ApiError(503, str(error), code="engine_unavailable", headers={"retry-after": _RETRY_SECONDS})
     # A template that checked out when the model was loaded and fails now does so because of these messages.

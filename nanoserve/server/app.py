@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanoserve.errors import NanoserveError
 from nanoserve.server import generation, plain_endpoints
 from nanoserve.server.api_errors import ApiError, ClientGone, as_api_error
+from nanoserve.server.hosts import AllowedHosts
 from nanoserve.server.service import Service
 
 OPEN_PATHS = frozenset({"/health"})
@@ -31,6 +32,7 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/models", plain_endpoints.models),
         Route("/v1/models/{name:path}", plain_endpoints.model),
         Route("/tokenize", plain_endpoints.tokenize, methods=["POST"]),
+        Route("/detokenize", plain_endpoints.detokenize, methods=["POST"]),
         Route("/health", plain_endpoints.health),
         Route("/ready", plain_endpoints.ready),
         Route("/version", plain_endpoints.version),
@@ -42,7 +44,10 @@ def make_app(service: Service) -> Starlette:
         HTTPException: _answer_http_error,
         ClientGone: _answer_no_one,
     }
-    middleware = [Middleware(_ErrorGuard), Middleware(_KeyGuard, keys=service.api_keys)]
+    middleware = [
+        Middleware(_ErrorGuard),
+        Middleware(_Gate, keys=service.api_keys, allowed_hosts=service.allowed_hosts),
+    ]
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)  # type: ignore[arg-type]
     app.router.redirect_slashes = False
     app.state.service = service
@@ -92,31 +97,41 @@ class _ErrorGuard:
                 await ApiError(500, message, code="internal_error").response()(scope, receive, send)
 
 
-class _KeyGuard:
-    """Lets only those in who show a key, on every path but the open ones."""
+class _Gate:
+    """Lets only those in whose request has one meaning, who call the server by its name, and who show a key.
 
-    def __init__(self, app: ASGIApp, keys: tuple[bytes, ...]) -> None:
+    The open paths need no key. ``allowed_hosts``: None allows every name.
+    """
+
+    def __init__(self, app: ASGIApp, keys: tuple[bytes, ...], allowed_hosts: AllowedHosts | None) -> None:
         self._app = app
         self._keys = keys
+        self._allowed_hosts = allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._keys and scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            key = self._shown_key(scope)
-            if key is None:
-                answer = ApiError(
-                    401,
-                    "the API key is missing or wrong: send the header Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                    headers={"www-authenticate": "Bearer"},
-                )
-                await answer.response()(scope, receive, send)
-                return
-            scope["api_key"] = key
-        await self._app(scope, receive, send)
+        refusal = self._refusal(scope, dict(scope["headers"])) if scope["type"] == "http" else None
+        await (refusal.response() if refusal else self._app)(scope, receive, send)
 
-    def _shown_key(self, scope: Scope) -> bytes | None:
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            # What follows the body in the connection may be another's request, for whoever reads the other header.
+            message = "the request has both Content-Length and Transfer-Encoding: send one of them"
+            return ApiError(400, message, code="invalid_http", headers={"connection": "close"})
+        host = headers.get(b"host")  # HTTP/1.0 may go without; no browser does
+        if self._allowed_hosts is not None and host is not None and host not in self._allowed_hosts:
+            shown = host.decode("latin-1")
+            message = f"the host {shown!r:.100} is none of this server's names: use localhost, or start it with "
+            return ApiError(403, message + "--allowed-hosts NAME", code="host_not_allowed", param="Host")
+        if self._keys and scope["path"] not in OPEN_PATHS:
+            key = scope["api_key"] = self._shown_key(headers.get(b"authorization", b""))
+            if key is None:
+                message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
+                headers_of_answer = {"www-authenticate": "Bearer"}
+                return ApiError(401, message, code="invalid_api_key", headers=headers_of_answer)
+        return None
+
+    def _shown_key(self, authorization: bytes) -> bytes | None:
         """The key that the client has, if it is one of ours. Every comparison takes its time, right or wrong."""
-        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, shown = header.partition(b" ")
+        scheme, _, shown = authorization.partition(b" ")
         matches = [key for key in self._keys if hmac.compare_digest(key, shown.strip())]
         return matches[0] if matches and scheme.lower() == b"bearer" else None

@@ -252,6 +252,7 @@ class EngineClient:
     async def _listen(self, child: EngineChild) -> None:
         async for message in child.messages():
             self._hear(message, child)
+            await asyncio.sleep(0)  # where many wait to be read, the next one comes at once: others go on in between
 
     def _hear(self, message: EngineMessage, child: EngineChild) -> None:
         if isinstance(message, Report):

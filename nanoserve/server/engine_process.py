@@ -36,6 +36,8 @@ from nanoserve.server.messages import (
 from nanoserve.server.sockets import COMMANDS, REFUSAL, REPORTS
 
 MAX_COMMAND_BYTES = 64 << 20
+COMMAND_BYTES = 256 << 10
+"""Of commands that are taken in between two steps, or one longer one: what one client sends holds no one up."""
 COMMAND_SECONDS = 0.1
 """Commands wait no longer while nothing becomes known: long steps of other processes, or new ones being started."""
 WATCH_SECONDS = 1.0
@@ -69,18 +71,21 @@ class Mailbox:
         self._reports.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def receive(self, seconds: float) -> list[Command]:
-        """All commands that have come; waits for the first so long."""
+        """The commands that have come, up to COMMAND_BYTES; waits for the first so long."""
         commands: list[Command] = []
+        size = 0
         self._commands.poll(int(1000 * seconds))
         try:
-            while True:
+            while size < COMMAND_BYTES:
                 data = self._commands.recv(zmq.NOBLOCK)
+                size += len(data)
                 try:
                     commands.append(self._decoder.decode(data))
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, NanoserveError):
                     self.dropped += 1
         except zmq.Again:
-            return commands
+            pass
+        return commands
 
     def close(self) -> None:
         """Send what is on its way and close."""

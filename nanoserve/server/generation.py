@@ -5,7 +5,9 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -38,6 +40,13 @@ class _Job:
         """With the prompts counted, before any answer."""
         return Usage(prompt_tokens=sum(len(request.prompt) for request in self.requests))
 
+    def usage_so_far(self, usage: Usage) -> dict[str, Any]:
+        """What a chunk says of it: OpenAI has null in every chunk but the last, vLLM the counts where asked for."""
+        options = self.asked.stream_options
+        if options is None or not options.include_usage:
+            return {}
+        return {"usage": usage.as_json() if options.continuous_usage_stats else None}
+
 
 async def chat_completions(http: HttpRequest) -> Response:
     """``POST /v1/chat/completions``"""
@@ -45,7 +54,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     asked = parse(await read_json_body(http, service.limits), ChatRequest)
     service.check_model(asked.model)
     facts = service.facts()
-    prompt = await service.encode_chat(asked.messages)
+    prompt = await service.encode_chat(asked.messages, context=facts.max_model_len)
     params = chat_params(asked, facts, len(prompt))
     if params.json_schema is not None:
         await service.check_json_schema(params.json_schema)
@@ -62,29 +71,26 @@ async def completions(http: HttpRequest) -> Response:
     facts = service.facts()
     heading = Heading(f"cmpl-{secrets.token_hex(12)}", service.model_name)
     salt = cache_salt(http.scope.get("api_key"))
-    requests = []
+    prompts = []
     for given in _prompts(asked.prompt, service.limits.prompts):
         if isinstance(given, str):
-            prompt = await service.encode(given)
+            prompts.append(await service.encode(given, context=facts.max_model_len))
         else:
-            prompt = given
-            check_token_ids(prompt, facts, "prompt")
-        params = completion_params(asked, facts, len(prompt))
-        requests.append(service.request(heading.answer_id, prompt, params, salt))
+            check_token_ids(given, facts, "prompt")
+            prompts.append(given)
+    each = completion_params(asked, facts, [len(prompt) for prompt in prompts])
+    requests = [
+        service.request(heading.answer_id, prompt, params, salt) for prompt, params in zip(prompts, each, strict=True)
+    ]
     return await _respond(http, service, _Job(asked, CompletionAnswer(heading, service.texts), requests), heading)
 
 
 def _prompts(given: str | list[str | int | list[int]], most: int) -> list[str | list[int]]:
     """The prompts of a request, each a text or token ids."""
-    prompts: list[str | list[int]] = []
-    if isinstance(given, str):
-        prompts = [given]
-    elif all(isinstance(item, int) for item in given):
-        prompts = [[item for item in given if isinstance(item, int)]]
-    else:
-        prompts = [item for item in given if not isinstance(item, int)]
-        if len(prompts) < len(given):
-            raise ApiError(400, "prompt mixes token ids with texts or lists of them", param="prompt")
+    kinds = {str} if isinstance(given, str) else set(map(type, given))  # there may be half a million tokens
+    if int in kinds and len(kinds) > 1:
+        raise ApiError(400, "prompt mixes token ids with texts or lists of them", param="prompt")
+    prompts: Any = [given] if isinstance(given, str) or kinds <= {int} else given
     if len(prompts) > most:
         raise ApiError(400, f"{len(prompts)} prompts in one request; at most {most} are taken", param="prompt")
     if not all(prompts):
@@ -112,10 +118,13 @@ async def _whole(service: Service, job: _Job, streams: Sequence[RequestStream]) 
     except TimeoutError:
         raise _timed_out(service) from None
     usage = job.usage()
-    choices = [sample for output in outputs for sample in output.outputs]
-    for sample in choices:
+    choices = []
+    for place, sample in enumerate(sample for output in outputs for sample in output.outputs):
         _check(sample)
         usage.completion_tokens += len(sample.token_ids)
+        # One at a time: with thousands of samples and log probabilities it takes long, and others go on in between.
+        choices.append(msgspec.Raw(msgspec.json.encode(job.answer.choice(place, sample))))
+        await asyncio.sleep(0)
     usage.cached_tokens = sum(output.cached_tokens for output in outputs)
     return job.answer.whole(choices, usage)
 
@@ -136,15 +145,14 @@ async def _stream(service: Service, job: _Job, streams: Sequence[RequestStream],
 async def _emit_chunks(job: _Job, streams: Sequence[RequestStream], emit: Emit) -> None:
     usage = job.usage()
     wants_usage = job.asked.stream_options is not None and job.asked.stream_options.include_usage
-    every = {"usage": None} if wants_usage else {}  # as OpenAI has it: null in every chunk but the last
     for opening in job.answer.opening(len(streams) * job.samples):
-        await emit(opening | every)
+        await emit(opening | job.usage_so_far(usage))
     async for place, output in deltas(streams):
         for sample in output.outputs:
             _check(sample)
             usage.completion_tokens += len(sample.token_ids)
             if sample.text or sample.finish_reason or sample.logprobs:
-                await emit(job.answer.chunk(place * job.samples + sample.index, sample) | every)
+                await emit(job.answer.chunk(place * job.samples + sample.index, sample) | job.usage_so_far(usage))
     if wants_usage:
         usage.cached_tokens = sum(stream.cached_tokens for stream in streams)
         await emit(job.answer.usage_chunk(usage))

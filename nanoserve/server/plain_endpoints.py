@@ -9,7 +9,8 @@ from nanoserve import __version__
 from nanoserve.server.api_errors import ApiError, JsonResponse
 from nanoserve.server.bodies import read_json_body
 from nanoserve.server.engine_client import EngineState
-from nanoserve.server.schemas import TokenizeRequest, parse
+from nanoserve.server.sampling import check_token_ids
+from nanoserve.server.schemas import DetokenizeRequest, TokenizeRequest, parse
 from nanoserve.server.service import Service
 
 
@@ -37,6 +38,7 @@ def _model_card(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.started,
         "owned_by": "nanoserve",
+        "root": service.root,
         "max_model_len": facts.max_model_len if facts else None,
     }
 
@@ -82,3 +84,16 @@ async def tokenize(http: HttpRequest) -> Response:
     facts = service.engine.facts
     length = facts.max_model_len if facts else None
     return JsonResponse({"count": len(tokens), "max_model_len": length, "tokens": tokens})
+
+
+async def detokenize(http: HttpRequest) -> Response:
+    """``POST /detokenize``: the text of token ids, control tokens and all."""
+    service = _service(http)
+    asked = parse(await read_json_body(http, service.limits), DetokenizeRequest)
+    service.check_model(asked.model)
+    facts = service.facts()
+    check_token_ids(asked.tokens, facts, "tokens")
+    if len(asked.tokens) > facts.max_model_len:
+        message = f"{len(asked.tokens)} tokens; at most the {facts.max_model_len} of a context are taken"
+        raise ApiError(400, message, code="context_length_exceeded", param="tokens")
+    return JsonResponse({"prompt": await service.decode(asked.tokens)})

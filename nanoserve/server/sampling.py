@@ -1,6 +1,7 @@
 """From a client's fields to what the engine is asked: sampling parameters within the limits of this model."""
 
 import re
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +15,9 @@ from nanoserve.server.schemas import SAMPLING_NAMES, ChatRequest, CompletionRequ
 DEFAULT_COMPLETION_TOKENS = 16
 """Of /v1/completions, as OpenAI documents it; a chat's answer may fill the context."""
 
+MAX_LOGPROBS_PER_REQUEST = 1 << 22
+"""Over all samples: each takes some 100 bytes, here and in the engine, until the answer is sent."""
+
 _ANY_OBJECT = '{"type":"object"}'
 _FIELD = re.compile(r"\b(" + "|".join((*SAMPLING_NAMES, "max_tokens", "logprobs")) + r")\b")
 
@@ -24,14 +28,17 @@ def chat_params(asked: ChatRequest, facts: Ready, prompt_length: int) -> Samplin
     Raises:
         ApiError: 400, for values out of range and prompts that do not fit.
     """
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if asked.top_logprobs and not asked.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", code="invalid_value", param="top_logprobs")
     if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
     wanted = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
     schema = _json_schema(asked.response_format)
-    return _params(asked, facts, prompt_length, max_tokens=wanted, default=None, logprobs=logprobs, json_schema=schema)
+    (params,) = _params(
+        asked, facts, [prompt_length], max_tokens=wanted, default=None, logprobs=logprobs, json_schema=schema
+    )
+    return params
 
 
 def _json_schema(asked: ResponseFormat | None) -> str | None:
@@ -51,14 +58,14 @@ def _json_schema(asked: ResponseFormat | None) -> str | None:
         raise ApiError(400, f"{field}.schema is nested too deeply", code="invalid_value", param=field) from None
 
 
-def completion_params(asked: CompletionRequest, facts: Ready, prompt_length: int) -> SamplingParams:
-    """Of a completion; raises as ``chat_params`` does."""
-    if asked.echo:
-        raise ApiError(400, "echo is not supported: put the prompt in front yourself", param="echo")
+def completion_params(
+    asked: CompletionRequest, facts: Ready, prompt_lengths: Sequence[int]
+) -> Sequence[SamplingParams]:
+    """Of each prompt of a completion; prompts with the same max_tokens share one. Raises as ``chat_params`` does."""
     return _params(
         asked,
         facts,
-        prompt_length,
+        prompt_lengths,
         max_tokens=asked.max_tokens,
         default=DEFAULT_COMPLETION_TOKENS,
         logprobs=asked.logprobs,
@@ -68,27 +75,35 @@ def completion_params(asked: CompletionRequest, facts: Ready, prompt_length: int
 def _params(
     asked: SamplingFields,
     facts: Ready,
-    prompt_length: int,
+    prompt_lengths: Sequence[int],
     *,
     max_tokens: int | None,
     default: int | None,
     logprobs: int | None,
     json_schema: str | None = None,
-) -> SamplingParams:
+) -> Sequence[SamplingParams]:
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options needs stream to be true", code="invalid_value", param="stream_options")
     check_token_ids(asked.stop_token_ids or (), facts, "stop_token_ids")
     check_token_ids(asked.logit_bias or (), facts, "logit_bias")
     given: dict[str, Any] = {name: getattr(asked, name) for name in SAMPLING_NAMES}
     given = {name: value for name, value in given.items() if value is not None}
-    given["max_tokens"] = _max_tokens(max_tokens, default, facts.max_model_len, prompt_length)
-    given["logprobs"] = logprobs
-    given["json_schema"] = json_schema
+    given |= {"logprobs": logprobs, "json_schema": json_schema}
+    settings = msgspec.structs.asdict(facts.default_params) | given
+    tokens = [_max_tokens(max_tokens, default, facts.max_model_len, length) for length in prompt_lengths]
     try:
-        return SamplingParams.from_mapping(msgspec.structs.asdict(facts.default_params) | given)
+        shared = {most: SamplingParams.from_mapping(settings | {"max_tokens": most}) for most in dict.fromkeys(tokens)}
     except UsageError as error:
         message = str(error).removeprefix("sampling settings: ")
         raise ApiError(400, message, code="invalid_value", param=_named_field(message)) from None
+    samples = shared[tokens[0]].n
+    if logprobs is not None and (logprobs + 1) * samples * sum(tokens) > MAX_LOGPROBS_PER_REQUEST:
+        message = (
+            f"logprobs: {samples * sum(tokens)} tokens with {logprobs + 1} log probabilities each are more than "
+            f"{MAX_LOGPROBS_PER_REQUEST} in one request; ask for a smaller max_tokens, n or logprobs, or fewer prompts"
+        )
+        raise ApiError(400, message, code="invalid_value", param="logprobs")
+    return [shared[most] for most in tokens]
 
 
 def _max_tokens(wanted: int | None, default: int | None, context: int, prompt_length: int) -> int:
@@ -113,13 +128,13 @@ def _max_tokens(wanted: int | None, default: int | None, context: int, prompt_le
     return wanted
 
 
-def check_token_ids(tokens: Any, facts: Ready, name: str) -> None:
+def check_token_ids(tokens: Collection[int], facts: Ready, name: str) -> None:
     """Every id against the width of the logits: beyond it lies someone else's memory.
 
     Raises:
         ApiError: 400, naming an id that is outside.
     """
-    for token in tokens:
+    for token in (min(tokens, default=0), max(tokens, default=0)):
         if not 0 <= token < facts.vocab_size:
             message = f"{name}: token id {token} is not in the vocabulary of {facts.vocab_size}"
             raise ApiError(400, message, code="invalid_value", param=name)

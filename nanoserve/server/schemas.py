@@ -1,21 +1,27 @@
 """What clients may ask for: the OpenAI fields that nanoserve carries out, and vLLM's extras, each with one type.
 
-A field that is not here is refused, never ignored; so is a value of another type. Where OpenAI documents a field that
-nanoserve does not have, its do-nothing value is accepted, as clients send those too.
+A field that is not here is refused, never ignored; so is a value of another type. Where OpenAI or vLLM document a field
+that nanoserve does not have, the values of it that ask for nothing are accepted, as clients send those too.
 """
 
 import re
-from typing import Any, Literal, TypeVar
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, get_origin, get_type_hints
 
 import msgspec
 
 from nanoserve.server.api_errors import ApiError
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
-_PATH = re.compile(r" - at (?:key in )?`\$\.?([^`]*)`$")
+_PATH = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`")
 _MISSING = re.compile(r"Object missing required field `([^`]*)`")
+
+
+def _nothing(*values: str) -> msgspec.Meta:
+    """Of a field that is there for these values alone, as JSON, beside null: they ask for nothing."""
+    return msgspec.Meta(extra={"nothing": values})
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,6 +30,8 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 class StreamOptions(_Strict, frozen=True, kw_only=True):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Annotated[Any, _nothing("false")] = None
 
 
 class SamplingFields(_Strict, frozen=True, kw_only=True):
@@ -50,6 +58,7 @@ class SamplingFields(_Strict, frozen=True, kw_only=True):
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: Annotated[Any, _nothing("true")] = None
 
 
 SAMPLING_NAMES = (
@@ -64,9 +73,9 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
-    echo: bool | None = None
-    suffix: Literal[""] | None = None
-    best_of: Literal[1] | None = None
+    echo: Annotated[Any, _nothing("false")] = None
+    suffix: Annotated[Any, _nothing('""')] = None
+    best_of: Annotated[Any, _nothing("1")] = None
 
 
 class JsonSchemaFormat(_Strict, frozen=True, kw_only=True):
@@ -91,12 +100,24 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: tuple[()] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    safety_identifier: str | None = None
+    """OpenAI's new name for ``user``."""
 
-
-_UNSUPPORTED = ("tools", "tool_choice", "suffix", "best_of", "response_format.type")
-"""Fields that are there for their do-nothing values alone."""
+    tools: Annotated[Any, _nothing("[]")] = None
+    tool_choice: Annotated[Any, _nothing('"none"', '"auto"')] = None
+    parallel_tool_calls: Annotated[Any, _nothing("false", "true")] = None
+    functions: Annotated[Any, _nothing("[]")] = None
+    function_call: Annotated[Any, _nothing('"none"', '"auto"')] = None
+    modalities: Annotated[Any, _nothing('["text"]')] = None
+    audio: Annotated[Any, _nothing()] = None
+    prediction: Annotated[Any, _nothing()] = None
+    reasoning_effort: Annotated[Any, _nothing()] = None
+    verbosity: Annotated[Any, _nothing()] = None
+    web_search_options: Annotated[Any, _nothing()] = None
+    store: Annotated[Any, _nothing("false")] = None
+    metadata: Annotated[Any, _nothing("{}")] = None
+    service_tier: Annotated[Any, _nothing('"auto"', '"default"')] = None
+    prompt_cache_key: Annotated[Any, _nothing()] = None
 
 
 class TokenizeRequest(_Strict, frozen=True, kw_only=True):
@@ -109,6 +130,13 @@ class TokenizeRequest(_Strict, frozen=True, kw_only=True):
     add_generation_prompt: bool = True
 
 
+class DetokenizeRequest(_Strict, frozen=True, kw_only=True):
+    """``/detokenize``: the tokens of one text."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
 def parse(body: bytes, schema: type[T]) -> T:
     """The request in a body of JSON.
 
@@ -116,7 +144,9 @@ def parse(body: bytes, schema: type[T]) -> T:
         ApiError: 400, naming the field that is wrong.
     """
     try:
-        return msgspec.json.decode(body, type=schema)
+        asked = msgspec.json.decode(body, type=schema)
+        _refuse_unsupported(asked)
+        return asked
     except msgspec.ValidationError as error:
         raise _explained(str(error)) from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -125,13 +155,32 @@ def parse(body: bytes, schema: type[T]) -> T:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
 
 
+@cache
+def _nothings(schema: type) -> dict[str, tuple[str, ...]]:
+    """Of each field that is not supported, the values that ask for nothing."""
+    hints = get_type_hints(schema, include_extras=True)
+    return {
+        name: hint.__metadata__[0].extra["nothing"] for name, hint in hints.items() if get_origin(hint) is Annotated
+    }
+
+
+def _refuse_unsupported(asked: msgspec.Struct, within: str = "") -> None:
+    """Raise ApiError (400) for a field that asks for something that is not there."""
+    for name, values in _nothings(type(asked)).items():
+        value = getattr(asked, name)
+        if value is not None and msgspec.json.encode(value).decode() not in values:
+            message = f"{within}{name} is not supported: leave it out, or give {' or '.join((*values, 'null'))}"
+            raise ApiError(400, message, code="unsupported_parameter", param=within + name)
+    if isinstance(asked, SamplingFields) and asked.stream_options is not None:
+        _refuse_unsupported(asked.stream_options, "stream_options.")
+
+
 def _explained(message: str) -> ApiError:
     """msgspec's words, with the field taken out of them."""
     path = _PATH.search(message)
-    param = path.group(1) if path else None
+    param = path.group(2) if path else None
     within = f"{param}." if param else ""
-    if param in _UNSUPPORTED:
-        return ApiError(400, f"{param} is not supported", code="unsupported_parameter", param=param)
+    named = f"a key of {param}" if path and path.group(1) else param
     if unknown := _UNKNOWN.search(message):
         name = within + unknown.group(1)
         return ApiError(400, f"{name} is not supported", code="unsupported_parameter", param=name)
@@ -139,4 +188,4 @@ def _explained(message: str) -> ApiError:
         name = within + missing.group(1)
         return ApiError(400, f"{name} is missing", code="missing_required_parameter", param=name)
     text = _PATH.sub("", message).replace("`", "")
-    return ApiError(400, f"{param}: {text}" if param else text, code="invalid_type", param=param)
+    return ApiError(400, f"{named}: {text}" if named else text, code="invalid_type", param=param)

@@ -8,25 +8,30 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
+
+import msgspec
 
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.request import MAX_SEED, Request, SamplingParams
 from nanoserve.server.api_errors import ApiError
 from nanoserve.server.engine_client import EngineClient, EngineUnavailable
+from nanoserve.server.hosts import AllowedHosts
 from nanoserve.server.logprobs import TokenTexts
 from nanoserve.server.messages import Ready
 from nanoserve.server.metrics import Metrics
 from nanoserve.server.streams import RequestStream
 from nanoserve.text.messages import check_text
-from nanoserve.text.tokenizer import Tokenizer
+from nanoserve.text.tokenizer import PromptTooLong, Tokenizer
 
 _INLINE_CHARACTERS = 4096
 """Longer texts take long enough to tokenize that others would wait: they go to a thread."""
+_LONG_CHARACTERS = 32768
 _TOKENIZING_THREADS = 2
-
-T = TypeVar("T")
+_NO_ANNOTATIONS: tuple[str, list[object]] = ("annotations", [])
+"""OpenAI's client has it in every answer, and sends it back in the next request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +43,14 @@ class Limits:
         client_seconds: within which a client has to send its request, and to take what it is sent.
         request_seconds: from the request to the end of its answer.
         prompts: in one completion request.
+        messages: in one conversation.
     """
 
     body_bytes: int = 1 << 20
     client_seconds: float = 30.0
     request_seconds: float = 1800.0
     prompts: int = 128
+    messages: int = 4096
 
 
 class Service:
@@ -51,7 +58,9 @@ class Service:
 
     Args:
         model_name: under which the model is served.
+        root: its own name.
         api_keys: one of which every client must show; empty where none is needed.
+        allowed_hosts: names that clients may call the server; None allows every name.
         seed: makes the seeds repeatable that requests without one are given.
 
     Attributes:
@@ -62,26 +71,32 @@ class Service:
         self,
         *,
         model_name: str,
+        root: str,
         tokenizer: Tokenizer,
         engine: EngineClient,
         grammars: GrammarChecker,
         limits: Limits,
         api_keys: Sequence[str] = (),
+        allowed_hosts: AllowedHosts | None = None,
         seed: int | None = None,
     ) -> None:
         self.model_name = model_name
+        self.root = root
         self.tokenizer = tokenizer
         self.engine = engine
         self.limits = limits
         self.api_keys = tuple(key.encode() for key in api_keys)
+        self.allowed_hosts = allowed_hosts
         self.texts = TokenTexts(tokenizer)
         self.metrics = Metrics(model_name, engine)
         self.started = int(time.time())
         self.draining = False
+        self._counting: set[asyncio.Task[None]] = set()
         self._random = random.Random(seed)
         self._grammars = grammars
         self._grammar_thread = ThreadPoolExecutor(1, "grammar")
         self._threads = ThreadPoolExecutor(_TOKENIZING_THREADS, "tokenize")
+        self._unbounded_thread = ThreadPoolExecutor(1, "tokenize-only")
 
     # ---- asking -----------------------------------------------------------------------------------------------
 
@@ -103,29 +118,48 @@ class Service:
             message = f"the model {name!r:.100} does not exist; this server has {self.model_name!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.
+    async def encode(self, text: str, *, add_special_tokens: bool = True, context: int | None = None) -> list[int]:
+        """Token ids of a text. ``context``: refuse it early if it is far longer than so many tokens.
 
         Raises:
             UsageError: for text that no model can read.
+            ApiError: 400, for a text that is far too long.
         """
         check_text(text)
-        if len(text) <= _INLINE_CHARACTERS:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await self._in_thread(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens, limit=context)
+        return await self._tokenize(encode, "prompt", context, characters=len(text))
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        context: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation. What is null in a message counts as absent.
+        """Token ids of a conversation. What says nothing in a message counts as absent; ``context`` as for ``encode``.
 
         Raises:
             UsageError, ModelError: for messages that are malformed or that the template refuses.
+            ApiError: 400, for too many of them, and for those that are far too long.
         """
-        present = [{name: value for name, value in message.items() if value is not None} for message in messages]
-        return await self._in_thread(
-            lambda: self.tokenizer.encode_chat(present, add_generation_prompt=add_generation_prompt)
+        if len(messages) > self.limits.messages:
+            message = f"{len(messages)} messages in one conversation; at most {self.limits.messages} are taken"
+            raise ApiError(400, message, code="invalid_value", param="messages")
+        present = [
+            {name: value for name, value in message.items() if value is not None and (name, value) != _NO_ANNOTATIONS}
+            for message in messages
+        ]
+        encode = partial(
+            self.tokenizer.encode_chat, present, add_generation_prompt=add_generation_prompt, limit=context
         )
+        # Rendering waits for another process: that is never done in line.
+        characters = max(_INLINE_CHARACTERS + 1, len(msgspec.json.encode(present)))
+        return await self._tokenize(encode, "messages", context, characters=characters)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, control tokens and all."""
+        decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=False)
+        return await asyncio.get_running_loop().run_in_executor(self._unbounded_thread, decode)
 
     async def check_json_schema(self, schema: str) -> None:
         """Raise ApiError (400) for a JSON schema that no grammar can be made of."""
@@ -137,8 +171,19 @@ class Service:
         except UsageError as error:
             raise ApiError(400, str(error), code="invalid_value", param="response_format") from None
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def _tokenize(
+        self, encode: Callable[[], list[int]], param: str, context: int | None, *, characters: int
+    ) -> list[int]:
+        # What neither a context nor its own length bounds waits for its like, and no one else for it.
+        threads = self._unbounded_thread if context is None and characters > _LONG_CHARACTERS else self._threads
+        try:
+            if characters > _INLINE_CHARACTERS:
+                return await asyncio.get_running_loop().run_in_executor(threads, encode)
+            await asyncio.sleep(0)  # a request may have many short prompts: others go on in between
+            return encode()
+        except PromptTooLong:
+            message = f"the prompt has far more tokens than the context holds: {context}"
+            raise ApiError(400, message, code="context_length_exceeded", param=param) from None
 
     def request(self, answer_id: str, prompt: Sequence[int], params: SamplingParams, salt: str) -> Request:
         """One request for the engine."""
@@ -170,11 +215,17 @@ class Service:
         """The reader is done with them; what still runs is aborted."""
         for stream in streams:
             self.engine.forget(stream)
+        self._counting = {task for task in self._counting if not task.done()}
+        self._counting.add(asyncio.ensure_future(self._count(streams)))
+
+    async def _count(self, streams: list[RequestStream]) -> None:
+        for stream in streams:
             self.metrics.ended(stream)
+            await asyncio.sleep(0)  # there is an entry for each token: others go on in between
 
     def close(self) -> None:
         """Give threads and the template's process back."""
-        for threads in (self._threads, self._grammar_thread):
+        for threads in (self._threads, self._unbounded_thread, self._grammar_thread):
             threads.shutdown(wait=False, cancel_futures=True)
         self.tokenizer.close()
         self._grammars.close()

@@ -12,12 +12,24 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from nanoserve.errors import RuntimeFailure
+
 # Processor time is limited inside the process; this only catches one that neither computes nor answers.
 SILENCE_SECONDS = 20.0
+GRACE_SECONDS = 2.0
+"""For a process that has closed its stdout to end."""
+_FROM_OUTSIDE = (-9, -15)  # SIGKILL and SIGTERM: its own limits end it by other signals, or it says so
+
+ATTEMPTS = 2
+"""At a question whose process is killed from outside, as the system does where memory is short."""
 
 # Where nanoserve itself is: an editable installation is found by a hook of the site, not on the path.
 _PACKAGES = str(Path(__file__).parents[2])
 _COMMAND = "import json, sys; sys.path[:] = json.loads(sys.argv[1]);from {module} import main; main()"
+
+
+class ProcessKilled(RuntimeFailure):
+    """The child was killed from outside, again and again: nothing is wrong with the question."""
 
 
 class LimitedProcess:
@@ -25,11 +37,13 @@ class LimitedProcess:
 
     Args:
         module: whose `main` the child runs.
+        purpose: what the child is, for people.
         greeting: the first line that the child reads.
     """
 
-    def __init__(self, module: str, greeting: dict[str, Any]) -> None:
+    def __init__(self, module: str, purpose: str, greeting: dict[str, Any]) -> None:
         self._command = _COMMAND.format(module=module)
+        self._purpose = purpose
         self._greeting = json.dumps(greeting)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -40,9 +54,16 @@ class LimitedProcess:
             self._running()
 
     def ask(self, line: str) -> dict[str, Any] | None:
-        """The child's answer; None if it died over the question. The next question starts another one."""
+        """The child's answer; None if it died over the question. The next question starts another one.
+
+        Raises:
+            ProcessKilled: if it was killed from outside, and the one that was started for another attempt too.
+        """
         with self._lock:
-            return self._ask(line)
+            for _ in range(ATTEMPTS):
+                with contextlib.suppress(ProcessKilled):
+                    return self._ask(line)
+        raise ProcessKilled(f"{self._purpose} was killed {ATTEMPTS} times; is the machine short of memory?")
 
     def close(self) -> None:
         """End the process; a later question would start another."""
@@ -73,7 +94,13 @@ class LimitedProcess:
         process = self._running()
         assert process.stdout is not None
         _send(process, line)
-        watchdog = threading.Timer(SILENCE_SECONDS, process.kill)
+        silent = threading.Event()
+
+        def give_up() -> None:
+            silent.set()
+            process.kill()
+
+        watchdog = threading.Timer(SILENCE_SECONDS, give_up)
         watchdog.start()
         try:
             answer = process.stdout.readline()
@@ -84,7 +111,11 @@ class LimitedProcess:
         finally:
             watchdog.cancel()
         if not answer:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
             self._discard()
+            if process.returncode in _FROM_OUTSIDE and not silent.is_set():
+                raise ProcessKilled
             return None
         result: dict[str, Any] = json.loads(answer)
         return result

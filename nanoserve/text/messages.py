@@ -45,7 +45,7 @@ def _check_message(message: Any, name: str) -> dict[str, Any]:
     role = message.get("role")
     role = _ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
-        raise UsageError(f"{name}.role must be one of {', '.join(ROLES)}, not {role!r:.40}")
+        raise UsageError(f"{name}.role must be one of {', '.join((*ROLES, *_ROLE_ALIASES))}, not {role!r:.40}")
     unknown = sorted(str(field) for field in set(message) - _FIELDS)
     if unknown:
         raise UsageError(f"{name} has unknown fields: {', '.join(unknown)[:80]}")

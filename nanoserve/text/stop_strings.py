@@ -1,6 +1,7 @@
 """Finding stop strings in text that arrives in pieces."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from nanoserve.errors import UsageError
 
@@ -22,6 +23,12 @@ class _Pattern:
         return matched + (self.text[matched] == character)
 
 
+@lru_cache(maxsize=32)
+def _patterns(stops: tuple[str, ...]) -> tuple[_Pattern, ...]:
+    """The patterns of a request. They do not change, so all its prompts and samples share them."""
+    return tuple(_Pattern(stop) for stop in dict.fromkeys(stops))
+
+
 class StopStrings:
     """Passes text on until a stop string appears; holds back an end that may be the beginning of one.
 
@@ -33,7 +40,7 @@ class StopStrings:
         """`stops` may be empty. Raises UsageError for an empty stop string."""
         if any(not stop for stop in stops):
             raise UsageError("a stop string must not be empty")
-        self._patterns = [_Pattern(stop) for stop in dict.fromkeys(stops)]
+        self._patterns = _patterns(tuple(stops))
         self._matched = [0] * len(self._patterns)
         self._held = ""
         self._stopped: str | None = None

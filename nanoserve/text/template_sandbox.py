@@ -19,7 +19,7 @@ class TemplateSandbox(LimitedProcess):
     """Renders one template in a process with bounded memory and time, which starts at once."""
 
     def __init__(self, template: str, origin: str) -> None:
-        super().__init__("nanoserve.text.template_process", {"template": template})
+        super().__init__("nanoserve.text.template_process", "the process of the chat template", {"template": template})
         self._origin = origin
         self.start()
 

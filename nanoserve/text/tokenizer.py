@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanoserve.errors import ModelError
+from nanoserve.errors import ModelError, UsageError
 from nanoserve.files import read_optional_json_object
 from nanoserve.text.backends import Backend, SentencePieceBackend, TokenizersBackend
 from nanoserve.text.chat_template import RESERVED_ARGUMENTS, ChatTemplate, PlainConversation, load_chat_template
@@ -13,6 +13,13 @@ from nanoserve.text.control_tokens import ControlTokens, choose_mark
 from nanoserve.text.messages import check_messages, check_template_arguments, check_text
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+_CHARACTERS_PER_TOKEN = 8
+"""More than ordinary text has: what is within its limit is rarely longer."""
+
+
+class PromptTooLong(UsageError):
+    """A prompt has far more tokens than may be."""
 
 
 class Tokenizer:
@@ -46,14 +53,30 @@ class Tokenizer:
         spelling = named_tokens.get(name)
         return None if spelling is None else self._backend.token_id(spelling)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """Token ids of a text typed by a user: spellings of special tokens in it are ordinary text.
 
         Added tokens that are not special, such as `<think>`, are read: who writes a raw prompt chooses its format.
         `add_special_tokens` puts around it what the model expects, usually BOS. Raises UsageError for text with NUL or
-        lone surrogates.
+        lone surrogates, and PromptTooLong early for one that has far more tokens than `limit`.
         """
-        return self._encode(self._readable.split(check_text(text)), add_special_tokens=add_special_tokens)
+        pieces = self._readable.split(check_text(text))
+        self._check_length(pieces, limit)
+        return self._encode(pieces, add_special_tokens=add_special_tokens)
+
+    def _check_length(self, pieces: Sequence[str | int], limit: int | None) -> None:
+        """Raise PromptTooLong by the beginning of the pieces, if they surely have more tokens than `limit`.
+
+        How many characters a token may stand for is not bounded: tokenizers drop characters, and join what they do not
+        know. So ever longer beginnings are tokenized. What they have too many by the cut, which changes their last
+        words at most, is far less than the limit itself.
+        """
+        length = _CHARACTERS_PER_TOKEN * (limit or 0)
+        while limit is not None and length < sum(len(piece) if isinstance(piece, str) else 1 for piece in pieces):
+            beginning = _beginning(pieces, length)
+            if len(self._backend.encode(beginning, add_special_tokens=False)) > 2 * limit:
+                raise PromptTooLong(f"the prompt has more than {limit} tokens")
+            length *= 4
 
     def _encode(self, pieces: Sequence[str | int], *, add_special_tokens: bool) -> list[int]:
         # An explicit setting beats the rules in the tokenizer's own file, as in HF transformers.
@@ -71,6 +94,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         template_arguments: Mapping[str, Any] | None = None,
+        limit: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation in the model's own chat format.
 
@@ -80,9 +104,10 @@ class Tokenizer:
         wrote, so that an answer comes back as it was. Put no one else's text there.
 
         Raises UsageError when the messages are malformed or the template refuses them, ModelError when the template
-        fails.
+        fails; and as `encode` does for a `limit`.
         """
         pieces = self._chat_pieces(messages, template_arguments, add_generation_prompt=add_generation_prompt)
+        self._check_length(pieces, limit)
         # A template writes BOS where the model wants it; the plain format leaves that to the tokenizer.
         return self._encode(pieces, add_special_tokens=not self.has_chat_template)
 
@@ -146,6 +171,17 @@ class Tokenizer:
     def close(self) -> None:
         """End the process in which the chat template runs."""
         self._template.close()
+
+
+def _beginning(pieces: Sequence[str | int], length: int) -> list[str | int]:
+    """The pieces up to so many characters; a control token counts as one."""
+    beginning: list[str | int] = []
+    for piece in pieces:
+        if length <= 0:
+            break
+        beginning.append(piece[:length] if isinstance(piece, str) else piece)
+        length -= len(piece) if isinstance(piece, str) else 1
+    return beginning
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:

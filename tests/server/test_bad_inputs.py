@@ -93,7 +93,7 @@ def test_bodies_that_are_no_request(server: Server, path: str, body: bytes) -> N
         *[("repetition_penalty", value) for value in (0, -1, 1e9)],
         *[("seed", value) for value in (-1, 2**64, 1.0, "a")],
         *[("stop", value) for value in ([""], "", ["a"] * 10_000, "a" * 500_000, [5], 5)],
-        *[("stop_token_ids", value) for value in ([-1], [4096], [2**31], ["a"])],
+        *[("stop_token_ids", value) for value in ([-1], [4096], [2**31], ["a"], [5] * 1025)],
         *[("logit_bias", value) for value in ({"-1": 1}, {"4096": 1}, {str(2**31): 1}, {"a": 1}, {"5": 200}, [1])],
         ("logit_bias", {str(token): 1 for token in range(20_000)}),
         *[("stream", value) for value in ("true", 1)],
@@ -179,7 +179,7 @@ def test_messages_that_are_none(server: Server, messages: Any) -> None:
         ({"logprobs": 5}, "logprobs"),
         ({"max_completion_tokens": 2}, "max_tokens"),
         ({"audio": {}}, "audio"),
-        ({"functions": []}, "functions"),
+        ({"functions": [{"name": "f"}]}, "functions"),
     ],
 )
 def test_what_chats_do_not_have(server: Server, fields: dict[str, Any], param: str) -> None:
@@ -245,7 +245,7 @@ def _connect(server: Server) -> socket.socket:
 
 
 def _head(path: str = COMPLETION, **headers: Any) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json"]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
@@ -286,6 +286,25 @@ def test_a_prompt_of_ten_megabytes_is_refused(server: Server) -> None:
     # The answer may come, and the connection go, before all of it is sent.
     with suppress(httpx.WriteError, httpx.RemoteProtocolError):
         _is_error(_complete(server, prompt="a" * 10_000_000), 413)
+
+
+@pytest.mark.parametrize("path", ["/health", COMPLETION])
+def test_a_request_with_two_lengths_is_refused_and_the_connection_closed(server: Server, path: str) -> None:
+    with _connect(server) as connection:
+        connection.sendall(_head(path, content_length=4, transfer_encoding="chunked") + b"2\r\n{}\r\n0\r\n\r\n")
+        connection.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        answer = _read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 400") and b"Transfer-Encoding" in answer
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_only_names_of_the_machine_itself_are_answered(server: Server) -> None:
+    url = httpx.URL(server.url)
+    for host in ("evil.example", f"evil.example:{url.port}", "", "localhost.evil.example", "[", "192.168.0.1"):
+        error = _is_error(httpx.get(server.url + "/v1/models", headers={"host": host}), 403)
+        assert error["code"] == "host_not_allowed" and "--allowed-hosts" in error["message"]
+    for host in ("localhost", f"LOCALHOST:{url.port}", "127.0.0.1", "127.0.0.1:80", "[::1]", "[::1]:8000"):
+        assert httpx.get(server.url + "/v1/models", headers={"host": host}).status_code == 200
 
 
 def test_slow_clients_are_cut_off(server: Server) -> None:
@@ -357,6 +376,8 @@ def _send_monsters(server: Server) -> None:
     _is_error(server.post(COMPLETION, content=deep, headers=JSON), 400)
     assert _is_error(_complete(server, prompt="a" * 1_000_000), 400)["code"] == "context_length_exceeded"
     _is_error(_chat(server, messages=[{"role": "user", "content": "a " * 500_000}]), 400)
+    _is_error(_chat(server, messages=[{"role": "user", "content": "a"}] * 25_000), 400)
+    _is_error(_complete(server, prompt=["a"] * 128, stop_token_ids=list(range(4096)) * 40), 400)
     _is_error(_complete(server, prompt=[1] * 300_000), 400)
     _is_error(_complete(server, n=10**9, max_tokens=10**9), 400)
     with suppress(httpx.WriteError, httpx.RemoteProtocolError):

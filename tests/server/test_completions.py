@@ -20,6 +20,7 @@ STORY: list[Any] = [{"role": "user", "content": "Tell me a story about a cat and
 def test_the_model_is_listed(client: openai.OpenAI) -> None:
     (model,) = client.models.list()
     assert model.id == MODEL and model.object == "model"
+    assert model.model_dump()["root"] == MODEL
     assert client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.models.retrieve("gpt-7")
@@ -65,6 +66,15 @@ def test_the_pieces_of_a_chat_make_the_whole(client: openai.OpenAI) -> None:
     assert chunks[-1].choices == [] and chunks[-1].usage is not None and whole.usage is not None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_stream_says_the_usage_in_every_chunk_where_asked_for(server: Server) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True, "stream": True, "stream_options": options}
+    lines = server.post("/v1/completions", body).text.splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 4 and chunks[-1]["choices"] == []
 
 
 def test_a_stream_without_the_option_has_no_usage(server: Server) -> None:
@@ -202,7 +212,11 @@ def test_an_earlier_answer_can_be_sent_back_as_it_came(client: openai.OpenAI) ->
     again = client.chat.completions.create(model=MODEL, messages=turns, max_tokens=4)
     assert again.usage is not None and again.usage.prompt_tokens_details is not None
     assert (again.usage.prompt_tokens_details.cached_tokens or 0) % 16 == 0
-    refused = [*STORY, {"role": "assistant", "content": "No.", "refusal": None, "tool_calls": None}, STORY[0]]
+    refused = [
+        *STORY,
+        {"role": "assistant", "content": "No.", "refusal": None, "tool_calls": None, "annotations": []},
+        STORY[0],
+    ]
     assert client.chat.completions.create(model=MODEL, messages=refused, max_tokens=1).choices
 
 
@@ -222,6 +236,15 @@ def test_tokenize_says_what_the_model_sees(server: Server, storyteller: LLM) -> 
     assert answer == {"count": 5, "max_model_len": 1024, "tokens": storyteller.tokenizer.encode(PROMPT)}
     chat = server.post("/tokenize", {"messages": STORY, "add_generation_prompt": False}).json()
     assert chat["tokens"] == storyteller.tokenizer.encode_chat(STORY, add_generation_prompt=False)
+
+
+def test_detokenize_is_the_way_back(server: Server, storyteller: LLM) -> None:
+    tokens = server.post("/tokenize", {"messages": STORY}).json()["tokens"]
+    text = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    assert text == storyteller.tokenizer.render_chat(STORY)
+    for wrong in ([4096], [-1], [5] * 1025):
+        refused = server.post("/detokenize", {"tokens": wrong})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "tokens"
 
 
 def test_the_state_of_the_server(server: Server) -> None:

@@ -1,5 +1,6 @@
 import json
 import resource
+import signal
 from datetime import datetime
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanoserve.errors import ModelError, UsageError
+from nanoserve.server.api_errors import as_api_error
 from nanoserve.text.chat_template import ChatTemplate, load_chat_template
+from nanoserve.text.limited_process import ProcessKilled
 from nanoserve.text.messages import check_messages
 from nanoserve.text.tokenizer import load_tokenizer
 from tests.text.building import make_byte_level
@@ -199,6 +202,36 @@ def test_an_interrupted_rendering_does_not_answer_the_next():
     assert template.render([{"role": "user", "content": "second"}]) == "second"
     template.close()
     stdout.close()
+
+
+def test_a_process_that_is_killed_from_outside_is_replaced():
+    template = ChatTemplate({"default": "{{ messages | length }}"}, {}, "here")
+    sandbox = next(iter(template._sandboxes.values()))
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        sandbox._process.send_signal(number)
+        sandbox._process.wait()
+        assert template.render([{"role": "user", "content": "a"}]) == "1"
+    template.close()
+
+
+def test_one_that_is_killed_again_and_again_is_nobodys_fault(monkeypatch):
+    template = ChatTemplate({"default": "{{ messages | length }}"}, {}, "here")
+    sandbox = next(iter(template._sandboxes.values()))
+    running = sandbox._running
+    started = []
+
+    def killed():
+        process = running()
+        started.append(process.pid)
+        process.kill()
+        return process
+
+    monkeypatch.setattr(sandbox, "_running", killed)
+    with pytest.raises(ProcessKilled, match="the process of the chat template was killed 2 times"):
+        template.render([{"role": "user", "content": "a"}])
+    assert len(set(started)) == 2
+    assert as_api_error(ProcessKilled("killed")).status == 503
+    template.close()
 
 
 def test_closing_ends_the_process():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoserve.errors import ModelError, UsageError
-from nanoserve.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from nanoserve.text.tokenizer import PromptTooLong, Tokenizer, check_vocabulary, load_tokenizer
 from tests.text.building import (
     CHATML,
     PATIENT,
@@ -325,6 +325,46 @@ def test_sentencepiece_without_template_begins_with_bos(tokenizers):
     assert not tokenizer.has_chat_template and "no chat template" in tokenizer.notice
     assert ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(ids) == "User: Hello\nAssistant:"
+
+
+@pytest.mark.parametrize("piece", ["a ", "abcdefghij", " ", "é", "<|end|>", "你好"])
+def test_of_what_is_far_too_long_no_more_than_a_beginning_is_tokenized(tokenizer: Tokenizer, piece: str, monkeypatch):
+    tokenized: list[int] = []
+    encode = tokenizer._backend.encode
+
+    def counting(pieces, **settings):
+        tokenized.append(sum(len(one) if isinstance(one, str) else 1 for one in pieces))
+        return encode(pieces, **settings)
+
+    monkeypatch.setattr(tokenizer._backend, "encode", counting)
+    text = piece * (100_000 // len(piece))
+    with pytest.raises(PromptTooLong):
+        tokenizer.encode(text, limit=64)
+    with pytest.raises(PromptTooLong):
+        tokenizer.encode_chat([{"role": "user", "content": f".{text}."}], limit=64)
+    assert sum(tokenized) <= 2 * 64 * 8 * (1 + 4 + 16)
+
+
+@PATIENT
+@given(
+    words=st.lists(st.sampled_from(["a ", "fox", " ", "🦊", "é", "\n", "the owl said hello", "<|end|>"]), min_size=1),
+    repeats=st.integers(1, 400),
+)
+def test_what_fits_is_never_taken_for_too_long(tokenizers, words, repeats):
+    text = "".join(words) * repeats
+    for tokenizer in tokenizers.values():
+        ids = tokenizer.encode(text)
+        assert tokenizer.encode(text, limit=len(ids)) == ids
+
+
+def test_characters_that_a_tokenizer_drops_do_not_count(tmp_path: Path):
+    make_byte_level(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer.json").read_text())
+    settings["normalizer"] = {"type": "Replace", "pattern": {"Regex": "x+"}, "content": ""}
+    write_json(tmp_path / "tokenizer.json", settings)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("x" * 100_000 + "fox", limit=5)) == "fo"
+    tokenizer.close()
 
 
 def test_a_tokenizer_too_large_for_the_embedding_is_refused(tokenizer: Tokenizer):

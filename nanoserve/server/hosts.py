@@ -1,0 +1,31 @@
+"""Which names of this server a request may use.
+
+A web page can make a browser ask any address, and by DNS rebinding under the page's own name, so that it may read the
+answers. The name then stands in the header Host, and no name of ours is the page's.
+"""
+
+import ipaddress
+import re
+from collections.abc import Sequence
+
+_NAME_AND_PORT = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::\d*)?")
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name is that of the machine itself."""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
+class AllowedHosts:
+    """Names that a request's Host may have, with any port: those given, and those of the machine itself."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = frozenset(name.lower().strip("[]") for name in names)
+
+    def __contains__(self, host: bytes) -> bool:
+        found = _NAME_AND_PORT.fullmatch(host.decode("latin-1").lower())
+        name = (found[1] or found[2]) if found else ""
+        return name in self._names or is_loopback(name)

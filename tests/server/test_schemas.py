@@ -1,0 +1,119 @@
+"""What a request may hold that nanoserve does not carry out: values that ask for nothing, and no others."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoserve.errors import UsageError
+from nanoserve.request import SamplingParams
+from nanoserve.server.api_errors import ApiError
+from nanoserve.server.messages import Ready
+from nanoserve.server.sampling import chat_params, completion_params
+from nanoserve.server.schemas import ChatRequest, CompletionRequest, parse
+from nanoserve.text.messages import check_messages
+
+FACTS = Ready(1024, 4096, (0,), SamplingParams(), 256)
+NULLS = (
+    *("metadata", "store", "service_tier", "parallel_tool_calls", "modalities", "prediction", "functions"),
+    *("function_call", "audio", "reasoning_effort", "verbosity", "prompt_cache_key", "safety_identifier"),
+    *("web_search_options", "tools", "tool_choice", "skip_special_tokens", "top_logprobs", "stream_options"),
+)
+
+
+def _chat(**fields: Any) -> ChatRequest:
+    return parse(json.dumps({"messages": [{"role": "user", "content": "a"}]} | fields).encode(), ChatRequest)
+
+
+def _completion(**fields: Any) -> CompletionRequest:
+    return parse(json.dumps({"prompt": "a"} | fields).encode(), CompletionRequest)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({name: None} for name in NULLS),
+        {"metadata": {}},
+        {"store": False},
+        {"service_tier": "auto"},
+        {"service_tier": "default"},
+        {"parallel_tool_calls": True},
+        {"parallel_tool_calls": False},
+        {"modalities": ["text"]},
+        {"functions": []},
+        {"function_call": "none"},
+        {"tools": []},
+        {"tool_choice": "auto"},
+        {"top_logprobs": 0},
+        {"skip_special_tokens": True},
+        {"safety_identifier": "someone"},
+        {"stream": True, "stream_options": {"include_obfuscation": False}},
+        {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ],
+    ids=str,
+)
+def test_values_that_ask_for_nothing_change_nothing(fields: dict[str, Any]) -> None:
+    assert chat_params(_chat(**fields), FACTS, 5) == chat_params(_chat(), FACTS, 5)
+
+
+@pytest.mark.parametrize("fields", [{"echo": False}, {"suffix": ""}, {"best_of": 1}, {"skip_special_tokens": True}])
+def test_so_they_do_in_completions(fields: dict[str, Any]) -> None:
+    assert completion_params(_completion(**fields), FACTS, [5]) == completion_params(_completion(), FACTS, [5])
+
+
+@pytest.mark.parametrize(
+    ("fields", "accepted"),
+    [
+        ({"metadata": {"a": "b"}}, "{}"),
+        ({"store": True}, "false"),
+        ({"store": 0}, "false"),
+        ({"service_tier": "flex"}, '"auto" or "default"'),
+        ({"parallel_tool_calls": 1}, "false or true"),
+        ({"modalities": ["text", "audio"]}, '["text"]'),
+        ({"functions": [{"name": "f"}]}, "[]"),
+        ({"function_call": {"name": "f"}}, '"none"'),
+        ({"tools": [{"type": "function"}]}, "[]"),
+        ({"tool_choice": "required"}, '"none"'),
+        ({"prediction": {"type": "content", "content": "a"}}, "null"),
+        ({"audio": {}}, "null"),
+        ({"reasoning_effort": "high"}, "null"),
+        ({"verbosity": "low"}, "null"),
+        ({"prompt_cache_key": "a"}, "null"),
+        ({"web_search_options": {}}, "null"),
+        ({"skip_special_tokens": False}, "true"),
+    ],
+    ids=str,
+)
+def test_what_asks_for_something_that_is_not_there_is_refused_by_name(fields: dict[str, Any], accepted: str) -> None:
+    (name,) = fields
+    with pytest.raises(ApiError) as caught:
+        _chat(**fields)
+    error = caught.value
+    assert (error.status, error.code, error.param) == (400, "unsupported_parameter", name)
+    assert error.message.startswith(f"{name} is not supported: leave it out, or give ")
+    assert accepted in error.message and error.message.endswith("null")
+
+
+def test_options_of_a_stream_are_named_with_their_path() -> None:
+    with pytest.raises(ApiError) as caught:
+        _completion(stream=True, stream_options={"include_obfuscation": True})
+    assert caught.value.param == "stream_options.include_obfuscation"
+
+
+@pytest.mark.parametrize("key", ["a", "1.5", ""])
+def test_a_key_of_logit_bias_that_is_no_token_names_the_field(key: str) -> None:
+    with pytest.raises(ApiError, match="a key of logit_bias") as caught:
+        _completion(logit_bias={key: 1})
+    assert caught.value.param == "logit_bias"
+
+
+def test_the_error_about_roles_knows_all_of_them() -> None:
+    with pytest.raises(UsageError, match="system, user, assistant, tool, developer"):
+        check_messages([{"role": "king", "content": "a"}])
+
+
+def test_the_document_names_every_field_that_is_taken_for_nothing() -> None:
+    text = (Path(__file__).parents[2] / "docs/server.md").read_text()
+    fields = {field for schema in (ChatRequest, CompletionRequest) for field in schema.__struct_fields__}
+    assert not [field for field in fields if f"`{field}`" not in text]

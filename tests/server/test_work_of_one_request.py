@@ -1,0 +1,179 @@
+"""The largest legal request holds no one up: what it costs is bounded, shared between its prompts, or in slices."""
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+import zmq
+
+from nanoserve.request import MAX_STOP_TOKENS, CompletionOutput, Request, RequestOutput, SamplingParams
+from nanoserve.scheduler.policies.baselines import ChunkedPrefill
+from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.server import generation
+from nanoserve.server.answers import CompletionAnswer, Heading
+from nanoserve.server.api_errors import ApiError
+from nanoserve.server.engine_process import COMMAND_BYTES, Mailbox
+from nanoserve.server.messages import Add, Ready
+from nanoserve.server.sampling import MAX_LOGPROBS_PER_REQUEST, chat_params, completion_params
+from nanoserve.server.schemas import ChatRequest, CompletionRequest, parse
+from nanoserve.server.service import Limits, Service
+from nanoserve.server.sockets import COMMANDS, REPORTS
+from nanoserve.text import stop_strings
+from nanoserve.text.stop_strings import StopStrings
+from nanoserve.text.tokenizer import Tokenizer, load_tokenizer
+from tests.text.building import make_byte_level
+
+FACTS = Ready(1024, 4096, (0,), SamplingParams(), 256)
+LARGEST = {
+    "stop_token_ids": list(range(MAX_STOP_TOKENS)),
+    "logit_bias": {str(token): -1.0 for token in range(1024)},
+    "stop": [chr(65 + index) * 1024 for index in range(16)],
+    "n": 16,
+}
+
+
+def _asked(**fields: Any) -> CompletionRequest:
+    return parse(json.dumps({"prompt": "a"} | fields).encode(), CompletionRequest)
+
+
+def test_a_long_list_of_stop_tokens_is_refused_by_name() -> None:
+    with pytest.raises(ApiError, match="stop_token_ids may name at most 1024") as caught:
+        completion_params(_asked(stop_token_ids=list(range(4096)) * 40), FACTS, [1] * 128)
+    assert caught.value.param == "stop_token_ids"
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_tokens": 24}])
+def test_prompts_of_one_request_share_their_parameters(fields: dict[str, Any]) -> None:
+    lengths = [*range(900, 1000), *range(28)]
+    each = completion_params(_asked(**LARGEST, **fields), FACTS, lengths)
+    assert len(each) == 128 and len({id(params) for params in each}) == 1
+    crowded = completion_params(_asked(**LARGEST), FACTS, range(896, 1024))
+    assert [params.max_tokens for params in crowded] == [min(16, 1024 - length) for length in range(896, 1024)]
+    assert len({id(params) for params in crowded}) == 16
+
+
+def test_samples_and_prompts_share_stop_tokens_and_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = completion_params(_asked(**LARGEST), FACTS, [1])[0]
+    scheduler = Scheduler(ChunkedPrefill(64), num_blocks=32, block_size=4, max_model_len=64)
+    scheduler.add(Request("a", (5,), params, 0))
+    sequences = scheduler.table.unfinished("a")
+    assert len(sequences) == 16 and len({id(sequence.stop_tokens) for sequence in sequences}) == 1
+    compiled: list[str] = []
+    pattern = stop_strings._Pattern
+    monkeypatch.setattr(stop_strings, "_Pattern", lambda text: compiled.append(text) or pattern(text))
+    stops = tuple(f"{index} not yet compiled" for index in range(16))
+    for _ in range(128 * 16):
+        StopStrings(stops)
+    assert compiled == list(stops)
+
+
+def test_the_engine_takes_commands_in_slices(tmp_path: Path) -> None:
+    context = zmq.Context()
+    context.socket(zmq.PULL).bind(f"ipc://{tmp_path / REPORTS}")
+    mailbox = Mailbox(tmp_path)
+    commands = context.socket(zmq.PUSH)
+    commands.connect(f"ipc://{tmp_path / COMMANDS}")
+    params = completion_params(_asked(**LARGEST), FACTS, [1])[0]
+    sent = [msgspec.msgpack.encode(Add(Request(str(number), (5,), params, 0))) for number in range(128)]
+    for command in sent:
+        commands.send(command)
+    received: list[list[str]] = []
+    while sum(map(len, received)) < 128:
+        slice_ = [command for command in mailbox.receive(5.0) if isinstance(command, Add)]
+        received.append([command.request.request_id for command in slice_])
+    mailbox.close()
+    context.destroy(linger=0)
+    assert [name for names in received for name in names] == [str(number) for number in range(128)]
+    most = COMMAND_BYTES // len(sent[0]) + 1
+    assert max(map(len, received)) <= most < 128
+
+
+def test_log_probabilities_of_one_request_are_bounded() -> None:
+    asked = _asked(n=16, logprobs=20, max_tokens=1000)
+    with pytest.raises(ApiError, match=f"more than {MAX_LOGPROBS_PER_REQUEST} in one request") as caught:
+        completion_params(asked, FACTS, [1] * 128)
+    assert caught.value.param == "logprobs"
+    assert completion_params(asked, FACTS, [1] * 12)
+    chat = ChatRequest(messages=[], logprobs=True, top_logprobs=20)
+    assert chat_params(chat, msgspec.structs.replace(FACTS, max_model_len=131_072), 1).max_tokens == 131_071
+
+
+def test_the_choices_of_an_answer_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = tuple(CompletionOutput(index, "a", (5,), None, "stop", None, None) for index in range(16))  # type: ignore[arg-type]
+    made: list[int] = []
+    seen: list[int] = []
+
+    class Counting(CompletionAnswer):
+        def choice(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
+            made.append(choice)
+            return super().choice(choice, output)
+
+    async def outputs(_streams: object) -> list[RequestOutput]:
+        return [RequestOutput(str(number), None, (1,), samples, True, 0, None) for number in range(128)]
+
+    async def other() -> None:
+        while len(made) < 128 * 16:
+            seen.append(len(made))
+            await asyncio.sleep(0)
+
+    async def both() -> dict[str, Any]:
+        monkeypatch.setattr(generation, "wholes", outputs)
+        requests = [Request("a", (1,), SamplingParams(n=16), 0)] * 128
+        job = generation._Job(_asked(), Counting(Heading("a", "m"), cast(Any, None)), requests)
+        whole = generation._whole(cast(Service, SimpleNamespace(limits=Limits())), job, [])
+        answer, _ = await asyncio.gather(whole, other())
+        return cast(dict[str, Any], msgspec.json.decode(msgspec.json.encode(answer)))
+
+    answer = asyncio.run(both())
+    assert [choice["index"] for choice in answer["choices"]] == list(range(128 * 16))
+    assert answer["usage"]["completion_tokens"] == 128 * 16
+    assert max(after - before for before, after in pairwise(seen)) == 1
+
+
+# ------------------------------------------------------------------------------------------------- tokenizing
+
+
+class Edge:
+    """A service of which only the tokenizing half is there."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.service = Service(
+            model_name="m",
+            root="m",
+            tokenizer=tokenizer,
+            engine=cast(Any, SimpleNamespace(facts=FACTS)),
+            grammars=cast(Any, None),
+            limits=Limits(messages=50),
+        )
+
+    def refuse(self, prompt: str | Sequence[dict[str, str]], context: int) -> ApiError:
+        encode = self.service.encode if isinstance(prompt, str) else self.service.encode_chat
+        with pytest.raises(ApiError) as caught:
+            asyncio.run(encode(cast(Any, prompt), context=context))
+        return caught.value
+
+
+@pytest.fixture(scope="module")
+def edge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
+    tokenizer = load_tokenizer(make_byte_level(tmp_path_factory.mktemp("tokenizer")))
+    yield Edge(tokenizer)
+    tokenizer.close()
+
+
+@pytest.mark.parametrize(("context", "repeats"), [(16, 1_000), (1024, 100_000)])
+def test_a_prompt_far_too_long_is_refused_in_openais_words(edge: Edge, context: int, repeats: int) -> None:
+    error = edge.refuse("a " * repeats, context)
+    assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "prompt")
+    error = edge.refuse([{"role": "user", "content": "a " * repeats}], context)
+    assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "messages")
+
+
+def test_the_number_of_messages_is_bounded(edge: Edge) -> None:
+    error = edge.refuse([{"role": "user", "content": "a"}] * 51, 1 << 20)
+    assert error.status == 400 and error.param == "messages" and "at most 50" in error.message
