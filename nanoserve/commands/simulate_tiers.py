@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nanoserve.costs.predictor import CostPredictor
     from nanoserve.simulator import OtherLayout
 
+_OF_ONE_LAYOUT = ("stages", "tensor_parallel", "pp_split")
 _ONE_LAYOUT = HardwareOptions()
 
 
@@ -78,8 +79,8 @@ class TierOptions:
         float | None, hardware_option("--host-kv-memory", "Host memory for KV blocks; default: none.", "GIB")
     ] = None
 
-    def simulated(self, hardware: HardwareOptions) -> SimulatedHardware | MeasuredHardware:
-        """All that the options mean together.
+    def simulated(self, hardware: HardwareOptions, step_tokens: int) -> SimulatedHardware | MeasuredHardware:
+        """All that the options mean together; steps have so many tokens at most.
 
         Raises:
             UsageError: for layouts that do not suit each other, the model or the machine, for host memory that is
@@ -91,7 +92,7 @@ class TierOptions:
             measured = MeasuredHardware.of(hardware, hardware.profile)
             return measured.with_host_blocks(self._host_blocks(measured.profile.step_costs(), hardware.block_size))
         layouts = [hardware.costs(layout) for layout in self._layouts(hardware)]
-        blocks = [hardware.kv_blocks(costs) for costs in layouts]
+        blocks = [hardware.kv_blocks(costs, step_tokens) for costs in layouts]
         host = self._host_blocks(layouts[0], hardware.block_size)
         return SimulatedHardware(layouts=layouts, kv_blocks=blocks, host_blocks=host)
 
@@ -102,8 +103,8 @@ class TierOptions:
             return [None]
         if self.prefill_parallel is None or self.decode_parallel is None:
             raise UsageError("give both --prefill-parallel and --decode-parallel, or neither")
-        if (hardware.stages, hardware.tensor_parallel) != (_ONE_LAYOUT.stages, _ONE_LAYOUT.tensor_parallel):
-            raise UsageError("--prefill-parallel and --decode-parallel replace --stages and --tensor-parallel")
+        if any(getattr(hardware, name) != getattr(_ONE_LAYOUT, name) for name in _OF_ONE_LAYOUT):
+            raise UsageError("--prefill-parallel and --decode-parallel replace --stages, --tensor-parallel, --pp-split")
         pair = [ParallelLayout.parse(name) for name in (self.prefill_parallel, self.decode_parallel)]
         if any(layout.data_parallel > 1 for layout in pair):
             raise UsageError("data parallel layouts (D) are whole engines of their own: leave the D out")

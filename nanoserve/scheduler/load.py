@@ -50,6 +50,9 @@ class Decision:
     the host cannot hold is not begun."""
     preempt_to_host: bool = False
     """Victims move to host memory where it has room, instead of being recomputed."""
+    admission_reserve: bool = True
+    """Begin a new prompt only where the free blocks hold all of it and one more for each running decode to grow into.
+    Otherwise the free blocks only have to hold the prompt, and the newest sequence is soon preempted."""
     layout: int = 0
     """The parallel layout wanted. If it is not the current one, the device is drained and then the layout changes. It
     is ignored where there is no such layout, and until a token was answered since the last drain began."""
@@ -137,13 +140,12 @@ class Load:
         """Free KV blocks over all KV blocks, in [0, 1]."""
         return self.free_blocks / self.total_blocks
 
-    @property
-    def first_waiting_fits(self) -> bool:
+    def first_waiting_fits(self, *, admission_reserve: bool = True) -> bool:
         """Whether the next prompt may start, or go on, and the free blocks hold all of it.
 
-        A new one must leave a block for each running decode to grow into, or the Scheduler does not admit it.
+        With the reserve a new one must leave a block for each running decode to grow into, as in the Decision.
         """
-        kept = 0 if self.ready_prefills else self.running_decodes
+        kept = self.running_decodes if admission_reserve and not self.ready_prefills else 0
         return self.first_waiting_tokens > 0 and self.first_waiting_blocks + kept <= self.free_blocks
 
     @property

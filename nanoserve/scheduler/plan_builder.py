@@ -196,12 +196,12 @@ class PlanBuilder:
     def _fits_beside_decodes(self, prompt: Sequence) -> bool:
         """Whether the free blocks hold all of a new prompt and one more for each running decode to grow into.
 
-        Otherwise the newest would soon be preempted and recomputed, over and over. Decodes keep room already for a
-        prompt that only passes through to the host.
+        Without that reserve the newest would soon be preempted and recomputed, over and over. A policy can switch it
+        off, to show what it is worth. Decodes keep room already for a prompt that only passes through to the host.
         """
         if self.decision.park:
             return True
-        kept = self._running_decodes * self._blocks.pool.block_size
+        kept = self._running_decodes * self._blocks.pool.block_size if self.decision.admission_reserve else 0
         return self._blocks.fits(prompt, prompt.remaining + kept)
 
     def _add_chunk(self, sequence: Sequence, budget: int) -> int:

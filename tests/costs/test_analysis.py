@@ -111,7 +111,7 @@ def test_a_batch_that_no_memory_holds_is_marked(analyze: Run) -> None:
         (("-m", "llama-2-70b", "--hardware", "a10"), "what would fit: 7 devices (layout P7)"),
         (("-m", "qwen3-8b", "--hardware", "h100", "--tp", "5"), "does not divide 32 query heads"),
         (("-m", "qwen3-8b", "--hardware", "h100", "--tp", "16"), "does not divide|has 8 devices and no network"),
-        (("-m", "qwen3-8b", "--hardware", "h100", "--pp", "99"), "use at most 36"),
+        (("-m", "qwen3-8b", "--hardware", "h100", "--pp", "99"), "at most 36"),
         (("-m", "qwen3-8b", "--hardware", "h100", "--batch", "0"), "--batch takes whole numbers"),
         (("-m", "qwen3-8b", "--hardware", "h100", "--input", "0"), "--input"),
         (("-m", "qwen3-8b", "--hardware", "h100", "--weight-bits", "3"), "weight_bits must be one of 4, 8, 16, 32"),

@@ -23,8 +23,8 @@ from nanoserve.simulator.length_tables import load_length_table
 from nanoserve.simulator.lengths import lognormal_lengths
 from nanoserve.simulator.meters import CompletedRequest
 
-DEVICE = System(label="device only", policy="sarathi")
-"""vLLM and SwiftLLM: Sarathi-Serve's policy on the same runtime, without host memory."""
+DEVICE = System(label="device only", policy="sarathi", parameters=(("admission_reserve", False),))
+"""vLLM and SwiftLLM: Sarathi-Serve's policy on the same runtime, without host memory and nanoserve's own reserve."""
 NEO = System(label="NEO", policy="neo")
 OVERLAP = System(label="overlap", policy="overlap")
 APEX = System(label="APEX", policy="apex", parameters=(("minimum_ratio", 0.0),))
@@ -81,6 +81,11 @@ class HostCase(SystemCase, frozen=True, kw_only=True):
         rate = "all at once" if self.rate is None else f"{self.rate:.2g}/s"
         return f"{self.system.label}, {self.platform.name}, {self.lengths}, {rate}"
 
+    def shapes(self) -> Iterator[RequestShape]:
+        """The requests' lengths; who is longer than the device's memory holds is left out."""
+        room = self.platform.costs().memory.kv_blocks(BLOCK_SIZE, self.system.token_budget) * BLOCK_SIZE
+        return (shape for shape in draw_lengths(self.lengths, self.seed) if shape.total_tokens <= room)
+
     def run(self) -> "HostOutcome":
         """Simulate it."""
         costs, system = self.platform.costs(self.processor), self.system
@@ -91,10 +96,10 @@ class HostCase(SystemCase, frozen=True, kw_only=True):
             costs,
             Workload(
                 burst() if self.rate is None else poisson_arrivals(self.rate, self.seed),
-                draw_lengths(self.lengths, self.seed),
+                self.shapes(),
                 self.requests,
             ),
-            num_blocks=costs.memory.kv_blocks(BLOCK_SIZE),
+            num_blocks=costs.memory.kv_blocks(BLOCK_SIZE, system.token_budget),
             block_size=BLOCK_SIZE,
             max_num_seqs=self.requests,
             host_blocks=costs.memory.host_kv_blocks(host_memory, BLOCK_SIZE),

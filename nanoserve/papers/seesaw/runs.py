@@ -7,7 +7,7 @@ import msgspec
 
 from nanoserve.costs import StepWork
 from nanoserve.costs.predictor import CostPredictor
-from nanoserve.papers.seesaw.settings import BLOCK_SIZE, Choice, Setting
+from nanoserve.papers.seesaw.settings import BLOCK_SIZE, RESHARDING, Choice, Setting
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import StepPlan, Swap
 from nanoserve.scheduler.policies import make_policy
@@ -20,6 +20,8 @@ FREQUENT, RARE = "prefill-prioritizing", "decode-prioritizing"
 _COMPARED: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
     {FREQUENT: PrefillPrioritizing, RARE: DecodePrioritizing}
 )
+_AS_VLLM = MappingProxyType({"admission_reserve": False, "virtual_engines": True})
+"""Of static configurations: no reserve of nanoserve's own, and each micro-batch has its share of the answers."""
 MOST_SEQUENCES = 4096
 """On the devices at a time: no limit, for anybody."""
 
@@ -79,13 +81,13 @@ class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
         """Simulate it; with data parallelism, until the slowest replica is done."""
         setting, choice = self.setting, self.choice
         layouts = [setting.costs(layout) for layout in (choice.prefill, choice.decode) if layout is not None]
-        blocks = [costs.memory.kv_blocks(BLOCK_SIZE) for costs in layouts]
+        blocks = [costs.memory.kv_blocks(BLOCK_SIZE, choice.token_budget) for costs in layouts]
         if choice.policy in _COMPARED:  # what stays on the devices must fit them in both layouts
             blocks = [min(blocks)] * len(blocks)
         pool = setting.host_bytes_per_device * choice.prefill.devices / choice.replicas
         changes, clock = choice.decode is not None, PhaseClock()
         result = simulate(
-            _policy(choice),
+            policy_of(choice),
             layouts[0],
             Workload(burst(), setting.shapes()),
             num_blocks=blocks[0],
@@ -106,10 +108,11 @@ class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _policy(choice: Choice) -> Policy:
+def policy_of(choice: Choice) -> Policy:
+    """What schedules it."""
     if choice.policy in _COMPARED:
         return _COMPARED[choice.policy](choice.token_budget)
-    return make_policy(choice.policy, choice.token_budget)
+    return make_policy(choice.policy, choice.token_budget, {} if choice.policy == RESHARDING else _AS_VLLM)
 
 
 class PhaseClock:

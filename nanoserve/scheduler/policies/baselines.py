@@ -18,11 +18,16 @@ class PrefillFirst(Policy):
 
     token_budget: int
     """Prompt tokens of one step."""
+    admission_reserve: bool = True
+    """Begin a new prompt only where a block is left for each running decode to grow into: ours, not the paper's."""
+    virtual_engines: bool = False
+    """Share the decodes out over the micro-batches in flight, as vLLM's virtual engines do, which have sequences of
+    their own. Otherwise every ready decode joins the next step."""
 
     def decide(self, load: Load) -> Decision:
-        if load.first_waiting_fits:
-            return Decision(prefill_tokens=self.token_budget, decodes=0, whole_prompts=True)
-        return Decision(prefill_tokens=0, decodes=load.ready_decodes)
+        if load.first_waiting_fits(admission_reserve=self.admission_reserve):
+            return _whole_prompts(self.token_budget, admission_reserve=self.admission_reserve)
+        return Decision(prefill_tokens=0, decodes=load.decode_share if self.virtual_engines else load.ready_decodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +40,13 @@ class DecodeFirst(Policy):
 
     token_budget: int
     """Prompt tokens of one step while a batch is formed."""
+    admission_reserve: bool = True
+    """Begin a new prompt only where a block is left for each running decode to grow into: ours, not the paper's."""
 
     def decide(self, load: Load) -> Decision:
         forming = load.running_decodes == 0 or (load.previous is not None and load.previous.prefill_tokens > 0)
-        if forming and load.first_waiting_fits:
-            return Decision(prefill_tokens=self.token_budget, decodes=0, whole_prompts=True)
+        if forming and load.first_waiting_fits(admission_reserve=self.admission_reserve):
+            return _whole_prompts(self.token_budget, admission_reserve=self.admission_reserve)
         return Decision(prefill_tokens=0, decodes=load.ready_decodes)
 
 
@@ -52,7 +59,16 @@ class ChunkedPrefill(Policy):
 
     token_budget: int
     """Decode and prompt tokens of one step together."""
+    admission_reserve: bool = True
+    """Begin a new prompt only where a block is left for each running decode to grow into: ours, not the paper's."""
+    virtual_engines: bool = False
+    """Share the decodes out over the micro-batches in flight, as vLLM's virtual engines do, which have sequences of
+    their own. Otherwise every ready decode joins the next step."""
 
     def decide(self, load: Load) -> Decision:
-        decodes = min(load.ready_decodes, self.token_budget)
-        return Decision(prefill_tokens=self.token_budget - decodes, decodes=decodes)
+        decodes = min(load.decode_share if self.virtual_engines else load.ready_decodes, self.token_budget)
+        return Decision(self.token_budget - decodes, decodes, admission_reserve=self.admission_reserve)
+
+
+def _whole_prompts(token_budget: int, *, admission_reserve: bool) -> Decision:
+    return Decision(prefill_tokens=token_budget, decodes=0, whole_prompts=True, admission_reserve=admission_reserve)

@@ -39,6 +39,8 @@ class TokenThrottling(Policy):
     """Ablation: prompt tokens follow the waiting tokens alone; the threshold stays."""
     without_decode_throttling: bool = False
     """Ablation: every ready decode joins the next step, as in Sarathi-Serve."""
+    admission_reserve: bool = True
+    """Keep a block for each running decode when a new prompt begins: ours; gLLM has the threshold alone."""
 
     def __post_init__(self) -> None:
         _check_bounds(self.iterations, self.max_prefill, self.min_prefill)
@@ -48,6 +50,7 @@ class TokenThrottling(Policy):
         return Decision(
             prefill_tokens=self._prefill_tokens(load),
             decodes=load.ready_decodes if self.without_decode_throttling else load.decode_share,
+            admission_reserve=self.admission_reserve,
         )
 
     def _prefill_tokens(self, load: Load) -> int:
