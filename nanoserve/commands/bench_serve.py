@@ -116,7 +116,9 @@ def serve(
       nanoserve bench serve --trace AzureLLMInferenceTrace_conv.csv --arrivals trace --requests 200 --json azure.json
     """
     if find_spec("h11") is None:
-        raise RuntimeFailure("bench serve needs h11: pip install 'nanoserve[server]'")
+        from nanoserve.installation import install_command
+
+        raise RuntimeFailure(f"bench serve needs h11: {install_command('server')}")
     from nanoserve.benchmarks.serving.measuring import ServeBench
     from nanoserve.benchmarks.serving.requests import RequestStyle, check_endpoint
     from nanoserve.benchmarks.serving.sending import Sender

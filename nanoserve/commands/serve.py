@@ -116,7 +116,9 @@ def serve(
     try:
         from nanoserve.server.serving import Callbacks, listen, run_server
     except ModuleNotFoundError as error:
-        raise RuntimeFailure(f"the server needs {error.name}: pip install 'nanoserve[server]'") from None
+        from nanoserve.installation import install_command
+
+        raise RuntimeFailure(f"the server needs {error.name}: {install_command('server')}") from None
     of_each_request = limits.limits()  # a size that is none is refused before anything is opened
     with listen(http.host, http.port) as listener, ExitStack() as loading:
         _say(f"listening on {_url(listener)}")

@@ -12,6 +12,8 @@ from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.peers.catalog import PEERS, PeerKind
 from nanoserve.benchmarks.peers.protocol import Opening
 from nanoserve.benchmarks.roofline import BandwidthProbe
+from nanoserve.errors import RuntimeFailure
+from nanoserve.installation import install_command
 from tests.benchmarks.conftest import Run
 from tests.benchmarks.fakes import FakePeer
 
@@ -118,7 +120,7 @@ def test_a_chart_without_matplotlib_names_the_extra(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = bench("scheduler", "--plot", tmp_path / "chart.png")
     assert code == 2
-    assert "pip install 'nanoserve[plot]'" in err
+    assert install_command("plot") in err
 
 
 def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
@@ -143,6 +145,36 @@ def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
     decode = [ratio for ratio in json.loads(report.read_text())["ratios"] if ratio["metric"] == "decode"]
     assert {ratio["peer"] for ratio in decode} == {"transformers"}
     assert decode[0]["median"] == pytest.approx(2.0)
+
+
+def test_compare_fails_when_a_peer_that_is_installed_cannot_be_opened(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FakeProcess(FakePeer):
+        process_id = 1
+
+        def __init__(self, name: str, _opening: object) -> None:
+            super().__init__(name, 1.0)
+            if name == "transformers":
+                raise RuntimeFailure("transformers: KeyError: 'metadata'")
+
+    monkeypatch.setattr("nanoserve.benchmarks.peers.process.PeerProcess", FakeProcess)
+    code, out, err = bench("compare", "-m", _bundled(), "--peers", "transformers")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == (
+        "nanoserve: transformers: KeyError: 'metadata' (to compare without transformers, leave it out of --peers)"
+    )
+
+
+def test_compare_refuses_a_model_that_a_peer_cannot_read(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    monkeypatch.setitem(PEERS, "llama.cpp", PeerKind((), ""))
+    code, _, err = bench("compare", "-m", "dummy:mixtral-8x7b", "--peers", "llama.cpp")
+    assert code == 2
+    assert "mixtral with default rope cannot be written for llama.cpp" in err.splitlines()[-1]
+    assert "leave it out of --peers" in err.splitlines()[-1]
 
 
 def test_operators_beside_stock_torch(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
