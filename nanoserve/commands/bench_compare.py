@@ -15,6 +15,7 @@ from nanoserve.commands.bench_options import (
 )
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions
+from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.config import DEFAULT_POLICY
 from nanoserve.errors import NanoserveError, UsageError
@@ -146,10 +147,17 @@ def _measure(
         opened.callback(peers[-1].close)
     report.put("descriptions", {peer.name: peer.description for peer in peers})
     probe, foreign = BandwidthProbe(), ForeignLoad([peer.process_id for peer in peers])
-    for case in cases:
-        remark(f"comparing {case.name}")
-        for done in run_rounds(case, peers, rounds=rounds, vocab_size=vocab_size, probe=probe.read, foreign=foreign):
-            report.add({"case": case.name, "round": done, "drift": done.drift, "counts": done.counts})
+    with show_progress() as progress:
+        for place, case in enumerate(cases):
+            remark(f"comparing {case.name}")
+            counted, total = place * rounds, len(cases) * rounds
+            progress("rounds", counted, total)
+            for done in run_rounds(
+                case, peers, rounds=rounds, vocab_size=vocab_size, probe=probe.read, foreign=foreign
+            ):
+                report.add({"case": case.name, "round": done, "drift": done.drift, "counts": done.counts})
+                counted += done.counts
+                progress("rounds", counted, total)
 
 
 def _show(report: "Report", results: ResultOptions) -> None:
@@ -194,4 +202,4 @@ def _show(report: "Report", results: ResultOptions) -> None:
     ]
     print_table("nanoserve over the peer (above 1: nanoserve is faster)", columns, compared)
     if results.plot is not None:
-        plot_bars(results.plot, title, "{case} {engine} ({state})", rates, summary)
+        plot_bars(results.plot, report.titled(title), "{case} {engine} ({state})", rates, summary)

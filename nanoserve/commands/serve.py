@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions, Progress, option, switch
-from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.progress import show_progress
+from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import ServingOptions
 from nanoserve.errors import RuntimeFailure, UsageError
@@ -122,7 +123,7 @@ def serve(
     of_each_request = limits.limits()  # a size that is none is refused before anything is opened
     with listen(http.host, http.port) as listener, ExitStack() as loading:
         _say(f"listening on {_url(listener)}")
-        progress = loading.enter_context(load_progress())
+        progress = loading.enter_context(show_progress())
         service = _open_service(engine, http, of_each_request, limits.max_queue, progress)
         asyncio.run(run_server(service, listener, limits.drain_timeout, Callbacks(loading.close, _say)))
     return EXIT_OK

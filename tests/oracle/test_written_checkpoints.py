@@ -38,7 +38,8 @@ def opened(directory: Path) -> Any:
 @pytest.mark.parametrize("model_type", BY_TYPE)
 @pytest.mark.parametrize("file_bytes", [1 << 20, 20_000], ids=["single", "sharded"])
 def test_dummies(model_type: str, file_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = {name: TINY.get(name, value) for name, value in BY_TYPE[model_type].items()} | {"head_dim": 8, "pad_token_id": 0}
+    shape = {name: TINY.get(name, value) for name, value in BY_TYPE[model_type].items()}
+    shape |= {"head_dim": 8, "pad_token_id": 0}
     spec = tmp_path / "shape.json"
     spec.write_text(json.dumps(shape))
     monkeypatch.setattr("nanoserve.models.dummy._FILE_BYTES", file_bytes)
