@@ -6,15 +6,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nanoserve.client.connection import ApiClient, ServerRefused
-from nanoserve.client.events import Chunk, ServerUsage
-from nanoserve.client.models import NO_SUCH_PATH, served_model
 from nanoserve.commands.options import sampling_params
 from nanoserve.commands.usage import Usage
 from nanoserve.errors import RuntimeFailure
-from nanoserve.request import RequestMetrics
 
 if TYPE_CHECKING:
+    from nanoserve.client.connection import ApiClient
+    from nanoserve.client.events import Chunk
     from nanoserve.llm import LLM
     from nanoserve.request import SamplingParams
 
@@ -124,11 +122,13 @@ class RemoteModel:
 
     def __init__(
         self,
-        client: ApiClient,
+        client: "ApiClient",
         model: str | None,
         notify: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        from nanoserve.client.models import served_model
+
         self._client = client
         self._clock = clock
         self._api, self._root = client.address.api, client.address.root
@@ -142,6 +142,9 @@ class RemoteModel:
 
     def count_tokens(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> int | None:
         """By /tokenize, which ours and vLLM have."""
+        from nanoserve.client.connection import ServerRefused
+        from nanoserve.client.models import NO_SUCH_PATH
+
         if not self._can_count or self.context is None:
             return None
         body = {"model": self._id, "messages": conversation, "add_generation_prompt": add_generation_prompt}
@@ -159,6 +162,8 @@ class RemoteModel:
 
     def stream(self, conversation: Conversation, settings: Settings) -> Generator[AnswerDelta, None, None]:
         """Only what the user has set is sent: servers differ in what they know."""
+        from nanoserve.client.connection import ServerRefused
+
         body = {"model": self._id, "messages": conversation, "stream": True} | dict(settings)
         body["stream_options"] = {"include_usage": True}
         progress = _RemoteAnswer(self._clock)
@@ -175,6 +180,8 @@ class _RemoteAnswer:
     """Times and tokens of one answer, by our clock and the server's counting."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        from nanoserve.client.events import ServerUsage
+
         self._clock = clock
         self._asked = clock()
         self._first: float | None = None
@@ -184,7 +191,7 @@ class _RemoteAnswer:
         self._reason: str | None = None
         self._counted = ServerUsage()
 
-    def take(self, chunk: Chunk) -> AnswerDelta | None:
+    def take(self, chunk: "Chunk") -> AnswerDelta | None:
         """What the chunk brings; None if that is nothing."""
         choice = chunk.choices[0] if chunk.choices else None
         text, thinking = (choice.answer, choice.thinking) if choice else ("", "")
@@ -203,6 +210,8 @@ class _RemoteAnswer:
 
     def _usage(self) -> Usage:
         """Until the server has told, chunks stand for tokens."""
+        from nanoserve.request import RequestMetrics
+
         tokens = self._counted.completion_tokens
         tokens = self._chunks if tokens is None else tokens
         metrics = RequestMetrics(self._asked, None, self._first, self._last, self._ended, tokens)

@@ -1,6 +1,5 @@
 """``nanoserve serve``: an OpenAI-compatible server."""
 
-import asyncio
 import ipaddress
 import signal
 from contextlib import ExitStack, suppress
@@ -115,6 +114,8 @@ def serve(
     # exception can get lost in the imports that follow.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
+        import asyncio
+
         from nanoserve.server.serving import Callbacks, listen, run_server
     except ModuleNotFoundError as error:
         from nanoserve.installation import install_command
