@@ -134,6 +134,11 @@ MOST_PARALLEL = 64
 """Stages of a pipeline, ranks of a tensor-parallel group, whole engines: more than a layout of use has."""
 PAIR_OPTIONS = ("--prefill-parallel", "--decode-parallel")
 """What two layouts are asked for by, in the order of their numbers."""
+POLICY_NAMES = (
+    *("prefill-first", "decode-first", "sarathi", "throttling", "adaptive", "seesaw"),
+    *("neo", "overlap", "apex", "hybrid"),
+)
+"""Those of the scheduler's POLICIES, for a help that does not import them."""
 DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS = "sarathi", "seesaw"
 """What runs next unless something else is asked for: the one policy that ever changes the layout, if there are two."""
 POLICIES_ON_HOST = ("neo", "overlap", "apex", "hybrid")

@@ -14,6 +14,7 @@ TORCH_FREE = [
     "layout",
     "config",
     "errors",
+    "installation",
     "files",
     "sizes",
     "threads",
@@ -35,6 +36,7 @@ TORCH_FREE = [
 # Each room may import the rooms named here, and itself.
 FLOORS: dict[str, set[str]] = {
     "errors": set(),
+    "installation": set(),
     "files": {"errors"},
     "sizes": {"errors"},
     "threads": set(),
@@ -42,7 +44,7 @@ FLOORS: dict[str, set[str]] = {
     "request": {"errors"},
     "layout": {"errors"},
     "config": {"errors", "files", "layout", "threads"},
-    "measures": {"errors"},
+    "measures": {"errors", "installation"},
     "kv": {"errors", "request", "config"},
     "costs": {"errors", "files", "layout", "config"},
     "scheduler": {"errors", "request", "config", "kv", "costs"},
@@ -51,7 +53,7 @@ FLOORS: dict[str, set[str]] = {
     "simulator": {"errors", "request", "config", "measures", "kv", "costs", "scheduler", "engine", "dispatcher"},
     "papers": {"errors", "config", "measures", "costs", "scheduler", "simulator", "benchmarks"},
     "text": {"errors", "files"},
-    "grammar": {"errors", "text"},
+    "grammar": {"errors", "installation", "text"},
     "outputs": {"errors", "request", "text"},
     "models": {"errors", "files", "config", "sizes", "costs", "triton_ops"},
     "runtime": {
@@ -62,7 +64,7 @@ FLOORS: dict[str, set[str]] = {
     "benchmarks": {
         *("client", "errors", "files", "config", "request", "measures", "costs", "scheduler", "engine", "interrupts"),
         *("models", "assembly", "llm", "runtime", "simulator", "triton_ops"),
-        "layout",
+        *("layout", "installation"),
     },
     "assembly": {
         *("errors", "files", "config", "costs", "request", "scheduler", "engine", "grammar", "models", "runtime"),

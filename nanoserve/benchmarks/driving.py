@@ -1,7 +1,7 @@
 """Running requests through an Engine while looking at the clock: token ids in, token ids out. No torch."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nanoserve.benchmarks.floors import StepShape
@@ -80,11 +80,12 @@ class RecordingExecutor:
 class EngineDriver:
     """Issues requests to an engine all at once and waits for the last token.
 
-    Prefixes are never shared between runs: each has a cache salt of its own.
+    Prefixes are never shared between runs: each has a cache salt of its own. ``on_step`` is told of each step.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, on_step: Callable[[StepShape], None] = lambda _: None) -> None:
         self._engine = engine
+        self._on_step = on_step
         self._recorder = RecordingExecutor(engine.executor)
         engine.executor = self._recorder
         self._runs = 0
@@ -128,6 +129,8 @@ class EngineDriver:
                     raise RuntimeFailure(update.sequence.error)
                 running[update.request_id].tokens += update.new_tokens
                 running[update.request_id].times += [now] * len(update.new_tokens)
-            steps += [StepRecord(shape, inside, seconds / len(finished)) for shape, inside in finished]
+            for shape, inside in finished:
+                steps.append(StepRecord(shape, inside, seconds / len(finished)))
+                self._on_step(shape)
             finished.clear()
         return steps

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import subprocess
 import sys
 from datetime import UTC, datetime
 from functools import cache
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve import __version__
+from nanoserve.installation import commit
 from nanoserve.runtime.this_machine import processor
 
 PACKAGES = ("torch", "triton", "transformers", "llama-cpp-python", "numpy", "safetensors", "tokenizers")
@@ -71,24 +71,6 @@ def installed_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def commit() -> str | None:
-    """The commit of the checkout this package lies in, with "+changes" behind it if files differ; None elsewhere."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        revision = _git(root, "rev-parse", "--short=12", "HEAD")
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return revision + ("+changes" if changed else "")
-
-
-def _git(root: Path, *arguments: str) -> str:
-    words = ["git", "-C", str(root), *arguments]
-    return subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 
 def cache_directory() -> Path:

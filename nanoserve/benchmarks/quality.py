@@ -6,7 +6,7 @@ Both engines get the same token ids; nanoserve's tokenizer serves both, so only 
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -123,10 +123,13 @@ def windows(tokens: Sequence[int], length: int, limit: int) -> list[tuple[int, .
     return pieces
 
 
-def perplexity(reader: Reader, pieces: Sequence[tuple[int, ...]]) -> float:
+def perplexity(reader: Reader, pieces: Iterable[tuple[int, ...]]) -> float:
     """exp of the mean negative log probability of every token that has one before it in its window."""
-    predicted = sum(len(piece) - 1 for piece in pieces)
-    return math.exp(-sum(reader.log_likelihood(piece) for piece in pieces) / predicted)
+    likelihood, predicted = 0.0, 0
+    for piece in pieces:
+        likelihood += reader.log_likelihood(piece)
+        predicted += len(piece) - 1
+    return math.exp(-likelihood / predicted)
 
 
 def compare_answers(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any, Self
 import msgspec
 
 from nanoserve.benchmarks.machine import describe_run
+from nanoserve.benchmarks.rounds import busy_note
 from nanoserve.errors import RuntimeFailure, UsageError
 
 SCHEMA = "nanoserve-bench/1"
@@ -35,6 +36,16 @@ class Report:
     def rows(self) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = self.document["rows"]
         return rows
+
+    @property
+    def busy_note(self) -> str | None:
+        """Whether other programs were at work beside any row, in a sentence."""
+        parts = [row.get("round", row) for row in self.rows]
+        return busy_note(max((part.get("foreign_cores") or 0.0 for part in parts), default=None))
+
+    def titled(self, title: str) -> str:
+        """The title of a picture, with that sentence below it."""
+        return "\n".join(filter(None, (title, self.busy_note)))
 
     def add(self, row: dict[str, Any]) -> None:
         """Keep a row, on disk too."""

@@ -14,14 +14,19 @@ import torch
 
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.machine import cache_directory, describe_machine
+from nanoserve.models.hub import ProgressCallback
 
 READ_BYTES = 2**30
 """Far beyond any cache that this machine could have for itself."""
-_PRODUCT_SIZE = 2048
+_PRODUCT_SIZES = (256, 512, 1024, 2048)
+"""Of square matrices; the largest that is quick reaches the most."""
+_LONGEST_PRODUCT = 0.5
+"""In seconds: Ctrl-C acts behind it. A number format that is slow here is known by its small products."""
+_PARTS = 8
+"""Of the buffer, read one after another: Ctrl-C acts between them."""
 _PASSES = 5
 _LOOKS = 4
-_PATIENCE = 2.0
-"""Seconds after which a number format that is slow here is not looked at again."""
+STAGE = "reading and multiplying, to know what the machine does at best"
 
 
 class BandwidthProbe:
@@ -29,6 +34,7 @@ class BandwidthProbe:
 
     def __init__(self, num_bytes: int = READ_BYTES) -> None:
         self._buffer = torch.ones(num_bytes // 4)
+        self._parts = self._buffer.chunk(_PARTS)
 
     def read(self) -> float:
         """Bytes per second just now: the median of a few passes with all of torch's threads."""
@@ -39,10 +45,12 @@ class BandwidthProbe:
         return self._buffer.nbytes / min(self._passes())
 
     def _passes(self) -> list[float]:
-        return [_timed(self._buffer.sum) for _ in range(_PASSES)]
+        return [sum(_timed(part.sum) for part in self._parts) for _ in range(_PASSES)]
 
 
-def machine_limits(dtype: torch.dtype, probe: BandwidthProbe, path: Path | None = None) -> Limits:
+def machine_limits(
+    dtype: torch.dtype, probe: BandwidthProbe, path: Path | None = None, *, progress: ProgressCallback | None = None
+) -> Limits:
     """The best ever seen on this machine: measured anew each time, and kept if better than what was kept before.
 
     Each time, the best of several looks counts, taken in turn so that a busy moment does not spoil all of one kind; and
@@ -55,21 +63,36 @@ def machine_limits(dtype: torch.dtype, probe: BandwidthProbe, path: Path | None 
     known = _read(path)
     mine: dict[str, float] = known.setdefault(key, {})
     formats = {str(one).removeprefix("torch."): one for one in (torch.float32, dtype)}
-    for what, value in _fresh_limits(formats, probe).items():
+    for what, value in _fresh_limits(formats, probe, progress).items():
         mine[what] = max(value, mine.get(what, 0.0))
     _write(path, known)
     return Limits(mine["read"], max(mine[name] for name in formats))
 
 
-def _fresh_limits(formats: Mapping[str, torch.dtype], probe: BandwidthProbe) -> dict[str, float]:
+def _fresh_limits(
+    formats: Mapping[str, torch.dtype], probe: BandwidthProbe, progress: ProgressCallback | None
+) -> dict[str, float]:
     """Bytes per second under "read", and operations per second of a square matrix product in each number format."""
-    size, best = _PRODUCT_SIZE, {"read": 0.0}
+    best: dict[str, float] = {}
     for look in range(_LOOKS):
-        best["read"] = max(best["read"], probe.best())
+        if progress is not None:
+            progress(STAGE, look, _LOOKS)
+        best["read"] = max(probe.best(), best.get("read", 0.0))
         for name, dtype in formats.items():
-            if look == 0 or 2 * size**3 / best[name] < _PATIENCE:
-                factor = torch.ones(size, size, dtype=dtype)
-                best[name] = max(2 * size**3 / _timed(partial(torch.mm, factor, factor)), best.get(name, 0.0))
+            best[name] = max(_product_speed(dtype), best.get(name, 0.0))
+    if progress is not None:
+        progress(STAGE, _LOOKS, _LOOKS)
+    return best
+
+
+def _product_speed(dtype: torch.dtype) -> float:
+    """Operations per second of the best of some products, each larger than the one before and none of them long."""
+    best = 0.0
+    for size in _PRODUCT_SIZES:
+        if best and 2 * size**3 / best > _LONGEST_PRODUCT:
+            break
+        factor = torch.ones(size, size, dtype=dtype)
+        best = max(best, 2 * size**3 / _timed(partial(torch.mm, factor, factor)))
     return best
 
 

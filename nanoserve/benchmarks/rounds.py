@@ -53,6 +53,13 @@ class Bracketed(msgspec.Struct, frozen=True, kw_only=True):
         return (self.bandwidth_before + self.bandwidth_after) / 2
 
 
+def busy_note(foreign_cores: float | None) -> str | None:
+    """A sentence for figures that were measured beside the work of others; None if none is known."""
+    if (foreign_cores or 0.0) <= BUSY_CORES:
+        return None
+    return f"other programs kept up to {foreign_cores:.1f} cores busy meanwhile: on a quiet machine the figures differ"
+
+
 R = TypeVar("R", bound=Bracketed)
 
 

@@ -21,7 +21,7 @@ class StepSummary(msgspec.Struct, frozen=True):
         step_ms: their durations.
         read_gb_per_s, gflops: the bytes and the operations that they cannot do without, over their durations.
         of_floor: the sum of their floors over the sum of their durations; 1 is the floor itself.
-        step_of_floor: the same share, step by step.
+        step_of_floor: the same share, step by step. Both are None where the machine's limits are not known.
         engine_ms: the engine's own time per step, in the median.
         engine_share: its sum over the sum of their durations.
     """
@@ -30,29 +30,30 @@ class StepSummary(msgspec.Struct, frozen=True):
     step_ms: Distribution | None
     read_gb_per_s: float
     gflops: float
-    of_floor: float
+    of_floor: float | None
     step_of_floor: Distribution | None
     engine_ms: float
     engine_share: float
 
     @classmethod
-    def of(cls, steps: Sequence[StepRecord], cost: ModelCost, limits: Limits) -> "StepSummary":
+    def of(cls, steps: Sequence[StepRecord], cost: ModelCost, limits: Limits | None) -> "StepSummary":
         """Of at least one step."""
         seconds = sum(step.step_seconds for step in steps)
-        floors = [cost.floor_seconds(step.shape, limits) for step in steps]
+        floors = [] if limits is None else [cost.floor_seconds(step.shape, limits) for step in steps]
+        shares = [floor / step.step_seconds for floor, step in zip(floors, steps, strict=False)]
         return cls(
             steps=len(steps),
             step_ms=Distribution.of(step.step_seconds * MILLISECONDS for step in steps),
             read_gb_per_s=sum(cost.step_bytes(step.shape) for step in steps) / seconds / GIGA,
             gflops=sum(cost.step_operations(step.shape) for step in steps) / seconds / GIGA,
-            of_floor=sum(floors) / seconds,
-            step_of_floor=Distribution.of(floor / step.step_seconds for floor, step in zip(floors, steps, strict=True)),
+            of_floor=sum(floors) / seconds if floors else None,
+            step_of_floor=Distribution.of(shares),
             engine_ms=statistics.median(step.engine_seconds for step in steps) * MILLISECONDS,
             engine_share=sum(step.engine_seconds for step in steps) / seconds,
         )
 
 
-def summarize_steps(steps: Sequence[StepRecord], cost: ModelCost, limits: Limits) -> dict[str, StepSummary]:
+def summarize_steps(steps: Sequence[StepRecord], cost: ModelCost, limits: Limits | None) -> dict[str, StepSummary]:
     """For each kind of step that occurred, and under "all" for all of them."""
     kinds = {kind: [step for step in steps if step.shape.kind == kind] for kind in STEP_KINDS}
     return {name: StepSummary.of(some, cost, limits) for name, some in [*kinds.items(), (ALL, list(steps))] if some}

@@ -11,7 +11,8 @@ from nanoserve.commands.batch_files import ResultFile, Row, read_rows
 from nanoserve.commands.batch_progress import Phases, Tally, progress_bar
 from nanoserve.commands.failures import EXIT_OK, say
 from nanoserve.commands.options import sampling_params
-from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.progress import show_progress
+from nanoserve.commands.terminal import remark
 from nanoserve.commands.usage import Usage
 from nanoserve.commands.workers_options import WorkersOptions
 from nanoserve.errors import NanoserveError, UsageError, WorkersFailed
@@ -66,7 +67,7 @@ def _answer_rows(
     engine: WorkersOptions,
     settings: dict[str, Any],
 ) -> None:
-    with load_progress() as progress:
+    with show_progress() as progress:
         llm = engine.open_llm(progress)
         llm.prepare(progress)
     with llm:

@@ -1,21 +1,10 @@
 """``nanoserve bench``: which benchmarks there are."""
 
-import typer
+from typing import Any, cast
 
-from nanoserve.commands.bench_compare import compare
-from nanoserve.commands.bench_diff import diff
-from nanoserve.commands.bench_gpu import gpu
-from nanoserve.commands.bench_hybrid import hybrid
-from nanoserve.commands.bench_latency import latency
-from nanoserve.commands.bench_operators import operators
-from nanoserve.commands.bench_paper import paper
-from nanoserve.commands.bench_pipeline import pipeline
-from nanoserve.commands.bench_quality import quality
-from nanoserve.commands.bench_reshard import reshard
-from nanoserve.commands.bench_scheduler import scheduler
-from nanoserve.commands.bench_serve import serve
-from nanoserve.commands.bench_startup import startup
-from nanoserve.commands.bench_throughput import throughput
+import typer
+from typer.core import TyperGroup
+
 from nanoserve.commands.options import with_options
 
 HELP = """Measure: alone, beside other engines, before and after a change.
@@ -37,9 +26,45 @@ What each figure means is written in docs/benchmarks.md.
 """
 
 
+class BenchCommands(TyperGroup):
+    """The benchmarks, imported when one of them is asked for: the help of ``nanoserve`` names none of them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        self._load()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        self._load()
+        return super().get_command(ctx, cmd_name)
+
+    def _load(self) -> None:
+        if not self.commands:
+            self.commands = _all_commands()
+
+
 def bench_commands() -> typer.Typer:
     """The sub-commands as typer knows them."""
-    typed = typer.Typer(name="bench", help=HELP, rich_markup_mode="rich", no_args_is_help=True)
+    return typer.Typer(name="bench", cls=BenchCommands, help=HELP, rich_markup_mode="rich", no_args_is_help=True)
+
+
+def _all_commands() -> Any:
+    """By name."""
+    from nanoserve.commands.bench_compare import compare
+    from nanoserve.commands.bench_diff import diff
+    from nanoserve.commands.bench_gpu import gpu
+    from nanoserve.commands.bench_hybrid import hybrid
+    from nanoserve.commands.bench_latency import latency
+    from nanoserve.commands.bench_operators import operators
+    from nanoserve.commands.bench_paper import paper
+    from nanoserve.commands.bench_pipeline import pipeline
+    from nanoserve.commands.bench_quality import quality
+    from nanoserve.commands.bench_reshard import reshard
+    from nanoserve.commands.bench_scheduler import scheduler
+    from nanoserve.commands.bench_serve import serve
+    from nanoserve.commands.bench_startup import startup
+    from nanoserve.commands.bench_throughput import throughput
+
+    typed = typer.Typer()
     for command in (
         latency,
         throughput,
@@ -57,4 +82,4 @@ def bench_commands() -> typer.Typer:
         diff,
     ):
         typed.command()(with_options(command))
-    return typed
+    return cast(TyperGroup, typer.main.get_command(typed)).commands

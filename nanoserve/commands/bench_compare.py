@@ -1,7 +1,7 @@
 """``nanoserve bench compare``: the same work for nanoserve and other engines, interleaved in one run."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 from nanoserve.commands.bench_options import (
@@ -15,6 +15,7 @@ from nanoserve.commands.bench_options import (
 )
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions
+from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.config import DEFAULT_POLICY
 from nanoserve.errors import NanoserveError, UsageError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from nanoserve.measures.workloads import Case
 
 DEFAULT_MODEL = "dummy:qwen3-0.6b"
+OURS = "nanoserve"
 
 
 def compare(
@@ -58,7 +60,7 @@ def compare(
         remark(note)
         report.note(note)
     operators = settled_operators(engine.threads)
-    openings, facts = _openings(present, cases, engine, report)
+    openings, facts = _openings(present, cases, engine)
     report.put("engine", facts | {"operators": operators})
     with ExitStack() as opened, kept(report, lambda: _show(report, results)):
         _measure(openings, cases, rounds, report, opened, facts["vocab_size"])
@@ -75,8 +77,19 @@ def _sort_out(names: Sequence[str]) -> tuple[list[str], list[str]]:
     return [name for name in names if not PEERS[name].missing], notes
 
 
+@contextmanager
+def _needed(name: str) -> Iterator[None]:
+    """What fails inside says how to do without that peer: a comparison never goes on with fewer than were asked for."""
+    try:
+        yield
+    except NanoserveError as error:
+        if name == OURS:
+            raise
+        raise type(error)(f"{error} (to compare without {name}, leave it out of --peers)") from error
+
+
 def _openings(
-    names: Sequence[str], cases: Sequence["Case"], engine: EngineOptions, report: "Report"
+    names: Sequence[str], cases: Sequence["Case"], engine: EngineOptions
 ) -> tuple[list["Opening"], dict[str, Any]]:
     """How each engine is opened, and what they share; weights are written for those that read other files."""
     from nanoserve.benchmarks.machine import available_cores
@@ -90,17 +103,14 @@ def _openings(
     dtype, threads = dtype_name(engine.dtype, config), engine.threads or available_cores()
     policy = engine.policy or DEFAULT_POLICY
     openings = []
-    for name in ("nanoserve", *names):
+    for name in (OURS, *names):
         remark(f"preparing {name}")
         source = model_name if model.directory is None else str(model.directory)  # found once, never looked up again
-        try:
+        with _needed(name):
             if name == "transformers":
                 source = str(checkpoint_directory(model, dtype))
             elif name == "llama.cpp":
                 source = str(gguf_file(model, dtype))
-        except UsageError as error:
-            report.note(f"{name} is left out: {error}")
-            continue
         openings.append(
             Opening(
                 engine=name,
@@ -132,20 +142,22 @@ def _measure(
 
     peers: list[PeerProcess] = []
     for opening in openings:
-        try:
+        with _needed(opening.engine):
             peers.append(PeerProcess(opening.engine, opening))
-        except NanoserveError as error:
-            if opening.engine == "nanoserve":
-                raise
-            report.note(f"{opening.engine} is left out: {error}")
-            continue
         opened.callback(peers[-1].close)
     report.put("descriptions", {peer.name: peer.description for peer in peers})
     probe, foreign = BandwidthProbe(), ForeignLoad([peer.process_id for peer in peers])
-    for case in cases:
-        remark(f"comparing {case.name}")
-        for done in run_rounds(case, peers, rounds=rounds, vocab_size=vocab_size, probe=probe.read, foreign=foreign):
-            report.add({"case": case.name, "round": done, "drift": done.drift, "counts": done.counts})
+    with show_progress() as progress:
+        for place, case in enumerate(cases):
+            remark(f"comparing {case.name}")
+            counted, total = place * rounds, len(cases) * rounds
+            progress("rounds", counted, total)
+            for done in run_rounds(
+                case, peers, rounds=rounds, vocab_size=vocab_size, probe=probe.read, foreign=foreign
+            ):
+                report.add({"case": case.name, "round": done, "drift": done.drift, "counts": done.counts})
+                counted += done.counts
+                progress("rounds", counted, total)
 
 
 def _show(report: "Report", results: ResultOptions) -> None:
@@ -160,7 +172,7 @@ def _show(report: "Report", results: ResultOptions) -> None:
     report.put("summary", summary)
     report.put("ratios", compared)
     report.put("samples", samples(done))
-    ours = report.document["descriptions"]["nanoserve"]
+    ours = report.document["descriptions"][OURS]
     facts: dict[str, Any] = report.document["engine"] | {"layers": ours["layers"]}
     print_head(report)
     print(f"{sum(one.counts for one in done)} of {len(done)} rounds count (read bandwidth drift below 10 %)")
@@ -190,4 +202,4 @@ def _show(report: "Report", results: ResultOptions) -> None:
     ]
     print_table("nanoserve over the peer (above 1: nanoserve is faster)", columns, compared)
     if results.plot is not None:
-        plot_bars(results.plot, title, "{case} {engine} ({state})", rates, summary)
+        plot_bars(results.plot, report.titled(title), "{case} {engine} ({state})", rates, summary)

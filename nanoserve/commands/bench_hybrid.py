@@ -16,7 +16,7 @@ from nanoserve.commands.bench_options import (
 from nanoserve.commands.bench_rounds import measure_rounds, resolved_model
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import ENGINE_PANEL, option
-from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.progress import show_progress
 from nanoserve.commands.workers_options import WorkersOptions
 from nanoserve.config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
@@ -135,11 +135,11 @@ def hybrid(*, asked: HybridWorkOptions, engine: HybridOptions, results: ResultOp
         opened.enter_context(kept(report, lambda: _show(report, results, policies)))
         report.put("engine", _facts(resolved, config, model, running, operators))
         benches = _benches(running, policies, work, config, model, keeper, engine.seed or 0)
-        remark(f"warming up with {benches[0].case}")
-        benches[0].warm_up()
-        for bench, case in zip(benches, work.cases(), strict=True):
-            facts = {"share": case.share, "output": case.shape.output_tokens, "blocks": case.num_blocks}
-            measure_rounds(bench, asked.rounds, report, **facts)
+        facts = [
+            {"share": case.share, "output": case.shape.output_tokens, "blocks": case.num_blocks}
+            for case in work.cases()
+        ]
+        measure_rounds(list(zip(benches, facts, strict=True)), asked.rounds, report)
     return EXIT_OK
 
 
@@ -176,7 +176,7 @@ def _open(
     """Once, for all runs."""
     from nanoserve.benchmarks.hybrid.engines import open_engine
 
-    with load_progress() as progress:
+    with show_progress() as progress:
         running = open_engine(resolved, config, model, work, progress)
     opened.callback(running.close)
     return running
@@ -253,4 +253,4 @@ def _show(report: "Report", results: ResultOptions, policies: Sequence[str]) -> 
     if results.plot is not None:
         from nanoserve.benchmarks.hybrid.picture import plot_throughputs
 
-        plot_throughputs(results.plot, title, measured_cases(report))
+        plot_throughputs(results.plot, report.titled(title), measured_cases(report))

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from nanoserve.commands.bench_options import (
     GridOptions,
+    NoProbe,
     ResultOptions,
     engine_title,
     kept,
@@ -12,7 +13,8 @@ from nanoserve.commands.bench_options import (
     work_option,
 )
 from nanoserve.commands.failures import EXIT_OK
-from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.progress import show_progress
+from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import WorkersOptions
 
@@ -25,6 +27,7 @@ def latency(
     *,
     grid: GridOptions,
     repeats: Annotated[int, work_option("--repeats", help="Measured runs of each case.", min=1)] = 3,
+    no_probe: NoProbe = False,
     engine: WorkersOptions,
     results: ResultOptions,
 ) -> int:
@@ -42,21 +45,21 @@ def latency(
     engine.check_is_for_cpu()
     cases = grid.cases()
     report = results.open_report("latency", {"cases": [case.name for case in cases], "repeats": repeats})
-    with load_progress() as progress:
+    with show_progress() as progress:
         llm = engine.open_llm(progress)
-    with llm:
+    with llm, kept(report, lambda: _show(report, results)), show_progress() as progress:
         from nanoserve.benchmarks.local import LocalBench  # imports torch, for which opening sets the threads first
 
-        bench = LocalBench(llm, seed=engine.seed or 0, announce=remark)
+        bench = LocalBench(llm, seed=engine.seed or 0, announce=remark, progress=progress, probes=not no_probe)
         report.put("engine", bench.facts)
-        for case in cases:
-            bench.check_fits([RequestShape(case.input_tokens, case.output_tokens)], case.name)
-        with kept(report, lambda: _show(report, results)):
-            for case in cases:
-                remark(f"measuring {case.name}")
-                shapes = [RequestShape(case.input_tokens, case.output_tokens)] * case.batch
-                bench.warm_up(shapes)
-                report.add(bench.measure(case.name, shapes, repeats=repeats))
+        work = {case.name: [RequestShape(case.input_tokens, case.output_tokens)] * case.batch for case in cases}
+        for name, shapes in work.items():
+            bench.check_fits(shapes, name)
+            bench.expect(shapes, runs=1 + repeats)
+        for name, shapes in work.items():
+            remark(f"measuring {name}")
+            bench.warm_up(shapes)
+            report.add(bench.measure(name, shapes, repeats=repeats))
     return EXIT_OK
 
 
@@ -83,4 +86,5 @@ def _show(report: "Report", results: ResultOptions) -> None:
     print_table(title, columns, report.rows)
     print_steps(report)
     if results.plot is not None:
-        plot_bars(results.plot, title, "{case}", [Column("TTFT ms", "ttft_ms.p50", ".1f"), *rates], report.rows)
+        bars = [Column("TTFT ms", "ttft_ms.p50", ".1f"), *rates]
+        plot_bars(results.plot, report.titled(title), "{case}", bars, report.rows)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from nanoserve.commands.bench_options import ResultOptions, kept, print_head, settled_operators, work_option
 from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
 from nanoserve.threads import MOST_THREADS
@@ -76,33 +77,35 @@ def _measure(
     import torch
 
     from nanoserve.benchmarks.cpu_load import ForeignLoad
-    from nanoserve.benchmarks.operators import measure_case
-    from nanoserve.benchmarks.roofline import BandwidthProbe, machine_limits
+    from nanoserve.benchmarks.operators import count_linear_cases, measure_case
+    from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 
+    remark(f"{STAGE} ...")
     probe, number_format = BandwidthProbe(), getattr(torch, dtype)
-    limits = machine_limits(number_format, probe)
+    with show_progress() as progress:
+        limits = machine_limits(number_format, probe, progress=progress)
     facts = {"operators": in_use, "dtype": dtype, "threads": torch.get_num_threads()}
     report.put("engine", facts | {"limit_gflops": limits.operations_per_second / 1e9})
-    for case in _cases(cells, rows, number_format):
-        remark(f"measuring {case.name}")
-        foreign = ForeignLoad()
-        for done in measure_case(
-            case, rounds=rounds, probe=probe.read, foreign=foreign, peak=limits.operations_per_second
-        ):
-            report.add({"case": case.name, "round": done, "drift": done.drift, "counts": done.counts})
+    total = 2 * len(cells) + count_linear_cases(rows, number_format)
+    with show_progress() as progress:
+        for place, case in enumerate(_cases(cells, rows, number_format)):
+            progress("cases", place, total)
+            remark(f"measuring {case.name}")
+            foreign = ForeignLoad()
+            for done in measure_case(
+                case, rounds=rounds, probe=probe.read, foreign=foreign, peak=limits.operations_per_second
+            ):
+                report.add({"case": case.name, "round": done, "drift": done.drift, "counts": done.counts})
 
 
 def _cases(cells: Sequence[tuple[int, int]], rows: Sequence[int], dtype: Any) -> Iterator["OperatorCase"]:
-    import torch
-
     from nanoserve.benchmarks.operators import attention_case, host_attention_case, linear_cases
 
     for batch, context in cells:
         yield attention_case(batch, context, dtype)
         with host_attention_case(batch, context, dtype) as case:
             yield case
-    if dtype != torch.float32:  # for weights of 32 bits there is no operator of our own
-        yield from linear_cases(rows, dtype)
+    yield from linear_cases(rows, dtype)
 
 
 def _show(report: "Report", results: ResultOptions) -> None:
@@ -140,4 +143,4 @@ def _show(report: "Report", results: ResultOptions) -> None:
     )
     print_table(f"{title}; peak {facts['limit_gflops']:,.0f} GFLOP/s", columns, summary)
     if results.plot is not None:
-        plot_bars(results.plot, title, "{case} {route} ({state})", [share], summary)
+        plot_bars(results.plot, report.titled(title), "{case} {route} ({state})", [share], summary)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from nanoserve.commands.options import option
+from nanoserve.commands.options import option, switch
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure
 from nanoserve.interrupts import deferred_interrupts
@@ -26,6 +26,17 @@ MOST_REQUESTS = 1_000_000
 def work_option(*names: str, help: str, metavar: str = "N", **settings: Any) -> Any:
     """An option that says what is measured; no environment variable, so that a command line tells the whole story."""
     return option(*names, panel=WORK_PANEL, help=help, metavar=metavar, envvar=None, **settings)
+
+
+NoProbe = Annotated[
+    bool,
+    switch(
+        "--no-probe",
+        panel=WORK_PANEL,
+        help="Do not measure what the machine does at best: begins sooner, and names no floors.",
+        envvar=None,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +109,9 @@ def print_head(report: "Report") -> None:
     machine, versions = document["machine"], document["versions"]
     print(f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}")
     print(", ".join(f"{name} {version}" for name, version in versions.items()) + f", commit {document['commit']}")
-    for note in document["notes"]:
-        print(note)
+    for note in (*document["notes"], report.busy_note):
+        if note is not None:
+            print(note)
 
 
 def settled_operators(threads: int | None) -> str:
@@ -136,9 +148,12 @@ def print_steps(report: "Report") -> None:
         Column("engine share", "engine_share", ".1%"),
     ]
     facts = report.document["engine"]
-    floor = f"{facts['limit_read_gb_per_s']:.1f} GB/s and {facts['limit_gflops']:,.0f} GFLOP/s"
+    title = "steps"
+    if "limit_gflops" in facts:
+        floor = f"{facts['limit_read_gb_per_s']:.1f} GB/s and {facts['limit_gflops']:,.0f} GFLOP/s"
+        title = f"steps, against the floor of their bytes and operations at {floor}"
     rows = [{"case": row["case"], "kind": kind, **steps} for row in report.rows for kind, steps in row["steps"].items()]
-    print_table(f"steps, against the floor of their bytes and operations at {floor}", columns, rows)
+    print_table(title, columns, rows)
 
 
 def make_directory(directory: Path) -> None:

@@ -1,8 +1,6 @@
 """``nanoserve bench paper``: a paper's figures and claims, simulated, beside the paper's own numbers."""
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,14 +10,11 @@ import typer
 from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, kept, make_directory, print_head, work_option
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option, switch
-from nanoserve.commands.terminal import is_terminal
+from nanoserve.commands.progress import show_progress
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
     from nanoserve.papers.framework import Finding, Paper, PaperFigure
-    from nanoserve.papers.running import Progress
-
-_WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +82,8 @@ def paper(
     findings: dict[str, Finding] = {}
     with (
         kept(report, lambda: _show(report, chosen, findings)),
-        _progress() as progress,
-        Runner(runs.workers, progress) as runner,
+        show_progress() as progress,
+        Runner(runs.workers, lambda done, total, _: progress(f"figure {one.number}", done, total)) as runner,
     ):
         for one in figures:
             found = findings[one.number] = one.make(scale, runner.run)
@@ -125,19 +120,3 @@ def _show(report: "Report", paper: "Paper", findings: "Mapping[str, Finding]") -
         Column("what it hangs on", "assumption", justify="left"),
     ]
     print_table(paper.title, columns, report.rows, keys=2)
-
-
-@contextmanager
-def _progress() -> Iterator["Progress"]:
-    """One line on stderr that is written over and is gone at the end; nothing where nobody watches."""
-    watched = is_terminal(sys.stderr)
-
-    def show(done: int, total: int, name: str) -> None:
-        if watched:
-            print(f"\r\x1b[K{done}/{total} {name}"[:_WIDTH], end="", file=sys.stderr, flush=True)
-
-    try:
-        yield show
-    finally:
-        if watched:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -17,7 +17,8 @@ from nanoserve.commands.bench_options import (
 from nanoserve.commands.bench_rounds import fitting_work, measure_rounds, resolved_model
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import ENGINE_PANEL, MODEL_PANEL, at_most, option, switch
-from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.progress import show_progress
+from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import WORKERS_PANEL, WorkersOptions
 from nanoserve.config import MOST_PARALLEL, PAIR_OPTIONS, EngineConfig
@@ -176,9 +177,7 @@ def pipeline(
         contenders = _contenders(engines, policies, scheduling)
         bench = _bench(contenders, work, rate, seed, config, model, keeper)
         report.put("engine", _facts(resolved, config, model, engines, bench, operators))
-        remark(f"warming up with {len(work.shapes)} requests of {work.name}")
-        bench.warm_up()
-        measure_rounds(bench, comparison.rounds, report)
+        measure_rounds([(bench, {})], comparison.rounds, report)
     return EXIT_OK
 
 
@@ -212,12 +211,12 @@ def _open_engines(
     engines = []
     for metadata in metadatas:
         remark(f"starting {workers_name(config, metadata)}")
-        with load_progress() as progress:
+        with show_progress() as progress:
             engines.append(open_workers(resolved, config, metadata, progress))
         opened.callback(engines[-1].close)
     if comparison.against_one_process:
         remark("opening one process")
-        with load_progress() as progress:
+        with show_progress() as progress:
             engines.append(open_one_process(resolved, config, progress))
         opened.callback(engines[-1].close)
     return engines
@@ -277,12 +276,15 @@ def _bench(
     from nanoserve.benchmarks.pipeline.picture import ShownRun
     from nanoserve.benchmarks.pipeline.rounds import Bench
     from nanoserve.benchmarks.pipeline.running import make_requests
-    from nanoserve.benchmarks.roofline import BandwidthProbe, machine_limits
+    from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
     from nanoserve.benchmarks.serving.arrivals import poisson_arrivals
     from nanoserve.models.dtypes import resolve_dtype
 
     dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
+    remark(f"{STAGE} ...")
     probe = BandwidthProbe()
+    with show_progress() as progress:
+        limits = machine_limits(dtype, probe, progress=progress)
 
     def requests(number: int) -> "list[Request]":
         own = 1000 * seed + number
@@ -295,7 +297,7 @@ def _bench(
         make_requests=requests,
         vocab_size=model.vocab_size,
         cost=ModelCost(model, dtype.itemsize),
-        limits=machine_limits(dtype, probe),
+        limits=limits,
         probe=probe.read,
         foreign=ForeignLoad(),
         keep=lambda contender, run: keeper.keep(ShownRun(contender.name, run, contender.tensor_parallel)),
@@ -335,4 +337,4 @@ def _show(report: "Report", results: ResultOptions, keeper: "RunKeeper") -> None
     if results.plot is not None:
         from nanoserve.benchmarks.pipeline.picture import plot_runs
 
-        plot_runs(results.plot, f"{title}, last round", list(keeper.last.values()))
+        plot_runs(results.plot, report.titled(f"{title}, last round"), list(keeper.last.values()))

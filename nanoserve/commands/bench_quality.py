@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from nanoserve.commands.bench_options import ResultOptions, kept, print_head, work_option
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions
-from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.progress import show_progress, watched
+from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def quality(
     report = results.open_report("quality", {"window": window, "windows": windows, "limit": limit, "shots": shots})
     if missing := PEERS["transformers"].missing:
         report.note(f"{missing[0]} is not installed and left out: {PEERS['transformers'].install}")
-    with load_progress() as progress:
+    with show_progress() as progress:
         llm = engine.open_llm(progress)
     with llm, kept(report, lambda: _show(report, results)):
         readers = _readers(llm, engine, with_reference=not missing)
@@ -83,7 +84,7 @@ def _measure_perplexity(
     for reader in readers:
         remark(f"perplexity with {reader.name}")
         tokens = sum(len(piece) - 1 for piece in pieces)
-        value = perplexity(reader, pieces)
+        value = perplexity(reader, watched(pieces, "texts"))
         report.add({"case": "perplexity", "engine": reader.name, "count": tokens, "value": value})
 
 
@@ -101,7 +102,7 @@ def _measure_accuracy(
     found: list[dict[str, Any]] = []
     for reader in readers:
         remark(f"{len(rows)} questions with {reader.name}")
-        tokens = [reader.answer(prompt, max_tokens) for prompt in prompts]
+        tokens = [reader.answer(prompt, max_tokens) for prompt in watched(prompts, "questions")]
         answers = [extract_answer(llm.tokenizer.decode(answer)) for answer in tokens]
         right = sum(answer == question.gold for answer, question in zip(answers, rows, strict=True))
         found.append({"answers": answers, "tokens": tokens})

@@ -11,7 +11,8 @@ from nanoserve.commands.bench_options import WORK_PANEL, ResultOptions, kept, se
 from nanoserve.commands.bench_rounds import fitting_work, measure_rounds, resolved_model
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import MODEL_PANEL, option, switch
-from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.progress import show_progress
+from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import WORKERS_PANEL, WorkersOptions
 from nanoserve.config import PAIR_OPTIONS, EngineConfig
@@ -125,9 +126,7 @@ def reshard(
         opened.enter_context(kept(report, lambda: _show(report, results, keeper, pairs(contenders))))
         bench = _bench(contenders, work, seed, model, keeper)
         report.put("engine", _facts(resolved, config, model, groups, operators))
-        remark(f"warming up with {len(work.shapes)} requests of {work.name}")
-        bench.warm_up()
-        measure_rounds(bench, comparison.rounds, report)
+        measure_rounds([(bench, {})], comparison.rounds, report)
     return EXIT_OK
 
 
@@ -159,12 +158,12 @@ def _open_workers(
 
     names = [layout.name for layout in config.layouts]
     remark(f"starting workers for {names[0]} and {names[1]}")
-    with load_progress() as progress:
+    with show_progress() as progress:
         groups = [open_pair(resolved, config, model, progress)]
     opened.callback(groups[0].close)
     for number, name in enumerate(names) if comparison.against_own_workers else ():
         remark(f"starting workers for {name} alone")
-        with load_progress() as progress:
+        with show_progress() as progress:
             groups.append(open_alone(resolved, config, number, model, progress))
         opened.callback(groups[-1].close)
     return groups
@@ -243,4 +242,4 @@ def _show(report: "Report", results: ResultOptions, keeper: "RunKeeper", held: S
     if results.plot is not None:
         from nanoserve.benchmarks.resharding.picture import plot_runs
 
-        plot_runs(results.plot, f"{title}, last round", list(keeper.last.values()))
+        plot_runs(results.plot, report.titled(f"{title}, last round"), list(keeper.last.values()))

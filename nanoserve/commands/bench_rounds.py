@@ -1,9 +1,11 @@
 """What benchmarks of contenders share: their model, the requests that fit, and rounds that are reported as they end."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.commands.options import EngineOptions
-from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.progress import show_progress
+from nanoserve.commands.terminal import remark
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.contenders import ContendersBench
@@ -18,7 +20,7 @@ def resolved_model(engine: EngineOptions) -> "tuple[ResolvedModel, ModelConfig]"
     from nanoserve.models.hub import resolve_model
     from nanoserve.runtime.model_loading import read_config
 
-    with load_progress() as progress:
+    with show_progress() as progress:
         resolved = resolve_model(engine.model, offline=engine.offline, progress=progress)
     return resolved, read_config(resolved)
 
@@ -31,8 +33,21 @@ def fitting_work(work: "Work", context: int, report: "Report") -> "Work":
     return fitting
 
 
-def measure_rounds(bench: "ContendersBench[Any, Any, Any]", wanted: int, report: "Report", **facts: object) -> None:
-    """Until enough rounds count; each goes into the report, with these facts, as it is done."""
-    for number, done in enumerate(bench.rounds(wanted), start=1):
-        remark(f"{bench.case}: round {number} is done")
-        report.add({"case": bench.case, **facts, "round": done, "drift": done.drift, "counts": done.counts})
+def measure_rounds(
+    benches: "Sequence[tuple[ContendersBench[Any, Any, Any], dict[str, Any]]]", wanted: int, report: "Report"
+) -> None:
+    """Warm up, then make rounds of each case until enough count; each goes into the report, with the facts of its case,
+    as it is done."""
+    total = 1 + wanted * len(benches)
+    with show_progress() as progress:
+        progress("rounds", 0, total)
+        remark(f"warming up with {benches[0][0].case}")
+        benches[0][0].warm_up()
+        for place, (bench, facts) in enumerate(benches):
+            remark(f"measuring {bench.case}")
+            counted = 1 + place * wanted
+            progress("rounds", counted, total)
+            for done in bench.rounds(wanted):
+                report.add({"case": bench.case, **facts, "round": done, "drift": done.drift, "counts": done.counts})
+                counted += done.counts
+                progress("rounds", counted, total)

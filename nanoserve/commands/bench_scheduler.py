@@ -6,6 +6,7 @@ import msgspec
 
 from nanoserve.commands.bench_options import ResultOptions, kept, print_head, work_option
 from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.progress import watched
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
@@ -36,7 +37,7 @@ def scheduler(
     make_policy(policy, 1)  # an unknown name is told before anything runs
     report = results.open_report("scheduler", {"context": context, "steps": steps, "policy": policy})
     with kept(report, lambda: _show(report, results)):
-        for size in sizes:
+        for size in watched(sizes, "sizes"):
             foreign = ForeignLoad()
             cost = measure_scheduler(size, context=context, steps=steps, policy=policy)
             facts = {"case": f"{size} sequences", **msgspec.to_builtins(cost), "foreign_cores": foreign.read()}
@@ -62,4 +63,4 @@ def _show(report: "Report", results: ResultOptions) -> None:
     print_head(report)
     print_table(title, columns, report.rows)
     if results.plot is not None:
-        plot_bars(results.plot, title, "{case}", [Column("both ms", "step_ms", ".3f")], report.rows)
+        plot_bars(results.plot, report.titled(title), "{case}", [Column("both ms", "step_ms", ".3f")], report.rows)

@@ -10,6 +10,7 @@ from nanoserve.commands.bench_lengths import LengthOptions
 from nanoserve.commands.bench_options import ResultOptions, engine_title, kept, print_head, work_option
 from nanoserve.commands.failures import EXIT_OK, say
 from nanoserve.commands.options import EngineOptions, ServerOptions
+from nanoserve.commands.progress import counted, show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import WorkersOptions
@@ -116,7 +117,9 @@ def serve(
       nanoserve bench serve --trace AzureLLMInferenceTrace_conv.csv --arrivals trace --requests 200 --json azure.json
     """
     if find_spec("h11") is None:
-        raise RuntimeFailure("bench serve needs h11: pip install 'nanoserve[server]'")
+        from nanoserve.installation import install_command
+
+        raise RuntimeFailure(f"bench serve needs h11: {install_command('server')}")
     from nanoserve.benchmarks.serving.measuring import ServeBench
     from nanoserve.benchmarks.serving.requests import RequestStyle, check_endpoint
     from nanoserve.benchmarks.serving.sending import Sender
@@ -140,7 +143,9 @@ def serve(
         bench.warm_up(warm_up)
         for point in points:
             remark(f"measuring {asked.name} at {point.name}")
-            bench.measure(point, repeats, report.add)
+            with show_progress() as progress:
+                answers = counted(progress, "answers", repeats * len(fitting.shapes))
+                bench.measure(point, repeats, report.add, answers)
     return EXIT_OK
 
 
@@ -214,7 +219,7 @@ def _show(report: "Report", results: ResultOptions) -> None:
         for doubt in doubts(row):
             print(f"{row['case']}: {doubt}")
     if results.plot is not None:
-        _plot(results.plot, title, report.rows)
+        _plot(results.plot, report.titled(title), report.rows)
 
 
 def _plot(path: Path, title: str, rows: list[dict[str, Any]]) -> None:

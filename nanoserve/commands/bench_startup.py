@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from nanoserve.commands.bench_options import ResultOptions, kept, print_head, work_option
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions
+from nanoserve.commands.progress import watched
 from nanoserve.commands.terminal import remark
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def startup(
     directory = resolve_model(engine.model, offline=engine.offline).directory
     model = engine.model if directory is None else str(directory)  # with another cache the hub's could not be found
     with TemporaryDirectory(ignore_cleanup_errors=True) as cache, kept(report, lambda: _show(report, results)):
-        for case in ("first ever", "cold", *["warm"] * repeats):
+        for case in watched(["first ever", "cold", *["warm"] * repeats], "starts"):
             remark(f"starting a process, {case}")
             if case == "cold":
                 drop_from_page_cache([*library_directories(), *([] if directory is None else [directory])])
@@ -69,4 +70,4 @@ def _show(report: "Report", results: ResultOptions) -> None:
     print_head(report)
     print_table(title, [Column("start", "case"), *stages, total], report.rows)
     if results.plot is not None:
-        plot_bars(results.plot, title, "{case}", [*stages[: len(TO_FIRST_TOKEN)], total], report.rows)
+        plot_bars(results.plot, report.titled(title), "{case}", [*stages[: len(TO_FIRST_TOKEN)], total], report.rows)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from nanoserve.commands.bench_options import (
     MOST_REQUESTS,
+    NoProbe,
     ResultOptions,
     engine_title,
     kept,
@@ -13,7 +14,8 @@ from nanoserve.commands.bench_options import (
     work_option,
 )
 from nanoserve.commands.failures import EXIT_OK
-from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.progress import show_progress
+from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import WorkersOptions
 from nanoserve.errors import UsageError
@@ -44,6 +46,7 @@ def throughput(
         int | None, work_option("--requests", help="Only so many of them.", min=1, max=MOST_REQUESTS)
     ] = None,
     repeats: Annotated[int, work_option("--repeats", help="Measured runs.", min=1)] = 1,
+    no_probe: NoProbe = False,
     engine: WorkersOptions,
     results: ResultOptions,
 ) -> int:
@@ -62,12 +65,12 @@ def throughput(
     engine.check_is_for_cpu()
     name, shapes = _work(preset, trace, requests, engine.seed or 0)
     report = results.open_report("throughput", {"work": name, "requests": len(shapes), "repeats": repeats})
-    with load_progress() as progress:
+    with show_progress() as progress:
         llm = engine.open_llm(progress)
-    with llm:
+    with llm, kept(report, lambda: _show(report, results)), show_progress() as progress:
         from nanoserve.benchmarks.local import LocalBench  # imports torch, for which opening sets the threads first
 
-        bench = LocalBench(llm, seed=engine.seed or 0, announce=remark)
+        bench = LocalBench(llm, seed=engine.seed or 0, announce=remark, progress=progress, probes=not no_probe)
         report.put("engine", bench.facts)
         if trace is not None:
             fitting = [shape for shape in shapes if shape.total_tokens <= llm.max_model_len]
@@ -75,10 +78,12 @@ def throughput(
                 report.note(f"{left_out} requests are longer than the context of {llm.max_model_len} and left out")
             shapes = fitting or shapes
         bench.check_fits(shapes, name)
-        with kept(report, lambda: _show(report, results)):
-            bench.warm_up([RequestShape(min(64, shape.input_tokens), 2) for shape in shapes])
-            remark(f"measuring {len(shapes)} requests of {name}")
-            report.add(bench.measure(name, shapes, repeats=repeats))
+        warm_up = [RequestShape(min(64, shape.input_tokens), 2) for shape in shapes]
+        bench.expect(warm_up, runs=1)
+        bench.expect(shapes, runs=repeats)
+        bench.warm_up(warm_up)
+        remark(f"measuring {len(shapes)} requests of {name}")
+        report.add(bench.measure(name, shapes, repeats=repeats))
     return EXIT_OK
 
 
@@ -121,4 +126,4 @@ def _show(report: "Report", results: ResultOptions) -> None:
     print_table("milliseconds", [Column("metric", "metric"), Column("n", "n", ",d"), *percentiles], rows)
     print_steps(report)
     if results.plot is not None:
-        plot_bars(results.plot, title, "{case}", rates, report.rows)
+        plot_bars(results.plot, report.titled(title), "{case}", rates, report.rows)

@@ -15,11 +15,11 @@ from nanoserve.commands.chat_session import ChatSession, Message, Piece, Steps
 from nanoserve.commands.failures import EXIT_OK, say
 from nanoserve.commands.options import EngineOptions, SamplingOptions, ServerOptions, check_utf8, option, switch
 from nanoserve.commands.printers import AnswerPrinter, MarkdownPrinter, PlainPrinter, visible
+from nanoserve.commands.progress import show_progress
 from nanoserve.commands.prompt import PROMPT, ChatPrompt, edit_text, history_path
 from nanoserve.commands.terminal import (
     StopOnInterrupt,
     is_terminal,
-    load_progress,
     read_stdin,
     remark,
     when_continued,
@@ -91,7 +91,7 @@ def _opened(server: ServerOptions, engine: EngineOptions, settings: dict[str, An
             settings["seed"] = engine.seed
         yield RemoteModel(client, engine.model, say)
         return
-    with load_progress() as progress:
+    with show_progress() as progress:
         llm = engine.open_llm(progress)
     with llm:
         if llm.tokenizer.notice:

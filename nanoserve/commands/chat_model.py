@@ -7,15 +7,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nanoserve.client.connection import ApiClient, ServerRefused
-from nanoserve.client.events import Chunk, ServerUsage
-from nanoserve.client.models import NO_SUCH_PATH, served_model
 from nanoserve.commands.options import sampling_params
 from nanoserve.commands.usage import Usage
 from nanoserve.errors import RuntimeFailure
-from nanoserve.request import RequestMetrics
 
 if TYPE_CHECKING:
+    from nanoserve.client.connection import ApiClient, ServerRefused
+    from nanoserve.client.events import Chunk
     from nanoserve.llm import LLM
     from nanoserve.request import SamplingParams
 
@@ -134,7 +132,7 @@ class RemoteModel:
 
     def __init__(
         self,
-        client: ApiClient,
+        client: "ApiClient",
         model: str | None,
         notify: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -155,6 +153,9 @@ class RemoteModel:
 
     def count_tokens(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> int | None:
         """By /tokenize, which ours and vLLM have."""
+        from nanoserve.client.connection import ServerRefused
+        from nanoserve.client.models import NO_SUCH_PATH
+
         if not self._can_count or self.context is None:
             return None
         body = {"model": self._id, "messages": conversation, "add_generation_prompt": add_generation_prompt}
@@ -175,6 +176,8 @@ class RemoteModel:
 
         A server that is loading, and says when to come again, is asked again.
         """
+        from nanoserve.client.connection import ServerRefused
+
         body = {"model": self._id, "messages": conversation, "stream": True} | dict(settings)
         body["stream_options"] = {"include_usage": True}
         waited = 0
@@ -191,7 +194,7 @@ class RemoteModel:
                     raise ContextFull(str(error)) from None
                 waited += self._wait(error, waited)
 
-    def _wait(self, error: ServerRefused, waited: int) -> int:
+    def _wait(self, error: "ServerRefused", waited: int) -> int:
         """Wait as long as a server that is loading asks for; returns the seconds.
 
         Raises:
@@ -215,6 +218,8 @@ class RemoteModel:
 
     def _look_up(self, model: str | None) -> None:
         """What the server says about the model."""
+        from nanoserve.client.models import served_model
+
         card = served_model(self._client, model, self._notify)
         self._id, self.name, self.context = card.id, card.name, card.max_model_len
 
@@ -223,6 +228,8 @@ class _RemoteAnswer:
     """Times and tokens of one answer, by our clock and the server's counting."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        from nanoserve.client.events import ServerUsage
+
         self._clock = clock
         self._asked = clock()
         self._first: float | None = None
@@ -232,7 +239,7 @@ class _RemoteAnswer:
         self._reason: str | None = None
         self._counted = ServerUsage()
 
-    def take(self, chunk: Chunk) -> AnswerDelta | None:
+    def take(self, chunk: "Chunk") -> AnswerDelta | None:
         """What the chunk brings; None if that is nothing."""
         choice = chunk.choices[0] if chunk.choices else None
         text, thinking = (choice.answer, choice.thinking) if choice else ("", "")
@@ -251,6 +258,8 @@ class _RemoteAnswer:
 
     def _usage(self) -> Usage:
         """Until the server has told, chunks stand for tokens."""
+        from nanoserve.request import RequestMetrics
+
         tokens = self._counted.completion_tokens
         tokens = self._chunks if tokens is None else tokens
         metrics = RequestMetrics(self._asked, None, self._first, self._last, self._ended, tokens)

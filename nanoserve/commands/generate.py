@@ -12,7 +12,8 @@ from nanoserve.commands.batch import run_batch
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions, SamplingOptions, check_utf8, option, sampling_params, switch
 from nanoserve.commands.printers import PlainPrinter
-from nanoserve.commands.terminal import load_progress, read_stdin
+from nanoserve.commands.progress import show_progress
+from nanoserve.commands.terminal import read_stdin
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.usage import Usage, envelope
 from nanoserve.commands.workers_options import ServingOptions
@@ -86,7 +87,7 @@ def _prompt_text(prompt: str | None) -> str:
 
 
 def _generate_one(text: str, engine: EngineOptions, settings: dict[str, Any], *, as_json: bool) -> int:
-    with load_progress() as progress:
+    with show_progress() as progress:
         llm = engine.open_llm(progress)
     with llm:
         params = sampling_params(llm.default_sampling_params(), settings)

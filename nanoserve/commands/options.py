@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from nanoserve.config import DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS, EngineConfig
+from nanoserve.config import DEFAULT_POLICY, POLICY_NAMES, POLICY_OF_TWO_LAYOUTS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.interrupts import deferred_interrupts
-from nanoserve.scheduler import POLICIES
 from nanoserve.threads import MOST_THREADS, prepare_threads
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ class EngineOptions:
         str | None,
         _choice(
             "--policy",
-            choices=tuple(POLICIES),
+            choices=POLICY_NAMES,
             panel=ENGINE_PANEL,
             help=f"What runs next; default: {DEFAULT_POLICY}, with two layouts {POLICY_OF_TWO_LAYOUTS}.",
         ),

@@ -1,7 +1,6 @@
 """``nanoserve policies``: which scheduling policies there are."""
 
 from nanoserve.commands.failures import EXIT_OK
-from nanoserve.scheduler import POLICIES
 
 
 def policies() -> int:
@@ -10,6 +9,7 @@ def policies() -> int:
     The token budget that each also has is --max-num-batched-tokens.
     """
     from nanoserve.benchmarks.tables import Column, print_table
+    from nanoserve.scheduler import POLICIES
 
     rows = [
         {

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 from nanoserve.commands.bench_options import RESULTS_PANEL
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions, at_most, option
-from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.progress import show_progress
+from nanoserve.commands.terminal import remark
 from nanoserve.threads import MOST_THREADS, physical_cores, prepare_threads
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def profile(
         check_writable(json_file)
     prepare_threads(engine.threads)
     with closing(_set_apart(host_threads, engine.device)) as processor:
-        with load_progress() as progress:
+        with show_progress() as progress:
             llm = engine.open_llm(progress)
         with llm:
             from nanoserve.benchmarks.profiling.measuring import measure_profile
@@ -89,7 +90,7 @@ def _set_apart(host_threads: int | None, device: str) -> "HostProcessor":
 
 def _show(profile: "Profile") -> None:
     from nanoserve.benchmarks.profiling.rows import prediction_rows, time_rows
-    from nanoserve.benchmarks.rounds import BUSY_CORES
+    from nanoserve.benchmarks.rounds import busy_note
     from nanoserve.benchmarks.tables import Column, print_table
 
     settings, device = profile.settings, profile.device
@@ -98,10 +99,8 @@ def _show(profile: "Profile") -> None:
         f" {settings['layers']} layers, {settings['threads']} threads and {settings['host_threads']} in host memory;"
         f" at best {device.read_bytes_per_second / 1e9:,.1f} GB/s, {device.operations_per_second / 1e9:,.0f} GFLOP/s"
     )
-    if profile.foreign_cores is not None and profile.foreign_cores > BUSY_CORES:
-        print(
-            f"other programs kept {profile.foreign_cores:.1f} cores busy: medians may be of quiet moments, runs are not"
-        )
+    if note := busy_note(profile.foreign_cores):
+        print(note)
     columns = [
         Column("part", "part"),
         Column("size", "size"),

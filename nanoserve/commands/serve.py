@@ -1,6 +1,5 @@
 """``nanoserve serve``: an OpenAI-compatible server."""
 
-import asyncio
 import signal
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -8,16 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions, Progress, option, switch
-from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.progress import show_progress
+from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import ServingOptions
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.server.hosts import AllowedHosts, is_loopback
 from nanoserve.threads import prepare_threads
 
 if TYPE_CHECKING:
     from socket import socket
 
+    from nanoserve.server.hosts import AllowedHosts
     from nanoserve.server.service import Limits, Service
 
 HTTP_PANEL = "HTTP"
@@ -61,6 +61,8 @@ class HttpOptions:
         Raises:
             UsageError: for an empty key, or an address of the network without a key.
         """
+        from nanoserve.server.hosts import is_loopback
+
         if not all(self.api_key or []):
             raise UsageError("--api-key is empty; leave it away to serve without a key")
         if not self.api_key and not self.insecure and not is_loopback(self.host):
@@ -68,8 +70,10 @@ class HttpOptions:
                 f"--host {self.host} can be reached from outside: give an --api-key, or --insecure to let everyone in"
             )
 
-    def checked_hosts(self) -> AllowedHosts | None:
+    def checked_hosts(self) -> "AllowedHosts | None":
         """Names that clients may call the server; None allows every name, as no page of the web knows the key."""
+        from nanoserve.server.hosts import AllowedHosts, is_loopback
+
         is_open_to_pages = not self.api_key and is_loopback(self.host)
         return AllowedHosts(self.allowed_hosts or []) if self.allowed_hosts or is_open_to_pages else None
 
@@ -128,13 +132,17 @@ def serve(
     # exception can get lost in the imports that follow.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
+        import asyncio
+
         from nanoserve.server.serving import Callbacks, listen, run_server
     except ModuleNotFoundError as error:
-        raise RuntimeFailure(f"the server needs {error.name}: pip install 'nanoserve[server]'") from None
+        from nanoserve.installation import install_command
+
+        raise RuntimeFailure(f"the server needs {error.name}: {install_command('server')}") from None
     of_each_request = limits.limits()  # a size that is none is refused before anything is opened
     with listen(http.host, http.port) as listener, ExitStack() as loading:
         _say(f"listening on {_url(listener)}")
-        progress = loading.enter_context(load_progress())
+        progress = loading.enter_context(show_progress())
         service = _open_service(engine, http, of_each_request, limits.max_queue, progress)
         asyncio.run(run_server(service, listener, limits.drain_timeout, Callbacks(loading.close, _say)))
     return EXIT_OK

@@ -1,20 +1,16 @@
-"""What the commands ask of the terminal: is there one, read what was piped in, show progress, notice Ctrl-C."""
+"""What the commands ask of the terminal: is there one, read what was piped in, notice Ctrl-C."""
 
 import os
 import re
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 from nanoserve.errors import UsageError
-
-if TYPE_CHECKING:
-    from nanoserve.commands.options import Progress
 
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 REDRAW_SECONDS = 0.1
@@ -139,32 +135,3 @@ def when_continued(action: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGCONT, before)
-
-
-@contextmanager
-def load_progress() -> Iterator["Progress | None"]:
-    """A callback that draws one bar per stage on stderr, or None where nobody watches.
-
-    The bars are drawn by the caller's thread: a thread of their own would slow down the loading.
-    """
-    if not is_terminal(sys.stderr):
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
-    stages: dict[str, TaskID] = {}
-    drawn = 0.0
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bars:
-
-        def show(stage: str, done: int, total: int) -> None:
-            nonlocal drawn
-            if stage not in stages:
-                stages[stage] = bars.add_task(stage, total=total)
-            bars.update(stages[stage], completed=done, total=total)
-            if done >= total or time.monotonic() - drawn > REDRAW_SECONDS:
-                drawn = time.monotonic()
-                bars.refresh()
-
-        yield show

@@ -7,7 +7,8 @@ from functools import wraps
 from typing import Any
 
 from nanoserve.commands.failures import EXIT_FAILURE, EXIT_OK
-from nanoserve.commands.terminal import load_progress, remark
+from nanoserve.commands.progress import show_progress
+from nanoserve.commands.terminal import remark
 from nanoserve.commands.workers_options import WorkersOptions
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.runtime.torchrun import TorchrunProcess
@@ -57,7 +58,7 @@ def _keep_worker(process: TorchrunProcess, engine: WorkersOptions) -> int:
     from nanoserve.runtime.workers.keeper import Keeper
 
     def resolve() -> ResolvedModel:
-        with load_progress() as progress:
+        with show_progress() as progress:
             return resolve_model(engine.model, offline=engine.offline, progress=progress)
 
     remark(f"worker {process.rank} of the engine on {process.master_address}")

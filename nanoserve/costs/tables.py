@@ -1,6 +1,5 @@
 """Data files of the cost model: TOML tables whose entries name their source, read with errors that name the key."""
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: if it cannot be read or is not TOML, naming it.
     """
+    import tomllib
+
     try:
         if path.exists() and not path.is_file():  # a directory; or a pipe or device, reading which might never end
             raise UsageError(f"{path} is not a regular file")

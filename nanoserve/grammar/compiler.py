@@ -14,6 +14,7 @@ import numpy as np
 
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.grammar.vocabulary import Vocabulary, load_vocabulary
+from nanoserve.installation import install_command
 
 MAX_CACHED = 16
 """Compiled grammars that are kept for the next request with the same schema; a large one takes some 10 MB."""
@@ -100,7 +101,7 @@ class GrammarCompiler:
         try:
             return load_vocabulary(self._directory, self._vocab_size)
         except ModuleNotFoundError:
-            raise UsageError("structured output needs llguidance: pip install 'nanoserve[server]'") from None
+            raise UsageError(f"structured output needs llguidance: {install_command('json')}") from None
 
     def matcher(self, schema: str) -> Matcher:
         """A matcher at the beginning of a text.

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.installation import install_command
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-INSTALL = "pip install 'nanoserve[plot]'"
 
 
 def check_plotting(path: Path | None) -> None:
@@ -20,7 +19,7 @@ def check_plotting(path: Path | None) -> None:
     from importlib.util import find_spec
 
     if path is not None and find_spec("matplotlib") is None:
-        raise UsageError(f"--plot needs matplotlib: {INSTALL}")
+        raise UsageError(f"--plot needs matplotlib: {install_command('plot')}")
 
 
 def titled_figure(title: str, width: float, height: float) -> "Figure":

@@ -82,7 +82,8 @@ def save_dummy_checkpoint(spec: str, dtype: torch.dtype, directory: Path) -> Non
             save_file(tensors, directory / name, metadata={"format": "pt"})
         if last > 1:
             weight_map = {part.name: name for parts, name in zip(files, names, strict=True) for part in parts}
-            (directory / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+            index = {"metadata": {"total_size": needed}, "weight_map": weight_map}  # transformers wants both
+            (directory / INDEX_NAME).write_text(json.dumps(index), encoding="utf-8")
         (directory / "config.json").write_text(json.dumps(shape, indent=1), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise RuntimeFailure(f"{directory}: the weights of {spec} cannot be written ({error})") from error

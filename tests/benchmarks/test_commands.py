@@ -12,6 +12,9 @@ from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.peers.catalog import PEERS, PeerKind
 from nanoserve.benchmarks.peers.protocol import Opening
 from nanoserve.benchmarks.roofline import BandwidthProbe
+from nanoserve.errors import RuntimeFailure
+from nanoserve.installation import install_command
+from nanoserve.measures.figures import titled_figure
 from tests.benchmarks.conftest import Run
 from tests.benchmarks.fakes import FakePeer
 
@@ -20,7 +23,7 @@ from tests.benchmarks.fakes import FakePeer
 def bench(run_command: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Runs ``nanoserve bench ARGUMENTS`` here, which looks at the machine but briefly."""
     monkeypatch.setenv("CXX", str(tmp_path / "none"))  # nothing is built for the processes that a benchmark starts
-    monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZE", 64)
+    monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZES", (64,))
     monkeypatch.setattr("nanoserve.benchmarks.local.BandwidthProbe", lambda: BandwidthProbe(2**20))
     monkeypatch.setattr("nanoserve.benchmarks.roofline.READ_BYTES", 2**20)
     return partial(run_command, "bench")
@@ -43,6 +46,43 @@ def test_latency_writes_a_table_json_and_a_chart(bench: Run, tmp_path: Path) -> 
     assert found["engine"]["operators"].startswith(("C++", "plain torch ("))
     assert found["engine"]["dtype"] in out
     assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_waited_for_is_said_and_can_be_skipped(bench: Run, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    sizes = ("--batch-sizes", 1, "--input", 6, "--output", 3, "--repeats", 1, "--eager", "--json", report)
+    code, out, err = bench("latency", *sizes)
+    assert code == 0
+    assert err.index("to know what the machine does at best") < err.index("measuring 1 x 6+3")
+    assert "steps, against the floor" in out
+    code, out, err = bench("latency", "--no-probe", *sizes)
+    assert code == 0
+    assert "to know what the machine does" not in err
+    assert "against the floor" not in out
+    found = json.loads(report.read_text())
+    assert "limit_gflops" not in found["engine"]
+    assert found["rows"][0]["read_gb_per_s"] == []
+    assert found["rows"][0]["steps"]["decode"]["of_floor"] is None
+
+
+def test_a_busy_machine_is_said_in_a_sentence_and_in_the_picture(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    titles = []
+
+    def titled(title: str, width: float, height: float) -> Any:
+        titles.append(title)
+        return titled_figure(title, width, height)
+
+    monkeypatch.setattr("nanoserve.benchmarks.plots.titled_figure", titled)
+    sizes = ("--sequences", 1, "--context", 4, "--steps", 2, "--plot", tmp_path / "chart.png")
+    sentence = "other programs kept up to 1.3 cores busy meanwhile: on a quiet machine the figures differ"
+    for cores, is_told in ((1.3, True), (0.1, False), (None, False)):
+        monkeypatch.setattr("nanoserve.benchmarks.cpu_load.ForeignLoad.read", lambda self, cores=cores: cores)
+        code, out, _ = bench("scheduler", *sizes)
+        assert code == 0
+        assert (sentence in out, sentence in titles[-1]) == (is_told, is_told)
 
 
 def test_throughput_of_a_trace_leaves_out_what_is_too_long(bench: Run, tmp_path: Path) -> None:
@@ -118,7 +158,7 @@ def test_a_chart_without_matplotlib_names_the_extra(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = bench("scheduler", "--plot", tmp_path / "chart.png")
     assert code == 2
-    assert "pip install 'nanoserve[plot]'" in err
+    assert install_command("plot") in err
 
 
 def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
@@ -143,6 +183,36 @@ def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
     decode = [ratio for ratio in json.loads(report.read_text())["ratios"] if ratio["metric"] == "decode"]
     assert {ratio["peer"] for ratio in decode} == {"transformers"}
     assert decode[0]["median"] == pytest.approx(2.0)
+
+
+def test_compare_fails_when_a_peer_that_is_installed_cannot_be_opened(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FakeProcess(FakePeer):
+        process_id = 1
+
+        def __init__(self, name: str, _opening: object) -> None:
+            super().__init__(name, 1.0)
+            if name == "transformers":
+                raise RuntimeFailure("transformers: KeyError: 'metadata'")
+
+    monkeypatch.setattr("nanoserve.benchmarks.peers.process.PeerProcess", FakeProcess)
+    code, out, err = bench("compare", "-m", _bundled(), "--peers", "transformers")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == (
+        "nanoserve: transformers: KeyError: 'metadata' (to compare without transformers, leave it out of --peers)"
+    )
+
+
+def test_compare_refuses_a_model_that_a_peer_cannot_read(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    monkeypatch.setitem(PEERS, "llama.cpp", PeerKind((), ""))
+    code, _, err = bench("compare", "-m", "dummy:mixtral-8x7b", "--peers", "llama.cpp")
+    assert code == 2
+    assert "mixtral with default rope cannot be written for llama.cpp" in err.splitlines()[-1]
+    assert "leave it out of --peers" in err.splitlines()[-1]
 
 
 def test_operators_beside_stock_torch(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 # The bench command, except that it looks at the machine for no longer than a test may take.
 PROGRAM = """
 import nanoserve.benchmarks.local as local, nanoserve.benchmarks.roofline as roofline
-roofline._PRODUCT_SIZE = 64
+roofline._PRODUCT_SIZES = (64,)
 local.BandwidthProbe = lambda: roofline.BandwidthProbe(2**20)
 from nanoserve.commands.main import run
 run("bench")

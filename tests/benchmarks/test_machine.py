@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from nanoserve.benchmarks import roofline
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.machine import command_line, installed_versions
 from nanoserve.benchmarks.roofline import BandwidthProbe, machine_limits
 from nanoserve.benchmarks.starting import STAGES, drop_from_page_cache, stage_lengths
+
+SIZES = roofline._PRODUCT_SIZES
 
 
 def write_counters(proc: Path, busy: int, own: int) -> None:
@@ -63,7 +66,31 @@ def test_a_system_that_does_not_tell(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak of a product of 64 by 64 numbers, which takes no time."""
-    monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZE", 64)
+    monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZES", (64,))
+
+
+@pytest.mark.parametrize(("speed", "sizes"), [(1e9, [256, 512]), (1e11, [256, 512, 1024, 2048])])
+def test_no_product_takes_long(speed: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that multiplies so fast: a call cannot be interrupted."""
+    made: list[int] = []
+
+    def timed(action: Any) -> float:
+        size = action.args[0].shape[0]
+        made.append(size)
+        return 2 * size**3 / speed
+
+    monkeypatch.setattr(roofline, "_PRODUCT_SIZES", SIZES)
+    monkeypatch.setattr(roofline, "_timed", timed)
+    assert roofline._product_speed(torch.bfloat16) == pytest.approx(speed)
+    assert made == sizes
+
+
+def test_the_buffer_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    probe = BandwidthProbe(2**20)
+    monkeypatch.setattr(roofline, "_timed", lambda action: read.append(action().item()) or 0.5)
+    assert probe.best() == 2**20 / (8 * 0.5)
+    assert read[:8] == [2**15] * 8
 
 
 def test_limits_are_the_best_ever_seen(tmp_path: Path) -> None:

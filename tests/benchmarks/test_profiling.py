@@ -21,7 +21,7 @@ BRIEFLY = Effort(seconds=0.0, fewest_rounds=FEWEST_ROUNDS, most_rounds=FEWEST_RO
 @pytest.fixture
 def run(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs ``nanoserve ARGUMENTS`` here, with few sizes."""
-    monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZE", 64)
+    monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZES", (64,))
     measuring = "nanoserve.benchmarks.profiling.measuring"
     monkeypatch.setattr(f"{measuring}.BandwidthProbe", lambda: BandwidthProbe(2**20))
     monkeypatch.setattr(f"{measuring}.EFFORT", BRIEFLY)

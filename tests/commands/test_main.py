@@ -147,7 +147,7 @@ def test_flags_win_over_variables(command: Run, fake: list[FakeLLM], monkeypatch
     assert settings["offline"] is True
     assert settings["kv_cache_memory"] == 2 * 1024**2
     assert settings["seed"] == 3
-    assert settings["progress"] is None
+    assert callable(settings["progress"])  # long loads are told of where nobody watches, too
     assert fake[0].closed
 
 
@@ -249,3 +249,17 @@ def test_interrupt_is_one_line(arguments: list[str]) -> None:
     _, err = process.communicate(timeout=60)
     assert err == b"nanoserve: interrupted\n"
     assert process.returncode == 130
+
+
+def test_help_imports_none_of_what_commands_do() -> None:
+    """Every import is time before the first word: those of a command come when it is asked for."""
+    program = (
+        "import sys\nfrom nanoserve.commands.main import main\n"
+        "assert main(['--help']) == 0\nprint(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    imported = set(done.stderr.split())
+    rooms = ("scheduler", "costs", "request", "client", "server", "simulator", "models", "benchmarks", "papers", "llm")
+    assert not imported & {f"nanoserve.{room}" for room in rooms}
+    assert not {name for name in imported if name.startswith("nanoserve.commands.bench_") and "options" not in name}
+    assert not imported & {"torch", "numpy", "asyncio", "http.client", "ssl", "tomllib", "importlib.metadata"}

@@ -91,7 +91,7 @@ class Batch:
     def end(self) -> list[str]:
         """Its lines, once it has ended and left nothing behind."""
         lines = self.process.communicate(timeout=PATIENCE)[1].splitlines()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE
         while left := [*marked(self._mark), *self._temporary.iterdir(), *self.shared]:
             assert time.monotonic() < deadline, left
             time.sleep(0.01)

@@ -12,6 +12,7 @@ import pytest
 
 from nanoserve.errors import UsageError
 from nanoserve.grammar.checker import GrammarChecker
+from nanoserve.installation import install_command
 from tests.grammar.conftest import BUNDLED
 from tests.grammar.schemas import PERSON
 
@@ -146,4 +147,4 @@ def test_without_llguidance() -> None:
         f"GrammarCompiler(Path({str(BUNDLED)!r})).matcher('{{}}')"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert "UsageError: structured output needs llguidance: pip install 'nanoserve[server]'" in done.stderr
+    assert f"UsageError: structured output needs llguidance: {install_command('json')}" in done.stderr

@@ -156,9 +156,8 @@ def test_a_thread_that_was_given_up_writes_nothing_when_it_wakes(batch: HostBatc
     batch.values.fill_(3.0)
     give(host, batch)
     wait_for_problem(host)
-    began = time.monotonic()
     host.close()
-    assert time.monotonic() - began < ENOUGH / 2, "it does not wait for what hangs"
+    assert host._thread.is_alive(), "it does not wait for what hangs"
     stuck.open.set()
     host._thread.join(ENOUGH)
     assert not host._thread.is_alive()

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nanoserve.scheduler.policies
+from nanoserve.config import POLICY_NAMES
 from nanoserve.errors import UsageError
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.load import Decision, Load
@@ -159,6 +160,10 @@ def _loads(draw: st.DrawFn) -> Load:
         pipeline_depth=draw(st.integers(1, 4)),
         expected_growth=draw(st.integers(0, total - 1)),
     )
+
+
+def test_the_help_names_all_of_them() -> None:
+    assert tuple(POLICIES) == POLICY_NAMES
 
 
 @pytest.mark.parametrize("name", POLICIES)

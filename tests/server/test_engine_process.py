@@ -1,7 +1,6 @@
 """The engine's side of the wire, in this process: commands in, reports out, rubbish dropped."""
 
 import pickle
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.fakes.reference import expected_tokens
 from tests.server.fake_engine import VOCAB_SIZE, WORKER_POISON_TOKEN, PacedExecutor
 
 CONTEXT = 64
+WAIT_MILLISECONDS = 120_000
 
 
 class Wire:
@@ -43,7 +43,7 @@ class Wire:
         self.commands.send(msgspec.msgpack.encode(command))
 
     def hear(self) -> EngineMessage:
-        assert self.reports.poll(5000), "the engine said nothing"
+        assert self.reports.poll(WAIT_MILLISECONDS), "the engine said nothing"
         return msgspec.msgpack.decode(self.reports.recv(), type=EngineMessage)
 
     def report(self) -> Report:
@@ -102,7 +102,7 @@ def test_a_stopped_request_gives_its_blocks_back_at_the_next_turn(wire: Wire) ->
     wire.loop.turn()
     assert wire.report().stats.running == 1
     wire.send(Stop("r"))
-    time.sleep(0.3)  # it is on its way
+    assert wire.mailbox._commands.poll(WAIT_MILLISECONDS), "it has arrived"
     while wire.engine.has_work:
         wire.loop.turn()
     last = wire.report()

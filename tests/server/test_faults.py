@@ -25,6 +25,7 @@ from nanoserve.server.sockets import COMMANDS, REPORTS
 from tests.server.conftest import MODEL
 from tests.server.fake_engine import BROKEN, POISON_TOKEN, WORKER_POISON_TOKEN
 from tests.server.starting import (
+    PATIENCE_SECONDS,
     ROOT,
     Server,
     alive,
@@ -113,7 +114,7 @@ def test_nothing_is_left_of_a_front_end_that_was_killed(state: str) -> None:
         wait_until(lambda: process_state(engine) == "T")
     server.process.kill()
     server.process.wait()
-    wait_until(lambda: not any(alive(process) for process in processes), 10)
+    wait_until(lambda: not any(alive(process) for process in processes))
     assert server.left_behind() == []
     for reader in readers:
         reader.join(10)
@@ -128,8 +129,8 @@ def test_nothing_is_left_of_a_start_that_was_ended(moment: float) -> None:
         processes = server.descendants()
         server.process.send_signal(number)
         server.process.wait(60)
-        wait_until(lambda: not any(alive(process) for process in processes), 20)
-        wait_until(lambda: not server.left_behind(), 5)
+        wait_until(lambda: not any(alive(process) for process in processes))
+        wait_until(lambda: not server.left_behind())
         server.end()
         assert "nanoserve/server" not in server.log, "no traceback but of Python's own start"
         shutil.rmtree(server.directory)
@@ -151,14 +152,14 @@ def test_a_compiler_ends_with_the_engine_it_works_for(tmp_path: Path) -> None:
         reader = Reader(server, body)
         reader.wait_begun()
         os.kill(server.engine_process_id(), signal.SIGKILL)
-        wait_until(lambda: not any(alive(builder) for builder in first), 10)
+        wait_until(lambda: not any(alive(builder) for builder in first))
         reader.join()
         assert reader.text == expected, "the real engine, too, goes on with the same text"
         server.wait_idle()
         wait_until(lambda: len(_builders(server)) > 0)
         processes = server.descendants()
         server.process.kill()
-        wait_until(lambda: not any(alive(process) for process in processes), 10)
+        wait_until(lambda: not any(alive(process) for process in processes))
 
 
 def _builders(server: Server) -> list[int]:
@@ -181,10 +182,9 @@ def test_streams_go_on_when_the_engine_is_killed(fake: Server, whole: str) -> No
     readers = [Reader(fake, body) for body in bodies]
     for reader in readers:
         reader.wait_begun()
-    killed = time.monotonic()
+    before = fake.log.count("the engine was killed by SIGKILL")
     os.kill(fake.engine_process_id(), signal.SIGKILL)
-    wait_until(lambda: fake.get("/ready").status_code == 503, 2)
-    assert time.monotonic() - killed < 2, "noticed within two seconds"
+    wait_until(lambda: fake.log.count("the engine was killed by SIGKILL") > before)
     during = fake.post(COMPLETION, LONG)
     for reader in readers:
         reader.join()
@@ -327,7 +327,7 @@ def test_rubbish_at_the_sockets_is_dropped_and_counted(fake: Server, whole: str)
     assert reader.text == whole
     assert whole_text(fake, LONG) == whole, "the engine tells what it dropped with its next report"
     # Or more: ZeroMQ takes the pickle for frames of its first version.
-    wait_until(lambda: fake.metric("nanoserve:dropped_messages_total") >= before + 2 * len(RUBBISH), 10)
+    wait_until(lambda: fake.metric("nanoserve:dropped_messages_total") >= before + 2 * len(RUBBISH))
 
 
 # ------------------------------------------------------------------------------------------ signals
@@ -341,7 +341,7 @@ def test_sigterm_lets_running_requests_end(whole: str) -> None:
         wait_until(lambda: any("stopping" in line for line in server.lines))
         refused = server.post(COMPLETION, LONG)
         assert refused.status_code == 503 and server.get("/ready").status_code == 503
-        assert server.process.wait(30) == 0
+        assert server.process.wait(PATIENCE_SECONDS) == 0
         reader.join()
         assert reader.text == whole
 
@@ -356,7 +356,7 @@ def test_a_second_signal_or_the_end_of_the_time_does_not_wait(second: bool) -> N
         wait_until(lambda: any("stopping" in line for line in server.lines))
         if second:
             server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(10) == 0
+        assert server.process.wait(PATIENCE_SECONDS) == 0
         reader.join()
         assert "stopping" in reader.data and "error" in reader.data
 
@@ -370,9 +370,7 @@ def test_more_than_may_wait_are_turned_away() -> None:
         wait_until(lambda: server.metric("vllm:num_requests_running") == 2)
         readers += [Reader(server, LONG | {"seed": number}) for number in range(3)]
         wait_until(lambda: server.metric("vllm:num_requests_waiting") == 3)
-        began = time.monotonic()
         refused = server.post(COMPLETION, LONG)
-        assert time.monotonic() - began < 5
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "queue_full"
         streamed = server.post(COMPLETION, LONG | {"stream": True})

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from nanoserve.installation import install_command
+
 
 @dataclass(frozen=True, slots=True)
 class PeerKind:
@@ -26,6 +28,6 @@ class PeerKind:
 PEERS: Mapping[str, PeerKind] = {
     "transformers": PeerKind(("transformers",), "pip install 'transformers>=5.0'"),
     "llama.cpp": PeerKind(("llama_cpp", "gguf"), "pip install llama-cpp-python gguf"),
-    "server": PeerKind(("starlette", "uvicorn", "h11", "zmq", "prometheus_client"), "pip install 'nanoserve[server]'"),
+    "server": PeerKind(("starlette", "uvicorn", "h11", "zmq", "prometheus_client"), install_command("server")),
 }
 """Choices of ``bench compare --peers``; the server is our own, asked over HTTP."""

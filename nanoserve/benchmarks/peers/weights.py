@@ -23,6 +23,9 @@ from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.loading import load_model
 from nanoserve.models.shapes import DUMMY_PREFIX, dummy_config, dummy_shape
 
+_FILES = 2
+"""Names how files are written, where they are kept: another one whenever a peer is to find them written anew."""
+
 
 def checkpoint_directory(model: ResolvedModel, dtype: str) -> Path:
     """A directory that transformers reads: the model's own, or for a dummy one that is written here.
@@ -44,10 +47,10 @@ def gguf_file(model: ResolvedModel, dtype: str) -> Path:
     """
     from nanoserve.benchmarks.peers.gguf_writer import check_exportable, write_gguf
 
+    check_exportable(model_config(model))
+
     def write(target: Path) -> None:
-        decoder, config = _decoder(model, dtype)
-        check_exportable(config)
-        write_gguf(decoder, config, target / "model.gguf")
+        write_gguf(*_decoder(model, dtype), target / "model.gguf")
 
     if model.directory is None:
         return _kept(_dummy_key(model.name, dtype) + "-gguf", write) / "model.gguf"
@@ -66,7 +69,7 @@ def _dummy_key(name: str, dtype: str) -> str:
     shape = json.dumps(_dummy_config(name, dtype), sort_keys=True).encode()
     digest = hashlib.blake2s(shape, digest_size=6).hexdigest()
     plain = Path(name).name.removeprefix(DUMMY_PREFIX).removesuffix(".json")
-    return f"dummy-{plain}-{dtype}-seed{DUMMY_SEED}-{digest}"
+    return f"dummy-{plain}-{dtype}-seed{DUMMY_SEED}-files{_FILES}-{digest}"
 
 
 def _kept(key: str, write: Callable[[Path], None]) -> Path:

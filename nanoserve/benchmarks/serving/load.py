@@ -1,7 +1,7 @@
 """Load: in an open loop requests come when they come, in a closed loop each waits for the answer to another."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from nanoserve.benchmarks.serving.records import RequestRecord, Run
 from nanoserve.benchmarks.serving.requests import PreparedRequest
@@ -11,10 +11,13 @@ from nanoserve.benchmarks.serving.sending import Sender
 class Load:
     """One run of requests against a server; what has been measured can be had at any time.
 
-    Exactly one of ``open_loop`` and ``closed_loop`` is awaited, once.
+    Exactly one of ``open_loop`` and ``closed_loop`` is awaited, once. ``answered`` is called after every request.
     """
 
-    def __init__(self, sender: Sender, requests: Sequence[PreparedRequest]) -> None:
+    def __init__(
+        self, sender: Sender, requests: Sequence[PreparedRequest], answered: Callable[[], None] = lambda: None
+    ) -> None:
+        self._answered = answered
         self._sender = sender
         self._requests = requests
         self._records: list[RequestRecord] = []
@@ -50,6 +53,7 @@ class Load:
 
     async def _send(self, request: PreparedRequest, scheduled: float) -> None:
         self._records.append(await self._sender.send(request, scheduled, self._began))
+        self._answered()
 
     def _now(self) -> float:
         return self._sender.clock() - self._began

@@ -91,15 +91,20 @@ class ServeBench:
         if failures := [record.failure for record in load.run().records if record.failure is not None]:
             raise RuntimeFailure(f"{len(failures)} of {len(shapes)} requests of the warm-up failed: {failures[0]}")
 
-    def measure(self, point: Point, repeats: int, keep: Callable[[dict[str, Any]], None]) -> None:
-        """Run the work at this load, ``repeats`` times; ``keep`` gets the row, also of a run that is interrupted."""
+    def measure(
+        self, point: Point, repeats: int, keep: Callable[[dict[str, Any]], None], answered: Callable[[], None]
+    ) -> None:
+        """Run the work at this load, ``repeats`` times; ``keep`` gets the row, also of a run that is interrupted.
+
+        ``answered`` is called after every request.
+        """
         runs: list[Run] = []
         if self._foreign is not None:
             self._foreign.read()
         try:
             for repeat in range(1, repeats + 1):
                 requests = self._prepared(self._work.shapes, f"{point.name}/{repeat}")
-                load = Load(self._sender, requests)
+                load = Load(self._sender, requests, answered)
                 try:
                     asyncio.run(self._under(load, point, repeat))
                 finally:

@@ -49,7 +49,9 @@ def take_rounds(probes: Probes, announce: Callable[[str], None], effort: Effort)
     samples: Samples = {name: {point: [] for point in points} for name, points in first.items()}
     turns = [(name, point) for name, points in first.items() for point in points]
     for number in range(1, effort.most_rounds + 1):
-        announce(f"measuring, round {number} after {time.perf_counter() - began:.0f} s")
+        passed = time.perf_counter() - began
+        left = max(effort.seconds - passed, (effort.fewest_rounds - number + 1) * passed / number)  # warm-up and rounds
+        announce(f"measuring, round {number}, about {left:.0f} s left")
         for name, point in turns:
             if number > effort.fewest_rounds and time.perf_counter() - began > effort.seconds:
                 break

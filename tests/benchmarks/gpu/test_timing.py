@@ -1,6 +1,5 @@
 """What is timed is the device: it is kept busy until the host has launched the call."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +44,21 @@ def test_the_flushes_lie_in_front_of_what_is_timed(monkeypatch: pytest.MonkeyPat
     assert seconds() == pytest.approx(200e-6) and log[-1] == "wait"
 
 
-def test_each_route_gets_the_lead_that_its_own_launching_needs() -> None:
+def test_each_route_gets_the_lead_that_its_own_launching_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watch:
+        """Stands still but while the slow one is launched."""
+
+        now = 0.0
+
+        def perf_counter(self) -> float:
+            return self.now
+
+        def launch_slowly(self) -> None:
+            self.now += 0.02
+
+    watch = Watch()
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.timing.time", watch)
+
     class Clock:
         name = "none"
 
@@ -58,9 +71,9 @@ def test_each_route_gets_the_lead_that_its_own_launching_needs() -> None:
             return lambda: 1e-3
 
     clock = Clock()
-    routes: dict[str, Any] = {"slow": lambda: time.sleep(0.02), "fast": lambda: None}
+    routes: dict[str, Any] = {"slow": watch.launch_slowly, "fast": lambda: None}
     spreads = take_turns(routes, clock, dry_run=True)
     slow, fast = (clock.leads[routes[name]] for name in ("slow", "fast"))
     assert slow[:3] == fast[:3] == [0.0] * 3  # not known yet
-    assert len(slow) == len(fast) == 5 and min(slow[3:]) >= 0.02 > max(fast[3:])
+    assert len(slow) == len(fast) == 5 and min(slow[3:]) == pytest.approx(0.02) and fast[3:] == [0.0] * 2
     assert spreads["slow"].n == 2 and spreads["slow"].us == pytest.approx(1000)

@@ -46,7 +46,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def bench(closed: list[str], run_undisturbed: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs ``nanoserve bench pipeline ARGUMENTS`` here."""
-    monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZE", 64)
+    monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZES", (64,))
     return partial(run_undisturbed, "pipeline")
 
 

@@ -210,7 +210,7 @@ class Reference:
         case = Case("sarathi", token_budget=2048, prefix_caching=False)
         self.expected: dict[tuple[str, int], Expected] = {}
         for request in self.requests:
-            seen = _run(executor, case, [Arrival(0, request, None, None)], self.vocab_size)
+            seen = _run(executor, case, [[Arrival(0, request, None, None)]], self.vocab_size)
             self.expected |= {key: Expected.of(sequence) for key, sequence in seen.sequences.items()}
         executor.close()
         self._check_margins()
@@ -230,7 +230,7 @@ class Reference:
         total = Seen()
         for case in cases:
             arrivals = _arrivals(self.requests, case.seed)
-            seen = _run(workers, case, arrivals, self.vocab_size)
+            seen = _run(workers, case, self._parts(workers, arrivals), self.vocab_size)
             for arrival, index in ((one, index) for one in arrivals for index in range(one.request.params.n)):
                 key = (arrival.request.request_id, index)
                 self.expected[key].check(seen.sequences[key], (case, key))
@@ -245,6 +245,19 @@ class Reference:
             total.taken += seen.taken
             total.together = max(total.together, seen.together)
         return total
+
+    def _parts(self, workers: WorkersExecutor, arrivals: list[Arrival]) -> list[list[Arrival]]:
+        """Those that come when all before are done. Between two layouts the last two come alone, so that each layout
+        follows the other twice; with the others, how often that happens depends on how soon steps come back."""
+        if len(workers.capacities) == 1:
+            return [arrivals]
+        stay = [one for one in arrivals if one.abort_step is None and len(self._tokens(one.request)) > 1]
+        others = [one for one in arrivals if one not in stay[-2:]]
+        return [others, *([replace(one, step=0)] for one in stay[-2:])]
+
+    def _tokens(self, request: Request) -> list[int]:
+        """Of its first sample."""
+        return self.expected[request.request_id, 0].tokens
 
 
 def _compare_logprobs(found: list[TokenLogprob], expected: list[TokenLogprob]) -> None:
@@ -295,7 +308,7 @@ def _policy(case: Case) -> Policy:
     return make_policy(name, case.token_budget, dict.fromkeys(ablations, True), swaps=case.host_blocks > 0)
 
 
-def _run(executor: Executor, case: Case, arrivals: list[Arrival], vocab_size: int) -> Seen:
+def _run(executor: Executor, case: Case, parts: list[list[Arrival]], vocab_size: int) -> Seen:
     """An engine's life from its first request to its last; the executor lives on."""
     seen = Seen()
     engine = _engine(executor, case, vocab_size, seen)
@@ -303,7 +316,8 @@ def _run(executor: Executor, case: Case, arrivals: list[Arrival], vocab_size: in
         executor.submit(StepPlan(-1, transition=engine.scheduler.layout))  # where the engine before has left it
         while not executor.collect(None):
             pass
-    live(engine, arrivals)
+    for arrivals in parts:
+        live(engine, arrivals)
     seen.preemptions, seen.transitions = engine.scheduler.preemptions, engine.scheduler.transitions
     return seen
 

@@ -39,7 +39,7 @@ def start_pair(reference: Reference, prefill: str, decode: str) -> WorkersExecut
 def check(reference: Reference, workers: WorkersExecutor, cases: list[Case]) -> None:
     seen = reference.check(workers, cases)
     assert min(seen.cached_tokens, seen.copies, seen.aborted, seen.swaps, seen.chunks) > 0, seen
-    assert seen.transitions > 2 * len(cases), seen
+    assert seen.transitions >= 5 * len(cases), seen
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def two_layouts(reference: Reference) -> Iterator[WorkersExecutor]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.policy} {case.num_blocks}")
 def test_answers_are_those_of_one_process(reference: Reference, two_layouts: WorkersExecutor, case: Case) -> None:
     seen = reference.check(two_layouts, [case])
-    assert seen.transitions >= 2 and seen.swaps > 0, seen
+    assert seen.transitions >= 5 and seen.swaps > 0, seen
 
 
 def test_what_moved_is_told_by_every_worker(two_layouts: WorkersExecutor) -> None:

@@ -1,0 +1,93 @@
+"""How far something is, on stderr: bars on a terminal, elsewhere a line now and then; both say what time is left."""
+
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING, TypeVar
+
+from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark
+
+if TYPE_CHECKING:
+    from nanoserve.commands.options import Progress
+
+LINE_SECONDS = 5.0
+"""Between two lines where there is no terminal: what takes no longer is silent."""
+_LINE_SHARE = 0.1
+"""Of the time passed: long runs have no more lines than they need."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Stage:
+    """When it was first heard of, how far it was then, and when it was last shown."""
+
+    began: float
+    first: int
+    shown: float
+
+    def left(self, now: float, done: int, total: int) -> str:
+        """The time to the end, at the pace since the beginning; a dash before there is one."""
+        if done <= self.first:
+            return "-"
+        return str(timedelta(seconds=round((now - self.began) * (total - done) / (done - self.first))))
+
+
+@contextmanager
+def show_progress() -> Iterator["Progress"]:
+    """What it yields is to be told how far which stage is, often, by the thread that works: most calls show nothing.
+
+    A thread of its own would slow the work down, and disturb what is measured.
+    """
+    stages: dict[str, _Stage] = {}
+    if not is_terminal(sys.stderr):
+        yield lambda what, done, total: _say(stages, what, done, total)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[left]}")
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bars:
+
+        def draw(what: str, done: int, total: int) -> None:
+            now = time.monotonic()
+            if what not in tasks:
+                stages[what] = _Stage(now, done, 0.0)
+                tasks[what] = bars.add_task(what, total=total, left="")
+            stage, is_over = stages[what], done >= total
+            left = "" if is_over else f"{stage.left(now, done, total)} left"
+            bars.update(tasks[what], completed=done, total=total, left=left, visible=not is_over)
+            if is_over or now - stage.shown > REDRAW_SECONDS:
+                stage.shown = now
+                bars.refresh()
+
+        yield draw
+
+
+def _say(stages: dict[str, _Stage], what: str, done: int, total: int) -> None:
+    now = time.monotonic()
+    stage = stages.setdefault(what, _Stage(now, done, now))
+    if done < total and now - stage.shown >= max(LINE_SECONDS, _LINE_SHARE * (now - stage.began)):
+        stage.shown = now
+        remark(f"{what}: {done / total:.0%}, about {stage.left(now, done, total)} left")
+
+
+def counted(progress: "Progress", what: str, total: int) -> Callable[[], None]:
+    """To be called whenever one of so many is done."""
+    progress(what, 0, total)
+    numbers = count(1)
+    return lambda: progress(what, next(numbers), total)
+
+
+def watched(items: Collection[T], what: str) -> Iterator[T]:
+    """The items, while it is shown how many of them are done."""
+    with show_progress() as progress:
+        one_is_done = counted(progress, what, len(items))
+        for item in items:
+            yield item
+            one_is_done()

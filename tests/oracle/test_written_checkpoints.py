@@ -1,0 +1,63 @@
+"""transformers opens every checkpoint that is written here, and finds each tensor under its name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nanoserve.models.dummy import save_dummy_checkpoint
+from nanoserve.models.loading import load_model
+from nanoserve.models.saving import save_hf
+from nanoserve.models.shapes import SHAPES
+from tests.models.test_shards import write_checkpoint
+from tests.oracle.checkpoints import FAMILIES
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+}
+BUNDLED = sorted((Path(__file__).parents[2] / "nanoserve" / "assets").iterdir())
+BY_TYPE = {str(shape["model_type"]): shape for shape in SHAPES.values()}
+
+
+def opened(directory: Path) -> Any:
+    model, told = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, local_files_only=True)
+    assert not any(told.values()), told  # nothing missing, left over or of another shape
+    return model
+
+
+@pytest.mark.parametrize("model_type", BY_TYPE)
+@pytest.mark.parametrize("file_bytes", [1 << 20, 20_000], ids=["single", "sharded"])
+def test_dummies(model_type: str, file_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {name: TINY.get(name, value) for name, value in BY_TYPE[model_type].items()}
+    shape |= {"head_dim": 8, "pad_token_id": 0}
+    spec = tmp_path / "shape.json"
+    spec.write_text(json.dumps(shape))
+    monkeypatch.setattr("nanoserve.models.dummy._FILE_BYTES", file_bytes)
+    save_dummy_checkpoint(str(spec), torch.float32, tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (file_bytes == 20_000)
+    opened(tmp_path)
+
+
+@pytest.mark.parametrize("bundled", BUNDLED, ids=lambda directory: directory.name)
+def test_what_training_writes(bundled: Path, tmp_path: Path) -> None:
+    decoder, config = load_model(bundled, "bfloat16")
+    save_hf(decoder, config, tmp_path)
+    for directory in (bundled, tmp_path):
+        opened(directory)
+    assert AutoTokenizer.from_pretrained(bundled).decode([300]) != ""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_those_of_other_tests(family: str, tmp_path: Path) -> None:
+    write_checkpoint(family, tmp_path)
+    opened(tmp_path)
