@@ -119,7 +119,7 @@ def test_a_worker_reads_the_layouts_that_it_is_sent() -> None:
         local_rank=0,
         plans="plans",
         reports="reports",
-        engine_key=None,
+        engine_key="k" * 40,
         init_method="file",
         name="storyteller",
         model_directory=None,
