@@ -247,12 +247,15 @@ def choose_num_host_blocks(model: ModelConfig, config: EngineConfig, reserved: i
     """
     if not config.uses_host_memory:
         return 0
+    longest = config.max_model_len
+    if config.host_kv_memory is not None and config.decode_layout is not None:  # every sequence passes through it
+        longest = longest or model.max_position_embeddings
     return choose_host_blocks(
         model,
         block_size=config.block_size,
         dtype=resolve_dtype(config.dtype, torch.device(config.device), model.dtype),
         host_kv_memory=config.host_kv_memory,
-        max_model_len=config.max_model_len,
+        max_model_len=longest,
         max_num_seqs=config.max_num_seqs,
         engines=config.data_parallel,
         reserved=reserved,
