@@ -46,7 +46,7 @@ FLOORS: dict[str, set[str]] = {
     "request": {"errors"},
     "layout": {"errors"},
     "config": {"errors", "files", "layout", "threads"},
-    "measures": {"errors"},
+    "measures": {"errors", "files"},
     "kv": {"errors", "request", "config"},
     "costs": {"errors", "files", "layout", "config"},
     "scheduler": {"errors", "request", "config", "kv", "costs"},
