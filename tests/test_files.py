@@ -1,10 +1,11 @@
-"""Files of results when the disk is full: nothing half written is there, nor a temporary file, and the file is named."""
+"""Files of results when the disk is full: nothing half written is there, no temporary file, and the file is named."""
 
 import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -17,7 +18,7 @@ from nanoserve.measures.figures import save_figure, titled_figure
 
 @contextmanager
 def full_disk(limit: int = 10) -> Iterator[None]:
-    """As far as this process goes: its files may not grow beyond so many bytes."""
+    """As far as this process goes, which is to start no other meanwhile: its files may not grow beyond so many bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
@@ -31,9 +32,12 @@ def _draw(path: Path) -> None:
     save_figure(titled_figure("a title", 2, 2), path)
 
 
-@pytest.mark.parametrize(
-    "write", [lambda path: replace_file(path, "x" * 100), lambda path: Report("latency", {}, path), _draw]
-)
+def _report(path: Path) -> None:
+    with patch("nanoserve.benchmarks.report.describe_run", return_value={}):  # it asks git
+        Report("latency", {}, path)
+
+
+@pytest.mark.parametrize("write", [lambda path: replace_file(path, "x" * 100), _report, _draw])
 @pytest.mark.parametrize("before", [None, b"older"])
 def test_a_file_that_cannot_be_written_leaves_the_old_one_or_none(
     write: Callable[[Path], object], before: bytes | None, tmp_path: Path
@@ -43,22 +47,24 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_or_none(
         path.write_bytes(before)
     with full_disk(), pytest.raises(RuntimeFailure, match=f"^cannot write {path}: File too large$"):
         write(path)
-    assert {found.name: found.read_bytes() for found in tmp_path.iterdir()} == ({} if before is None else {"result": before})
+    assert {found.name: found.read_bytes() for found in tmp_path.iterdir()} == (
+        {} if before is None else {"result": before}
+    )
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
 def test_a_device_is_not_replaced_by_a_file() -> None:
-    with pytest.raises(RuntimeFailure, match="^cannot write /dev/full: No space left on device$"):
+    with pytest.raises(RuntimeFailure, match=r"^cannot write /dev/full: No space left on device$"):
         replace_file(Path("/dev/full"), "text")
     assert not Path("/dev/full").is_file()
 
 
 def test_a_batch_names_the_file_that_a_row_has_no_room_in(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with full_disk(30), pytest.raises(RuntimeFailure, match=f"^cannot write {path}: File too large$"):
-        with ResultFile(path) as results:
-            results.write({"index": 0, "text": "a"})
-            results.write({"index": 1, "text": "b"})
+    refused = pytest.raises(RuntimeFailure, match=f"^cannot write {path}: File too large$")
+    with full_disk(30), refused, ResultFile(path) as results:
+        results.write({"index": 0, "text": "a"})
+        results.write({"index": 1, "text": "b"})
     with ResultFile(path) as results:
         assert len(results.done) == 1, "the next run goes on behind the whole rows"
 

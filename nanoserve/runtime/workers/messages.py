@@ -52,7 +52,9 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Load or compile what makes steps faster; it takes over between two steps."""
+    """Load or compile what makes steps faster; it takes over between two steps. `waited`: nobody goes on before."""
+
+    waited: bool = False
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
