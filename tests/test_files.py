@@ -18,7 +18,7 @@ from nanoserve.measures.figures import save_figure, titled_figure
 
 @contextmanager
 def full_disk(limit: int = 10) -> Iterator[None]:
-    """As far as this process goes, which is to start no other meanwhile: its files may not grow beyond so many bytes."""
+    """As far as this process goes, which is to start no other meanwhile: files may not grow beyond so many bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
