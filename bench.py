@@ -1,6 +1,6 @@
 """The benchmarks from a checkout: ``python bench.py latency`` is ``nanoserve bench latency``."""
 
-from nanoserve.commands.main import run
+from nanoserve.entry import run
 
 if __name__ == "__main__":
     run("bench")

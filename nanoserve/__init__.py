@@ -1,13 +1,9 @@
 """nanoserve: a compact LLM inference engine whose scheduling policies are swappable classes.
 
-Importing the package imports no torch: the names below are loaded on first use.
+Importing the package imports nothing else: the names below are loaded on first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from nanoserve.threads import prepare_threads
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from nanoserve.llm import LLM
     from nanoserve.request import CompletionOutput, RequestOutput, SamplingParams
@@ -23,9 +19,13 @@ _HOME_OF = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _HOME_OF:
+        from importlib import import_module
+
         if name == "LLM":
+            from nanoserve.threads import prepare_threads
+
             prepare_threads()  # its module imports torch
         return getattr(import_module(_HOME_OF[name]), name)
     raise AttributeError(f"module 'nanoserve' has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """``python -m nanoserve`` is the installed command ``nanoserve``."""
 
-from nanoserve.commands.main import run
+from nanoserve.entry import run
 
 if __name__ == "__main__":
     run()

@@ -29,7 +29,7 @@ from nanoserve.runtime.core_division import divide_cores
 from nanoserve.runtime.devices import usable_device
 from nanoserve.runtime.gpu_staging import staging_memory
 from nanoserve.runtime.gpu_start import GpuFacts, GpuStart
-from nanoserve.runtime.host_pool import HostPool, choose_host_blocks, shared_memory_directory
+from nanoserve.runtime.host_pool import HostPool, choose_host_blocks
 from nanoserve.runtime.host_processor import HostProcessor
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.measuring_speeds import measure_speeds
@@ -204,7 +204,7 @@ def _build_on_workers(
     model = read_config(resolved)
     shards_of_layouts(model, config)  # what cannot be divided is refused before any process is started
     _make_policy(config)  # likewise
-    host_blocks = choose_num_host_blocks(model, config, shared_memory_directory())
+    host_blocks = choose_num_host_blocks(model, config)
     executors = start_workers(
         resolved,
         config,
@@ -240,23 +240,24 @@ def _build_on_workers(
     return BuiltEngine(Dispatcher(engines, wait), model, max_model_len, default_params, None, layers, None, speeds)
 
 
-def choose_num_host_blocks(model: ModelConfig, config: EngineConfig, directory: Path | None, reserved: int = 0) -> int:
+def choose_num_host_blocks(model: ModelConfig, config: EngineConfig, reserved: int = 0) -> int:
     """KV blocks of an engine in host memory: none, unless asked for or needed by two layouts or the policy.
 
     Args:
-        directory: of the shared memory that workers use; None for one process.
         reserved: bytes of free memory that the KV cache will take.
     """
     if not config.uses_host_memory:
         return 0
+    longest = config.max_model_len
+    if config.host_kv_memory is not None and config.decode_layout is not None:  # every sequence passes through it
+        longest = longest or model.max_position_embeddings
     return choose_host_blocks(
         model,
         block_size=config.block_size,
         dtype=resolve_dtype(config.dtype, torch.device(config.device), model.dtype),
         host_kv_memory=config.host_kv_memory,
-        max_model_len=config.max_model_len,
+        max_model_len=longest,
         max_num_seqs=config.max_num_seqs,
-        directory=directory,
         engines=config.data_parallel,
         reserved=reserved,
     )
@@ -266,7 +267,7 @@ def _host_pool(decoder: Decoder, model: ModelConfig, config: EngineConfig, num_b
     """Memory of this process, beside so many blocks on its device, if that was asked for."""
     cache = num_blocks * kv_bytes_per_block(model, config.block_size, decoder.dtype)
     on_host = decoder.device.type == "cpu"
-    host_blocks = choose_num_host_blocks(model, config, None, reserved=cache if on_host else 0)
+    host_blocks = choose_num_host_blocks(model, config, reserved=cache if on_host else 0)
     if host_blocks == 0:
         return None
     return HostPool.of_one_process(model, num_blocks=host_blocks, block_size=config.block_size, dtype=decoder.dtype)

@@ -1,12 +1,13 @@
-"""Reading the small JSON and text files of a model directory, with errors that name the file."""
+"""Reading the small files of a model directory and writing those of results, with errors that name the file."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanoserve.errors import ModelError
+from nanoserve.errors import ModelError, RuntimeFailure
 
 
 @contextmanager
@@ -44,3 +45,25 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def read_optional_json_object(path: Path) -> dict[str, Any]:
     """Like `read_json_object`, but a missing file is an empty object."""
     return read_json_object(path) if path.exists() else {}
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file so that it is there wholly or not at all, and nothing else is.
+
+    Raises:
+        RuntimeFailure: if it cannot be written.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if path.exists() and not path.is_file():  # a device, which must not be replaced by a file
+            path.write_bytes(data)
+            return
+        try:
+            draft.write_bytes(data)
+            draft.replace(path)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error

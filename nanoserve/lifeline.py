@@ -7,20 +7,15 @@ stopped, the end of the pipe that it is dead.
 """
 
 import os
-import secrets
 import select
-import shutil
 import signal
 import sys
-import tempfile
 import threading
-from contextlib import suppress
 from pathlib import Path
 
-from nanoserve.errors import RuntimeFailure
+from nanoserve.temporary import remove_directory
 
 HEARTBEAT_SECONDS = 0.5
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 class Lifeline:
@@ -31,7 +26,7 @@ class Lifeline:
     Args:
         parent: descriptor that reads end-of-file when the parent is gone.
         pulse: descriptor that the heartbeats are written to.
-        directory: removed with everything in it when the parent is gone, and so is its namesake in shared memory.
+        directory: removed with everything in it when the parent is gone.
     """
 
     def __init__(self, parent: int, pulse: int, directory: Path) -> None:
@@ -78,67 +73,6 @@ def own_pipes() -> tuple[int, int]:
     os.dup2(2, 1)
     os.close(nowhere)
     return parent, pulse
-
-
-def choose_directory() -> Path:
-    """A name that nothing has, for a directory of a parent and its children.
-
-    They are started with that name before the parent makes it: at any moment, whoever of them is killed, one is left
-    that knows what to remove.
-
-    Raises:
-        RuntimeFailure: if there is no place for one.
-    """
-    try:
-        return Path(tempfile.gettempdir()) / f"nanoserve-{secrets.token_hex(4)}"
-    except OSError as error:
-        raise _no_directory(error) from None
-
-
-def make_directory(path: Path) -> None:
-    """A new directory that only this user may enter.
-
-    Raises:
-        RuntimeFailure: if it cannot be made, or there is something of that name.
-    """
-    try:
-        path.mkdir(mode=0o700)
-    except OSError as error:
-        if path.parent == _SHARED_MEMORY:
-            raise RuntimeFailure(
-                f"workers share memory in {_SHARED_MEMORY}, but nothing can be made there ({error.strerror}): mount it"
-                " so that it can be written to"
-            ) from None
-        raise _no_directory(error) from None
-
-
-def in_shared_memory(directory: Path) -> Path:
-    """The namesake of a chosen directory where files are memory, for what is large and must be shared.
-
-    Where there is no such place (macOS), it is within the directory; also where that is there itself (TMPDIR=/dev/shm).
-    """
-    apart = _SHARED_MEMORY.is_dir() and directory.parent != _SHARED_MEMORY
-    return _SHARED_MEMORY / directory.name if apart else directory / "shared"
-
-
-def remove_directory(directory: Path) -> None:
-    """Remove a chosen directory and its namesake in shared memory, as far as there are such.
-
-    They get another name first: whoever still works (a thread of this process, a compiler) could otherwise put a file
-    into one that has just been emptied, and it would stay.
-    """
-    for each in (in_shared_memory(directory), directory):
-        gone = each.with_name(f"{each.name}-gone")
-        with suppress(OSError):
-            each.rename(gone)
-        for name in (gone, each):
-            shutil.rmtree(name, ignore_errors=True)
-
-
-def _no_directory(error: OSError) -> RuntimeFailure:
-    return RuntimeFailure(
-        f"no temporary directory can be made ({error.strerror}): set TMPDIR to a directory that can be written to"
-    )
 
 
 def read_line(descriptor: int, directory: Path) -> bytes:

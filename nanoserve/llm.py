@@ -104,10 +104,14 @@ class LLM:
     def prepare(self, progress: Any = None) -> None:
         """Have everything compiled before going on: ahead of long batches and of whatever is timed.
 
-        Takes a minute the first time that a model runs on a machine, and no time later. ``progress`` as above.
+        Takes a minute the first time that a model runs on a machine, and no time later. On a machine that is too busy
+        for it, what is not compiled after some minutes is done without. ``progress`` as above.
         """
-        self.start_preparing()
-        for stage, built in (("building operators", self._operators), ("compiling layers", self._layers)):
+        stages = [("building operators", self._operators), ("compiling layers", self._layers)]
+        for _, built in stages:
+            if built is not None:
+                built.start(waited=True)
+        for stage, built in stages:
             if built is not None and built.pending:
                 if progress is not None:
                     progress(stage, 0, 1)

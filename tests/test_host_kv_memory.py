@@ -11,6 +11,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.costs import load_shape
 from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.errors import UsageError
+from nanoserve.layout import ParallelLayout
 from tests.runtime.swaps import watch_swaps
 
 PROMPTS = ["Once upon a time", "The dog", "A little girl named Lily went to the park", "One day, a boy", "Tom and Sam"]
@@ -47,6 +48,10 @@ def test_one_process_takes_nothing_of_shared_memory() -> None:
             {"host_kv_memory": 100_000, "max_model_len": 64},
             r"one sequence may have 64: set --host-kv-memory to .* least",
         ),
+        (
+            {"host_kv_memory": 1 << 16, "pipeline_parallel": 2, "decode_layout": ParallelLayout(tensor_parallel=2)},
+            r"holds 16 tokens .* may have 1024: set --host-kv-memory to 4\.0 MiB .* lower --max-model-len to 16",
+        ),
         ({"policy": "neo", "host_threads": 1024}, r"--host-threads 1024: only \d+ cores? may .* choose \d+ at most"),
         ({"policy": "neo", "profile": "/nowhere/profile.json"}, r"cannot read /nowhere/profile.json: No such file"),
         ({"policy": "neo", "profile": "/"}, r"/ is not a regular file"),
@@ -54,7 +59,7 @@ def test_one_process_takes_nothing_of_shared_memory() -> None:
 )
 def test_what_makes_no_sense_is_one_clear_line(settings: dict, line: str) -> None:
     with pytest.raises(UsageError, match=line):
-        LLM(eager=True, **settings)
+        LLM(eager=True, dtype="float32", **settings)
 
 
 def test_what_predicts_asks_no_gpu_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

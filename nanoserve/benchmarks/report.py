@@ -1,7 +1,6 @@
 """A benchmark's results on disk: one JSON object, written anew after every row so that nothing measured is lost."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,7 +8,8 @@ import msgspec
 
 from nanoserve.benchmarks.machine import describe_run
 from nanoserve.benchmarks.rounds import busy_note
-from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.errors import UsageError
+from nanoserve.files import replace_file
 
 SCHEMA = "nanoserve-bench/1"
 
@@ -69,18 +69,8 @@ class Report:
         return self
 
     def _write(self) -> None:
-        if self.path is None:
-            return
-        text = json.dumps(self.document, indent=1) + "\n"
-        try:
-            if self.path.exists() and not self.path.is_file():  # a device, which must not be replaced by a file
-                self.path.write_text(text, encoding="utf-8")
-                return
-            draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(self.path)
-        except OSError as error:
-            raise RuntimeFailure(f"cannot write {self.path}: {error.strerror or error}") from error
+        if self.path is not None:
+            replace_file(self.path, json.dumps(self.document, indent=1) + "\n")
 
 
 def read_report(path: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +13,8 @@ import torch
 
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.machine import cache_directory, describe_machine
+from nanoserve.errors import RuntimeFailure
+from nanoserve.files import replace_file
 from nanoserve.models.hub import ProgressCallback
 
 READ_BYTES = 2**30
@@ -115,8 +116,6 @@ def _read(path: Path) -> dict[str, dict[str, float]]:
 
 
 def _write(path: Path, known: dict[str, dict[str, float]]) -> None:
-    with contextlib.suppress(OSError):  # a cache that cannot be kept is measured again next time
+    with contextlib.suppress(OSError, RuntimeFailure):  # a cache that cannot be kept is measured again next time
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(known, indent=1), encoding="utf-8")
-        draft.replace(path)
+        replace_file(path, json.dumps(known, indent=1))

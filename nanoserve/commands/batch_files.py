@@ -7,6 +7,7 @@ computed again, and a torn last line is cut off.
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -126,15 +127,19 @@ class ResultFile:
         try:
             _lock(self._file, path)
             self._read_back()
-        except BaseException:
-            self._file.close()
+        except BaseException as error:
+            with suppress(OSError):
+                self._file.close()
+            if isinstance(error, OSError):
+                raise RuntimeFailure(f"cannot write {path}: {error.strerror}") from None
             raise
 
     def __enter__(self) -> "ResultFile":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with suppress(OSError):  # of a row that could not be written, which has been said
+            self._file.close()
 
     def write(self, result: Mapping[str, Any]) -> None:
         """Add one row; it is with the operating system when this returns.

@@ -60,7 +60,9 @@ class HybridOptions(WorkersOptions):
             raise UsageError("--kv-cache-memory: how much there is, --kv-limits says; leave it out")
         config = EngineConfig(**{**WorkersOptions.settings(self), "policy": _OPENED_WITH, "trace": None})
         if config.num_workers * config.data_parallel > 1 or config.decode_layout is not None:
-            raise UsageError(f"one device is measured: leave out --pp, --tp, {PAIR_OPTIONS[0]} and {PAIR_OPTIONS[1]}")
+            raise UsageError(
+                f"one device is measured: leave out --dp, --pp, --tp, {PAIR_OPTIONS[0]} and {PAIR_OPTIONS[1]}"
+            )
         return config
 
 

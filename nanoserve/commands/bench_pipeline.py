@@ -80,9 +80,9 @@ class PipelineOptions(WorkersOptions):
         Raises:
             UsageError: for a setting out of range, and for what only one policy of these can use.
         """
-        if self.prefill_parallel or self.decode_parallel or self.host_kv_memory:
+        if self.prefill_parallel or self.decode_parallel or self.host_kv_memory or self.dp > 1:
             raise UsageError(
-                "policies are compared on one layout without host memory: leave out "
+                "policies are compared on one layout of one engine, without host memory: leave out --dp, "
                 f"{PAIR_OPTIONS[0]}, {PAIR_OPTIONS[1]} and --host-kv-memory"
             )
         return EngineConfig(**{**WorkersOptions.settings(self), "policy": None, "trace": None})

@@ -103,7 +103,7 @@ def reshard(
 
     [bold]Examples[/bold]
 
-      nanoserve bench reshard -m dummy:qwen2.5-0.5b --kv-cache-memory 32MiB --host-kv-memory 64MiB --plot pool.png
+      nanoserve bench reshard -m dummy:qwen2.5-0.5b --max-model-len 1024 --host-kv-memory 64MiB --plot pool.png
       nanoserve bench reshard --prefill-parallel p2 --decode-parallel t2 --input 256 --output 32 --requests 64
       nanoserve bench reshard --against-own-workers --rounds 5 --json reshard.json --trace-out reshard-trace.json
     """

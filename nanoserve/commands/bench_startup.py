@@ -1,7 +1,5 @@
 """``nanoserve bench startup``: from a new process to its first tokens."""
 
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 from nanoserve.commands.bench_options import ResultOptions, kept, print_head, work_option
@@ -9,6 +7,7 @@ from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions
 from nanoserve.commands.progress import watched
 from nanoserve.commands.terminal import remark
+from nanoserve.temporary import temporary_directory
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
@@ -40,13 +39,13 @@ def startup(
     report = results.open_report("startup", {"model": engine.model, "repeats": repeats, "engine": settings})
     directory = resolve_model(engine.model, offline=engine.offline).directory
     model = engine.model if directory is None else str(directory)  # with another cache the hub's could not be found
-    with TemporaryDirectory(ignore_cleanup_errors=True) as cache, kept(report, lambda: _show(report, results)):
+    with temporary_directory() as cache, kept(report, lambda: _show(report, results)):
         for case in watched(["first ever", "cold", *["warm"] * repeats], "starts"):
             remark(f"starting a process, {case}")
             if case == "cold":
                 drop_from_page_cache([*library_directories(), *([] if directory is None else [directory])])
             foreign = ForeignLoad()
-            start = start_once(model, settings, engine.threads, Path(cache))
+            start = start_once(model, settings, engine.threads, cache)
             row: dict[str, Any] = {"case": case, "stages": start.stages}
             row |= {"to_first_token": start.to_first_token, "foreign_cores": foreign.read()}
             report.put("operators", start.operators)

@@ -1,7 +1,4 @@
-"""The command ``nanoserve``: one way in for all its sub-commands.
-
-What is imported here is small: Ctrl-C while the rest is imported already ends in one line.
-"""
+"""The command ``nanoserve``: one way in for all its sub-commands."""
 
 import contextlib
 import io
@@ -13,6 +10,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from nanoserve.commands.failures import EXIT_INTERRUPTED, EXIT_OK, guarded
+from nanoserve.entry import interrupted
 
 
 def run(*first: str) -> NoReturn:
@@ -32,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse_and_act(words: list[str]) -> int:
+    if signal.getsignal(signal.SIGINT) is interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on `guarded` says it
     import typer
 
     from nanoserve.commands.application import application

@@ -4,12 +4,12 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure
+from nanoserve.temporary import temporary_directory
 
 PROMPT, CONTINUATION = ">>> ", "... "
 BLOCK_QUOTES = '"""'
@@ -91,8 +91,8 @@ def edit_text(text: str) -> str:
         RuntimeFailure: if the editor cannot be run or fails.
     """
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
-    with tempfile.TemporaryDirectory(prefix="nanoserve-") as directory:
-        path = Path(directory) / "message.txt"
+    with temporary_directory() as directory:
+        path = directory / "message.txt"
         path.write_text(text, encoding="utf-8")
         try:
             subprocess.run([*shlex.split(editor), str(path)], check=True)

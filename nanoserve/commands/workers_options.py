@@ -17,6 +17,16 @@ _TRACE_HELP = "Write what each worker did when, for Perfetto or chrome://tracing
 class WorkersOptions(EngineOptions):
     """An engine whose model may be divided over several worker processes, and whose run can be drawn."""
 
+    dp: Annotated[
+        int,
+        option(
+            "--dp",
+            panel=WORKERS_PANEL,
+            help="Whole engines, each with workers of its own: a request goes to the least busy.",
+            min=1,
+            callback=at_most(MOST_PARALLEL),
+        ),
+    ] = 1
     pp: Annotated[
         int,
         option(
@@ -131,12 +141,12 @@ class WorkersOptions(EngineOptions):
         """
         prefill, decode = self.prefill_parallel, self.decode_parallel
         if prefill is None and decode is None:
-            return (ParallelLayout(tensor_parallel=self.tp, pipeline_parallel=self.pp),)
+            return (ParallelLayout(data_parallel=self.dp, tensor_parallel=self.tp, pipeline_parallel=self.pp),)
         first, second = PAIR_OPTIONS
         if prefill is None or decode is None:
             raise UsageError(f"give both {first} and {second}, or neither")
-        if (self.pp, self.tp, self.pp_split) != (1, 1, None):
-            raise UsageError(f"{first} and {second} replace --pp, --tp and --pp-split: leave these out")
+        if (self.dp, self.pp, self.tp, self.pp_split) != (1, 1, 1, None):
+            raise UsageError(f"{first} and {second} replace --dp, --pp, --tp and --pp-split: leave these out")
         pair = ParallelLayout.parse(prefill), ParallelLayout.parse(decode)
         if pair[0].data_parallel != pair[1].data_parallel:
             raise UsageError(

@@ -18,6 +18,7 @@ from nanoserve.costs.efficiency import Efficiency
 from nanoserve.costs.hardware import Device, Link, Machine, Processor
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
+from nanoserve.files import replace_file
 
 SCHEMA: Final = "nanoserve-profile/2"
 _MOST_TOKENS = 2**28
@@ -245,7 +246,8 @@ def check_writable(path: Path) -> None:
         RuntimeFailure: if not.
     """
     try:
-        writable = not path.is_dir() and os.access(path if path.exists() else path.absolute().parent, os.W_OK)
+        place = path if path.exists() and not path.is_file() else path.absolute().parent
+        writable = not path.is_dir() and os.access(place, os.W_OK)
     except OSError as error:
         raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error
     if not writable:
@@ -258,7 +260,4 @@ def write_profile(profile: Profile, path: Path) -> None:
     Raises:
         RuntimeFailure: if the file cannot be written.
     """
-    try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(profile, order="deterministic"), indent=1) + b"\n")
-    except OSError as error:
-        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error
+    replace_file(path, msgspec.json.format(msgspec.json.encode(profile, order="deterministic"), indent=1) + b"\n")

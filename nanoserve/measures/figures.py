@@ -1,9 +1,11 @@
 """Pictures as PNG files; drawing them needs matplotlib, which the extra [plot] installs."""
 
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.errors import UsageError
+from nanoserve.files import replace_file
 from nanoserve.installation import install_command
 
 if TYPE_CHECKING:
@@ -39,7 +41,6 @@ def save_figure(figure: "Figure", path: Path) -> None:
     Raises:
         RuntimeFailure: if the file cannot be written.
     """
-    try:
-        figure.savefig(path, format="png", dpi=150)
-    except OSError as error:
-        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png", dpi=150)
+    replace_file(path, drawn.getvalue())

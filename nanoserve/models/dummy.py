@@ -4,12 +4,11 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
@@ -28,6 +27,8 @@ DUMMY_SEED = 1
 # A uniform distribution of this half-width has the standard deviation of a fresh decoder; it is drawn much faster than
 # a normal one, which matters for billions of weights.
 _HALF_WIDTH = INITIAL_STANDARD_DEVIATION * math.sqrt(3.0)
+
+_STORED_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 _FILE_BYTES = 256 << 20
 """A written file holds so much, or one tensor: no more of a model is in this process's memory while it is written."""
@@ -54,16 +55,29 @@ def make_dummy_model(
     return decoder, config
 
 
-def save_dummy_checkpoint(spec: str, dtype: torch.dtype, directory: Path) -> None:
+def save_dummy_checkpoint(
+    spec: str,
+    dtype: torch.dtype,
+    directory: Path,
+    *,
+    make_file: Callable[[Path], None] = Path.touch,
+    free: int | None = None,
+) -> None:
     """Write the model that `make_dummy_model` makes on a CPU as a checkpoint, in the number format that it is run in.
+
+    Args:
+        directory: which must be there.
+        make_file: makes each of the files of weights, empty.
+        free: bytes that these may take; by default what the directory's file system has.
 
     Raises:
         ModelError: if `spec` is no model.
-        RuntimeFailure: if it cannot be written to the directory, which must be there.
+        RuntimeFailure: if it cannot be written.
     """
     config = dummy_config(spec)
     files = list(_shared_out(config, dtype))
-    needed, free = sum(map(_numbers, files)) * dtype.itemsize, shutil.disk_usage(directory).free
+    needed = sum(map(_numbers, files)) * dtype.itemsize
+    free = shutil.disk_usage(directory).free if free is None else free
     if needed > free:
         raise RuntimeFailure(
             f"{directory}: the weights of {spec} take {format_size(needed)}, but only {format_size(free)} are free"
@@ -76,17 +90,34 @@ def save_dummy_checkpoint(spec: str, dtype: torch.dtype, directory: Path) -> Non
     try:
         for parts, name in zip(files, names, strict=True):
             runs = torch.split(memory[: _numbers(parts)], [part.size for part in parts])
-            tensors = {part.name: run.view(part.shape) for part, run in zip(parts, runs, strict=True)}
-            for part in parts:
-                _draw(part, tensors[part.name], generator)
-            save_file(tensors, directory / name, metadata={"format": "pt"})
+            for part, run in zip(parts, runs, strict=True):
+                _draw(part, run.view(part.shape), generator)
+            make_file(directory / name)
+            _write_file(directory / name, parts, dtype, memory[: _numbers(parts)])
         if last > 1:
             weight_map = {part.name: name for parts, name in zip(files, names, strict=True) for part in parts}
             index = {"metadata": {"total_size": needed}, "weight_map": weight_map}  # transformers wants both
             (directory / INDEX_NAME).write_text(json.dumps(index), encoding="utf-8")
         (directory / "config.json").write_text(json.dumps(shape, indent=1), encoding="utf-8")
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise RuntimeFailure(f"{directory}: the weights of {spec} cannot be written ({error})") from error
+
+
+def _write_file(path: Path, parts: list[TensorPart], dtype: torch.dtype, numbers: Tensor) -> None:
+    """As safetensors has it: the header's length, the header, and the numbers of all tensors one after another.
+
+    The library would put another file in the place of the one that is there.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for part in parts:
+        begin, end = end, end + part.size * dtype.itemsize
+        header[part.name] = {"dtype": _STORED_NAMES[dtype], "shape": part.shape, "data_offsets": (begin, end)}
+    words = json.dumps(header).encode()
+    words += b" " * (-len(words) % 8)  # so that numbers are aligned
+    with path.open("r+b") as file:
+        file.write(len(words).to_bytes(8, "little") + words)
+        file.write(numbers.view(torch.uint8).numpy().data)
 
 
 def _shared_out(config: ModelConfig, dtype: torch.dtype) -> Iterator[list[TensorPart]]:

@@ -29,6 +29,7 @@ _SOURCES = (
 )
 _COMPILE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from triton_ops.cpu.building import begin; begin(sys.argv); "
     "from nanoserve.runtime.layer_compiler import main; sys.exit(0 if main(sys.argv[2]) else 1)"
 )
 
@@ -106,10 +107,10 @@ class CompiledLayers:
         """Whether some are being compiled."""
         return any(library.pending for library in self.libraries)
 
-    def start(self) -> None:
-        """Begin to compile what is missing."""
+    def start(self, *, waited: bool = False) -> None:
+        """Begin to compile what is missing; `waited` as for one library."""
         for library in self.libraries:
-            library.start()
+            library.start(waited=waited)
 
     def poll(self) -> None:
         """Load what is ready. Between steps only."""

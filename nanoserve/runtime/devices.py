@@ -3,18 +3,18 @@
 import atexit
 import logging
 import os
-import shutil
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import CalledProcessError
-from tempfile import TemporaryFile, mkdtemp
+from tempfile import TemporaryFile
 
 import torch
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.dtypes import resolve_dtype
+from nanoserve.temporary import choose_directory, make_directory, remove_directory
 from triton_ops.gpu.configurations import OLDEST_GENERATION, ProgramShape, UnsupportedByGpu, attention_configuration
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
@@ -105,9 +105,9 @@ def use_writable_triton_cache(environment: MutableMapping[str, str] = os.environ
             return
     except OSError as error:
         reason = error.strerror
-    instead = mkdtemp(prefix="nanoserve-triton-")
-    atexit.register(shutil.rmtree, instead, ignore_errors=True)
-    environment[_CACHE_VARIABLE] = instead
+    make_directory(instead := choose_directory())
+    atexit.register(remove_directory, instead)
+    environment[_CACHE_VARIABLE] = str(instead)
     logging.getLogger("nanoserve").warning(
         "nanoserve: kernels are compiled anew in every process: the Triton cache folder %s cannot be written (%s); set"
         " %s to one of your own",

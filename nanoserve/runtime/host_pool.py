@@ -1,6 +1,6 @@
 """The host pool: complete KV blocks in memory that all workers of a machine share.
 
-One file of shared memory holds a number of blocks with all layers and heads of the whole model. Each worker sees a part
+One file in memory holds a number of blocks with all layers and heads of the whole model. Each worker sees a part
 of it, the layers and heads of its shard, whichever way the model is divided: what one parallel layout wrote another can
 read, and nothing is ever sent from worker to worker (Seesaw, section 5.2: the shared CPU memory holds the full KV).
 """
@@ -8,7 +8,6 @@ read, and nothing is ever sent from worker to worker (Seesaw, section 5.2: the s
 import errno
 import mmap
 import os
-import tempfile
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -24,7 +23,7 @@ from nanoserve.runtime.memory import available_memory, kv_bytes_per_block, memor
 from nanoserve.sizes import format_size
 
 HOST_SHARE = 0.25
-"""Of what shared memory and memory have free, for a pool whose size was not asked for: the rest is for the KV cache of
+"""Of the memory that is free, for a pool whose size was not asked for: the rest is for the KV cache of
 workers that compute on the CPU, and for the page cache, which is where weights wait to be loaded again."""
 
 
@@ -58,26 +57,20 @@ class HostPool:
     def create(
         cls, path: Path, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> "HostPool":
-        """A pool in a new file, every byte of which is reserved now: no write into it can fail later.
+        """A pool in an empty file, every byte of which is reserved now: no write into it can fail later.
 
         Others open it by its path. When they have, the file may be removed: the pool goes with its last user.
 
         Raises:
-            RuntimeFailure: if the file cannot be made or the memory for it is not there; no file is left then.
+            RuntimeFailure: if the memory for it is not there.
         """
         shape = _shape(config, num_blocks, block_size)
         size = prod(shape) * dtype.itemsize
         _check_memory(size)
+        descriptor = _open_file(path)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise RuntimeFailure(f"cannot make a host pool in {path.parent}: {error.strerror}") from None
-        try:
-            _reserve(descriptor, size, path.parent)
+            _reserve(descriptor, size)
             return cls(_mapped(descriptor, shape, dtype), config.num_kv_heads)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
         finally:
             os.close(descriptor)  # the mapping stays
 
@@ -101,7 +94,7 @@ class HostPool:
 
     @classmethod
     def of_one_process(cls, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> Self:
-        """A pool that nobody else can open: memory of this process, and none of /dev/shm.
+        """A pool that nobody else can open: memory of this process.
 
         Raises:
             RuntimeFailure: if the memory for it is not there.
@@ -132,12 +125,6 @@ def check_within_reach(path: Path) -> None:
     os.close(_open_file(path))
 
 
-def shared_memory_directory() -> Path:
-    """Where files are memory; the temporary directory where there is no such place."""
-    directory = Path("/dev/shm")
-    return directory if directory.is_dir() else Path(tempfile.gettempdir())
-
-
 def choose_host_blocks(
     config: ModelConfig,
     *,
@@ -146,7 +133,6 @@ def choose_host_blocks(
     host_kv_memory: int | None,
     max_model_len: int | None,
     max_num_seqs: int,
-    directory: Path | None,
     engines: int = 1,
     reserved: int = 0,
 ) -> int:
@@ -157,7 +143,6 @@ def choose_host_blocks(
         host_kv_memory: bytes asked for (``--host-kv-memory``), of all engines of this machine together; None: a share
             of what is free, but no more than `max_num_seqs` sequences of full length can use.
         max_model_len: the longest sequence, where it was asked for: the pool must hold one.
-        directory: the pool will be a file there; None: memory of one process.
         engines: how many share what is asked for or free, equally.
         reserved: bytes of free memory that something else is going to take.
 
@@ -166,9 +151,8 @@ def choose_host_blocks(
     """
     per_block = kv_bytes_per_block(config, block_size, dtype)
     memory = max(0, available_memory("cpu") - reserved)
-    shared = memory if directory is None else _room(directory)
     if host_kv_memory is None:
-        size = int(min(memory, shared) * HOST_SHARE) // engines
+        size = int(memory * HOST_SHARE) // engines
         longest = -(-(max_model_len or config.max_position_embeddings) // block_size)
         blocks = min(size // per_block, max_num_seqs * longest)
         told = f"a host pool of {format_size(size)}, {HOST_SHARE:.0%} of what is free,"
@@ -180,8 +164,6 @@ def choose_host_blocks(
             raise UsageError(
                 f"{told} is more than the {format_size(memory)} of memory that is left for it; ask for less"
             )
-        if directory is not None and size > shared:
-            raise UsageError(f"{told} {_does_not_fit(directory)}")
     if blocks < (needed := -(-(max_model_len or 1) // block_size)):
         one = f"one sequence may have {max_model_len}" if max_model_len else f"blocks are of {block_size}"
         shorter = f", or lower --max-model-len to {blocks * block_size}" if max_model_len and blocks else ""
@@ -218,22 +200,7 @@ def _check_memory(size: int) -> None:
         )
 
 
-def _room(directory: Path) -> int:
-    """Bytes that files there can still have."""
-    facts = os.statvfs(directory)
-    return facts.f_bavail * facts.f_frsize
-
-
-def _does_not_fit(directory: Path) -> str:
-    facts = os.statvfs(directory)
-    size = format_size(facts.f_blocks * facts.f_frsize)
-    return (
-        f"does not fit into {directory}, which has {size} of which {format_size(_room(directory))} are free; {_LOWER},"
-        " or give the container more shared memory (docker run --shm-size)"
-    )
-
-
-def _reserve(descriptor: int, size: int, directory: Path) -> None:
+def _reserve(descriptor: int, size: int) -> None:
     """Give the file its size and all the memory for it.
 
     A file that merely has its size gets memory when it is written, and where there is none left the writer dies of
@@ -246,8 +213,8 @@ def _reserve(descriptor: int, size: int, directory: Path) -> None:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise RuntimeFailure(f"cannot reserve a host pool in {directory}: {error.strerror}") from None
-        raise RuntimeFailure(f"a host pool of {format_size(size)} {_does_not_fit(directory)}") from None
+            raise RuntimeFailure(f"cannot reserve a host pool: {error.strerror}") from None
+        raise RuntimeFailure(f"a host pool of {format_size(size)} does not fit ({error.strerror}); {_LOWER}") from None
 
 
 def _mapped(descriptor: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -228,7 +228,6 @@ def _examples(
 
 def main(job: str) -> bool:
     """Compile what a LayerJob in JSON says; whether that was possible."""
-    os.nice(19)  # whoever is chatting meanwhile goes first
     decoded = msgspec.json.decode(job, type=LayerJob)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{decoded.directory}/inductor")  # headers, kernels in common
     return decoded.fill(lambda temporary: compile_layer(decoded, temporary))

@@ -1,27 +1,11 @@
-"""Where an engine and its workers meet: in a private directory of one machine, or over several by torchrun's store."""
+"""Where an engine and its workers meet: on one machine, or over several by torchrun's store."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import zmq
-
-from nanoserve.errors import RuntimeFailure
 from nanoserve.runtime.meetings import Meeting, call_meeting
 from nanoserve.runtime.torchrun import TorchrunProcess
-
-
-@dataclass(frozen=True, slots=True)
-class SocketKeys:
-    """The engine's half of ZeroMQ's CURVE, as Z85 text; the public key is given to workers only."""
-
-    public: str
-    secret: str = field(repr=False)
-
-    @classmethod
-    def random(cls) -> "SocketKeys":
-        """A new pair."""
-        public, secret = zmq.curve_keypair()
-        return cls(public.decode(), secret.decode())
+from nanoserve.sockets import SocketKeys, local_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +16,13 @@ class Addresses:
         plans: ZeroMQ address that the engine binds as ROUTER.
         reports: ... as PULL.
         init_method: where the workers meet each other, for `open_store`.
-        keys: for `guard_engine`; None where only processes of this user can reach the addresses.
+        keys: of the engine.
     """
 
     plans: str
     reports: str
     init_method: str
-    keys: SocketKeys | None
+    keys: SocketKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +42,13 @@ class OneMachine:
         return self.num_workers
 
     def addresses(self, directory: Path) -> Addresses:
-        """In a private directory, which is new.
+        """With whatever needs a file in a private directory, which is new.
 
         Raises:
             RuntimeFailure: if its name is too long.
         """
-        plans, reports = ipc_address(directory / "plans"), ipc_address(directory / "reports")
-        return Addresses(plans, reports, f"file://{directory / 'meeting'}", None)
+        plans, reports = local_address(directory), local_address(directory)
+        return Addresses(plans, reports, f"file://{directory / 'meeting'}", SocketKeys.random())
 
     def hand_out(self, rank: int, start: bytes) -> None:
         """There is nobody else to tell anything."""
@@ -134,43 +118,3 @@ def open_rendezvous(num_workers: int, model: str) -> Rendezvous:
     process.check_num_workers(num_workers)
     process.use_interface()
     return SeveralMachines(process, call_meeting(process, model))
-
-
-def ipc_address(path: Path) -> str:
-    """A socket file as ZeroMQ names it.
-
-    Raises:
-        RuntimeFailure: if the path is longer than the system allows for sockets.
-    """
-    if len(str(path).encode()) > zmq.IPC_PATH_MAX_LEN:
-        raise RuntimeFailure(
-            f"the path of a socket would be longer than the system's {zmq.IPC_PATH_MAX_LEN} bytes: "
-            f"set TMPDIR to a directory with a shorter name than {path.parent.parent}"
-        )
-    return f"ipc://{path}"
-
-
-def bind(socket: "zmq.Socket[bytes]", address: str) -> None:
-    """Listen there.
-
-    Raises:
-        RuntimeFailure: if the address is in use, or cannot be used.
-    """
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        raise RuntimeFailure(f"cannot listen on {address}: {error.strerror}") from None
-
-
-def guard_engine(socket: "zmq.Socket[bytes]", keys: SocketKeys | None) -> None:
-    """Before binding: only those are heard who know the public key, and nobody else can read or change a word."""
-    if keys is not None:
-        socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
-
-
-def guard_worker(socket: "zmq.Socket[bytes]", engine_key: str | None) -> None:
-    """Before connecting: the other end must be the engine with that public key; None for an ipc address."""
-    if engine_key is not None:
-        socket.curve_serverkey = engine_key.encode()
-        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()

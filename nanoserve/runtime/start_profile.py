@@ -267,7 +267,5 @@ def _kept(path: Path, setting: Setting) -> Profile | None:
 
 def _keep(profile: Profile, path: Path) -> None:
     """Whole or not at all; where that cannot be, the next start measures again."""
-    draft = path.with_suffix(f".{os.getpid()}")
-    with suppress(RuntimeFailure, OSError):
-        write_profile(profile, draft)
-        draft.replace(path)
+    with suppress(RuntimeFailure):
+        write_profile(profile, path)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -15,12 +14,12 @@ import zmq
 import zmq.asyncio
 
 from nanoserve.errors import NanoserveError, RuntimeFailure
-from nanoserve.lifeline import choose_directory, make_directory
-from nanoserve.server.messages import Command, EngineMessage, EngineStart
-from nanoserve.server.sockets import COMMANDS, REFUSAL, REPORTS
+from nanoserve.server.messages import Command, EngineMessage, EngineSockets, EngineStart
+from nanoserve.sockets import SocketKeys, connect, listen, local_address
+from nanoserve.temporary import choose_directory, make_directory, remove_directory
 
 START_SECONDS = 60.0
-"""Until the process has made its directory: Python starts and imports ZeroMQ, nothing more."""
+"""Until its first sign of life: Python starts and imports ZeroMQ, nothing more."""
 LOADING_SILENCE_SECONDS = 120.0
 """Importing torch can hold the interpreter for a while."""
 SILENCE_SECONDS = 10.0
@@ -38,7 +37,7 @@ ENGINE_PROGRAM = "from nanoserve.server.engine_process import main; main()"
 class EngineChild:
     """A process that runs the engine. Made by ``start``; ``end`` it in any case."""
 
-    def __init__(self, process: asyncio.subprocess.Process, directory: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, directory: Path, sockets: EngineSockets) -> None:
         self._process = process
         self._directory = directory
         self._context = zmq.Context(io_threads=1)
@@ -46,8 +45,8 @@ class EngineChild:
         self._commands.set(zmq.SNDHWM, 0)
         receiver = self._context.socket(zmq.PULL)
         receiver.set(zmq.RCVHWM, 0)
-        receiver.bind(f"ipc://{directory / REPORTS}")
-        self._commands.connect(f"ipc://{directory / COMMANDS}")
+        listen(receiver, sockets.reports, sockets.keys)
+        connect(self._commands, sockets.commands, sockets.keys.public)
         self._reports = zmq.asyncio.Socket.from_socket(receiver)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
@@ -63,6 +62,7 @@ class EngineChild:
             RuntimeFailure: if it does not come up.
         """
         directory = choose_directory()
+        sockets = EngineSockets(local_address(directory), local_address(directory), SocketKeys.random())
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",
@@ -76,18 +76,16 @@ class EngineChild:
         assert process.stdin is not None and process.stdout is not None
         try:
             make_directory(directory)
-            process.stdin.write(msgspec.json.encode(start) + b"\n")
+            process.stdin.write(msgspec.json.encode(sockets) + b"\n" + msgspec.json.encode(start) + b"\n")
             async with asyncio.timeout(START_SECONDS):
                 line = await process.stdout.readline()
-            if line.startswith(REFUSAL):
-                raise RuntimeFailure(line.removeprefix(REFUSAL).decode().rstrip())
             if not line.endswith(b"\n"):
                 raise RuntimeFailure("the engine process died at once; its own words are above")
-            return cls(process, directory)
+            return cls(process, directory, sockets)
         except BaseException as error:
             process.stdin.close()
             await _end_within(process, GRACE_SECONDS)
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_directory(directory)
             if isinstance(error, TimeoutError):
                 raise RuntimeFailure(f"the engine process did not start within {START_SECONDS:g} s") from None
             raise
@@ -127,7 +125,7 @@ class EngineChild:
         await _kill(self._process)
         self._reports.close(linger=0)
         self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        remove_directory(self._directory)
 
 
 async def _end_within(process: asyncio.subprocess.Process, seconds: float) -> None:

@@ -22,6 +22,7 @@ from nanoserve.server.messages import (
     Command,
     Ending,
     EngineMessage,
+    EngineSockets,
     EngineStart,
     EngineStats,
     Failed,
@@ -33,7 +34,7 @@ from nanoserve.server.messages import (
     StartFailed,
     Stop,
 )
-from nanoserve.server.sockets import COMMANDS, REFUSAL, REPORTS
+from nanoserve.sockets import connect, listen
 
 MAX_COMMAND_BYTES = 64 << 20
 COMMAND_BYTES = 256 << 10
@@ -48,10 +49,10 @@ class Mailbox:
     """Both sockets of the engine's side.
 
     Raises:
-        zmq.ZMQError: if they cannot be in that directory.
+        RuntimeFailure: if it cannot listen.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, sockets: EngineSockets) -> None:
         self._context = zmq.Context(io_threads=1)
         self._commands = self._context.socket(zmq.PULL)
         self._reports = self._context.socket(zmq.PUSH)
@@ -60,8 +61,8 @@ class Mailbox:
             socket.set(zmq.SNDHWM, 0)  # unbounded: a step is never held up
             socket.set(zmq.RCVHWM, 0)
         self._commands.set(zmq.MAXMSGSIZE, MAX_COMMAND_BYTES)
-        self._commands.bind(f"ipc://{directory / COMMANDS}")
-        self._reports.connect(f"ipc://{directory / REPORTS}")
+        listen(self._commands, sockets.commands, sockets.keys)
+        connect(self._reports, sockets.reports, sockets.keys.public)
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._encoder = msgspec.msgpack.Encoder()
         self.dropped = 0
@@ -187,13 +188,17 @@ Build = Callable[[EngineStart, Mailbox], Engine | Dispatcher]
 def main(build: Build | None = None) -> None:
     """Entry point; ``build`` makes the engine, from a model if not given.
 
-    Stdin brings the EngineStart and is the lifeline, stdout takes the heartbeats.
+    Stdin brings EngineSockets and EngineStart and is the lifeline, stdout takes the heartbeats.
     The directory that is to go with this process is named on the command line.
     """
     parent, pulse = own_pipes()
     directory = Path(sys.argv[2])
+    sockets = msgspec.json.decode(read_line(parent, directory), type=EngineSockets)
     start = msgspec.json.decode(read_line(parent, directory), type=EngineStart)
-    mailbox = _open_mailbox(directory, pulse)  # before the watch begins, which may remove the directory at any moment
+    try:
+        mailbox = Mailbox(sockets)
+    except RuntimeFailure as error:
+        sys.exit(f"nanoserve: {error}")
     tempfile.gettempdir()  # once and for all: what workers write must not lie in what is removed before they end
     os.environ["TMPDIR"] = str(directory)  # what a compiler leaves that is killed goes with the rest
     Lifeline(parent, pulse, directory).start()
@@ -207,17 +212,6 @@ def main(build: Build | None = None) -> None:
     engine.close()
     mailbox.close()
     sys.exit(WorkersFailed.exit_code)
-
-
-def _open_mailbox(directory: Path, pulse: int) -> Mailbox:
-    """The sockets; ends the process where the directory is no place for them."""
-    try:
-        return Mailbox(directory)
-    except zmq.ZMQError as error:
-        reason = os.strerror(error.errno or 0)
-        advice = f"set TMPDIR to a directory with a shorter name than {directory.parent}"
-        os.write(pulse, REFUSAL + f"there is no place for sockets ({reason}): {advice}\n".encode())
-        sys.exit(RuntimeFailure.exit_code)
 
 
 def build_from_model(start: EngineStart, mailbox: Mailbox) -> Engine | Dispatcher:

@@ -1,19 +1,34 @@
 """The words between the front end and the engine process: typed msgpack, never pickle.
 
-Commands go to the engine, reports come back, each over a socket of its own in a directory that only the owner may
-enter. What does not decode to exactly one of these types is dropped and counted.
+Commands go to the engine, reports come back, each over a socket of its own on which nobody else is heard. What does not
+decode to exactly one of these types is dropped and counted.
 """
 
 import msgspec
 
 from nanoserve.config import EngineConfig
 from nanoserve.request import FinishReason, Request, SamplingParams, TokenLogprob
+from nanoserve.sockets import SocketKeys
 
 # ---------------------------------------------------------------------------------------------- to the engine
 
 
-class EngineStart(msgspec.Struct, frozen=True):
+class EngineSockets(msgspec.Struct, frozen=True):
     """What the engine process reads first, as one line of JSON on its stdin.
+
+    Attributes:
+        commands: ZeroMQ address at which the engine listens.
+        reports: ... and the front end.
+        keys: of both; nobody else has them.
+    """
+
+    commands: str
+    reports: str
+    keys: SocketKeys
+
+
+class EngineStart(msgspec.Struct, frozen=True):
+    """What the engine process reads next, likewise.
 
     Attributes:
         name: of the model, for people; of a dummy also its shape.

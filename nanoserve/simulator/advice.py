@@ -39,10 +39,8 @@ class Forecast:
             prompts, answers = (layout.name.lower() for layout in self.layouts)
             return f"--prefill-parallel {prompts} --decode-parallel {answers}"
         layout = self.layouts[0]
-        if layout.data_parallel > 1:  # from Python alone
-            degrees = ("data_parallel", "pipeline_parallel", "tensor_parallel")
-            return f"LLM({', '.join(f'{name}={getattr(layout, name)}' for name in degrees)})"
-        named = (("--pp", layout.pipeline_parallel), ("--tp", layout.tensor_parallel))
+        degrees = layout.data_parallel, layout.pipeline_parallel, layout.tensor_parallel
+        named = zip(("--dp", "--pp", "--tp"), degrees, strict=True)
         return " ".join(f"{option} {degree}" for option, degree in named if degree > 1)
 
 

@@ -1,5 +1,6 @@
 """The door itself: help, version, exit codes, one line for every failure."""
 
+import ast
 import signal
 import subprocess
 import sys
@@ -220,6 +221,40 @@ run()
 def test_interrupt_while_a_library_is_imported_is_one_line() -> None:
     result = subprocess.run([sys.executable, "-c", HALF_IMPORTED], capture_output=True, cwd=ROOT)
     assert (result.stderr, result.returncode) == (b"nanoserve: interrupted\n", 130)
+
+
+FIRST_MOMENT = """
+import os, runpy, signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "nanoserve.commands":
+            print(sorted(found for found in sys.modules if found not in before), flush=True)
+            os.kill(os.getpid(), signal.SIGINT)
+        return None
+sys.meta_path.insert(0, Interrupting())
+before = {*sys.modules, "__main__"}
+door = sys.argv[1]
+if door == "console script":
+    from nanoserve.entry import run
+    run()
+elif door == "-m":
+    runpy.run_module("nanoserve", run_name="__main__")
+else:
+    exec(open(door).read(), {"__name__": "__main__"})
+"""
+
+
+@pytest.mark.parametrize("door", ["console script", "-m", "cli.py", "bench.py"])
+def test_an_interrupt_before_anything_is_imported_is_one_line(door: str) -> None:
+    result = subprocess.run([sys.executable, "-c", FIRST_MOMENT, door], capture_output=True, text=True, cwd=ROOT)
+    assert ast.literal_eval(result.stdout) == ["nanoserve", "nanoserve.entry"], "Python's own start has the rest"
+    assert (result.stderr, result.returncode) == ("nanoserve: interrupted\n", 130)
+
+
+def test_an_interrupt_that_is_ignored_stays_so() -> None:
+    """As of a command behind nohup."""
+    program = "import signal; signal.signal(2, signal.SIG_IGN); import nanoserve.entry; print(signal.getsignal(2).name)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT) == "SIG_IGN\n"
 
 
 LAST_MOMENT = """

@@ -113,13 +113,20 @@ def test_one_layout_has_the_default_policy_and_no_host_memory() -> None:
     assert (config.policy_name, config.data_parallel, config.host_kv_memory) == ("sarathi", 1, None)
 
 
+def test_several_engines_have_one_layout_too() -> None:
+    engine = engine_of("generate", "Once", "--dp", "3", "--tp", "2")
+    assert engine.layouts() == (ParallelLayout(data_parallel=3, tensor_parallel=2),)
+    config = EngineConfig(**engine.settings())
+    assert (config.data_parallel, config.layouts) == (3, (ParallelLayout(tensor_parallel=2),))
+
+
 def test_a_worker_reads_the_layouts_that_it_is_sent() -> None:
     start = WorkerStart(
         rank=0,
         local_rank=0,
         plans="plans",
         reports="reports",
-        engine_key=None,
+        engine_key="k" * 40,
         init_method="file",
         name="storyteller",
         model_directory=None,
@@ -164,9 +171,9 @@ def test_a_worker_reads_the_layouts_that_it_is_sent() -> None:
         *(
             (
                 ["--prefill-parallel", "p2", "--decode-parallel", "t2", *more],
-                "--prefill-parallel and --decode-parallel replace --pp, --tp and --pp-split: leave these out",
+                "--prefill-parallel and --decode-parallel replace --dp, --pp, --tp and --pp-split: leave these out",
             )
-            for more in (["--pp", "2"], ["--tp", "2"], ["--pp-split", "3,3"])
+            for more in (["--dp", "2"], ["--pp", "2"], ["--tp", "2"], ["--pp-split", "3,3"])
         ),
         (
             ["--prefill-parallel", "p2", "--decode-parallel", "t2", "--policy", "hybrid"],

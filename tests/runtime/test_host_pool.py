@@ -1,9 +1,10 @@
-"""The host pool: one file of shared memory that every worker sees its own part of."""
+"""The host pool: one file in memory that every worker sees its own part of."""
 
 import os
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,41 +14,64 @@ import torch
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.shards import make_shards, whole_model
 from nanoserve.runtime import host_pool
-from nanoserve.runtime.host_pool import HostPool, choose_host_blocks, shared_memory_directory
+from nanoserve.runtime.host_pool import HostPool, choose_host_blocks
+from nanoserve.runtime.shared_files import SharedFiles
 from tests.runtime.small_model import small_config
 
 CONFIG = replace(small_config(), num_layers=4, num_heads=8, num_kv_heads=2, sliding_windows=())
 BLOCK_BYTES = 2 * 4 * 2 * 8 * 4 * 4
 """Keys and values, layers, heads, head_dim, tokens, bytes of a float32."""
+in_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="elsewhere they are files")
 SIZES = {"num_blocks": 6, "block_size": 4, "dtype": torch.float32}
 
 
 def chosen(**settings: object) -> int:
     defaults = {"block_size": 4, "dtype": torch.float32, "host_kv_memory": None, "max_model_len": None}
-    return choose_host_blocks(CONFIG, **(defaults | {"max_num_seqs": 3, "directory": None} | settings))
+    return choose_host_blocks(CONFIG, **(defaults | {"max_num_seqs": 3} | settings))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    """Of an empty file in memory."""
+    files = SharedFiles()
+    files.make(tmp_path / "pool")
+    yield tmp_path / "pool"
+    files.close()
 
 
 def test_what_one_process_writes_another_reads_even_when_the_file_is_gone(tmp_path: Path) -> None:
-    path = tmp_path / "pool"
+    files = SharedFiles()
+    files.make(path := tmp_path / "pool")
     created = HostPool.create(path, CONFIG, **SIZES)
     opened = HostPool.open(path, CONFIG, **SIZES)
-    path.unlink()
+    files.close()
+    assert list(tmp_path.iterdir()) == []
     created.blocks[3, 1, 5, 1, 2, 7] = 42.0
     assert opened.blocks[3, 1, 5, 1, 2, 7] == 42.0
     assert opened.blocks.shape == (4, 2, 6, 2, 4, 8) and opened.num_blocks == 6
 
 
-def test_every_byte_of_the_file_is_there_from_the_start(tmp_path: Path) -> None:
-    HostPool.create(tmp_path / "pool", CONFIG, **SIZES)
-    facts = (tmp_path / "pool").stat()
+@in_memory
+def test_the_file_is_in_no_file_system_and_another_process_opens_it(path: Path) -> None:
+    """So that nothing of it is left, however all processes end, and at whatever moment."""
+    created = HostPool.create(path, CONFIG, **SIZES)
+    assert path.stat().st_nlink == 0 and path.is_symlink()
+    write = "import sys; file = open(sys.argv[1], 'r+b'); file.write(bytes(4 * 100)); file.close()"
+    created.blocks.fill_(1.0)
+    subprocess.run([sys.executable, "-c", write, str(path)], check=True)
+    assert created.blocks.flatten()[:100].eq(0).all() and created.blocks.flatten()[100] == 1
+
+
+def test_every_byte_of_the_file_is_there_from_the_start(path: Path) -> None:
+    HostPool.create(path, CONFIG, **SIZES)
+    facts = path.stat()
     assert facts.st_size == 6 * BLOCK_BYTES <= facts.st_blocks * 512
-    assert facts.st_mode & 0o777 == 0o600, "what users wrote is nobody else's to read"
 
 
-def test_a_pool_may_hold_bfloat16(tmp_path: Path) -> None:
-    pool = HostPool.create(tmp_path / "pool", CONFIG, num_blocks=3, block_size=2, dtype=torch.bfloat16)
+def test_a_pool_may_hold_bfloat16(path: Path) -> None:
+    pool = HostPool.create(path, CONFIG, num_blocks=3, block_size=2, dtype=torch.bfloat16)
     pool.blocks.fill_(1.5)
-    assert (tmp_path / "pool").read_bytes() == b"\xc0\x3f" * (4 * 2 * 3 * 2 * 2 * 8)
+    assert path.read_bytes() == b"\xc0\x3f" * (4 * 2 * 3 * 2 * 2 * 8)
 
 
 @pytest.mark.parametrize(("pipeline", "tensor"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
@@ -80,43 +104,34 @@ def test_a_file_of_another_size_is_not_taken_for_the_pool(tmp_path: Path) -> Non
         HostPool.open(tmp_path / "pool", CONFIG, **SIZES)
 
 
-def test_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_there_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pool").write_bytes(b"somebody else's")
-    with pytest.raises(RuntimeFailure, match=r"cannot make a host pool in .*: File exists"):
-        HostPool.create(tmp_path / "pool", CONFIG, **SIZES)
+    for _ in range(2):
+        with pytest.raises(FileExistsError):
+            SharedFiles().make(tmp_path / "pool")
+        monkeypatch.delattr(os, "memfd_create", raising=False)  # elsewhere they are files
     assert (tmp_path / "pool").read_bytes() == b"somebody else's"
 
 
-def test_memory_that_cannot_be_reserved_leaves_no_file(tmp_path: Path) -> None:
-    """A file system that is full, as far as this process goes: its files may not grow beyond a limit."""
+def test_memory_that_cannot_be_reserved_is_one_clear_line(tmp_path: Path) -> None:
+    """As far as this process goes: its files may not grow beyond a limit."""
     code = (
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "from pathlib import Path; from tests.runtime.test_host_pool import *\n"
+        f"SharedFiles().make(path := Path({str(tmp_path / 'pool')!r}))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10000, 10000))\n"
-        f"HostPool.create(Path({str(tmp_path / 'pool')!r}), CONFIG, **SIZES)\n"
+        "HostPool.create(path, CONFIG, **SIZES)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert resource.getrlimit(resource.RLIMIT_FSIZE) != (10000, 10000)
     *_, line = done.stderr.strip().splitlines()
-    assert line.startswith("nanoserve.errors.RuntimeFailure: a host pool of 12.0 KiB does not fit into")
-    assert "lower --host-kv-memory, or give the container more shared memory (docker run --shm-size)" in line
-    assert list(tmp_path.iterdir()) == []
+    expected = "a host pool of 12.0 KiB does not fit (File too large); lower --host-kv-memory"
+    assert line == f"nanoserve.errors.RuntimeFailure: {expected}"
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory here")
-def test_more_than_shared_memory_has_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = os.statvfs("/dev/shm")
-    monkeypatch.setattr(host_pool, "available_memory", lambda device: 2**50)
-    path = Path("/dev/shm", f"nanoserve-test-{os.getpid()}")
-    blocks = room.f_blocks * room.f_frsize // BLOCK_BYTES + 1
-    with pytest.raises(RuntimeFailure, match=r"a host pool of .* does not fit into /dev/shm, which has .* --shm-size"):
-        HostPool.create(path, CONFIG, num_blocks=blocks, block_size=4, dtype=torch.float32)
-    assert not path.exists()
-
-
-def test_more_than_there_is_memory_is_one_clear_line(tmp_path: Path) -> None:
+def test_more_than_there_is_memory_is_one_clear_line(path: Path) -> None:
     with pytest.raises(RuntimeFailure, match=r"does not fit into the .* memory that is free; lower --host-kv"):
-        HostPool.create(tmp_path / "pool", CONFIG, num_blocks=2**40, block_size=4, dtype=torch.float32)
+        HostPool.create(path, CONFIG, num_blocks=2**40, block_size=4, dtype=torch.float32)
     with pytest.raises(RuntimeFailure, match=r"does not fit into the .* memory that is free; lower --host-kv"):
         HostPool.of_one_process(CONFIG, num_blocks=2**40, block_size=4, dtype=torch.float32)
 
@@ -129,13 +144,11 @@ def test_what_is_asked_for_is_shared_by_the_engines() -> None:
     assert chosen(host_kv_memory=11 * BLOCK_BYTES - 1, engines=2) == 5
 
 
-def test_by_default_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_by_default_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_pool, "available_memory", lambda device: 100 * BLOCK_BYTES)
     assert chosen() == 25
     assert chosen(reserved=60 * BLOCK_BYTES) == 10
     assert chosen(engines=5) == 5
-    monkeypatch.setattr(host_pool, "_room", lambda directory: 40 * BLOCK_BYTES)
-    assert chosen(directory=tmp_path) == 10
 
 
 def test_by_default_no_more_than_all_sequences_can_use() -> None:
@@ -159,19 +172,6 @@ def test_by_default_no_more_than_all_sequences_can_use() -> None:
 def test_a_pool_of_no_use_is_refused(settings: dict, line: str) -> None:
     with pytest.raises(UsageError, match=line):
         chosen(**settings)
-
-
-def test_a_pool_beyond_shared_memory_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host_pool, "_room", lambda directory: 4 * BLOCK_BYTES)
-    with pytest.raises(UsageError, match=rf"10\.0 KiB does not fit into {tmp_path}, which has .* 8\.0 KiB are free"):
-        chosen(host_kv_memory=5 * BLOCK_BYTES, directory=tmp_path)
-
-
-def test_shared_memory_is_where_files_are_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    if Path("/dev/shm").is_dir():
-        assert shared_memory_directory() == Path("/dev/shm")
-    monkeypatch.setattr(Path, "is_dir", lambda self: False)
-    assert shared_memory_directory() == Path(host_pool.tempfile.gettempdir())
 
 
 def test_a_whole_model_is_a_part_too() -> None:

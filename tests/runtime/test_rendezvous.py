@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,11 @@ import pytest
 import zmq
 
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
-from nanoserve.lifeline import choose_directory, make_directory
 from nanoserve.runtime import meetings, torchrun
 from nanoserve.runtime.meetings import Presence, SharedKeys, call_meeting, open_store
-from nanoserve.runtime.rendezvous import (
-    OneMachine,
-    SocketKeys,
-    bind,
-    guard_engine,
-    guard_worker,
-    ipc_address,
-    open_rendezvous,
-)
+from nanoserve.runtime.rendezvous import open_rendezvous
 from nanoserve.runtime.torchrun import TorchrunProcess, interface_of
+from nanoserve.temporary import choose_directory, make_directory
 
 VARIABLES = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -49,16 +40,7 @@ def test_on_one_machine_the_engine_starts_all_workers(tmp_path: Path, monkeypatc
     rendezvous = open_rendezvous(3, "storyteller")
 
     assert (rendezvous.spawned, rendezvous.workers_here) == ((0, 1, 2), 3)
-    assert rendezvous.addresses(tmp_path).plans == f"ipc://{tmp_path}/plans"
-
-
-def test_a_path_too_long_for_sockets_is_one_clear_line(tmp_path: Path) -> None:
-    fitting = tmp_path / ("x" * (zmq.IPC_PATH_MAX_LEN - len(str(tmp_path)) - 1))
-    with zmq.Context() as context, context.socket(zmq.PULL) as listener:
-        bind(listener, ipc_address(fitting))
-
-    with pytest.raises(RuntimeFailure, match=r"longer than the system's \d+ bytes: set TMPDIR to"):
-        OneMachine(2).addresses(tmp_path / ("x" * zmq.IPC_PATH_MAX_LEN))
+    assert rendezvous.addresses(tmp_path).init_method == f"file://{tmp_path}/meeting"
 
 
 def test_no_place_for_a_directory_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,14 +48,6 @@ def test_no_place_for_a_directory_is_one_clear_line(tmp_path: Path, monkeypatch:
 
     with pytest.raises(RuntimeFailure, match=r"no temporary directory can be made \(No such .*\): set TMPDIR"):
         make_directory(choose_directory())
-
-
-def test_a_port_in_use_is_one_clear_line() -> None:
-    with socket.socket() as other, zmq.Context() as context, context.socket(zmq.PULL) as listener:
-        other.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(RuntimeFailure, match=f"cannot listen on {address}: Address already in use"):
-            bind(listener, address)
 
 
 # -------------------------------------------------------------------------------------------------- torchrun
@@ -113,7 +87,7 @@ def test_addresses_lie_on_the_way_to_the_first_machine() -> None:
 
     assert plans != reports and plans.startswith("tcp://127.0.0.1:")
     with zmq.Context() as context, context.socket(zmq.PULL) as listener:
-        bind(listener, plans)
+        listener.bind(plans)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the addresses of interfaces")
@@ -227,27 +201,3 @@ def test_a_store_that_is_gone_is_one_clear_line() -> None:
         .endswith("torchrun's store is gone: the command has ended on the first machine")
     )
     assert "frame #" not in done.stderr
-
-
-# --------------------------------------------------------------------------------------------------- sockets
-
-
-def heard(guard: Callable[["zmq.Socket[bytes]"], None], keys: SocketKeys) -> bool:
-    """Whether an engine with those keys hears a socket that was guarded like that."""
-    with zmq.Context() as context, context.socket(zmq.PULL) as engine, context.socket(zmq.PUSH) as other:
-        guard_engine(engine, keys)
-        engine.bind("tcp://127.0.0.1:*")
-        guard(other)
-        other.set(zmq.LINGER, 0)
-        other.connect(engine.get(zmq.LAST_ENDPOINT).decode())
-        other.send(b"a word")
-        return bool(engine.poll(500))
-
-
-def test_only_workers_are_heard_over_the_network() -> None:
-    keys = SocketKeys.random()
-
-    assert heard(lambda socket: guard_worker(socket, keys.public), keys)
-    assert not heard(lambda socket: guard_worker(socket, SocketKeys.random().public), keys)
-    assert not heard(lambda socket: guard_worker(socket, None), keys)
-    assert keys.secret not in repr(keys)

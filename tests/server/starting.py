@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ class Server:
         words = [sys.executable, "-m", module, *arguments]
         if module == "nanoserve":
             words.insert(3, "serve")
-        # Its own place for sockets, so that what is left of them can be seen.
+        # Its own place for temporary files, so that what is left of them can be seen.
         self.directory = Path(tempfile.mkdtemp(prefix="ns"))
         variables = os.environ | {"TMPDIR": str(self.directory)} | environment
         self.process = subprocess.Popen(
@@ -104,9 +104,15 @@ class Server:
                 pending += children
         return found
 
-    def sockets(self) -> list[Path]:
-        """Those between front end and engine."""
-        return [path for path in self.directory.rglob("*") if path.is_socket()]
+    def sockets(self) -> list[str]:
+        """Names of those at which front end and engine listen, which are in no file system."""
+        inodes = set()
+        for process in (self.process.pid, *self.descendants()):
+            for descriptor in Path(f"/proc/{process}/fd").iterdir():
+                with suppress(FileNotFoundError):
+                    inodes.add(os.readlink(descriptor))
+        lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "@nanoserve-" in line]
+        return [line[7] for line in lines if line[3] == "00010000" and f"socket:[{line[6]}]" in inodes]
 
     def left_behind(self) -> list[str]:
         """Files in its directory for temporary ones, but for the cache that torch makes there when it is imported."""

@@ -16,8 +16,18 @@ from nanoserve.scheduler.plan import StepResult
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.server.engine_process import EngineLoop, Mailbox
-from nanoserve.server.messages import Add, Command, EngineMessage, EngineStats, Failed, Refused, Report, Stop
-from nanoserve.server.sockets import COMMANDS, REPORTS
+from nanoserve.server.messages import (
+    Add,
+    Command,
+    EngineMessage,
+    EngineSockets,
+    EngineStats,
+    Failed,
+    Refused,
+    Report,
+    Stop,
+)
+from nanoserve.sockets import SocketKeys, connect, listen, local_address
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.fakes.reference import expected_tokens
 from tests.server.fake_engine import VOCAB_SIZE, WORKER_POISON_TOKEN, PacedExecutor
@@ -32,10 +42,11 @@ class Wire:
     def __init__(self, directory: Path) -> None:
         self._context = zmq.Context()
         self.reports = self._context.socket(zmq.PULL)
-        self.reports.bind(f"ipc://{directory / REPORTS}")
-        self.mailbox = Mailbox(directory)
+        sockets = EngineSockets(local_address(directory), local_address(directory), SocketKeys.random())
+        listen(self.reports, sockets.reports, sockets.keys)
+        self.mailbox = Mailbox(sockets)
         self.commands = self._context.socket(zmq.PUSH)
-        self.commands.connect(f"ipc://{directory / COMMANDS}")
+        connect(self.commands, sockets.commands, sockets.keys.public)
         self.engine = _engine()
         self.loop = EngineLoop(self.engine, self.mailbox)
 

@@ -94,7 +94,7 @@ def test_what_does_not_fit_says_why() -> None:
         ("T2P4", "--pp 4 --tp 2"),
         ("P8", "--pp 8"),
         ("T2", "--tp 2"),
-        ("D2T2", "LLM(data_parallel=2, pipeline_parallel=1, tensor_parallel=2)"),
+        ("D2T2", "--dp 2 --tp 2"),
         ("D2P4->D2T2P2", "--prefill-parallel d2p4 --decode-parallel d2t2p2"),
     ],
 )

@@ -4,12 +4,13 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from triton_ops.cpu import CpuOperators, building, cpu_operators, toolchain
+from triton_ops.cpu import CpuOperators, background, building, cpu_operators, toolchain
 from triton_ops.cpu.toolchain import make_job
 
 LIBRARY_OF_NOTHING = """#!/bin/sh
@@ -34,7 +35,9 @@ def fake_compiler(environment: dict[str, str], tail: str) -> Path:
 
 
 def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    """What it says of a problem, that is: not that it compiles."""
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return [message for message in said if not message.startswith("nanoserve: compiling ")]
 
 
 def test_no_compiler_is_one_notice(environment: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
@@ -172,3 +175,56 @@ def test_the_older_instruction_set_gives_the_same_results() -> None:
         text=True,
     )
     assert outcome.returncode == 0, outcome.stdout
+
+
+# ------------------------------------------------------------------------------------------- who is waited for
+
+SLOW = """trap 'exit 1' TERM
+ps -o ni= -p $$ >> "$0.nice"
+while [ ! -e "$0.go" ]; do sleep 0.01; done
+echo nonsense > $out
+"""
+
+
+def niceness(script: Path, count: int) -> list[int]:
+    """Of so many compilers, once they have begun: how far each goes behind this process."""
+    told = script.with_suffix(".nice")
+    deadline = time.monotonic() + 60
+    while not told.exists() or told.read_text().count("\n") < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    return [int(line) - mine for line in told.read_text().split()]
+
+
+def test_a_compiler_that_somebody_waits_for_is_not_nice_and_replaces_one_that_is(
+    environment: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    background._say_once.cache_clear()
+    script = fake_compiler(environment, SLOW)
+    operators = CpuOperators(environment)
+    assert niceness(script, 1)[0] > 0
+    operators.start(waited=True)
+    assert niceness(script, 2)[1] == 0 and operators.pending
+    (line,) = caplog.messages  # whether or not anybody watches a terminal
+    assert line.startswith("nanoserve: compiling for this model and machine, once; what takes more than 300 s is")
+    script.with_suffix(".go").touch()
+    assert not operators.wait() and "does not load" in notices(caplog)[0]
+    assert list(Path(make_job(environment).directory).glob("*.[0-9]*")) == [], "what the first had begun is removed"
+
+
+def test_after_a_while_what_waits_goes_on_without(
+    environment: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "PATIENCE", 0.0)
+    script = fake_compiler(environment, SLOW)
+    operators = CpuOperators(environment)
+    builder = operators._builder
+    assert builder is not None and operators.expected
+    niceness(script, 1)
+    assert not operators.wait() and not operators.expected
+    assert notices(caplog)[-1] == (
+        "nanoserve: plain torch is used, which is slower: the compiler is not done after 0 s; a later run finds what it"
+        " makes"
+    )
+    script.with_suffix(".go").touch()  # it goes on by itself, behind everybody else

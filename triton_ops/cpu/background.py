@@ -5,12 +5,17 @@ import os
 import subprocess
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
-from triton_ops.cpu.building import CannotBuild, Shelf
+from triton_ops.cpu.building import IN_BACKGROUND, NICEST, CannotBuild, Shelf
 
+_LOG = logging.getLogger("nanoserve")
 RETRY_AFTER = 24 * 3600.0
 """Seconds for which a build that failed is not tried again."""
+PATIENCE = 300.0
+"""Seconds that a build may take while somebody waits for it: several times what it takes on a machine of its own."""
 
 
 class BackgroundLibrary(ABC):
@@ -26,6 +31,7 @@ class BackgroundLibrary(ABC):
         self.loaded = False
         self.problem: str | None = None
         self._builder: subprocess.Popen[bytes] | None = None
+        self._waited_until: float | None = None
 
     @property
     @abstractmethod
@@ -34,7 +40,7 @@ class BackgroundLibrary(ABC):
 
     @abstractmethod
     def command(self) -> list[str]:
-        """The process that fills the shelf."""
+        """The process that fills the shelf; with `IN_BACKGROUND` behind it, it lets others go first."""
 
     @abstractmethod
     def open(self, library: Path) -> None:
@@ -59,10 +65,18 @@ class BackgroundLibrary(ABC):
                 self.give_up(str(reason))
         return self.loaded
 
-    def start(self) -> None:
-        """Load it, or start to build it, unless that has been done or cannot be."""
+    def start(self, *, waited: bool = False) -> None:
+        """Load it, or start to build it, unless that has been done or cannot be.
+
+        Args:
+            waited: nobody goes on without it. Its compiler is as urgent as this process, and replaces one that lets
+                others go first; after `PATIENCE` this process does without the library.
+        """
+        if waited and self.pending and self._waited_until is None:
+            self._end_builder()
         if self.expected or self.problem is not None:
             return
+        self._waited_until = time.monotonic() + PATIENCE if waited else None
         try:
             if not self._load():
                 self._build()
@@ -77,23 +91,31 @@ class BackgroundLibrary(ABC):
                 if not self._load():
                     raise CannotBuild(_failure(self.shelf))
             except CannotBuild as reason:
-                # An answer may be streaming: the reason is kept, and told when the next process starts.
-                self.problem = str(reason)
+                if self._waited_until is None:
+                    # An answer may be streaming: the reason is kept, and told when the next process starts.
+                    self.problem = str(reason)
+                else:
+                    self.give_up(str(reason))
+        elif self._builder is not None and self._waited_until is not None and time.monotonic() >= self._waited_until:
+            with suppress(OSError):  # from now on nobody waits for it
+                os.setpriority(os.PRIO_PROCESS, self._builder.pid, NICEST)
+            self._builder = None
+            self.give_up(f"the compiler is not done after {PATIENCE:g} s; a later run finds what it makes")
         return self.loaded
 
     def wait(self) -> bool:
-        """Wait for the build, for work that is long or timed; whether it is loaded."""
-        if self._builder is not None:
-            self._builder.wait()
-            self.poll()
-            if self.problem is not None:
-                self.give_up(self.problem)
-        return self.loaded
+        """Wait for the build, for work that is long or timed, but not for ever; whether it is loaded."""
+        if self.pending:
+            self.start(waited=True)
+        if self._builder is not None and self._waited_until is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._builder.wait(max(0.0, self._waited_until - time.monotonic()))
+        return self.poll()
 
     def give_up(self, reason: str) -> None:
         """Keep the reason, and tell it."""
         self.problem = reason
-        logging.getLogger("nanoserve").warning("nanoserve: %s: %s", self.without, reason)
+        _LOG.warning("nanoserve: %s: %s", self.without, reason)
 
     def _load(self) -> bool:
         for library in self.shelf.whole_libraries():
@@ -105,6 +127,13 @@ class BackgroundLibrary(ABC):
             return True
         return False
 
+    def _end_builder(self) -> None:
+        """It ends its compiler and removes what that has made."""
+        assert self._builder is not None
+        self._builder.terminate()
+        self._builder.wait()
+        self._builder = None
+
     def _build(self) -> None:
         failure = self.shelf.failure
         if _failed_lately(failure):
@@ -114,7 +143,7 @@ class BackgroundLibrary(ABC):
         nothing = subprocess.DEVNULL
         try:
             self._builder = subprocess.Popen(
-                self.command(),
+                [*self.command(), *([IN_BACKGROUND] if self._waited_until is None else [])],
                 stdin=nothing,
                 stdout=nothing,
                 stderr=nothing,
@@ -122,6 +151,13 @@ class BackgroundLibrary(ABC):
             )
         except OSError as error:
             raise CannotBuild(f"no process can be started ({error.strerror})") from error
+        if self._waited_until is not None:
+            _say_once(f"compiling for this model and machine, once; what takes more than {PATIENCE:g} s is left out")
+
+
+@cache
+def _say_once(text: str) -> None:
+    _LOG.warning("nanoserve: %s", text)
 
 
 def _hears_the_terminal() -> bool:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from typing import Any
 
 TIMEOUT = 900.0
 """Seconds that the compiler may take; far more than it does, even on a busy machine."""
+IN_BACKGROUND = "background"
+"""The last argument of a builder that nobody waits for."""
+NICEST = 19
 _SHOWN_LINES = 5
 
 
@@ -139,6 +143,13 @@ def _reason(error: Exception) -> str:
     return "\n".join(errors[:_SHOWN_LINES])
 
 
+def begin(arguments: list[str]) -> None:
+    """First thing in a builder: how urgent it is, and that it cleans up when it is ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    if arguments[-1] == IN_BACKGROUND:
+        os.nice(NICEST)  # whoever is chatting meanwhile goes first
+
+
 if __name__ == "__main__":
-    os.nice(19)  # whoever is chatting meanwhile goes first
+    begin(sys.argv)
     sys.exit(0 if Job.from_json(sys.argv[1]).run() else 1)

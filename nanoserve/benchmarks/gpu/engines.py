@@ -1,9 +1,7 @@
 """Opening engines on the device, one at a time, for the cases that share them."""
 
 import json
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +11,7 @@ from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.gpu.setting import Setting
 from nanoserve.llm import LLM
 from nanoserve.models.shapes import DUMMY_PREFIX
+from nanoserve.temporary import choose_directory, make_directory, remove_directory
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +64,8 @@ class EngineShelf:
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self._open: OpenEngine | None = None
-        self._configs = tempfile.TemporaryDirectory(prefix="nanoserve-bench-")
+        make_directory(directory := choose_directory())
+        self._configs = directory
 
     def get(self, settings: EngineSettings) -> OpenEngine:
         """The engine of these settings; any other is closed first."""
@@ -76,7 +76,7 @@ class EngineShelf:
 
     def config_file(self, name: str, config: Mapping[str, Any]) -> str:
         """A config.json of that name with this in it, as the `shape` of settings."""
-        path = Path(self._configs.name) / f"{name}.json"
+        path = self._configs / f"{name}.json"
         path.write_text(json.dumps(dict(config)), encoding="utf-8")
         return str(path)
 
@@ -92,4 +92,4 @@ class EngineShelf:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.clear()
-        self._configs.cleanup()
+        remove_directory(self._configs)

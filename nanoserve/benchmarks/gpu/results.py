@@ -1,13 +1,13 @@
 """The files of a run: one for each part, and all of them together in the form in which results are committed."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nanoserve.benchmarks.report import Report, read_report
-from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.errors import UsageError
+from nanoserve.files import replace_file
 
 EXIT_OK, EXIT_DEVICE_LOST, EXIT_INTERRUPTED = 0, 4, 130
 """Of the process that measures a part: every case has its row; the device failed in a case that has its row, and only a
@@ -91,20 +91,6 @@ def write_together(directory: Path) -> Path | None:
     path = directory / f"{slug}-{results['date']}.json"
     replace_file(path, json.dumps(results, indent=1) + "\n")
     return path
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file so that it is there wholly or not at all.
-
-    Raises:
-        RuntimeFailure: if it cannot be written.
-    """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    except OSError as error:
-        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _read_together(path: Path) -> dict[str, Any]:

@@ -1,11 +1,9 @@
 """Decode steps of an engine under torch's profiler, and the same steps without it."""
 
 import json
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +17,7 @@ from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.workloads import random_prompts
 from nanoserve.request import Request, SamplingParams
+from nanoserve.temporary import temporary_directory
 
 _SETTLING_STEPS = 8
 _TIMED_STEPS = 32
@@ -83,8 +82,8 @@ def _traced(setting: Setting, engine: Engine) -> StepTrace | None:
             with record_function(STEP_MARK):
                 engine.step()
         setting.synchronize()
-    with tempfile.TemporaryDirectory(prefix="nanoserve-bench-") as directory:
-        path = Path(directory) / "trace.json"
+    with temporary_directory() as directory:
+        path = directory / "trace.json"
         profiler.export_chrome_trace(str(path))
         trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     return summarize_trace(trace["traceEvents"])

@@ -18,9 +18,10 @@ from nanoserve.benchmarks.gpu.cases import Case
 from nanoserve.benchmarks.gpu.floors import AttentionRow, AttentionShape, decode_rows
 from nanoserve.benchmarks.gpu.kernels import BLOCK_SIZE, GROUPS, Bench
 from nanoserve.benchmarks.gpu.operator_checks import TOLERANCES, compared
-from nanoserve.benchmarks.gpu.results import TUNED_FILE, replace_file
+from nanoserve.benchmarks.gpu.results import TUNED_FILE
 from nanoserve.benchmarks.report import Report
 from nanoserve.errors import UsageError
+from nanoserve.files import replace_file
 from triton_ops.gpu import configurations
 from triton_ops.gpu.attention import attend
 from triton_ops.gpu.configurations import (

@@ -5,8 +5,6 @@ What was written for a dummy model is kept in the user's cache directory: its we
 
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from nanoserve.models.dummy import DUMMY_SEED, make_dummy_model, save_dummy_chec
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.loading import load_model
 from nanoserve.models.shapes import DUMMY_PREFIX, dummy_config, dummy_shape
+from nanoserve.temporary import choose_directory, make_directory, remove_directory
 
 _FILES = 2
 """Names how files are written, where they are kept: another one whenever a peer is to find them written anew."""
@@ -79,12 +78,12 @@ def _kept(key: str, write: Callable[[Path], None]) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(dir=target.parent))
+        make_directory(draft := choose_directory(target.parent))
         try:
             write(draft)
             draft.replace(target)
         finally:
-            shutil.rmtree(draft, ignore_errors=True)
+            remove_directory(draft)
     except OSError as error:
         raise RuntimeFailure(f"cannot write weights for the peers to {target}: {error.strerror or error}") from error
     return target

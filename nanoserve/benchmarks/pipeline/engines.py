@@ -83,7 +83,7 @@ def compile_layers(executor: WorkersExecutor) -> None:
         NanoserveError: if they cannot run.
     """
     try:
-        executor.layers.start()
+        executor.layers.start(waited=True)
         executor.layers.wait()
     except BaseException:
         executor.close()

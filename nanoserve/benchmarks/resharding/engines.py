@@ -8,7 +8,6 @@ from nanoserve.benchmarks.pipeline.engines import compile_layers
 from nanoserve.benchmarks.resharding.policies import Workers
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.models.hub import ResolvedModel
-from nanoserve.runtime.host_pool import shared_memory_directory
 from nanoserve.runtime.traced_executor import host_link_bandwidth
 from nanoserve.runtime.workers.executor import WorkersExecutor
 
@@ -46,7 +45,7 @@ def open_alone(
 def _open(
     name: str, resolved: ResolvedModel, config: EngineConfig, model: ModelConfig, progress: Progress | None
 ) -> Workers:
-    host_blocks = choose_num_host_blocks(model, config, shared_memory_directory())
+    host_blocks = choose_num_host_blocks(model, config)
     executor = WorkersExecutor(
         resolved, config, model=model, host_blocks=host_blocks, progress=progress, observe_times=True
     )

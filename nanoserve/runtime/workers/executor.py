@@ -358,7 +358,7 @@ class WorkersExecutor:
 
     def _have_prepared(self, rank: int) -> None:
         if self._running:  # one that is starting would take it for how large its cache is; `_go` comes back to it
-            self._open_group().send(Prepare(), [rank])
+            self._open_group().send(Prepare(self.layers.waited), [rank])
 
     def _wait_for_layers(self, known: Callable[[], bool]) -> None:
         """Until that holds, or a worker is dead: which can be said by the next `collect` alone."""

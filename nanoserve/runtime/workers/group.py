@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,21 +13,18 @@ import zmq
 
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
-from nanoserve.lifeline import choose_directory, in_shared_memory, make_directory, remove_directory
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.dummy import save_dummy_checkpoint
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.runtime.host_pool import HostPool
-from nanoserve.runtime.rendezvous import (
-    Addresses,
-    Rendezvous,
-    bind,
-    guard_engine,
-    open_rendezvous,
-)
+from nanoserve.runtime.memory import available_memory
+from nanoserve.runtime.rendezvous import Addresses, Rendezvous, open_rendezvous
+from nanoserve.runtime.shared_files import SharedFiles
 from nanoserve.runtime.workers.child import GRACE_SECONDS, WorkerChild
 from nanoserve.runtime.workers.messages import Failed, FromWorker, ToWorker, WorkerStart
 from nanoserve.runtime.workers.station import identity, prepare_socket
+from nanoserve.sockets import listen
+from nanoserve.temporary import choose_directory, make_directory, remove_directory
 from nanoserve.threads import threads_of_each
 
 SILENCE_SECONDS = 10.0
@@ -82,8 +78,7 @@ class WorkerGroup:
 
     Raises:
         UsageError: if torchrun started another number of processes.
-        RuntimeFailure: if no process can be started, there is no place for the sockets, or no shared memory for the
-            host tier.
+        RuntimeFailure: if no process can be started, there is no place for the sockets, or no memory for the host tier.
     """
 
     def __init__(self, settings: WorkerSettings, layout: int) -> None:
@@ -93,6 +88,7 @@ class WorkerGroup:
         self._directory: Path | None = None
         self._pool: tuple[str, int] | None = None
         self._saved_model: Path | None = None
+        self._shared = SharedFiles()
         self._rendezvous: Rendezvous | None = None
         self._context = zmq.Context(io_threads=1)
         self._plans = self._context.socket(zmq.ROUTER)
@@ -120,12 +116,11 @@ class WorkerGroup:
         except OSError as error:
             raise RuntimeFailure(f"the workers cannot be started: {error.strerror or error}") from error
         make_directory(directory)
-        self._share(in_shared_memory(directory))
+        self._share(directory)
         addresses = rendezvous.addresses(directory)
         for socket, address in ((self._plans, addresses.plans), (self._reports, addresses.reports)):
             prepare_socket(socket)
-            guard_engine(socket, addresses.keys)
-            bind(socket, address)
+            listen(socket, address, addresses.keys)
             self._poller.register(socket, zmq.POLLIN)
         for child in self._children:
             self._poller.register(child.pulse, zmq.POLLIN)
@@ -135,34 +130,30 @@ class WorkerGroup:
             rendezvous.hand_out(rank, msgspec.json.encode(self._start_of(rank, addresses)))
 
     def _share(self, directory: Path) -> None:
-        """Put into shared memory what all workers use: the blocks of the host tier, and the weights of a model that has
-        none in files where workers read them more than once."""
+        """Put into memory what all workers use: the blocks of the host tier, and weights that are in no files, where
+        workers read them more than once."""
         settings, config = self._settings, self._settings.config
-        saves_model = len(config.layouts) > 1 and settings.resolved.directory is None
-        if not settings.host_blocks and not saves_model:
-            return
-        make_directory(directory)
         dtype = resolve_dtype(config.dtype, torch.device(config.device), settings.model.dtype)
-        if settings.host_blocks:
-            path = directory / "blocks"
-            HostPool.create(
-                path, settings.model, num_blocks=settings.host_blocks, block_size=config.block_size, dtype=dtype
-            )
-            self._pool = str(path), settings.host_blocks
-        if saves_model:
-            self._saved_model = directory / "model"
-            make_directory(self._saved_model)
-            try:
-                save_dummy_checkpoint(settings.resolved.name, dtype, self._saved_model)
-            except RuntimeFailure as error:
-                more = "lower --host-kv-memory, or give the container more shared memory (docker run --shm-size)"
-                raise RuntimeFailure(f"{error}; {more}") from None
+        try:
+            if settings.host_blocks:
+                self._shared.make(path := directory / "blocks")
+                HostPool.create(
+                    path, settings.model, num_blocks=settings.host_blocks, block_size=config.block_size, dtype=dtype
+                )
+                self._pool = str(path), settings.host_blocks
+            if len(config.layouts) > 1 and settings.resolved.directory is None:
+                self._saved_model = directory / "model"
+                self._saved_model.mkdir()
+                free = available_memory("cpu")
+                name, make = settings.resolved.name, self._shared.make
+                save_dummy_checkpoint(name, dtype, self._saved_model, make_file=make, free=free)
+        except OSError as error:
+            raise RuntimeFailure(f"workers cannot share memory: {error.strerror or error}") from error
 
     def end_of_loading(self) -> None:
         """All workers are ready: from now on silence is suspicious, and what they share needs no name any more."""
         self._loading = False
-        if self._directory is not None:
-            shutil.rmtree(in_shared_memory(self._directory), ignore_errors=True)
+        self._shared.close()
 
     def _start_of(self, rank: int, addresses: Addresses) -> WorkerStart:
         """For a worker of this machine; another machine puts the places of its own files in."""
@@ -173,7 +164,7 @@ class WorkerGroup:
             local_rank=self._settings.engine * self._settings.config.num_workers + rank,
             plans=addresses.plans,
             reports=addresses.reports,
-            engine_key=None if addresses.keys is None else addresses.keys.public,
+            engine_key=addresses.keys.public,
             init_method=addresses.init_method,
             name=resolved.name,
             model_directory=None if directory is None else str(directory),
@@ -258,5 +249,6 @@ class WorkerGroup:
         self._context.destroy(linger=0)
         if self._rendezvous is not None:
             self._rendezvous.end()
+        self._shared.close()
         if self._directory is not None:
             remove_directory(self._directory)

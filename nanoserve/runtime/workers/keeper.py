@@ -10,14 +10,14 @@ import msgspec
 import zmq
 
 from nanoserve.errors import NanoserveError, RuntimeFailure
-from nanoserve.lifeline import choose_directory, make_directory, remove_directory
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.runtime.meetings import Presence, SharedKeys
-from nanoserve.runtime.rendezvous import guard_worker
 from nanoserve.runtime.torchrun import TorchrunProcess
 from nanoserve.runtime.workers.child import GRACE_SECONDS, WorkerChild
 from nanoserve.runtime.workers.messages import Failed, WorkerStart
 from nanoserve.runtime.workers.station import prepare_socket
+from nanoserve.sockets import connect
+from nanoserve.temporary import choose_directory, make_directory, remove_directory
 from nanoserve.threads import threads_of_each
 
 _POLL_SECONDS = 0.1
@@ -121,7 +121,6 @@ def _report(start: WorkerStart, ending: str) -> None:
     """Tell the engine how its worker ended; one that ended by itself has told more, and sooner."""
     with zmq.Context(io_threads=1) as context, context.socket(zmq.PUSH) as reports:
         prepare_socket(reports)
-        guard_worker(reports, start.engine_key)
         reports.set(zmq.LINGER, _LAST_WORDS_MILLISECONDS)
-        reports.connect(start.reports)
+        connect(reports, start.reports, start.engine_key)
         reports.send(msgspec.msgpack.encode(Failed(start.rank, ending, RuntimeFailure.exit_code)))

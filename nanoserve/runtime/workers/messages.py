@@ -18,11 +18,11 @@ class WorkerStart(msgspec.Struct, frozen=True):
         rank: which worker it is.
         local_rank: which of those on its machine.
         plans, reports: ZeroMQ addresses of the engine: plans come from the first, reports go to the second.
-        engine_key: public key of the engine behind these addresses; None where they are on one machine.
+        engine_key: public key of the engine behind these addresses.
         init_method: where the workers meet, as `Addresses` has it.
         name, model_directory, tokenizer_directory: of the model, as in `ResolvedModel`.
         layout: number of the parallel layout to begin in.
-        host_pool: file of shared memory with the blocks of the host tier, and how many; None without that tier.
+        host_pool: file in memory with the blocks of the host tier, and how many; None without that tier.
         coupled: plans come from the stage before, with the hidden states, and not ahead of them.
         observe_times: whether to report what was done when.
         profiles: whether the first worker is to find out what policies that attend in host memory predict by.
@@ -32,7 +32,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
     local_rank: int
     plans: str
     reports: str
-    engine_key: str | None
+    engine_key: str
     init_method: str
     name: str
     model_directory: str | None
@@ -52,7 +52,9 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Load or compile what makes steps faster; it takes over between two steps."""
+    """Load or compile what makes steps faster; it takes over between two steps. `waited`: nobody goes on before."""
+
+    waited: bool = False
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):

@@ -12,6 +12,9 @@ class RemoteLayers:
         num_workers: that all prepare theirs.
         prepare: has the worker of that rank begin.
         wait: waits until something holds, as long as the workers live.
+
+    Attributes:
+        waited: whether somebody waits for what is being compiled.
     """
 
     def __init__(
@@ -21,6 +24,7 @@ class RemoteLayers:
         self._prepare = prepare
         self._wait = wait
         self._wanted = False
+        self.waited = False
         self._prepared: dict[int, bool] = {}  # by rank: whether compiled
 
     @property
@@ -33,8 +37,9 @@ class RemoteLayers:
         """Whether some are being compiled."""
         return self._wanted and len(self._prepared) < self._num_workers
 
-    def start(self) -> None:
-        """Begin to load them, or to compile what is missing."""
+    def start(self, *, waited: bool = False) -> None:
+        """Begin to load them, or to compile what is missing; `waited` as for one library."""
+        self.waited = waited
         if not self._wanted:
             self._wanted = True
             self.go_on()

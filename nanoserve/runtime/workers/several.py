@@ -65,7 +65,7 @@ class LayersOfAll:
 
     def __init__(self, executors: Sequence[WorkersExecutor]) -> None:
         self._executors = tuple(executors)
-        self._wanted = False
+        self._wanted = self._waited = False
         self._begun = 0  # engines that have
 
     @property
@@ -78,9 +78,9 @@ class LayersOfAll:
         """Whether some are being compiled, or are to be."""
         return self._wanted and (self._begun < len(self._executors) or any(map(_compiles, self._executors)))
 
-    def start(self) -> None:
-        """Begin to load them, or to compile what is missing."""
-        self._wanted = True
+    def start(self, *, waited: bool = False) -> None:
+        """Begin to load them, or to compile what is missing; `waited` as for one library."""
+        self._wanted, self._waited = True, waited
         self.go_on()
 
     def go_on(self) -> None:
@@ -89,7 +89,7 @@ class LayersOfAll:
             executor = self._executors[self._begun]
             self._begun += 1
             if not executor.failed:
-                executor.layers.start()
+                executor.layers.start(waited=self._waited)
 
     def wait(self) -> None:
         """Wait for what has been started, as long as the workers live; between two runs, when no plan is in flight."""

@@ -5,8 +5,8 @@ import threading
 import msgspec
 import zmq
 
-from nanoserve.runtime.rendezvous import guard_worker
 from nanoserve.runtime.workers.messages import FromWorker, Hello, ToWorker, WorkerStart
+from nanoserve.sockets import connect
 
 
 class Station:
@@ -20,9 +20,8 @@ class Station:
         self.plans.set(zmq.IDENTITY, identity(start.rank))
         for socket, address in ((self.plans, start.plans), (self._reports, start.reports)):
             prepare_socket(socket)
-            guard_worker(socket, start.engine_key)
             socket.set(zmq.LINGER, 1000)
-            socket.connect(address)
+            connect(socket, address, start.engine_key)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
         self._reporting = threading.Lock()

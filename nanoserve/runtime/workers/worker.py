@@ -125,7 +125,7 @@ class Worker:
             elif isinstance(message, ForgetHost):
                 self._forget_host()
             elif isinstance(message, Prepare):
-                self._make_faster()
+                self._make_faster(message)
 
     def _prepare(self, plan: StepPlan, received: float) -> Turn:
         """The host's part of a step, and a place for its hidden states.
@@ -243,10 +243,10 @@ class Worker:
 
     # ---- what makes it faster ---------------------------------------------------------------------------------
 
-    def _make_faster(self) -> None:
-        """Load the layers, or have them compiled in the background."""
-        for layers in self._layers:
-            layers.start()
+    def _make_faster(self, message: Prepare) -> None:
+        """Load what there is, or have it built by another process."""
+        for built in self._built:
+            built.start(waited=message.waited)
         self._preparing = True
         self._tell_prepared()
 

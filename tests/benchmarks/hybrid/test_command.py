@@ -97,7 +97,7 @@ def test_what_was_promised_and_does_not_hold_is_said(
         (("--policy", "neo,sarathi"), "begins with one that leaves the CPU alone"),
         (("--policy", "sarathi,nothing"), "unknown policy 'nothing'"),
         (("--kv-cache-memory", "1GiB"), "--kv-cache-memory: how much there is, --kv-limits says; leave it out"),
-        (("--pp", 2), "one device is measured: leave out --pp, --tp"),
+        (("--pp", 2), "one device is measured: leave out --dp, --pp, --tp"),
         (("--kv-limits", "2"), "--kv-limits takes shares above 0 and up to 1"),
         (("--output", "0"), "--output takes whole numbers from 1"),
         (("--input", 1000, "--output", 100), "are 1100 tokens, more than the context of 1024"),
