@@ -239,7 +239,7 @@ LEGAL_TRANSITIONS: dict[Status, frozenset[Status]] = {
 }
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log probability of one token under the model's raw distribution, before penalties and temperature.
 
     Attributes:
@@ -247,6 +247,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
         logprob: its natural log probability.
         rank: 1 for the likeliest token of the vocabulary.
         top: the likeliest tokens and their log probabilities, best first.
+
+    There may be a million of them, none in a cycle: the garbage collector, which stops everyone, need not see them.
     """
 
     token: int

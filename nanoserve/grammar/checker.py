@@ -8,8 +8,8 @@ from pathlib import Path
 from nanoserve.errors import UsageError
 from nanoserve.text.limited_process import LimitedProcess
 
-SECONDS = 0.5
-"""Of processor time: an ordinary schema takes a few milliseconds, one of 1000 properties a quarter of a second."""
+SECONDS = 0.25
+"""Of processor time: as long may the engine take over it once, while others wait. Ordinary ones take milliseconds."""
 MAX_REMEMBERED = 256
 """Schemas that passed and need not be tried again; at most 64 KiB each."""
 

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -90,12 +90,12 @@ def _prompts(given: str | list[str | int | list[int]], most: int) -> list[str | 
     kinds = {str} if isinstance(given, str) else set(map(type, given))  # there may be half a million tokens
     if int in kinds and len(kinds) > 1:
         raise ApiError(400, "prompt mixes token ids with texts or lists of them", param="prompt")
-    prompts: Any = [given] if isinstance(given, str) or kinds <= {int} else given
+    prompts = [given] if isinstance(given, str) or kinds <= {int} else given
     if len(prompts) > most:
         raise ApiError(400, f"{len(prompts)} prompts in one request; at most {most} are taken", param="prompt")
     if not all(prompts):
         raise ApiError(400, "the prompt is empty: give some text", code="invalid_value", param="prompt")
-    return prompts
+    return cast(list[str | list[int]], prompts)
 
 
 async def _respond(http: HttpRequest, service: Service, job: _Job, heading: Heading) -> Response:

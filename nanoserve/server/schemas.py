@@ -181,6 +181,8 @@ def _explained(message: str) -> ApiError:
     param = path.group(2) if path else None
     within = f"{param}." if param else ""
     named = f"a key of {param}" if path and path.group(1) else param
+    if message.startswith("Invalid enum value"):
+        return ApiError(400, f"{param} is not supported", code="unsupported_parameter", param=param)
     if unknown := _UNKNOWN.search(message):
         name = within + unknown.group(1)
         return ApiError(400, f"{name} is not supported", code="unsupported_parameter", param=name)

@@ -166,7 +166,7 @@ class Service:
         if self._grammars.knows(schema):
             return
         try:
-            # One at a time, and not in the threads that tokenize: they may take half a second.
+            # One at a time, and not in the threads that tokenize: they may take a quarter of a second.
             await asyncio.get_running_loop().run_in_executor(self._grammar_thread, self._grammars.check, schema)
         except UsageError as error:
             raise ApiError(400, str(error), code="invalid_value", param="response_format") from None

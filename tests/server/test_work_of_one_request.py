@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -136,6 +137,23 @@ def test_the_choices_of_an_answer_are_made_one_at_a_time(monkeypatch: pytest.Mon
     assert max(after - before for before, after in pairwise(seen)) == 1
 
 
+def test_the_books_of_a_request_are_kept_one_prompt_at_a_time(edge: "Edge") -> None:
+    ended: list[object] = []
+    seen: list[int] = []
+    edge.service.engine.forget = lambda _stream: None  # type: ignore[method-assign]
+    edge.service.metrics.ended = ended.append  # type: ignore[method-assign,assignment]
+
+    async def end() -> None:
+        edge.service.end(cast(Any, list(range(128))))
+        while len(ended) < 128:
+            seen.append(len(ended))
+            await asyncio.sleep(0)
+
+    asyncio.run(end())
+    assert ended == list(range(128))
+    assert max(after - before for before, after in pairwise(seen)) == 1
+
+
 # ------------------------------------------------------------------------------------------------- tokenizing
 
 
@@ -172,6 +190,20 @@ def test_a_prompt_far_too_long_is_refused_in_openais_words(edge: Edge, context: 
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "prompt")
     error = edge.refuse([{"role": "user", "content": "a " * repeats}], context)
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "messages")
+
+
+def test_only_what_nothing_bounds_waits_for_its_like(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    encode = edge.service.tokenizer.encode
+
+    def noting(*arguments: Any, **settings: Any) -> list[int]:
+        threads.append(threading.current_thread().name.rstrip("_0123456789"))
+        return encode(*arguments, **settings)
+
+    monkeypatch.setattr(edge.service.tokenizer, "encode", noting)
+    for text, context in (("a", None), ("a " * 5_000, None), ("a " * 50_000, None), ("a " * 50_000, 1 << 20)):
+        asyncio.run(edge.service.encode(text, context=context))
+    assert threads == ["MainThread", "tokenize", "tokenize-only", "tokenize"]
 
 
 def test_the_number_of_messages_is_bounded(edge: Edge) -> None:
