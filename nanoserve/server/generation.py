@@ -137,8 +137,6 @@ async def _emit_chunks(job: _Job, streams: Sequence[RequestStream], emit: Emit) 
     usage = job.usage()
     wants_usage = job.asked.stream_options is not None and job.asked.stream_options.include_usage
     every = {"usage": None} if wants_usage else {}  # as OpenAI has it: null in every chunk but the last
-    for opening in job.answer.opening(len(streams) * job.samples):
-        await emit(opening | every)
     async for place, output in deltas(streams):
         for sample in output.outputs:
             _check(sample)

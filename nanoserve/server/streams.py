@@ -87,7 +87,7 @@ class RequestStream:
         return Add(replace(self.request, resumed=outputs), tuple(sorted(self._ended)))
 
     def pending(self) -> RequestOutput | None:
-        """What is new since the last call, if anything.
+        """What the oldest step brought that no call has told of, if anything.
 
         Raises:
             NanoserveError: once everything has been seen, if the request could not go on.
@@ -115,7 +115,7 @@ class RequestStream:
 
 
 async def deltas(streams: SequenceOf[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """(place of the stream, what is new in it) as it comes, until all have ended.
+    """(place of the stream, what a step brought it), one after the other, until all have ended.
 
     Raises:
         NanoserveError: if one of them cannot go on.
@@ -125,9 +125,9 @@ async def deltas(streams: SequenceOf[RequestStream]) -> AsyncIterator[tuple[int,
         news.clear()
         for place, stream in enumerate(streams):
             if (output := stream.pending()) is not None:
+                news.set()  # there may be more of it
                 yield place, output
-        if not all(stream.exhausted for stream in streams):
-            await news.wait()
+        await news.wait()
 
 
 async def wholes(streams: SequenceOf[RequestStream]) -> list[RequestOutput]:
