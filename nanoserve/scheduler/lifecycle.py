@@ -3,6 +3,7 @@
 from nanoserve.kv.host_tier import HostTier
 from nanoserve.kv.sequence_blocks import SequenceBlocks
 from nanoserve.request import FinishReason, Place, Request, SamplingParams, Sequence, Status, TokenLogprob
+from nanoserve.scheduler.quarantine import Quarantine
 from nanoserve.scheduler.queues import AgeOrdered, WaitingQueue
 
 _DECODE, _FINISHED = Status.DECODE, Status.FINISHED  # looking a member up takes Python 3.11 longer than a call
@@ -34,7 +35,9 @@ class Lifecycle:
         feeds_tokens: whether the executor takes fed rows.
 
     Attributes:
+        quarantine: says whether one request is to run alone.
         waiting: hold no KV.
+        held: hold none either, and wait until another request has run alone.
         running: have it on the device.
         on_host: have it in host memory.
         moving: are on their way between the two; those that have ended meanwhile too. A prompt that is parked goes with
@@ -56,7 +59,9 @@ class Lifecycle:
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.feeds_tokens = feeds_tokens
+        self.quarantine = Quarantine()
         self.waiting = WaitingQueue()
+        self.held = AgeOrdered()
         self.running = AgeOrdered()
         self.on_host = AgeOrdered()
         self.moving = AgeOrdered()
@@ -74,7 +79,7 @@ class Lifecycle:
         """Queue the first sample of a request; the others wait until its prompt is computed."""
         family = [self._new_sequence(request, index) for index in range(request.params.n)]
         self._requests[request.request_id] = family
-        self.waiting.add(family[0])
+        self._wait(family[0])
         if len(family) > 1:
             self._siblings[family[0].sequence_id] = family[1:]
 
@@ -97,12 +102,28 @@ class Lifecycle:
         self.sequences[sequence.sequence_id] = sequence
         return sequence
 
+    def _wait(self, sequence: Sequence) -> None:
+        (self.waiting if self.quarantine.admits(sequence.request.request_id) else self.held).add(sequence)
+
+    def _sort_waiting(self) -> None:
+        """Hold back or let wait, as the quarantine says now."""
+        for queue in (self.waiting, self.held):
+            for sequence in reversed(list(queue)):
+                queue.remove(sequence)
+                self._wait(sequence)
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
     def unfinished(self, request_id: str) -> list[Sequence]:
         """The samples of a request that go on; none of an unknown or a finished one."""
         return [sequence for sequence in self._requests.get(request_id, []) if not sequence.finished]
+
+    @property
+    def requests_in_flight(self) -> list[str]:
+        """Of which the executor has rows or swaps that it has not answered, oldest first."""
+        under_way = (one for one in self.sequences.values() if one.in_flight or one.place is _MOVING)
+        return list(dict.fromkeys(one.request.request_id for one in under_way))
 
     @property
     def oldest(self) -> Sequence | None:
@@ -147,7 +168,7 @@ class Lifecycle:
         (self.running if sequence.place is _DEVICE else self.on_host).remove(sequence)
         self._release(sequence)
         sequence.move_to(Status.WAITING)
-        self.waiting.add(sequence)
+        self._wait(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Take all blocks of a sequence; it waits to be recomputed."""
@@ -165,6 +186,7 @@ class Lifecycle:
         for sequence in list(self.sequences.values()):
             self._begin_again(sequence)
         self._ended.clear()
+        self._sort_waiting()
 
     def lose_host(self) -> list[int]:
         """No KV is left in host memory, and nothing in flight of sequences there will be answered.
@@ -212,7 +234,7 @@ class Lifecycle:
                 sibling.cached_tokens = sibling.computed
                 self._start(sibling)
             else:
-                self.waiting.add(sibling)
+                self._wait(sibling)
 
     # ---- from tier to tier ------------------------------------------------------------------------------------
 
@@ -264,10 +286,12 @@ class Lifecycle:
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """End a sequence; if it is in flight or moves, its blocks come back with its last answer."""
-        for queue in (self.running, self.waiting, self.on_host):
+        for queue in (self.running, self.waiting, self.on_host, self.held):
             if sequence in queue:
                 queue.remove(sequence)
                 break
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.quarantine.on_answer()
         sequence.move_to(Status.FINISHED)
         sequence.finish_reason = reason
         sequence.finished_time = now
@@ -281,6 +305,9 @@ class Lifecycle:
         family = self._requests[sequence.request.request_id]
         if all(member.sequence_id not in self.sequences for member in family):
             del self._requests[sequence.request.request_id]
+            self.quarantine.forget(sequence.request.request_id)
+            if self.held:
+                self._sort_waiting()
 
     def _release(self, sequence: Sequence) -> None:
         self.blocks.release(sequence)
@@ -309,6 +336,11 @@ class Lifecycle:
         self.host_tier.check_integrity(self.sequences.values())
         if self.waiting.tokens != sum(len(sequence.tokens) for sequence in self.waiting):
             raise RuntimeError("the count of waiting tokens is wrong")
+        for queue in (self.waiting, self.running, self.on_host, self.moving, self.held):
+            if any(self.quarantine.admits(one.request.request_id) == (queue is self.held) for one in queue):
+                raise RuntimeError("who may run is not who the quarantine admits")
+        if self.held and self.quarantine.suspect not in self._requests:
+            raise RuntimeError("sequences are held back for a request that is gone")
 
     def _check_state(self, sequence: Sequence) -> None:
         name = f"sequence {sequence.sequence_id}"

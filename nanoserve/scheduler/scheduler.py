@@ -12,7 +12,7 @@ otherwise, what the next plan makes of it is thrown away. A prompt's chunks foll
 
 from collections.abc import Sequence as SequenceOf
 
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, WorkersFailed
 from nanoserve.kv.block_pool import BlockPool
 from nanoserve.kv.host_tier import HostTier
 from nanoserve.kv.sequence_blocks import SequenceBlocks
@@ -100,6 +100,7 @@ class Scheduler:
         self.waiting = self._lifecycle.waiting
         self.running = self._lifecycle.running
         self.on_host = self._lifecycle.on_host
+        self.held = self._lifecycle.held
         self._rows_in_flight: dict[int, Row] = {}  # the newest of each sequence
         self._chunks_before: dict[int, Row] = {}  # the older of two, where it is a chunk of a prompt and not sampled
         self._plans_in_flight: dict[int, StepPlan] = {}
@@ -298,10 +299,13 @@ class Scheduler:
     # ---- a result ---------------------------------------------------------------------------------------------
 
     def apply(self, result: StepResult, now: float) -> list[SequenceUpdate]:
-        """Take in what an executor found out; returns what each sequence gained."""
+        """Take in what an executor found out; returns what each sequence gained.
+
+        Raises:
+            WorkersFailed: if workers have died too often, and it is not known of which request.
+        """
         if result.lost is not None:
-            self._begin_anew()
-            return []
+            return self._lose_workers(result.lost, now, ran=result.ran)
         self.forecasts.learn(result, self._cohorts)
         updates = []
         lifecycle, rows = self._lifecycle, self._rows_in_flight
@@ -366,6 +370,18 @@ class Scheduler:
         self._tiers.abandon()
         return updates
 
+    def _lose_workers(self, cause: str, now: float, *, ran: float) -> list[SequenceUpdate]:
+        """Begin anew, but for a request that was alone in flight and is known for it: that one fails."""
+        quarantine = self._lifecycle.quarantine
+        culprit = quarantine.on_death(self._lifecycle.requests_in_flight if ran else (), now, ran=ran)
+        if (times := quarantine.exhausted) is not None:
+            raise WorkersFailed(f"the workers died {times}; the last time {cause}")
+        self._begin_anew()
+        if culprit is None:
+            return []
+        error = f"the workers died whenever this request ran, and at last when it ran alone: {cause}"
+        return self._fail(self._lifecycle.unfinished(culprit), error, now)
+
     def _begin_anew(self) -> None:
         """Nothing in flight will be answered and no KV is left: every sequence is recomputed from the tokens it has."""
         for in_flight in (self._plans_in_flight, self._rows_in_flight, self._chunks_before):
@@ -392,7 +408,10 @@ class Scheduler:
     def fail_all(self, error: str, now: float) -> list[SequenceUpdate]:
         """Nothing will ever be answered again: every sequence ends with an error, whether it ran or waited."""
         self._begin_anew()
-        unfinished = list(self._lifecycle.sequences.values())
+        return self._fail(list(self._lifecycle.sequences.values()), error, now)
+
+    def _fail(self, unfinished: list[Sequence], error: str, now: float) -> list[SequenceUpdate]:
+        """End sequences that have nothing in flight with an error; all samples of their requests are among them."""
         updates = [self._take_tokens(one, Answer(one.sequence_id, error=error), now) for one in unfinished]
         for sequence in unfinished:
             self._lifecycle.release_siblings(sequence)

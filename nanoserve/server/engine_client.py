@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from enum import Enum
 from typing import NoReturn
@@ -39,6 +40,7 @@ MAX_ENGINES_LOST = 3
 """A request that was there when so many engines died is suspected of killing them, and given up."""
 
 _LAST_WORDS_SECONDS = 0.2
+_COUNTERS = ("preemptions", "steps", "losses", "host_losses")
 
 _LOG = logging.getLogger("nanoserve.server")
 
@@ -107,6 +109,7 @@ class EngineClient:
         self.stats = EngineStats()
         self.restarts = 0
         self.generated_tokens = 0
+        self._counts = Counter[str]()
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
@@ -116,9 +119,19 @@ class EngineClient:
         return len(self._streams)
 
     @property
+    def serving(self) -> bool:
+        """Whether a request would be worked on at once."""
+        return self.state is EngineState.READY and self.stats.ready
+
+    @property
     def dropped(self) -> int:
         """Messages that made no sense, on either side, to and from the engine that lives now."""
         return self.stats.dropped + (self._child.dropped if self._child else 0)
+
+    def total(self, counter: str) -> int:
+        """What all engines so far have counted under that name of the EngineStats."""
+        count: int = getattr(self.stats, counter)
+        return self._counts[counter] + count
 
     def add(self, requests: list[Request]) -> list[RequestStream]:
         """Take requests in, all of them or none; one reader follows their streams.
@@ -145,6 +158,8 @@ class EngineClient:
 
     def describe_state(self) -> str:
         """The state as a sentence for a client."""
+        if self.state is EngineState.READY and not self.stats.ready:
+            return "the engine's workers are stopped, or are being started anew"
         return f"{self.state.value}: {self.reason}" if self.reason else self.state.value
 
     def _queue_length(self) -> int:
@@ -225,6 +240,7 @@ class EngineClient:
     def _expect_another(self, state: EngineState, reason: str) -> None:
         self.state, self.reason = state, reason
         self.restarts += 1
+        self._counts = Counter({name: self.total(name) for name in _COUNTERS})
         self.stats = EngineStats()
         self._sent = 0
 
