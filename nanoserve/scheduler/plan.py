@@ -170,9 +170,9 @@ class StepResult(msgspec.Struct, frozen=True):
         cohorts: progress of the host sequences under way.
         seconds: device time of the step.
         lost: the workers died, and why; such a result comes alone and says nothing else. No plan that was submitted
-            before it was collected will be answered, and nothing is left of what the executor knew of sequences and blocks, on either
-            tier. New workers are on their way, in the layout of the last transition that was answered: plans may be
-            submitted at once, and wait.
+            before it was collected will be answered, and nothing is left of what the executor knew of sequences and
+            blocks, on either tier. New workers are on their way, in the layout of the last transition that was
+            answered: plans may be submitted at once, and wait.
         ran: of workers that died, for how many seconds they had run; 0 if they were still starting, so that no plan has
             reached them.
         host_work: attention on the CPU that ended since the last result.

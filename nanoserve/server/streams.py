@@ -19,14 +19,14 @@ class RequestStream:
     Attributes:
         request: as the first engine got it.
         news: set whenever something comes; streams that one reader follows share it.
-        engines_lost: how many engines died while they ran it.
+        sent: whether the engine that lives now has it.
         gaps: seconds from each token to the next, of all samples.
         last_token_times: of each sample that has a token, in seconds of the monotonic clock.
     """
 
     def __init__(self, request: Request, tokenizer: Decoder, news: asyncio.Event) -> None:
         self.request = request
-        self.engines_lost = 0
+        self.sent = False
         self.gaps: list[float] = []
         self.last_token_times: dict[int, float] = {}
         self._tracker = RequestTracker(request, tokenizer)

@@ -32,7 +32,12 @@ def kills_at(position: int) -> Any:
 
 
 @settings(max_examples=60, deadline=None)
-@given(policy=st.sampled_from(sorted(POLICIES)), life=lives(), poisoned=st.sets(st.integers(0, 6), min_size=1, max_size=3), position=st.integers(0, 8))
+@given(
+    policy=st.sampled_from(sorted(POLICIES)),
+    life=lives(),
+    poisoned=st.sets(st.integers(0, 6), min_size=1, max_size=3),
+    position=st.integers(0, 8),
+)
 def test_no_innocent_request_fails(policy: str, life: dict, poisoned: set[int], position: int) -> None:
     arrivals = [
         replace(one, request=replace(one.request, prompt=(POISON, *one.request.prompt[1:])))
