@@ -57,6 +57,11 @@ class Dispatcher:
         return self.failures[0] if len(self.failures) == len(self.engines) else None
 
     @property
+    def ready(self) -> bool:
+        """Whether all engines are that run anything."""
+        return all(engine.ready for engine in self._living)
+
+    @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return any(engine.has_work for engine in self.engines)

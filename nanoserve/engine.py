@@ -133,6 +133,11 @@ class Engine:
         return () if self.failure is None else (self.failure,)
 
     @property
+    def ready(self) -> bool:
+        """Whether a plan would be computed at once; not while workers are stopped or being started anew."""
+        return self.failure is None and bool(getattr(self.executor, "ready", True))
+
+    @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return self.scheduler.has_work
@@ -146,7 +151,7 @@ class Engine:
             changing=(scheduler.changing_layout,),
             running=len(scheduler.running),
             on_host=len(scheduler.on_host),
-            waiting=len(scheduler.waiting),
+            waiting=len(scheduler.waiting) + len(scheduler.held),
             free_blocks=scheduler.pool.free_blocks,
             total_blocks=scheduler.pool.num_blocks,
             free_host_blocks=scheduler.host_pool.free_blocks,
@@ -203,6 +208,8 @@ class Engine:
 
     def submit(self) -> list[SequenceUpdate]:
         """The first half of a step; returns what has ended because nothing can be submitted."""
+        if self.failure is not None:
+            return self._fail(WorkersFailed(self.failure))
         try:
             while self.has_work and self.scheduler.steps_in_flight < self.executor.max_in_flight:
                 plan = self.scheduler.schedule(self.executor.now())
@@ -216,6 +223,8 @@ class Engine:
     def collect(self, until: float | None = None) -> list[SequenceUpdate]:
         """The second half of a step, with its argument."""
         updates: list[SequenceUpdate] = []
+        if self.failure is not None:
+            return updates
         try:
             if self.scheduler.awaits_results or (until is not None and not self.has_work):
                 for result in self.executor.collect(until):

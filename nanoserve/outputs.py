@@ -4,6 +4,7 @@ This is the half of the work that needs a tokenizer. It runs beside the engine (
 server), never inside a step.
 """
 
+from collections import deque
 from collections.abc import Sequence as SequenceOf
 
 from nanoserve.request import (
@@ -18,6 +19,9 @@ from nanoserve.request import (
 )
 from nanoserve.text.detokenizer import Decoder, Detokenizer
 from nanoserve.text.stop_strings import StopStrings
+
+MOST_PIECES = 64
+"""Deltas of a sample that wait for their reader; what comes after them is merged with the last one."""
 
 
 class _Sample:
@@ -36,7 +40,7 @@ class _Sample:
         self._last_token_time: float | None = None
         self._shown_text = 0
         self._shown_tokens = 0
-        self._shown_end = False
+        self._pieces: deque[tuple[int, int, bool]] = deque()  # text, tokens and whether it ended, after each update
         self.stop_string: str | None = None
         self.finished = False
 
@@ -45,6 +49,13 @@ class _Sample:
         self._sequence = update.sequence
         if self.finished:
             return
+        self._take(update, now)
+        if update.new_tokens or self.finished:
+            if len(self._pieces) == MOST_PIECES:
+                self._pieces.pop()
+            self._pieces.append((len(self._text), len(self._tokens), self.finished))
+
+    def _take(self, update: SequenceUpdate, now: float) -> None:
         if update.new_tokens:
             self._last_token_time = now
         logprobs = update.sequence.logprobs
@@ -68,38 +79,40 @@ class _Sample:
         self._text.append(text)
 
     def delta(self) -> CompletionOutput:
-        """What is new since the last delta."""
+        """What the oldest update brought of which no delta has told."""
         text, tokens = self._shown_text, self._shown_tokens
-        self._shown_text, self._shown_tokens, self._shown_end = len(self._text), len(self._tokens), self.finished
-        return self._output(self._text[text:], self._tokens[tokens:], self._logprobs[tokens:])
+        self._shown_text, self._shown_tokens, ended = self._pieces.popleft()
+        new = slice(tokens, self._shown_tokens)
+        return self._output(self._text[text : self._shown_text], self._tokens[new], self._logprobs[new], ended=ended)
 
     def whole(self) -> CompletionOutput:
         """All of it."""
-        return self._output(self._text, self._tokens, self._logprobs)
+        return self._output(self._text, self._tokens, self._logprobs, ended=self.finished)
 
     @property
     def has_news(self) -> bool:
-        """Whether a delta would say anything but times."""
-        return self._shown_tokens < len(self._tokens) or self._shown_end != self.finished
+        """Whether there is a delta to tell."""
+        return bool(self._pieces)
 
-    def _output(self, text: list[str], tokens: list[int], logprobs: list[TokenLogprob]) -> CompletionOutput:
+    def _output(
+        self, text: list[str], tokens: list[int], logprobs: list[TokenLogprob], *, ended: bool
+    ) -> CompletionOutput:
+        sequence = self._sequence if ended else None
         return CompletionOutput(
             index=self.index,
             text="".join(text),
             token_ids=tuple(tokens),
             logprobs=None if self._params.logprobs is None else tuple(logprobs),
-            finish_reason=self._finish_reason(),
-            stop_reason=self.stop_string or (self._sequence.stop_token if self._sequence else None),
+            finish_reason=None if sequence is None else self._finish_reason(sequence),
+            stop_reason=None if sequence is None else self.stop_string or sequence.stop_token,
             metrics=self._metrics(),
-            error=self._sequence.error if self._sequence else None,
+            error=None if sequence is None else sequence.error,
         )
 
-    def _finish_reason(self) -> str | None:
-        if not self.finished or self._sequence is None:
-            return None
-        if self.stop_string is not None or self._sequence.finish_reason is None:
+    def _finish_reason(self, sequence: Sequence) -> str:
+        if self.stop_string is not None or sequence.finish_reason is None:
             return FinishReason.STOP.value
-        return self._sequence.finish_reason.value
+        return sequence.finish_reason.value
 
     def _metrics(self) -> RequestMetrics:
         sequence = self._sequence
@@ -146,8 +159,9 @@ class RequestTracker:
         return sample.stop_string is not None and not update.finished
 
     def delta(self) -> RequestOutput:
-        """What is new in the samples that have news."""
-        return self._output([sample.delta() for sample in self._samples if sample.has_news])
+        """What the oldest update brought that was not told yet, of each sample that has news."""
+        outputs = [sample.delta() for sample in self._samples if sample.has_news]
+        return self._output(outputs, finished=self.finished and not self.has_news)
 
     @property
     def has_news(self) -> bool:
@@ -156,15 +170,15 @@ class RequestTracker:
 
     def whole(self) -> RequestOutput:
         """Everything so far."""
-        return self._output([sample.whole() for sample in self._samples])
+        return self._output([sample.whole() for sample in self._samples], finished=self.finished)
 
-    def _output(self, outputs: SequenceOf[CompletionOutput]) -> RequestOutput:
+    def _output(self, outputs: SequenceOf[CompletionOutput], *, finished: bool) -> RequestOutput:
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self._prompt,
             prompt_token_ids=self.request.prompt,
             outputs=outputs,
-            finished=self.finished,
+            finished=finished,
             cached_tokens=self._samples[0].cached_tokens,
             prompt_logprobs=self._samples[0].prompt_logprobs,
         )

@@ -109,7 +109,7 @@ def test_every_request_gets_what_it_would_get_alone(
     others = {"pipeline_depth": life["depth"], "feeds_tokens": life["feeds_tokens"]}
     fleet = Fleet([engine(one, policy, prefix_caching=life["prefix_caching"], **sizes, **others) for one in executors])
     outputs, reasons = live(fleet, life["arrivals"])
-    check_outputs(life["arrivals"], life["max_model_len"], outputs, reasons)
+    check_outputs(life["arrivals"], life["max_model_len"], outputs, reasons, executors[0].losses)
     status = fleet.status
     assert status.free_blocks == status.total_blocks == number * life["num_blocks"]
     assert status.output_tokens == sum(map(len, outputs.values()))

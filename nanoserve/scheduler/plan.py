@@ -172,10 +172,12 @@ class StepResult(msgspec.Struct, frozen=True):
         swapped: ids of swaps that are done.
         cohorts: progress of the host sequences under way.
         seconds: device time of the step.
-        lost: the workers died, and why; such a result says nothing else. No plan that was submitted before it was
-            collected will be answered, and nothing is left of what the executor knew of sequences and blocks, on either
-            tier. New workers are on their way, in the layout of the last transition that was answered: plans may be
-            submitted at once, and wait.
+        lost: the workers died, and why; such a result comes alone and says nothing else. No plan that was submitted
+            before it was collected will be answered, and nothing is left of what the executor knew of sequences and
+            blocks, on either tier. New workers are on their way, in the layout of the last transition that was
+            answered: plans may be submitted at once, and wait.
+        ran: of workers that died, for how many seconds they had run; 0 if they were still starting, so that no plan has
+            reached them.
         host_work: attention on the CPU that ended since the last result.
         host_lost: attention on the CPU died or hangs, and why. What else the result says was known before. No host row
             of a plan that was submitted before this was collected will be answered after it, whether a cohort has it or
@@ -189,6 +191,7 @@ class StepResult(msgspec.Struct, frozen=True):
     cohorts: tuple[CohortProgress, ...] = ()
     seconds: float = 0.0
     lost: str | None = None
+    ran: float = 0.0
     host_work: tuple[HostWork, ...] = ()
     host_lost: str | None = None
 

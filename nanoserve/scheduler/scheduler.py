@@ -13,6 +13,7 @@ otherwise, its extra step is discarded. A prompt's chunks follow each other in t
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
 
+from nanoserve.errors import WorkersFailed
 from nanoserve.kv.block_pool import BlockPool
 from nanoserve.kv.sequence_blocks import HostTier, SequenceBlocks
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate, Status
@@ -146,6 +147,7 @@ class Scheduler:
         self._tiers = Tiers(self.table) if host_blocks else None
         self._layouts = Layouts([LayoutCapacity(num_blocks, pipeline_depth), *other_layouts])
         self._predictors = tuple(predictors)
+        self.held = self.table.held
         self._plans_in_flight: dict[int, StepPlan] = {}
         self._previous: Decision | None = None
         self._growth = GrowthForecast() if policy.reads_forecast else None
@@ -360,10 +362,13 @@ class Scheduler:
     # ---- a result ---------------------------------------------------------------------------------------------
 
     def apply(self, result: StepResult, now: float) -> list[SequenceUpdate]:
-        """Take in what an executor found out; returns what each sequence gained."""
+        """Take in what an executor found out; returns what each sequence gained.
+
+        Raises:
+            WorkersFailed: if workers have died too often, and it is not known of which request.
+        """
         if result.lost is not None:
-            self._reset()
-            return []
+            return self._lose_workers(result.lost, now, ran=result.ran)
         tiers, table = self._tiers, self.table
         if self.observer is not None:
             self.observer.on_result(result, None if tiers is None else tiers.cohorts)
@@ -426,6 +431,18 @@ class Scheduler:
             self._tiers.abandon()
         return updates
 
+    def _lose_workers(self, cause: str, now: float, *, ran: float) -> list[SequenceUpdate]:
+        """Reset. A suspected request that was alone in flight fails."""
+        quarantine = self.table.quarantine
+        culprit = quarantine.on_death(self.table.requests_in_flight if ran else (), now, ran=ran)
+        if (times := quarantine.exhausted) is not None:
+            raise WorkersFailed(f"the workers died {times}; the last time {cause}")
+        self._reset()
+        if culprit is None:
+            return []
+        error = f"the workers died whenever this request ran, and at last when it ran alone: {cause}"
+        return self._fail(self.table.unfinished(culprit), error, now)
+
     def _reset(self) -> None:
         """Nothing in flight will be answered and no KV is left: every sequence is recomputed from its tokens."""
         self._plans_in_flight.clear()
@@ -453,7 +470,10 @@ class Scheduler:
     def fail_all(self, error: str, now: float) -> list[SequenceUpdate]:
         """Nothing will ever be answered again: every sequence ends with an error, whether it ran or waited."""
         self._reset()
-        unfinished = list(self.table.sequences.values())
+        return self._fail(list(self.table.sequences.values()), error, now)
+
+    def _fail(self, unfinished: list[Sequence], error: str, now: float) -> list[SequenceUpdate]:
+        """End sequences that have nothing in flight with an error; all samples of their requests are among them."""
         updates = [self._take_tokens(one, Answer(one.sequence_id, error=error), now) for one in unfinished]
         for sequence in unfinished:
             self.table.release_siblings(sequence)

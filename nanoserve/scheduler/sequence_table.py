@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from nanoserve.errors import UsageError
 from nanoserve.kv.sequence_blocks import HostTier, SequenceBlocks
 from nanoserve.request import FinishReason, Place, Request, Sequence, Status, TokenLogprob
+from nanoserve.scheduler.quarantine import Quarantine
 
 _DECODE, _FINISHED = Status.DECODE, Status.FINISHED  # Enum lookup is slow in Python 3.11; hoist it.
 _DEVICE, _MOVING = Place.DEVICE, Place.MOVING
@@ -93,9 +94,11 @@ class SequenceTable:
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.feeds_tokens = feeds_tokens
+        self.quarantine = Quarantine()
         self.preemptions = 0
         self.sequences: dict[int, Sequence] = {}
         self.waiting = WaitingQueue()  # hold no KV
+        self.held = AgeOrdered()  # hold no KV, and wait until a suspected request has run alone
         self.running = AgeOrdered()  # hold KV on the device
         self.on_host = AgeOrdered()  # hold KV in host memory
         self.moving = AgeOrdered()  # move between the two; finished ones stay until they arrive
@@ -123,7 +126,7 @@ class SequenceTable:
         stop_tokens = frozenset((*end_tokens, *request.params.stop_token_ids))  # one set for all samples
         family = [self._new_sequence(request, index, stop_tokens) for index in range(request.params.n)]
         self._requests[request.request_id] = family
-        self.waiting.add(family[0])
+        self._wait(family[0])
         if len(family) > 1:
             self._siblings[family[0].sequence_id] = family[1:]
 
@@ -167,9 +170,25 @@ class SequenceTable:
         self.sequences[sequence.sequence_id] = sequence
         return sequence
 
+    def _wait(self, sequence: Sequence) -> None:
+        (self.waiting if self.quarantine.admits(sequence.request.request_id) else self.held).add(sequence)
+
+    def _sort_waiting(self) -> None:
+        """Hold sequences back or let them wait, as the quarantine says now."""
+        for queue in (self.waiting, self.held):
+            for sequence in reversed(list(queue)):
+                queue.remove(sequence)
+                self._wait(sequence)
+
     def unfinished(self, request_id: str) -> list[Sequence]:
         """The samples of a request that go on; none of an unknown or finished one."""
         return [sequence for sequence in self._requests.get(request_id, []) if not sequence.finished]
+
+    @property
+    def requests_in_flight(self) -> list[str]:
+        """Of which the executor has rows or swaps that it has not answered, oldest first."""
+        under_way = (one for one in self.sequences.values() if one.in_flight or one.place is _MOVING)
+        return list(dict.fromkeys(one.request.request_id for one in under_way))
 
     @property
     def oldest(self) -> Sequence | None:
@@ -214,7 +233,7 @@ class SequenceTable:
         (self.running if sequence.place is _DEVICE else self.on_host).remove(sequence)
         self._release(sequence)
         sequence.move_to(Status.WAITING)
-        self.waiting.add(sequence)
+        self._wait(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Take all blocks of a sequence; it waits to be recomputed."""
@@ -230,6 +249,7 @@ class SequenceTable:
         for sequence in list(self.sequences.values()):
             self._requeue(sequence)
         self._ended.clear()
+        self._sort_waiting()
 
     def lose_host(self) -> None:
         """All KV in host memory is lost, and nothing in flight of sequences there will be answered.
@@ -271,7 +291,7 @@ class SequenceTable:
                 sibling.cached_tokens = sibling.computed
                 self._start(sibling)
             else:
-                self.waiting.add(sibling)
+                self._wait(sibling)
 
     # ---- from tier to tier ------------------------------------------------------------------------------------
 
@@ -325,10 +345,12 @@ class SequenceTable:
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """End a sequence; if it is in flight or moves, its blocks come back with its last answer."""
-        for queue in (self.running, self.waiting, self.on_host):
+        for queue in (self.running, self.waiting, self.on_host, self.held):
             if sequence in queue:
                 queue.remove(sequence)
                 break
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.quarantine.on_answer()
         sequence.move_to(Status.FINISHED)
         sequence.finish_reason = reason
         sequence.finished_time = now
@@ -342,6 +364,9 @@ class SequenceTable:
         family = self._requests[sequence.request.request_id]
         if all(member.sequence_id not in self.sequences for member in family):
             del self._requests[sequence.request.request_id]
+            self.quarantine.forget(sequence.request.request_id)
+            if self.held:
+                self._sort_waiting()
 
     def _release(self, sequence: Sequence) -> None:
         self.blocks.release(sequence)
@@ -370,6 +395,11 @@ class SequenceTable:
         self.host_tier.check_integrity(self.sequences.values())
         if self.waiting.tokens != sum(len(sequence.tokens) for sequence in self.waiting):
             raise RuntimeError("the count of waiting tokens is wrong")
+        for queue in (self.waiting, self.running, self.on_host, self.moving, self.held):
+            if any(self.quarantine.admits(one.request.request_id) == (queue is self.held) for one in queue):
+                raise RuntimeError("who may run is not who the quarantine admits")
+        if self.held and self.quarantine.suspect not in self._requests:
+            raise RuntimeError("sequences are held back for a request that is gone")
 
     def _check_state(self, sequence: Sequence) -> None:
         place, status, plans = sequence.place, sequence.status, len(sequence.in_flight)

@@ -40,9 +40,6 @@ class Heading:
 class Answer(Protocol):
     """One of the two shapes."""
 
-    def opening(self, choices: int) -> list[dict[str, Any]]:
-        """The chunks before any text."""
-
     def chunk(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
         """One piece of one choice."""
 
@@ -62,13 +59,13 @@ class ChatAnswer:
     def __init__(self, heading: Heading, texts: TokenTexts) -> None:
         self._heading = heading
         self._texts = texts
-
-    def opening(self, choices: int) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
-        return [self._chunk([_chat_choice(choice, None, None, delta=delta)]) for choice in range(choices)]
+        self._begun: set[int] = set()
 
     def chunk(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
         delta = {"content": output.text} if output.text else {}
+        if choice not in self._begun:  # with its first text: clients take the first chunk for the first token
+            self._begun.add(choice)
+            delta = {"role": "assistant", "content": output.text}
         return self._chunk([_chat_choice(choice, self._logprobs(output), output.finish_reason, delta=delta)])
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
@@ -95,9 +92,6 @@ class CompletionAnswer:
         self._heading = heading
         self._texts = texts
         self._offsets: dict[int, int] = {}
-
-    def opening(self, choices: int) -> list[dict[str, Any]]:
-        return []
 
     def chunk(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
         return _object("text_completion", self._heading, [self.choice(choice, output)])

@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NoReturn
 
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
 from nanoserve.request import FinishReason, Request
+from nanoserve.scheduler.quarantine import Quarantine
 from nanoserve.server.engine_child import ENGINE_PROGRAM, EngineChild
 from nanoserve.server.messages import (
     Add,
@@ -29,16 +31,11 @@ from nanoserve.server.messages import (
 from nanoserve.server.streams import RequestStream
 from nanoserve.text.detokenizer import Decoder
 
-STABLE_SECONDS = 60.0
-"""An engine that has lived so long was not killed by what killed the one before it."""
-MAX_RESTARTS = 3
-"""So many in a row, each dying young; then requests are answered with 503."""
 RETRY_SECONDS = 15.0
-"""Until the next attempt, when restarts keep failing."""
-MAX_ENGINES_LOST = 3
-"""A request that was there when so many engines died is suspected of killing them, and given up."""
+"""Until the next attempt, when engines keep dying."""
 
 _LAST_WORDS_SECONDS = 0.2
+_COUNTERS = ("preemptions", "steps", "losses", "host_losses")
 
 _LOG = logging.getLogger("nanoserve.server")
 
@@ -98,7 +95,7 @@ class EngineClient:
         self._child: EngineChild | None = None
         self._streams: dict[str, RequestStream] = {}
         self._sent = 0
-        self._failures = 0
+        self._quarantine = Quarantine()
         self._ready_since: float | None = None
         self._became_ready = asyncio.Event()
         self.state = EngineState.LOADING
@@ -107,6 +104,7 @@ class EngineClient:
         self.stats = EngineStats()
         self.restarts = 0
         self.generated_tokens = 0
+        self._counts = Counter[str]()
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
@@ -116,9 +114,19 @@ class EngineClient:
         return len(self._streams)
 
     @property
+    def serving(self) -> bool:
+        """Whether a request would be worked on at once."""
+        return self.state is EngineState.READY and self.stats.ready
+
+    @property
     def dropped(self) -> int:
         """Messages that made no sense, on either side, to and from the engine that lives now."""
         return self.stats.dropped + (self._child.dropped if self._child else 0)
+
+    def total(self, counter: str) -> int:
+        """What all engines so far have counted under that name of the EngineStats."""
+        count: int = getattr(self.stats, counter)
+        return self._counts[counter] + count
 
     def add(self, requests: list[Request]) -> list[RequestStream]:
         """Take requests in, all of them or none; one reader follows their streams.
@@ -133,25 +141,44 @@ class EngineClient:
             raise QueueFull(f"{self._queue_length()} requests are waiting already; try again later")
         news = asyncio.Event()
         streams = [RequestStream(request, self._tokenizer, news) for request in requests]
-        for stream in streams:
-            self._streams[stream.request_id] = stream
-            self._send(Add(stream.request))
+        self._streams |= {stream.request_id: stream for stream in streams}
+        self._admit(streams)
         return streams
+
+    def _admit(self, streams: Iterable[RequestStream]) -> None:
+        """Have the engine run those that it has not got and that may run now; the next one is told of the others."""
+        if self.state is EngineState.READY:
+            for stream in streams:
+                if not stream.sent and self._quarantine.admits(stream.request_id):
+                    stream.sent = True
+                    self._send(stream.resumed())
+
+    def _take_out(self, request_id: str) -> RequestStream | None:
+        """A request has ended: it is followed no more, and others need not wait for it."""
+        stream, was_suspect = self._streams.pop(request_id, None), self._quarantine.suspect == request_id
+        self._quarantine.forget(request_id)
+        if was_suspect:
+            self._admit(self._streams.values())
+        return stream
 
     def forget(self, stream: RequestStream) -> None:
         """The reader wants no more of it; what still runs of it is aborted."""
-        if self._streams.pop(stream.request_id, None) is not None and not stream.finished:
+        if stream.request_id in self._streams and not stream.finished:
             self._send(Stop(stream.request_id))
+        self._take_out(stream.request_id)
 
     def describe_state(self) -> str:
         """The state as a sentence for a client."""
+        if self.state is EngineState.READY and not self.stats.ready:
+            return "the engine's workers are stopped, or are being started anew"
         return f"{self.state.value}: {self.reason}" if self.reason else self.state.value
 
     def _queue_length(self) -> int:
         """Requests that hold no place in the engine: its own queue, and what is still on its way to it."""
         if self.state is not EngineState.READY:
             return len(self._streams)
-        return self.stats.waiting + self._sent - self.stats.added
+        held = sum(not stream.sent for stream in self._streams.values())
+        return self.stats.waiting + self._sent - self.stats.added + held
 
     def _free_places(self) -> int:
         """Places in the next step; none while others wait for them."""
@@ -189,32 +216,27 @@ class EngineClient:
                         raise
                     if isinstance(error, EngineFailed):
                         _LOG.warning("the engine gave up: %s; the next one is started in %g s", error, RETRY_SECONDS)
-                        self._failures = MAX_RESTARTS  # and one more, if the next one dies young
                         await self._rest(str(error))
                         continue
                     death = f"cannot start: {error}"
                 if self.facts is None:
                     raise RuntimeFailure(f"the engine process {death} while it was loading the model")
-                self._failures = 1 if self._was_stable() else self._failures + 1
                 await self._after_death(death)
         finally:
             self.state, self.reason = EngineState.CLOSED, ""
             self._fail_all(EngineUnavailable(self.state.value))
 
-    def _was_stable(self) -> bool:
-        return self._ready_since is not None and time.monotonic() - self._ready_since > STABLE_SECONDS
-
     async def _after_death(self, death: str) -> None:
         _LOG.warning("the engine %s; another one is started", death)
-        if self._failures > MAX_RESTARTS:
-            await self._rest(f"the last one {death}")
+        now, ran_since = time.monotonic(), self._ready_since
+        there = [stream.request_id for stream in self._streams.values() if stream.sent]
+        culprit = self._quarantine.on_death(there, now, ran=0.0 if ran_since is None else now - ran_since)
+        if (times := self._quarantine.exhausted) is not None:
+            await self._rest(f"engines died {times}; the last one {death}")
             return
         self._expect_another(EngineState.RESTARTING, f"the last one {death}")
-        for stream in list(self._streams.values()):
-            stream.engines_lost += 1
-            if stream.engines_lost >= MAX_ENGINES_LOST:
-                stream.fail(RuntimeFailure("the engine died too often while this request ran"))
-                del self._streams[stream.request_id]
+        if culprit is not None and (stream := self._take_out(culprit)) is not None:
+            stream.fail(RuntimeFailure("the engine died too often while this request ran, at last alone"))
 
     async def _rest(self, reason: str) -> None:
         """Engines keep failing: whoever waits is told, and the next attempt is some time away."""
@@ -225,8 +247,11 @@ class EngineClient:
     def _expect_another(self, state: EngineState, reason: str) -> None:
         self.state, self.reason = state, reason
         self.restarts += 1
+        self._counts = Counter({name: self.total(name) for name in _COUNTERS})
         self.stats = EngineStats()
         self._sent = 0
+        for stream in self._streams.values():
+            stream.sent = False
 
     async def _run_engine(self) -> str:
         """One engine's whole life; returns how it died."""
@@ -260,7 +285,7 @@ class EngineClient:
             for update in message.updates:
                 self._pass_on(update)
         elif isinstance(message, Refused):
-            if (stream := self._streams.pop(message.request_id, None)) is not None:
+            if (stream := self._take_out(message.request_id)) is not None:
                 stream.fail(UsageError(message.message))
         elif isinstance(message, Loading):
             if self._on_progress is not None:
@@ -278,8 +303,7 @@ class EngineClient:
         self.facts = facts
         self._ready_since = time.monotonic()
         self.state, self.reason = EngineState.READY, ""
-        for stream in self._streams.values():
-            self._send(stream.resumed())
+        self._admit(self._streams.values())
         self._became_ready.set()
 
     def _pass_on(self, update: SampleUpdate) -> None:
@@ -290,11 +314,14 @@ class EngineClient:
         if stream.take(update):
             self._send(Stop(update.request_id, update.index, FinishReason.STOP))
         if stream.finished:
-            del self._streams[update.request_id]
+            self._take_out(update.request_id)
+            if FinishReason.ERROR.value not in stream.finish_reasons():
+                self._quarantine.on_answer()
 
     def _fail_all(self, error: NanoserveError) -> None:
         for stream in self._streams.values():
             stream.fail(error)
+            self._quarantine.forget(stream.request_id)
         self._streams.clear()
 
 

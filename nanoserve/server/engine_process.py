@@ -109,11 +109,13 @@ class EngineLoop:
         self._mailbox = mailbox
         self._added = 0
         self._told: dict[Sequence, _Told] = {}
+        self._workers = (True, 0)  # whether they are ready and how often they died, as last told
 
     def run(self) -> None:
         """Serve until the process is ended, or the engine runs nothing any more; the front end is told that."""
         while self._engine.failure is None:
             self.turn()
+        self._report([])  # the last death counts too
         self._mailbox.send(Failed(self._engine.failure))
 
     def turn(self) -> None:
@@ -121,8 +123,10 @@ class EngineLoop:
         commands = self._mailbox.receive(0.0 if self._engine.has_work else WATCH_SECONDS)
         updates = [update for command in commands for update in self._obey(command)]
         updates += self._engine.step(self._engine.now() + (COMMAND_SECONDS if self._engine.has_work else 0.0))
-        if (updates or commands) and self._engine.failure is None:
+        workers = (self._engine.ready, self._engine.losses)
+        if (updates or commands or workers != self._workers) and self._engine.failure is None:
             self._report(updates)
+            self._workers = workers
 
     def _obey(self, command: Command) -> list[SequenceUpdate]:
         if isinstance(command, Stop):
@@ -155,6 +159,7 @@ class EngineLoop:
             free_host_blocks=status.free_host_blocks,
             total_host_blocks=status.total_host_blocks,
             host_losses=status.host_losses,
+            ready=self._engine.ready,
         )
         self._mailbox.send(Report(tuple(self._as_message(update) for update in updates), stats))
 

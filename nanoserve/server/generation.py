@@ -145,8 +145,6 @@ async def _stream(service: Service, job: _Job, streams: Sequence[RequestStream],
 async def _emit_chunks(job: _Job, streams: Sequence[RequestStream], emit: Emit) -> None:
     usage = job.usage()
     wants_usage = job.asked.stream_options is not None and job.asked.stream_options.include_usage
-    for opening in job.answer.opening(len(streams) * job.samples):
-        await emit(opening | job.usage_so_far(usage))
     async for place, output in deltas(streams):
         for sample in output.outputs:
             _check(sample)

@@ -143,6 +143,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
         on_host: sequences whose KV is in host memory.
         free_host_blocks, total_host_blocks: of the KV blocks there.
         host_losses: times that attention on the CPU was lost, since the start.
+        ready: whether a step would be computed at once; not while workers are stopped or being started anew.
     """
 
     added: int = 0
@@ -158,6 +159,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     free_host_blocks: int = 0
     total_host_blocks: int = 0
     host_losses: int = 0
+    ready: bool = True
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):

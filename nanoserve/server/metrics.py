@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from nanoserve.request import Sequence
-from nanoserve.server.engine_client import EngineClient, EngineState
+from nanoserve.server.engine_client import EngineClient
 from nanoserve.server.streams import RequestStream
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
@@ -96,7 +96,7 @@ class _EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> list[Metric]:
-        stats = self._engine.stats
+        stats, total = self._engine.stats, self._engine.total
         used = _share_in_use(stats.free_blocks, stats.total_blocks)
         used_on_host = _share_in_use(stats.free_host_blocks, stats.total_host_blocks)
         return [
@@ -105,12 +105,12 @@ class _EngineCollector(Collector):
             self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used),
             self._gauge("nanoserve:num_sequences_on_host", "Sequences whose KV is in host memory.", stats.on_host),
             self._gauge("nanoserve:host_kv_cache_usage_perc", "Share of KV blocks there in use.", used_on_host),
-            self._gauge("nanoserve:engine_ready", "1 if there is an engine.", self._engine.state is EngineState.READY),
+            self._gauge("nanoserve:engine_ready", "1 if requests run at once.", self._engine.serving),
             self._counter("vllm:generation_tokens", "Generated tokens.", self._engine.generated_tokens),
-            self._counter("vllm:num_preemptions", "Preemptions of this engine process.", stats.preemptions),
-            self._counter("nanoserve:worker_losses", "Times that workers of this engine died.", stats.losses),
-            self._counter("nanoserve:host_losses", "Times that attention on the CPU was lost.", stats.host_losses),
-            self._counter("nanoserve:engine_steps", "Steps of this engine process.", stats.steps),
+            self._counter("vllm:num_preemptions", "Preemptions.", total("preemptions")),
+            self._counter("nanoserve:worker_losses", "Times that workers died.", total("losses")),
+            self._counter("nanoserve:host_losses", "Times that attention on the CPU was lost.", total("host_losses")),
+            self._counter("nanoserve:engine_steps", "Steps.", total("steps")),
             self._counter("nanoserve:engine_restarts", "Engines started after the first.", self._engine.restarts),
             self._counter("nanoserve:dropped_messages", "Messages that made no sense.", self._engine.dropped),
         ]

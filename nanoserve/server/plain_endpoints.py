@@ -55,7 +55,7 @@ async def ready(http: HttpRequest) -> Response:
     """``GET /ready``: whether requests should be sent here."""
     service = _service(http)
     service.facts()
-    if service.engine.state is not EngineState.READY:
+    if not service.engine.serving:
         raise ApiError(503, service.engine.describe_state(), code="engine_unavailable")
     return JsonResponse({"status": "ready"})
 

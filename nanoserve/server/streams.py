@@ -19,14 +19,14 @@ class RequestStream:
     Attributes:
         request: as the first engine got it.
         news: set whenever something comes; streams that one reader follows share it.
-        engines_lost: how many engines died while they ran it.
+        sent: whether the engine that lives now has it.
         gaps: seconds from each token to the next, of all samples.
         last_token_times: of each sample that has a token, in seconds of the monotonic clock.
     """
 
     def __init__(self, request: Request, tokenizer: Decoder, news: asyncio.Event) -> None:
         self.request = request
-        self.engines_lost = 0
+        self.sent = False
         self.gaps: list[float] = []
         self.last_token_times: dict[int, float] = {}
         self._tracker = RequestTracker(request, tokenizer)
@@ -87,7 +87,7 @@ class RequestStream:
         return Add(replace(self.request, resumed=outputs), tuple(sorted(self._ended)))
 
     def pending(self) -> RequestOutput | None:
-        """What is new since the last call, if anything.
+        """What the oldest step brought that no call has told of, if anything.
 
         Raises:
             NanoserveError: once everything has been seen, if the request could not go on.
@@ -115,7 +115,7 @@ class RequestStream:
 
 
 async def deltas(streams: SequenceOf[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """(place of the stream, what is new in it) as it comes, until all have ended.
+    """(place of the stream, what a step brought it), one after the other, until all have ended.
 
     Raises:
         NanoserveError: if one of them cannot go on.
@@ -125,9 +125,9 @@ async def deltas(streams: SequenceOf[RequestStream]) -> AsyncIterator[tuple[int,
         news.clear()
         for place, stream in enumerate(streams):
             if (output := stream.pending()) is not None:
+                news.set()  # there may be more of it
                 yield place, output
-        if not all(stream.exhausted for stream in streams):
-            await news.wait()
+        await news.wait()
 
 
 async def wholes(streams: SequenceOf[RequestStream]) -> list[RequestOutput]:

@@ -1,9 +1,9 @@
 """An executor whose workers die when a test says so: nothing of what they knew is left, and new ones come."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
-from nanoserve.scheduler.plan import StepPlan, StepResult
+from nanoserve.scheduler.plan import Begin, Row, StepPlan, StepResult
 from tests.fakes.memory_checking_executor import POISON, MemoryCheckingExecutor
 
 CAUSE = "worker 1 was killed by SIGKILL"
@@ -14,19 +14,32 @@ class DyingExecutor(MemoryCheckingExecutor):
 
     Args:
         deaths: the numbers of these calls. In a `submit` the plan is the first that nobody runs; in a `collect` what
-            was known before comes along.
+            was known before is told, and the loss by the next one.
+        ran: seconds that workers are said to have run when they die, 0 for workers that were still starting.
+        kills: whether a row of a sequence that began so kills the workers that compute it.
         settings: those of the MemoryCheckingExecutor.
     """
 
-    def __init__(self, *sizes: int, deaths: Collection[int] = (), **settings: Any) -> None:
+    def __init__(
+        self,
+        *sizes: int,
+        deaths: Collection[int] = (),
+        ran: float = 3600.0,
+        kills: Callable[[Begin, Row], bool] = lambda begin, row: False,
+        **settings: Any,
+    ) -> None:
         super().__init__(*sizes, **settings)
+        self.ran = ran
+        self._kills = kills
+        self._begun: dict[int, Begin] = {}
         self._deaths = frozenset(deaths)
         self._calls = 0
         self._dead = False
         self.losses = 0
 
     def submit(self, plan: StepPlan) -> None:
-        if self._dies_now():
+        self._begun |= {begin.sequence: begin for begin in plan.begin}
+        if self._dies_now() or any(self._kills(self._begun[row.sequence], row) for row in plan.rows):
             self.die()
         if self._dead:  # plans wait for new workers, and are lost with the news
             self.plans.append(plan)
@@ -37,10 +50,10 @@ class DyingExecutor(MemoryCheckingExecutor):
         known = super().collect(until)
         if self._dies_now():
             self.die()
-        if not self._dead:
+        if known or not self._dead:
             return known
         self._dead = False
-        return [*known, StepResult(None, lost=CAUSE)]
+        return [StepResult(None, lost=CAUSE, ran=self.ran)]
 
     def _dies_now(self) -> bool:
         self._calls += 1

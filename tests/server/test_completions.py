@@ -54,12 +54,14 @@ def test_the_pieces_of_a_chat_make_the_whole(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**settings)
     chunks = list(client.chat.completions.create(**settings, stream=True, stream_options={"include_usage": True}))
     texts, reasons = ["", ""], [None, None]
+    roles: list[list[str | None]] = [[], []]
     for chunk in chunks[:-1]:
         assert chunk.object == "chat.completion.chunk" and chunk.usage is None
         (choice,) = chunk.choices
         texts[choice.index] += choice.delta.content or ""
         reasons[choice.index] = choice.finish_reason or reasons[choice.index]
-    assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", "assistant"]
+        roles[choice.index].append(choice.delta.role)
+    assert roles == [["assistant", *[None] * (len(told) - 1)] for told in roles], "with the first text of each choice"
     assert texts == [choice.message.content for choice in whole.choices]
     assert texts[0] != texts[1]
     assert reasons == [choice.finish_reason for choice in whole.choices]

@@ -28,6 +28,7 @@ from nanoserve.server.messages import (
     Stop,
 )
 from nanoserve.sockets import SocketKeys, connect, listen, local_address
+from tests.fakes.dying_executor import DyingExecutor
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.fakes.reference import expected_tokens
 from tests.server.fake_engine import VOCAB_SIZE, WORKER_POISON_TOKEN, PacedExecutor
@@ -196,6 +197,37 @@ def test_the_last_word_is_why_the_engine_runs_nothing_any_more(wire: Wire) -> No
     reports = [message for message in messages if isinstance(message, Report)]
     assert not any(report.updates for report in reports), "what ends so is answered with that word"
     assert wire.engine.losses == 2
+
+
+class _Reloading(MemoryCheckingExecutor):
+    """Its workers are started anew until a test says otherwise."""
+
+    ready = False
+
+
+def test_that_workers_are_gone_and_back_is_told_while_there_is_nothing_to_do(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanoserve.server.engine_process.WATCH_SECONDS", 0.0)
+    executor = wire.engine.executor = _Reloading(32, 4)
+    wire.loop.turn()
+    assert wire.report().stats.ready is False
+    for _ in range(3):
+        wire.loop.turn()
+    executor.ready = True
+    wire.loop.turn()
+    assert wire.report().stats.ready is True, "what has not changed is not told again"
+
+
+def test_the_last_death_is_told_before_the_last_word(wire: Wire) -> None:
+    wire.engine.executor = DyingExecutor(32, 4, deaths=[1, 3, 5], ran=0.0)
+    wire.send(Add(_request(max_tokens=50)))
+    wire.loop.run()
+    messages = [wire.hear()]
+    while not isinstance(messages[-1], Failed):
+        messages.append(wire.hear())
+    assert isinstance(messages[-2], Report) and messages[-2].stats.losses == 3
+    assert messages[-1].message.startswith("the workers died 3 times within ")
 
 
 RUBBISH = [

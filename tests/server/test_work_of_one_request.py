@@ -12,6 +12,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 import zmq
+from nanoserve.server.sockets import COMMANDS, REPORTS
 
 from nanoserve.request import MAX_STOP_TOKENS, CompletionOutput, Request, RequestOutput, SamplingParams
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
@@ -24,7 +25,6 @@ from nanoserve.server.messages import Add, Ready
 from nanoserve.server.sampling import MAX_LOGPROBS_PER_REQUEST, chat_params, completion_params
 from nanoserve.server.schemas import ChatRequest, CompletionRequest, parse
 from nanoserve.server.service import Limits, Service
-from nanoserve.server.sockets import COMMANDS, REPORTS
 from nanoserve.text import stop_strings
 from nanoserve.text.stop_strings import StopStrings
 from nanoserve.text.tokenizer import Tokenizer, load_tokenizer

@@ -63,9 +63,11 @@ def test_streams_go_on_when_a_worker_is_killed(two_stages: Server, mark: str, wh
     killed = time.monotonic()
     wait_until(lambda: "worker 1 was killed by SIGKILL; all workers are started anew" in two_stages.log)
     print(f"told on stderr {1000 * (time.monotonic() - killed):.0f} ms after the kill")
+    wait_until(lambda: two_stages.get("/ready").status_code == 503)
     _hang_up(two_stages)  # while new workers are being started
     assert whole_text(two_stages, LONG) == whole["greedy"], "who comes while there are no workers waits for them"
     _check(readers, whole)
+    assert two_stages.get("/ready").status_code == 200
     assert two_stages.metric("nanoserve:worker_losses_total") == 1
     assert two_stages.metric("nanoserve:engine_restarts_total") == restarts
     assert not set(workers(mark)) & set(first) and len(workers(mark)) == 2
@@ -85,6 +87,8 @@ def test_workers_that_die_while_there_is_nothing_to_do_are_replaced(two_stages: 
 def test_workers_end_with_their_engine_and_streams_go_on_in_the_next(
     two_stages: Server, mark: str, whole: dict[str, str]
 ) -> None:
+    losses = two_stages.metric("nanoserve:worker_losses_total")
+    assert losses > 0
     readers = _begin(two_stages)
     processes = [two_stages.process.pid, *marked(mark)]
     assert not any(shared_memory(process) for process in processes), "nothing there could be left behind"
@@ -93,6 +97,7 @@ def test_workers_end_with_their_engine_and_streams_go_on_in_the_next(
     wait_until(lambda: not set(first) & set(marked(mark)), 10)
     _check(readers, whole)
     two_stages.wait_idle()
+    assert two_stages.metric("nanoserve:worker_losses_total") == losses, "also those of the engine before"
 
 
 @pytest.mark.slow

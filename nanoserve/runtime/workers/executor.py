@@ -39,18 +39,12 @@ from nanoserve.runtime.workers.moves import Moves
 from nanoserve.runtime.workers.remote_layers import RemoteLayers
 from nanoserve.scheduler.plan import LayoutCapacity, StepPlan, StepResult
 
-MAX_DEATHS, DEATHS_SECONDS = 3, 60.0
-"""So many within such a time of running, and they are not started again.
-
-Starting does not count: with a large model it takes so long that a plan that kills whoever runs it would kill for ever.
-"""
-
 
 class WorkersExecutor:
     """The Executor of several devices: one worker process each, as many plans in flight as pipeline stages.
 
-    When a worker dies, all are ended, `collect` says that everything in flight is lost, and new ones are started;
-    plans that are submitted before these are ready wait.
+    When a worker dies, all are ended, and `collect` says that everything in flight is lost. With the next call new ones
+    are started; plans that are submitted before these are ready wait. How often that may go on is up to the caller.
 
     Args:
         resolved, model: the model, and its shape.
@@ -110,12 +104,10 @@ class WorkersExecutor:
         self._moves = Moves(config.num_workers)
         self._moved: list[ReshardTimes | SwapTimes] = []
         self._host_losses = HostLosses()
-        self._starting_since: float | None = None
-        self._starting_seconds = 0.0
-        self._died_at: deque[float] = deque(maxlen=MAX_DEATHS)  # on a clock that stands still while they start
         self._failure: WorkersFailed | None = None
-        self._group: WorkerGroup | None = None
-        self._begin_life()
+        self._forget_life()
+        self._ended_by: WorkersDied | None = None
+        self._group: WorkerGroup | None = WorkerGroup(self._settings, self.layout)
         if wait:
             self.wait_until_ready()
 
@@ -138,7 +130,7 @@ class WorkersExecutor:
         """Send a plan to the workers, or keep it until they are ready.
 
         Raises:
-            WorkersFailed: if they keep dying.
+            WorkersFailed: if they cannot be started again.
             RuntimeError: if the executor is closed or as many plans as may be are in flight already.
         """
         self._open_group()
@@ -159,7 +151,7 @@ class WorkersExecutor:
         """What has become known, in order; waits for something as long as anything is in flight.
 
         Raises:
-            WorkersFailed: if they keep dying.
+            WorkersFailed: if they cannot be started again.
         """
         self._open_group()
         if not self._in_flight and not self._moves.swapping and until is None:
@@ -193,6 +185,11 @@ class WorkersExecutor:
         return self._failure is not None
 
     @property
+    def ready(self) -> bool:
+        """Whether all workers run and give signs of life, so that a plan would be computed at once."""
+        return self._running and self._group is not None and not self._group.quiet
+
+    @property
     def has_news(self) -> bool:
         """Whether `collect` has something to say without hearing from a worker."""
         return bool(self._results or self._death or self._host_losses.pending)
@@ -210,6 +207,7 @@ class WorkersExecutor:
         if self._group is not None:
             self._group.end()
             self._group = None
+        self._ended_by = None
 
     def _send(self, plan: StepPlan) -> None:
         group = self._open_group()
@@ -222,8 +220,8 @@ class WorkersExecutor:
 
     # ---- workers ----------------------------------------------------------------------------------------------
 
-    def _begin_life(self) -> None:
-        """Start all workers; `_take` follows them until they run."""
+    def _forget_life(self) -> None:
+        """No worker has said anything yet; `_take` follows them until they run."""
         self._introduced: set[int] = set()
         self._loaded: dict[int, Loaded] = {}
         self._ready: set[int] = set()
@@ -235,13 +233,7 @@ class WorkersExecutor:
         self._host_losses.forget()
         self.layers.forget()
         self._transitions: dict[int | None, int] = {}  # by step, those that are not answered yet
-        self._starting_since = self.now()
-        self._group = WorkerGroup(self._settings, self.layout)
-
-    def _end_of_starting(self) -> None:
-        if self._starting_since is not None:
-            self._starting_seconds += self.now() - self._starting_since
-            self._starting_since = None
+        self._running_since: float | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -253,27 +245,19 @@ class WorkersExecutor:
         return len(self._ready) == self._config.num_workers
 
     def _lost(self, death: WorkersDied) -> StepResult:
-        """Everything in flight is; new workers are started unless that is in vain, or has been tried too often."""
+        """Everything in flight is; new workers are started with the next call, unless that is in vain."""
         self._open_group().end()
         self._group = None
         self.deaths += 1
-        if self._starting_since is not None and isinstance(death.error, ModelError | UsageError):
+        ran = 0.0 if self._running_since is None else self.now() - self._running_since
+        if not ran and isinstance(death.error, ModelError | UsageError):
             # The first ones did not meet it: the model's files are gone, say. The next ones would.
             self._failure = WorkersFailed(f"the workers died and cannot be started again: {death.error}")
             raise self._failure
-        self._end_of_starting()
-        self._died_at.append(self.now() - self._starting_seconds)
-        if len(self._died_at) == MAX_DEATHS and self._died_at[-1] - self._died_at[0] < DEATHS_SECONDS:
-            times = f"{MAX_DEATHS} times within {self._died_at[-1] - self._died_at[0]:.0f} s"
-            self._failure = WorkersFailed(f"the workers died {times}; the last time {death}")
-            raise self._failure
         logging.getLogger("nanoserve").warning("nanoserve: %s; all workers are started anew", death)
-        try:
-            self._begin_life()
-        except NanoserveError as error:  # the file that a dummy model has its shape from is gone, say
-            self._failure = WorkersFailed(f"{death}, and {error}")
-            raise self._failure from None
-        return StepResult(None, lost=str(death))
+        self._forget_life()
+        self._ended_by = death
+        return StepResult(None, lost=str(death), ran=ran)
 
     def _wait(self, known: Callable[[], bool], until: float | None = None) -> None:
         """Take in what the workers say, until that is known or the time is up. Raises WorkersDied."""
@@ -349,7 +333,7 @@ class WorkersExecutor:
 
     def _go(self) -> None:
         """All are ready: send what was held back."""
-        self._end_of_starting()
+        self._running_since = self.now()
         self._open_group().end_of_loading()
         self.layers.go_on()
         held, self._held = self._held, []
@@ -368,8 +352,16 @@ class WorkersExecutor:
             self._death = death
 
     def _open_group(self) -> WorkerGroup:
+        """The workers, or new ones if those before are dead."""
         if self._failure is not None:
             raise self._failure
+        if self._ended_by is not None:
+            try:
+                self._group = WorkerGroup(self._settings, self.layout)
+            except NanoserveError as error:  # the file that a dummy model has its shape from is gone, say
+                self._failure = WorkersFailed(f"{self._ended_by}, and {error}")
+                raise self._failure from None
+            self._ended_by = None
         if self._group is None:
             raise RuntimeError("the executor is closed")
         return self._group

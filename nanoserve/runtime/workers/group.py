@@ -29,6 +29,8 @@ from nanoserve.threads import threads_of_each
 
 SILENCE_SECONDS = 10.0
 """Twenty missed heartbeats: the worker is stopped."""
+_QUIET_SECONDS = 2.0
+"""Four missed heartbeats: perhaps it is stopped."""
 _LOADING_SILENCE_SECONDS = 120.0
 """Importing torch can hold the interpreter for a while."""
 _WATCH_SECONDS = 1.0
@@ -76,6 +78,9 @@ class WorkerGroup:
     Args:
         layout: number of the parallel layout to begin in.
 
+    Attributes:
+        quiet: whether a worker gave no sign of life for a while, when `hear` looked last.
+
     Raises:
         UsageError: if torchrun started another number of processes.
         RuntimeFailure: if no process can be started, there is no place for the sockets, or no memory for the host tier.
@@ -99,6 +104,7 @@ class WorkerGroup:
         self._beat_at: dict[int, float] = {}
         self._looked_at = time.monotonic()
         self._loading = True
+        self.quiet = False
         try:
             self._start()
         except BaseException:
@@ -218,6 +224,7 @@ class WorkerGroup:
                 self._beat_at[child.rank] = now
             elif now - self._beat_at[child.rank] > silence:
                 raise WorkersDied(f"worker {child.rank} gave no sign of life for {silence:g} s")
+        self.quiet = any(now - beat > _QUIET_SECONDS for beat in self._beat_at.values())
 
     def _received(self, socket: "zmq.Socket[bytes]", ready: Mapping[object, int]) -> Iterator[FromWorker]:
         if socket not in ready:

@@ -111,17 +111,22 @@ def test_a_worker_that_dies_while_somebody_waits_for_its_layers() -> None:
         assert loss(workers) == "worker 1 was killed by SIGKILL"
 
 
-def test_a_plan_that_kills_its_workers_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large models take long to load, so that there is more time between two deaths than three of them may take."""
-    slow = WORKER.replace("station.report(Loaded", "time.sleep(0.5)\nstation.report(Loaded")
-    deadly = slow.replace("station.report(Answered(StepResult(plan.step)))", "os.kill(os.getpid(), 9)")
-    monkeypatch.setattr("nanoserve.runtime.workers.child._PROGRAM", deadly)
-    monkeypatch.setattr("nanoserve.runtime.workers.executor.DEATHS_SECONDS", 0.9)
+def test_workers_that_are_stopped_are_not_ready_long_before_they_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_QUIET_SECONDS", 1.0)
+
+    def wait_until(ready: bool) -> None:  # noqa: FBT001
+        until = workers.now() + 20
+        while workers.ready is not ready:
+            assert workers.now() < until
+            assert workers.collect(workers.now() + 0.1) == []
+
     with closing(two_workers()) as workers:
-        for _ in range(2):
-            assert answer(workers, 0).lost == "worker 1 was killed by SIGKILL"
-        with pytest.raises(WorkersFailed, match="the workers died 3 times within 0 s; the last time worker 1 was"):
-            answer(workers, 0)
+        assert workers.ready
+        os.kill(processes(workers)[0], signal.SIGSTOP)
+        wait_until(ready=False)
+        os.kill(processes(workers)[0], signal.SIGCONT)
+        wait_until(ready=True)
+        assert workers.deaths == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="elsewhere it is in files")

@@ -1,7 +1,7 @@
 """What is told of the start of workers; no process is started."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import pytest
 
@@ -16,6 +16,8 @@ from nanoserve.runtime.workers.messages import FromWorker, Hello, Loading, Prepa
 
 class FakeGroup:
     """Workers that load and become ready one after the other."""
+
+    quiet = False
 
     def __init__(self, *_: object) -> None:
         self._said: list[FromWorker] = [Loading(0, "load", 2, 5), Ready(1), Loading(0, "load", 5, 5), Ready(0)]
@@ -86,6 +88,34 @@ def test_workers_that_are_started_anew_compile_no_sooner_than_they_run(dying: ex
     assert DyingGroup.sent == [Prepare()]
 
 
+def test_how_long_workers_ran_is_told_without_the_time_of_their_start(
+    dying: executor.WorkersExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 100.0
+    monkeypatch.setattr(dying, "now", lambda: clock)
+    monkeypatch.setattr(dying, "_running_since", clock)
+    assert dying.ready
+    clock += 7.5
+    (first,) = dying.collect(None)
+    assert (first.lost, first.ran, dying.ready) == ("worker 1 was killed", 7.5, False)
+    for _ in range(3):  # words of the next ones, which take their time
+        assert not dying.ready
+        clock += 100
+        assert dying.collect(clock) == []
+    assert dying.ready
+    clock += 5
+    (second,) = dying.collect(None)
+    assert second.ran == 5
+    monkeypatch.setattr(DyingGroup, "hear", _die)
+    clock += 100
+    (third,) = dying.collect(None)
+    assert third.ran == 0, "plans have not reached those that were starting"
+
+
+def _die(*_: object) -> NoReturn:
+    raise WorkersDied("worker 1 was killed")
+
+
 def test_a_model_that_is_gone_when_workers_are_started_anew_is_told_in_one_line(
     dying: executor.WorkersExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +123,8 @@ def test_a_model_that_is_gone_when_workers_are_started_anew_is_told_in_one_line(
         raise ModelError("small.json: no such file")
 
     monkeypatch.setattr(executor, "WorkerGroup", missing)
+    (result,) = dying.collect(None)
+    assert result.lost == "worker 1 was killed"
     with pytest.raises(WorkersFailed, match=r"worker 1 was killed, and small\.json: no such file"):
         dying.collect(None)
     assert dying.failed

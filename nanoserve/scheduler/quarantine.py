@@ -1,0 +1,79 @@
+"""Quarantine: which requests are suspected of killing the workers, and when it is the machine instead.
+
+Whatever kills a worker takes all that ran there with it. So requests that were in flight at two deaths run one at a
+time while all others wait. One that kills alone fails alone; everything fails when deaths go on without such a culprit.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+SUSPICIOUS_DEATHS = 2
+"""A request that was in flight at so many is suspected."""
+MAX_CULPRITS = 3
+"""So many in a row that kill alone, and it is not their fault but the machine's."""
+MAX_DEATHS, DEATHS_SECONDS = 3, 60.0
+"""So many deaths without a culprit, within such a time of running, and nothing runs any more.
+
+Starting does not count: with a large model it takes so long that workers which die at once would be started for ever.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Death:
+    """When it was, on the clock and in seconds that workers had run until then."""
+
+    now: float
+    running: float
+
+
+class Quarantine:
+    """What is known of deaths and of the requests that were in flight then."""
+
+    def __init__(self) -> None:
+        self._times_in_flight: dict[str, int] = {}
+        self._running = 0.0
+        self._deaths: list[_Death] = []  # without a culprit
+        self._lone_deaths: list[_Death] = []  # of culprits, one behind the other
+
+    @property
+    def suspect(self) -> str | None:
+        """The request that runs alone until it has ended, if there is one."""
+        suspects = (name for name, times in self._times_in_flight.items() if times >= SUSPICIOUS_DEATHS)
+        return next(suspects, None)
+
+    def admits(self, request_id: str) -> bool:
+        """Whether a request may run now."""
+        return self.suspect in (None, request_id)
+
+    def on_death(self, in_flight: Iterable[str], now: float, *, ran: float) -> str | None:
+        """Workers died after running so many seconds; returns the request that fails for it, if it was one alone."""
+        self._running += ran
+        death, suspect = _Death(now, self._running), self.suspect
+        requests = list(in_flight)
+        if suspect is not None and requests == [suspect]:
+            self._lone_deaths = [*self._lone_deaths, death][-MAX_CULPRITS:]
+            self._deaths = self._lone_deaths if len(self._lone_deaths) == MAX_CULPRITS else []
+            return suspect
+        for name in requests:
+            self._times_in_flight[name] = self._times_in_flight.get(name, 0) + 1
+        self._deaths = [*self._deaths, death][-MAX_DEATHS:]
+        return None
+
+    @property
+    def exhausted(self) -> str | None:
+        """How often the workers died, and in which time, once that is too often."""
+        if len(self._deaths) < MAX_DEATHS:
+            return None
+        first, last = self._deaths[0], self._deaths[-1]
+        if last.running - first.running >= DEATHS_SECONDS:
+            return None
+        return f"{MAX_DEATHS} times within {max(1, math.ceil(last.now - first.now))} s"
+
+    def on_answer(self) -> None:
+        """A request has got its whole answer: the machine works."""
+        self._lone_deaths = []
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended, in whatever way."""
+        self._times_in_flight.pop(request_id, None)

@@ -1,0 +1,190 @@
+"""What the front end makes of what its engines say, in this process."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from nanoserve.config import EngineConfig
+from nanoserve.errors import RuntimeFailure
+from nanoserve.request import FinishReason, Request, SamplingParams
+from nanoserve.server import plain_endpoints
+from nanoserve.server.api_errors import ApiError
+from nanoserve.server.engine_child import EngineChild
+from nanoserve.server.engine_client import EngineClient, EngineState, EngineUnavailable, QueueFull
+from nanoserve.server.messages import (
+    Add,
+    Command,
+    Ending,
+    EngineStart,
+    EngineStats,
+    Ready,
+    Report,
+    SampleUpdate,
+    Stop,
+)
+from nanoserve.server.metrics import Metrics
+from nanoserve.server.streams import RequestStream
+from tests.server.test_streams import Letters
+
+FACTS = Ready(64, 1000, (), SamplingParams(), 8)
+
+
+class FakeChild:
+    """An engine process that hears everything and says nothing."""
+
+    dropped = 0
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.sent: list[Command] = []
+
+    def send(self, command: Command) -> None:
+        self.sent.append(command)
+
+
+class Front:
+    """An engine client without a process."""
+
+    def __init__(self) -> None:
+        start = EngineStart("none", None, str(Path()), EngineConfig())
+        self.client = EngineClient(start, Letters(), max_queue=10)
+        self.begin()
+
+    def begin(self) -> None:
+        """The next engine is there."""
+        self.child = FakeChild()
+        self.client._child = cast(EngineChild, self.child)
+        self.client._hear(FACTS, self.client._child)
+
+    def hear(self, **stats: Any) -> None:
+        self.client._hear(Report((), EngineStats(**stats)), cast(EngineChild, self.child))
+
+    def die(self) -> None:
+        asyncio.run(self.client._after_death("was killed"))
+
+    def replace(self) -> None:
+        self.die()
+        self.begin()
+
+    def add(self, name: str) -> RequestStream:
+        (stream,) = self.client.add([Request(name, (1, 2), SamplingParams(max_tokens=9), seed=0)])
+        return stream
+
+    def answer(self, name: str, *, ends: bool = True) -> None:
+        """The engine tells of a token, and perhaps of the end."""
+        ending = Ending(FinishReason.LENGTH) if ends else None
+        update = SampleUpdate(name, 0, (5,), (), (), 0, 0.0, ending)
+        self.client._hear(Report((update,), EngineStats()), cast(EngineChild, self.child))
+
+    def got(self) -> list[str]:
+        """The requests that the engine has been given."""
+        return [command.request.request_id for command in self.child.sent if isinstance(command, Add)]
+
+    def ready(self) -> str:
+        """What GET /ready says."""
+        service = SimpleNamespace(engine=self.client, facts=lambda: FACTS)
+        http: Any = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(service=service)))
+        try:
+            return str(asyncio.run(plain_endpoints.ready(http)).status_code)
+        except ApiError as error:
+            return f"{error.status}: {error}"
+
+
+@pytest.fixture
+def front() -> Iterator[Front]:
+    yield Front()
+
+
+def test_ready_says_no_while_workers_are_gone(front: Front) -> None:
+    assert front.ready() == "200"
+    front.hear(ready=False)
+    assert front.ready() == "503: the engine's workers are stopped, or are being started anew"
+    assert 'engine_ready{model_name="m"} 0.0' in Metrics("m", front.client).text().decode()
+    front.hear()
+    assert front.ready() == "200"
+    front.hear(ready=False)
+    front.die()
+    front.begin()
+    assert front.ready() == "200", "the next engine has workers of its own"
+
+
+def test_counters_never_go_back(front: Front) -> None:
+    front.hear(losses=2, preemptions=5, steps=7, host_losses=1)
+    front.die()
+    assert front.client.state is EngineState.RESTARTING
+    for counted in ((2, 5, 7, 1), (3, 5, 9, 2)):
+        text = Metrics("m", front.client).text().decode()
+        names = ("nanoserve:worker_losses", "vllm:num_preemptions", "nanoserve:engine_steps", "nanoserve:host_losses")
+        for name, count in zip(names, counted, strict=True):
+            assert f'{name}_total{{model_name="m"}} {count}.0' in text
+        if counted[0] == 2:
+            front.begin()
+            front.hear(losses=1, steps=2, host_losses=1)
+    front.hear(losses=2)
+    front.die()
+    front.begin()
+    assert front.client.total("losses") == 4
+
+
+# ----------------------------------------------------------------------------- requests that kill their engine
+
+
+def test_requests_that_saw_two_engines_die_run_one_at_a_time(front: Front) -> None:
+    a, killer, b = (front.add(name) for name in ("a", "killer", "b"))
+    front.replace()
+    assert front.got() == ["a", "killer", "b"], "once may be chance"
+    front.answer("a", ends=False)
+    front.replace()
+    late = front.add("late")
+    assert front.got() == ["a"]
+    front.answer("a")
+    assert a.finished and front.got() == ["a", "killer"]
+    front.replace()
+    with pytest.raises(RuntimeFailure, match="at last alone"):
+        killer.whole()
+    assert front.got() == ["b"], "which is suspected still"
+    front.answer("b")
+    assert front.got() == ["b", "late"]
+    front.answer("late")
+    assert b.whole().finished and late.whole().finished
+    assert front.client.running == 0
+
+
+def test_a_suspect_whose_client_goes_makes_room_for_the_next(front: Front) -> None:
+    first = front.add("first")
+    front.add("second")
+    front.replace()
+    front.replace()
+    front.client.forget(first)
+    commands = [(type(command), getattr(command, "request_id", None)) for command in front.child.sent[1:]]
+    assert commands == [(Stop, "first"), (Add, None)] and front.got() == ["first", "second"]
+
+
+def test_who_is_held_back_counts_as_waiting(front: Front) -> None:
+    front.add("a")
+    front.add("b")
+    front.replace()
+    front.replace()
+    with pytest.raises(QueueFull):
+        for number in range(100):
+            front.add(f"{number}")
+    assert front.client.running == 10 + FACTS.max_num_seqs
+
+
+def test_engines_that_die_without_a_culprit_are_given_up_for_a_while(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanoserve.server.engine_client.RETRY_SECONDS", 0.0)
+    front.replace()
+    front.replace()
+    stream = front.add("a")
+    front.die()
+    assert front.client.state is EngineState.FAILED
+    with pytest.raises(EngineUnavailable, match=r"engines died 3 times within 1 s; the last one was killed"):
+        stream.whole()
+    front.begin()
+    assert front.ready() == "200"
