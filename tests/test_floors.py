@@ -25,6 +25,7 @@ TORCH_FREE = [
     "kv",
     "costs",
     "scheduler",
+    "record",
     "engine",
     "dispatcher",
     "simulator",
@@ -52,9 +53,12 @@ FLOORS: dict[str, set[str]] = {
     "kv": {"errors", "request", "config"},
     "costs": {"errors", "files", "layout", "config"},
     "scheduler": {"errors", "request", "config", "kv", "costs"},
+    "record": {"errors", "costs", "scheduler"},
     "engine": {"errors", "request", "config", "kv", "scheduler"},
     "dispatcher": {"errors", "request", "engine"},
-    "simulator": {"errors", "request", "config", "measures", "kv", "costs", "scheduler", "engine", "dispatcher"},
+    "simulator": {
+        *("errors", "request", "config", "measures", "kv", "costs", "scheduler", "engine", "dispatcher", "record"),
+    },
     "papers": {"errors", "config", "measures", "costs", "scheduler", "simulator", "benchmarks"},
     "text": {"errors", "files"},
     "grammar": {"errors", "installation", "text"},
@@ -63,17 +67,20 @@ FLOORS: dict[str, set[str]] = {
     "runtime": {
         *("errors", "files", "config", "sizes", "lifeline", "request", "measures", "scheduler", "grammar", "models"),
         *("threads", "triton_ops", "costs", "layout", "sockets", "temporary"),
+        "record",
     },
     "client": {"errors"},
     "benchmarks": {
         *("client", "errors", "files", "config", "request", "measures", "costs", "scheduler", "engine", "interrupts"),
         *("models", "assembly", "llm", "runtime", "simulator", "triton_ops"),
         *("layout", "installation", "temporary"),
+        "record",
     },
     "assembly": {
         *("errors", "files", "config", "costs", "request", "scheduler", "engine", "grammar", "models", "runtime"),
         *("dispatcher", "measures"),
         "triton_ops",
+        "record",
     },
     "server": {
         *(

@@ -1,10 +1,10 @@
 """Who answers a chat: a model in this process, or a server that speaks OpenAI's API. The chat sees no difference."""
 
-import http.client
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanoserve.commands.options import sampling_params
@@ -200,7 +200,7 @@ class RemoteModel:
         Raises:
             ServerRefused: ``error``, if that is no reason to wait, or if it has been waited long enough.
         """
-        not_ready = error.status == http.client.SERVICE_UNAVAILABLE and error.retry_after is not None
+        not_ready = error.status == HTTPStatus.SERVICE_UNAVAILABLE and error.retry_after is not None
         if not not_ready or waited >= _LONGEST_WAIT_SECONDS:
             raise error
         if not waited:
