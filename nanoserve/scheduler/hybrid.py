@@ -404,8 +404,12 @@ class _Step:
 
     @property
     def nc(self) -> float:
-        """NC: as fast as it would compute all host sequences that are there."""
-        return self.host / self.cpu_seconds(self.host)
+        """NC: as fast as it would compute as many as are there, each as long as the device's decodes are on average.
+
+        Both rates are of equal sequences: the inequality compares two processors, not short sequences with long ones.
+        """
+        keys = self.host * (self.keys // self.decodes if self.decodes else self.host_keys)
+        return self.host / self.predictor.host_attention_seconds(self.host, keys)
 
     @cached_property
     def seconds(self) -> float:
