@@ -121,7 +121,8 @@ def plan(
     from nanoserve.simulator.planning import find_candidates
 
     policies, work = asked.policies(), asked.work()
-    candidates = find_candidates(load_shape(model), load_machine(hardware), gpus, work).best(asked.top)
+    shape, machine = load_shape(model), load_machine(hardware)
+    candidates = find_candidates(shape, machine, gpus, work, step_tokens=asked.token_budget).best(asked.top)
     settings = {"model": model, "hardware": hardware, "gpus": gpus, **asked.settings()}
     report = Report("plan", settings, json_file)
     report.put("left_out", [asdict(one) for one in candidates.left_out])

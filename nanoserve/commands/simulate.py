@@ -67,7 +67,7 @@ def simulate(
     if trace_out is not None and len(chosen) > 1:
         raise UsageError("--trace-out takes one policy")
     fleet.check()
-    limits, simulated, runtime = parse_slo(slo), tiers.simulated(hardware), hardware.runtime()
+    limits, simulated, runtime = parse_slo(slo), tiers.simulated(hardware, policies.token_budget), hardware.runtime()
     setup = _Setup(policies, work, hardware, tiers, fleet, limits, simulated, runtime)
     settings = setup.settings()
     report = results.open_report("simulate", settings)

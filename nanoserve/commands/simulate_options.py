@@ -100,13 +100,13 @@ class HardwareOptions:
         own = ParallelLayout(pipeline_parallel=self.stages, tensor_parallel=self.tensor_parallel)
         return StepCosts(load_shape(self.model), load_machine(self.hardware), layout or own)
 
-    def kv_blocks(self, costs: "StepCosts") -> int:
-        """Those that were asked for, or as many as fit beside the weights.
+    def kv_blocks(self, costs: "StepCosts", step_tokens: int) -> int:
+        """Those that were asked for, or as many as fit beside the weights and a step of so many tokens.
 
         Raises:
             UsageError: if they do not fit.
         """
-        fitting = costs.memory.kv_blocks(self.block_size)
+        fitting = costs.memory.kv_blocks(self.block_size, step_tokens)
         if self.num_blocks is None and fitting > MOST_BLOCKS:
             raise UsageError(f"{fitting:,d} KV blocks fit, more than can be simulated: give --num-blocks")
         if self.num_blocks is None:

@@ -78,8 +78,8 @@ class TierOptions:
         float | None, hardware_option("--host-kv-memory", "Host memory for KV blocks; default: none.", "GIB")
     ] = None
 
-    def simulated(self, hardware: HardwareOptions) -> SimulatedHardware | MeasuredHardware:
-        """All that the options mean together.
+    def simulated(self, hardware: HardwareOptions, step_tokens: int) -> SimulatedHardware | MeasuredHardware:
+        """All that the options mean together; steps have so many tokens at most.
 
         Raises:
             UsageError: for layouts that do not suit each other, the model or the machine, for host memory that is
@@ -91,7 +91,7 @@ class TierOptions:
             measured = MeasuredHardware.of(hardware, hardware.profile)
             return measured.with_host_blocks(self._host_blocks(measured.profile.step_costs(), hardware.block_size))
         layouts = [hardware.costs(layout) for layout in self._layouts(hardware)]
-        blocks = [hardware.kv_blocks(costs) for costs in layouts]
+        blocks = [hardware.kv_blocks(costs, step_tokens) for costs in layouts]
         host = self._host_blocks(layouts[0], hardware.block_size)
         return SimulatedHardware(layouts=layouts, kv_blocks=blocks, host_blocks=host)
 

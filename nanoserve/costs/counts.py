@@ -20,6 +20,9 @@ from nanoserve.layout import ParallelLayout
 
 # Bits that a stored number takes; four-bit weights come with a 16-bit scale for each group of 128.
 STORED_BITS = {4: 4 + 16 / 128, 8: 8.0, 16: 16.0, 32: 32.0}
+_SAMPLED_ROWS = 256
+_BYTES_PER_LOGIT = 32
+"""Of the largest step: eight float32 numbers, the logit itself, as it is changed, and what top-p weighs."""
 
 OperatorKind = Literal["matrix", "prefill attention", "decode attention", "look-up"]
 
@@ -240,6 +243,14 @@ class ModelCounts:
     def layer_flops_per_pair(self) -> float:
         """Operations of a layer for one query and one key it sees: a multiply-add for the score, one for the value."""
         return 4.0 * self.heads * self.model.head_dim
+
+    def step_bytes(self, tokens: int, stage: int) -> float:
+        """What a step of so many tokens holds at once on one device: the widest part of a layer, and on the last stage
+        the logits of the rows that are sampled."""
+        parts = [part for kind in self.stages[stage] for part in (self._matrices[kind][:2], self._matrices[kind][2:])]
+        widest = self.model.hidden_size + max(sum(matrix.activations for matrix in part) for part in parts)
+        rows = min(tokens, _SAMPLED_ROWS) if stage == self.last_stage else 0
+        return tokens * widest * self.precision.other_bytes + rows * self.model.vocab_size * _BYTES_PER_LOGIT
 
     def activation_bytes(self, tokens: int) -> float:
         """The hidden states of so many tokens: what an all-reduce sums, and what goes from stage to stage."""

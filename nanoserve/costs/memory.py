@@ -10,6 +10,7 @@ from nanoserve.layout import ParallelLayout
 
 _MOST_STAGES = 1024
 _USEFUL_TOKENS = 4096  # room for fewer keys and values is no advice
+_LIBRARY_BYTES = GIBI / 2  # the CUDA context, workspaces of cuBLAS and buffers of NCCL, about
 
 
 class DoesNotFit(UsageError):
@@ -27,25 +28,45 @@ class DeviceMemory:
 
     def __init__(self, counts: ModelCounts, machine: Machine, efficiency: Efficiency) -> None:
         self._counts, self._machine, self._efficiency = counts, machine, efficiency
-        self.usable_bytes = machine.device.memory_bytes * efficiency.usable_memory
 
     def weight_bytes(self, stage: int) -> float:
         """Of one device of the stage."""
         return self._counts.stage_weight_bytes(stage)
 
-    def kv_bytes(self, stage: int) -> float:
-        """What is left for keys and values on one device of the stage; negative if the weights do not fit."""
-        return self.usable_bytes - self.weight_bytes(stage)
+    def usable_bytes(self, stage: int, step_tokens: int = 0) -> float:
+        """For weights, keys and values on one device of the stage: the usable share, and less where a step takes more.
 
-    def kv_blocks(self, block_size: int) -> int:
+        As an engine that measures its largest step before it makes a KV cache.
+
+        Args:
+            step_tokens: of the largest step; 0 if nobody asks.
+        """
+        memory = self._machine.device.memory_bytes
+        usable = memory * self._efficiency.usable_memory
+        if not step_tokens:
+            return usable
+        return min(usable, memory - _LIBRARY_BYTES - self._counts.step_bytes(step_tokens, stage))
+
+    def kv_bytes(self, stage: int, step_tokens: int = 0) -> float:
+        """What is left for keys and values on one device of the stage; negative if the weights do not fit."""
+        return self.usable_bytes(stage, step_tokens) - self.weight_bytes(stage)
+
+    def kv_blocks(self, block_size: int, step_tokens: int = 0) -> int:
         """Blocks of so many tokens that every stage can hold: all stages share one block table.
+
+        Args:
+            step_tokens: of the largest step, whose activations lie beside them; 0 if nobody asks.
 
         Raises:
             DoesNotFit: if there is no room for one block beside the weights.
         """
         stages = range(len(self._counts.stages))
         sizes = [block_size * self._counts.kv_bytes_per_token(stage) for stage in stages]
-        blocks = min(int(self.kv_bytes(stage) // size) for stage, size in zip(stages, sizes, strict=True))
+        left = [self.kv_bytes(stage, step_tokens) for stage in stages]
+        blocks = min(int(room // size) for room, size in zip(left, sizes, strict=True))
+        if blocks < 1 and step_tokens:
+            self.kv_blocks(block_size)  # says what is missing without a step, if anything is
+            raise DoesNotFit(f"a step of {step_tokens:,} tokens leaves no room for one KV block; let steps have fewer")
         if blocks < 1 and self._fits():
             raise DoesNotFit(f"not one KV block of {block_size} tokens fits beside the weights; choose smaller blocks")
         if blocks < 1:
@@ -61,11 +82,11 @@ class DeviceMemory:
     def _refusal(self) -> str:
         counts, device = self._counts, self._machine.device
         stage = max(range(len(counts.stages)), key=self.weight_bytes)
-        needed, usable = self.weight_bytes(stage) / GIBI, self.usable_bytes / GIBI
+        needed, usable = self.weight_bytes(stage) / GIBI, self.usable_bytes(stage) / GIBI
         return (
             f"the model does not fit: {needed:.1f} GiB of weights on each {device.name} in layout {counts.layout.name},"
             f" {max(needed - usable, 0.0):.1f} GiB more than the {usable:.1f} GiB that can be used"
-            f" ({self._efficiency.usable_memory:.0%} of {device.memory_bytes / GIBI:g} GiB), so that keys and values"
+            f" ({self._efficiency.usable_memory:.0%} of {device.memory_bytes / GIBI:.4g} GiB), so that keys and values"
             f" have no room; {self._advice()}"
         )
 

@@ -108,7 +108,7 @@ class Case(SystemCase, frozen=True, kw_only=True):
             make_policy(self.system.policy, self.system.token_budget, dict(self.system.parameters)),
             costs,
             Workload(arrivals, named_lengths(self.lengths, self.seed), self.requests),
-            num_blocks=int(costs.memory.kv_blocks(BLOCK_SIZE) * self.pool),
+            num_blocks=int(costs.memory.kv_blocks(BLOCK_SIZE, self.system.token_budget) * self.pool),
             block_size=BLOCK_SIZE,
             max_num_seqs=self.max_num_seqs,
             runtime=_RUNTIMES[self.system.runtime],

@@ -269,6 +269,7 @@ def find_candidates(
     *,
     precision: Precision | None = None,
     limits: CacheLimits | None = None,
+    step_tokens: int = 0,
 ) -> Candidates:
     """Every way to use all of the devices.
 
@@ -277,6 +278,7 @@ def find_candidates(
     Args:
         precision: bits of weights and KV cache.
         limits: of caches; None for none but the memory there is.
+        step_tokens: of the largest step, for which memory stays free; 0 if nobody asks.
 
     Raises:
         UsageError: if there is none, saying what the layout lacks that comes closest, and what would fit; and for
@@ -296,7 +298,7 @@ def find_candidates(
             refused.append((math.inf, error))
             continue
         try:
-            fitting.append(_candidate(costs, layout.data_parallel, work, limits))
+            fitting.append(_candidate(costs, layout.data_parallel, work, limits, step_tokens))
         except UsageError as error:
             left_out.append(LeftOut(layout.name, str(error)))
             refused.append((max(costs.memory.weight_bytes(stage) for stage in range(costs.num_stages)), error))
@@ -327,9 +329,9 @@ def all_layouts(devices: int) -> Iterator[ParallelLayout]:
                 )
 
 
-def _candidate(costs: StepCosts, replicas: int, work: PlannedWork, limits: CacheLimits) -> Candidate:
+def _candidate(costs: StepCosts, replicas: int, work: PlannedWork, limits: CacheLimits, step_tokens: int) -> Candidate:
     """One layout; raises UsageError if the weights, or the longest request, do not fit."""
-    blocks = costs.memory.kv_blocks(BLOCK_SIZE)
+    blocks = costs.memory.kv_blocks(BLOCK_SIZE, step_tokens)
     if limits.device_bytes is not None:
         blocks = min(blocks, costs.memory.host_kv_blocks(limits.device_bytes, BLOCK_SIZE))
     if work.longest > blocks * BLOCK_SIZE:

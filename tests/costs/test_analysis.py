@@ -108,7 +108,7 @@ def test_a_batch_that_no_memory_holds_is_marked(analyze: Run) -> None:
         (("-m", "gpt-9", "--hardware", "h100"), "unknown model 'gpt-9'"),
         (("-m", "qwen3-8b", "--hardware", "h900"), "unknown hardware 'h900'"),
         (("-m", "qwen3-8b", "--hardware", "none.toml"), "cannot read none.toml"),
-        (("-m", "llama-2-70b", "--hardware", "a10"), "what would fit: 7 devices (layout P7)"),
+        (("-m", "llama-2-70b", "--hardware", "a10"), "what would fit: 8 devices (layout P8)"),
         (("-m", "qwen3-8b", "--hardware", "h100", "--tp", "5"), "does not divide 32 query heads"),
         (("-m", "qwen3-8b", "--hardware", "h100", "--tp", "16"), "does not divide|has 8 devices and no network"),
         (("-m", "qwen3-8b", "--hardware", "h100", "--pp", "99"), "use at most 36"),

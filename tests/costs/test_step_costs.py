@@ -25,6 +25,7 @@ from nanoserve.costs.closed_forms import (
     decode_throughput,
     mlp_intensity,
 )
+from nanoserve.costs.counts import ModelCounts
 from nanoserve.errors import UsageError
 from tests.costs.conftest import round_machine, tiny_experts, tiny_model
 
@@ -266,12 +267,28 @@ def test_blocks_are_what_the_fullest_stage_can_hold(machine: Machine) -> None:
     assert costs.memory.host_kv_blocks(1000, 4) == 1000 // (4 * 3 * 2 * 4 * 2)
 
 
+def test_what_a_step_takes_lies_beside_the_blocks() -> None:
+    t4 = StepCosts(load_shape("llama-2-7b"), load_machine("apex-t4")).memory
+    assert t4.kv_blocks(1, 2048) == 1493  # a tenth of the device is enough for such a step
+    assert t4.kv_blocks(1, 16_384) < 1000
+    with pytest.raises(DoesNotFit, match="a step of 65,536 tokens leaves no room for one KV block"):
+        t4.kv_blocks(16, 65_536)
+
+
+def test_a_steps_bytes_are_its_widest_part_and_the_logits() -> None:
+    counts = ModelCounts(tiny_model(), ParallelLayout(pipeline_parallel=2))
+    widest = 8 + (8 + 2 * 16) + (16 + 8)  # the residual beside gate_up and down
+    assert counts.step_bytes(100, 0) == 100 * widest * 2
+    assert counts.step_bytes(100, 1) == 100 * widest * 2 + 100 * 32 * 32
+    assert counts.step_bytes(1000, 1) == 1000 * widest * 2 + 256 * 32 * 32
+
+
 def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
     costs = StepCosts(load_shape("qwen2.5-32b"), load_machine("l20"))
     with pytest.raises(DoesNotFit) as refusal:
         costs.memory.kv_blocks(16)
     words = str(refusal.value)
-    assert "61.0 GiB of weights on each l20 in layout T1, 17.8 GiB more than the 43.2 GiB" in words
+    assert "61.0 GiB of weights on each l20 in layout T1, 21.1 GiB more than the 40.0 GiB" in words
     assert "what would fit: 2 devices (layout P2) or 4-bit weights or 8-bit weights" in words
     assert StepCosts(
         load_shape("qwen2.5-32b"), load_machine("l20"), ParallelLayout(pipeline_parallel=2)

@@ -50,13 +50,22 @@ def test_every_model_loads(name: str) -> None:
 
 def test_units() -> None:
     machine = load_machine("seesaw-a10")
-    assert machine.device.memory_bytes == 24 * 2**30
+    assert machine.device.memory_bytes == 21.99 * 2**30
     assert (machine.device.memory_bandwidth, machine.device.flops) == (600e9, 125e12)
     assert (machine.link.bandwidth, machine.link.latency) == (15.75e9, 15e-6)
     assert machine.host_link == machine.link
     assert machine.host_memory_bytes == 640 * 2**30
     assert load_machine("seesaw-a100-nvlink").host_link.name == "pcie4-x8"
     assert load_machine("h100").host_link.name == "pcie5-x16"
+
+
+def test_memory_is_what_a_driver_gives_and_not_what_is_printed_on_the_card() -> None:
+    assert load_machine("t4").device.memory_bytes == 15_843_721_216
+    printed = {"t4": 16, "a10": 24, "l4": 24, "l20": 48, "a100-40": 40, "a100-40-pcie": 40, "a100-80": 80}
+    printed |= {"a100-80-pcie": 80, "a800-80": 80, "h100": 80, "h100-pcie": 80, "h200": 141}
+    shares = {name: load_machine(name).device.memory_bytes / 2**30 / size for name, size in printed.items()}
+    assert all(0.9 < share < 0.995 for share in shares.values()), shares
+    assert {name for name in TABLES["devices"] if not load_machine(name).device.measured} == set(printed)
 
 
 def test_a_file_adds_a_device_or_a_machine(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from nanoserve.papers.apex.settings import (
     TOKEN_BUDGETS,
     HostCase,
     HostOutcome,
-    draw_lengths,
     mean_lengths,
     ratio,
     tuned,
@@ -65,10 +64,10 @@ def test_every_figure_ends_in_claims(number: str, size: str) -> None:
     assert all(len(curve.xs) == len(curve.ys) > 0 for panel in _panels(found.chart) for curve in panel.curves)
     for row in found.rows:
         assert all(column.path in row for column in found.columns)
-    drawn = {(case.platform, case.lengths, case.requests) for case in run.outcomes if isinstance(case, HostCase)}
-    for platform, lengths, requests in drawn:
-        longest = max(shape.total_tokens for shape in islice(draw_lengths(lengths, 0), requests))
-        assert longest <= 16 * platform.costs().memory.kv_blocks(16), "every request fits the device"
+    cases = {(one.platform, one.lengths, one.requests): one for one in run.outcomes if isinstance(one, HostCase)}
+    for case in cases.values():
+        longest = max(shape.total_tokens for shape in islice(case.shapes(), case.requests))
+        assert longest <= 16 * case.platform.costs().memory.kv_blocks(16), "every request fits the device"
 
 
 def _panels(chart: Any) -> Any:
@@ -109,7 +108,7 @@ def test_a_batch_that_fits_the_device_is_not_held_up_on_the_host() -> None:
     Overlap begins a token of theirs at once, which takes as many steps as there are layers; the last of them may end
     last of all.
     """
-    small = HostCase(system=DEVICE, platform=A10, lengths="1000:50", requests=40, seed=1)
+    small = HostCase(system=DEVICE, platform=A10, lengths="1000:50", requests=30, seed=1)
     cases = [replace(small, system=replace(system, token_budget=2048)) for system in SYSTEMS]
     outcomes = {case: case.run() for case in cases}
     gains = {case.system.label: ratio([case], cases[:1], outcomes).mean for case in cases[1:]}

@@ -9,7 +9,7 @@ from nanoserve.scheduler import make_policy
 from nanoserve.simulator import SimulationResult, Workload, burst, simulate
 from tests.fakes.distorted_predictor import DistortedPredictor
 
-REQUESTS = 100
+REQUESTS, BLOCKS = 100, 3400
 
 
 def serve(policy: str, processor: float | None, *predictors: Predictor) -> SimulationResult:
@@ -19,7 +19,7 @@ def serve(policy: str, processor: float | None, *predictors: Predictor) -> Simul
         make_policy(policy, 1024),
         costs,
         Workload(burst(), draw_lengths("1000:200", 0), REQUESTS),
-        num_blocks=costs.memory.kv_blocks(BLOCK_SIZE),
+        num_blocks=BLOCKS,
         block_size=BLOCK_SIZE,
         max_num_seqs=REQUESTS,
         host_blocks=costs.memory.host_kv_blocks(costs.machine.host_memory_bytes, BLOCK_SIZE) if predictors else 0,

@@ -81,6 +81,11 @@ class HostCase(SystemCase, frozen=True, kw_only=True):
         rate = "all at once" if self.rate is None else f"{self.rate:.2g}/s"
         return f"{self.system.label}, {self.platform.name}, {self.lengths}, {rate}"
 
+    def shapes(self) -> Iterator[RequestShape]:
+        """The requests' lengths; who is longer than the device's memory holds is left out."""
+        room = self.platform.costs().memory.kv_blocks(BLOCK_SIZE, self.system.token_budget) * BLOCK_SIZE
+        return (shape for shape in draw_lengths(self.lengths, self.seed) if shape.total_tokens <= room)
+
     def run(self) -> "HostOutcome":
         """Simulate it."""
         costs, system = self.platform.costs(self.processor), self.system
@@ -91,10 +96,10 @@ class HostCase(SystemCase, frozen=True, kw_only=True):
             costs,
             Workload(
                 burst() if self.rate is None else poisson_arrivals(self.rate, self.seed),
-                draw_lengths(self.lengths, self.seed),
+                self.shapes(),
                 self.requests,
             ),
-            num_blocks=costs.memory.kv_blocks(BLOCK_SIZE),
+            num_blocks=costs.memory.kv_blocks(BLOCK_SIZE, system.token_budget),
             block_size=BLOCK_SIZE,
             max_num_seqs=self.requests,
             host_blocks=costs.memory.host_kv_blocks(host_memory, BLOCK_SIZE),

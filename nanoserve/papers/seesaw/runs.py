@@ -79,7 +79,7 @@ class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
         """Simulate it; with data parallelism, until the slowest replica is done."""
         setting, choice = self.setting, self.choice
         layouts = [setting.costs(layout) for layout in (choice.prefill, choice.decode) if layout is not None]
-        blocks = [costs.memory.kv_blocks(BLOCK_SIZE) for costs in layouts]
+        blocks = [costs.memory.kv_blocks(BLOCK_SIZE, choice.token_budget) for costs in layouts]
         if choice.policy in _COMPARED:  # what stays on the devices must fit them in both layouts
             blocks = [min(blocks)] * len(blocks)
         pool = setting.host_bytes_per_device * choice.prefill.devices / choice.replicas
