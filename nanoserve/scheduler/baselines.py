@@ -17,13 +17,15 @@ class PrefillFirst:
 
     Attributes:
         token_budget: prompt tokens of one step.
+        admission_reserve: see Decision; the papers' systems have none.
     """
 
     token_budget: int
+    admission_reserve: bool = True
 
     def decide(self, load: Load) -> Decision:
-        if load.first_waiting_fits:
-            return Decision(prefill_tokens=self.token_budget, decodes=0, whole_prompts=True)
+        if load.first_waiting_fits(admission_reserve=self.admission_reserve):
+            return _whole_prompts(self.token_budget, admission_reserve=self.admission_reserve)
         return Decision(prefill_tokens=0, decodes=load.ready_decodes)
 
 
@@ -36,14 +38,16 @@ class DecodeFirst:
 
     Attributes:
         token_budget: prompt tokens of one step while a batch is formed.
+        admission_reserve: see Decision; the papers' systems have none.
     """
 
     token_budget: int
+    admission_reserve: bool = True
 
     def decide(self, load: Load) -> Decision:
         forming = load.running_decodes == 0 or (load.previous is not None and load.previous.prefill_tokens > 0)
-        if forming and load.first_waiting_fits:
-            return Decision(prefill_tokens=self.token_budget, decodes=0, whole_prompts=True)
+        if forming and load.first_waiting_fits(admission_reserve=self.admission_reserve):
+            return _whole_prompts(self.token_budget, admission_reserve=self.admission_reserve)
         return Decision(prefill_tokens=0, decodes=load.ready_decodes)
 
 
@@ -55,10 +59,16 @@ class ChunkedPrefill:
 
     Attributes:
         token_budget: decode and prompt tokens of one step together.
+        admission_reserve: see Decision; the papers' systems have none.
     """
 
     token_budget: int
+    admission_reserve: bool = True
 
     def decide(self, load: Load) -> Decision:
         decodes = min(load.ready_decodes, self.token_budget)
-        return Decision(prefill_tokens=self.token_budget - decodes, decodes=decodes)
+        return Decision(self.token_budget - decodes, decodes, admission_reserve=self.admission_reserve)
+
+
+def _whole_prompts(token_budget: int, *, admission_reserve: bool) -> Decision:
+    return Decision(prefill_tokens=token_budget, decodes=0, whole_prompts=True, admission_reserve=admission_reserve)

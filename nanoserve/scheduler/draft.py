@@ -189,12 +189,13 @@ class Draft:
     def _fits_beside_decodes(self, prompt: Sequence) -> bool:
         """Whether the free blocks hold all of a new prompt and one more for each running decode to grow into.
 
-        Else the newest would soon be preempted, and what it had computed would be computed again, over and over. For a
-        prompt that only passes through to the host the decodes keep room.
+        Without that reserve the newest would soon be preempted, and what it had computed would be computed again, over
+        and over: it can be switched off to see what it is worth. For a prompt that only passes through to the host the
+        decodes keep room.
         """
         if self.decision.park:
             return True
-        kept = self._running_decodes * self._blocks.pool.block_size
+        kept = self._running_decodes * self._blocks.pool.block_size if self.decision.admission_reserve else 0
         return self._blocks.fits(prompt, prompt.remaining + kept)
 
     def _add_chunk(self, sequence: Sequence, budget: int) -> int:

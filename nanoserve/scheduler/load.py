@@ -48,6 +48,8 @@ class Decision:
             blocks the host cannot hold is not begun.
         preempt_to_host: sequences that must give way to older ones move to host memory where it has room, instead of
             being computed again.
+        admission_reserve: a new prompt is begun only where the free blocks hold all of it and one more for each running
+            decode to grow into; else where they hold all of it, and what was begun last is soon preempted.
         layout: the parallel layout wanted. If it is another than the current one, nothing new is planned: what is in
             flight ends, what is on the device moves to host memory or gives its blocks up, then the layout changes.
             Passed over where there is no such layout, and until a token was answered since the last such beginning.
@@ -64,6 +66,7 @@ class Decision:
     swap_in: int = 0
     park: bool = False
     preempt_to_host: bool = False
+    admission_reserve: bool = True
     layout: int = 0
     alternatives: tuple[Alternative, ...] = field(default=(), compare=False)
 
@@ -156,13 +159,12 @@ class Load:
         """Free KV blocks over all KV blocks, in [0, 1]."""
         return self.free_blocks / self.total_blocks
 
-    @property
-    def first_waiting_fits(self) -> bool:
+    def first_waiting_fits(self, *, admission_reserve: bool = True) -> bool:
         """Whether the next prompt may start, or go on, and the free blocks hold all of it.
 
-        A new one must leave a block for each running decode to grow into, or the Scheduler does not admit it.
+        With the reserve a new one must leave a block for each running decode to grow into, as in the Decision.
         """
-        kept = 0 if self.ready_prefills else self.running_decodes
+        kept = self.running_decodes if admission_reserve and not self.ready_prefills else 0
         return self.first_waiting_tokens > 0 and self.first_waiting_blocks + kept <= self.free_blocks
 
     @property

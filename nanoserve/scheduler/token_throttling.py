@@ -32,6 +32,7 @@ class TokenThrottling:
         without_wt: ablation (section 4.5): prompt tokens follow the free blocks alone.
         without_ut: ablation: prompt tokens follow the waiting tokens alone; the threshold stays.
         without_decode_throttling: ablation: every ready decode joins the next step, as in Sarathi-Serve.
+        admission_reserve: see Decision; gLLM has the threshold alone.
     """
 
     iterations: int = 8
@@ -41,6 +42,7 @@ class TokenThrottling:
     without_wt: bool = False
     without_ut: bool = False
     without_decode_throttling: bool = False
+    admission_reserve: bool = True
 
     def __post_init__(self) -> None:
         _check_bounds(self.iterations, self.max_prefill, self.min_prefill)
@@ -50,6 +52,7 @@ class TokenThrottling:
         return Decision(
             prefill_tokens=self._prefill_tokens(load),
             decodes=load.ready_decodes if self.without_decode_throttling else load.decode_share,
+            admission_reserve=self.admission_reserve,
         )
 
     def _prefill_tokens(self, load: Load) -> int:

@@ -47,7 +47,7 @@ class TransitionMinimizing:
 
     def decide(self, load: Load) -> Decision:
         if load.layouts == 1 or load.host_blocks == 0:
-            budget = self.token_budget if load.first_waiting_fits else 0
+            budget = self.token_budget if load.first_waiting_fits() else 0
             decodes = 0 if budget else load.decode_share
             return Decision(budget, decodes, whole_prompts=True, swap_in=load.fitting_host, layout=load.layout)
         if load.previous is not None and load.previous.layout != load.layout:

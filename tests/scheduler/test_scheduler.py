@@ -6,6 +6,7 @@ from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate
 from nanoserve.scheduler.baselines import ChunkedPrefill, PrefillFirst
+from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
@@ -284,3 +285,24 @@ def test_no_policy_is_told_of_a_prompt_that_may_not_begin_before_an_owed_decode(
             engine.step()
     _finish(engine)
     assert scheduler.forced_steps == 0
+
+
+@pytest.mark.parametrize("policy", [ChunkedPrefill, PrefillFirst])
+def test_without_the_admission_reserve_a_prompt_takes_the_block_that_a_decode_grows_into(policy: type[Policy]) -> None:
+    def preemptions(*, admission_reserve: bool) -> int:
+        scheduler = Scheduler(
+            policy(64, admission_reserve=admission_reserve),  # type: ignore[call-arg]
+            num_blocks=4,
+            block_size=BLOCK_SIZE,
+            max_model_len=32,
+            prefix_caching=False,
+        )
+        engine = Engine(scheduler, MemoryCheckingExecutor(4, BLOCK_SIZE), vocab_size=50)
+        for name in "ab":  # each has two blocks of prompt, and four at last
+            engine.add(_request(name, 7, max_tokens=9, ignore_eos=True))
+            engine.step()
+        _finish(engine)
+        return scheduler.preemptions
+
+    assert preemptions(admission_reserve=True) == 0
+    assert preemptions(admission_reserve=False) == 1

@@ -23,7 +23,7 @@ class ParkThenAttend:
     strategy: Strategy
 
     def decide(self, load: Load) -> Decision:
-        if load.first_waiting_fits:
+        if load.first_waiting_fits():
             return Decision(4, 0, whole_prompts=True, park=True)
         hosts = (load.ready_host, 0) if self.strategy == "overlap" else (0, load.host_decodes)
         return Decision(0, load.ready_decodes, strategy=self.strategy, host_decodes=hosts)

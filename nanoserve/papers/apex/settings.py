@@ -23,8 +23,8 @@ from nanoserve.simulator.length_tables import load_length_table
 from nanoserve.simulator.lengths import lognormal_lengths
 from nanoserve.simulator.meters import CompletedRequest
 
-DEVICE = System(label="device only", policy="sarathi")
-"""vLLM and SwiftLLM: Sarathi-Serve's policy on the same runtime, without host memory."""
+DEVICE = System(label="device only", policy="sarathi", parameters=(("admission_reserve", False),))
+"""vLLM and SwiftLLM: Sarathi-Serve's policy on the same runtime, without host memory and nanoserve's own reserve."""
 NEO = System(label="NEO", policy="neo")
 OVERLAP = System(label="overlap", policy="overlap")
 APEX = System(label="APEX", policy="apex", parameters=(("minimum_ratio", 0.0),))

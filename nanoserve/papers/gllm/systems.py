@@ -6,10 +6,13 @@ from nanoserve.papers.cases import Case, Outcome, System
 from nanoserve.papers.framework import Scale
 from nanoserve.papers.tuning import over_seeds
 
-GLLM = System(label="gLLM", policy="throttling")
-WITH_CK = System(label="gLLM w/ CK", policy="sarathi")
+_AS_PUBLISHED = (("admission_reserve", False),)
+"""The reserve is nanoserve's own: whoever is named after a system goes without, but SGLang, which has one like it."""
+GLLM = System(label="gLLM", policy="throttling", parameters=_AS_PUBLISHED)
+WITH_CK = System(label="gLLM w/ CK", policy="sarathi", parameters=_AS_PUBLISHED)
 """Section 4.1: Sarathi-Serve's policy in gLLM's runtime."""
-VLLM = System(label="vLLM", policy="sarathi", runtime="coupled")
+WITH_CK_AND_RESERVE = System(label="gLLM w/ CK, with the admission reserve", policy="sarathi")
+VLLM = System(label="vLLM", policy="sarathi", parameters=_AS_PUBLISHED, runtime="coupled")
 SGLANG = System(label="SGLang", policy="sarathi", tensor_parallel=True)
 WITHOUT_WT = GLLM.with_("gLLM w/o WT", without_wt=True)
 WITHOUT_UT = GLLM.with_("gLLM w/o UT", without_ut=True)

@@ -7,7 +7,7 @@ import msgspec
 
 from nanoserve.costs import StepWork
 from nanoserve.costs.predictor import CostPredictor
-from nanoserve.papers.seesaw.settings import BLOCK_SIZE, Choice, Setting
+from nanoserve.papers.seesaw.settings import BLOCK_SIZE, RESHARDING, Choice, Setting
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import StepPlan, Swap
 from nanoserve.scheduler.registry import make_policy
@@ -85,7 +85,7 @@ class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
         pool = setting.host_bytes_per_device * choice.prefill.devices / choice.replicas
         changes, clock = choice.decode is not None, PhaseClock()
         result = simulate(
-            _policy(choice),
+            policy_of(choice),
             layouts[0],
             Workload(burst(), setting.shapes()),
             num_blocks=blocks[0],
@@ -106,10 +106,12 @@ class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _policy(choice: Choice) -> Policy:
+def policy_of(choice: Choice) -> Policy:
+    """What schedules it."""
     if choice.policy in _COMPARED:
         return _COMPARED[choice.policy](choice.token_budget)
-    return make_policy(choice.policy, choice.token_budget)
+    as_published = {} if choice.policy == RESHARDING else {"admission_reserve": False}
+    return make_policy(choice.policy, choice.token_budget, as_published)
 
 
 class PhaseClock:
