@@ -17,6 +17,9 @@ from typing import ClassVar
 
 from nanoserve.scheduler.load import Alternative, Decision, Load, Predictor, check_parameter
 
+_COHORTS = 4
+"""That share the CPU's time in a step of HybridByPrediction."""
+
 
 @dataclass(frozen=True, slots=True)
 class AsymmetricPipelining:
@@ -226,17 +229,22 @@ class HybridByPrediction:
         return max(asymmetric, overlap) > 1 + self.worthwhile
 
     def _overlap(self, load: Load, plan: Decision, step: "_Step") -> tuple[Decision, float, float]:
-        """The overlapped step with as many new host tokens as the CPU has time for; its seconds and host tokens."""
+        """The overlapped step with as many new host tokens as the CPU has time for; its seconds and host tokens.
+
+        They begin in several cohorts, step by step: one for which the CPU takes but little more than a step would
+        advance in every second one.
+        """
         busy = sum(
             step.predictor.host_attention_seconds(cohort.sequences, cohort.context_tokens) for cohort in load.cohorts
         )
-        ready = load.ready_host - plan.swap_in
+        begin = ready = load.ready_host - plan.swap_in
         if step.rows:
-            # Where P plans are in flight, one ends P times as often as one takes.
-            ready = step.hidden(step.seconds / load.pipeline_depth - busy, ready)
+            window = step.seconds / load.pipeline_depth  # of P plans in flight, one ends P times as often as one takes
+            ready = step.hidden(window - busy, ready)
             under_way = sum(cohort.sequences for cohort in load.cohorts)
             if under_way + ready < self.least_gain * step.decodes * (step.predictor.num_layers + 1):
                 ready = 0
+            begin = min(ready, max(1, step.hidden(window / _COHORTS, ready)))
         sizes = [cohort.sequences for cohort in load.cohorts] + [ready]
         # Each cohort is in the linear part of one layer a step.
         alone = step.linear_seconds(step.rows)
@@ -245,7 +253,7 @@ class HybridByPrediction:
         tokens = sum(sizes) / (step.predictor.num_layers + 1)
         if tokens == 0:
             return plan, seconds, tokens
-        return replace(plan, strategy="overlap", host_decodes=(ready, 0)), seconds, tokens
+        return replace(plan, strategy="overlap", host_decodes=(begin, 0)), seconds, tokens
 
 
 def device_rate(ng: float, tlin: float, tgatt: float) -> float:
