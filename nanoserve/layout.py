@@ -51,15 +51,3 @@ class ParallelLayout:
         """As the papers write it: D2T2P4; degrees of 1 are left out, "T1" if all are."""
         degrees = (("D", self.data_parallel), ("T", self.tensor_parallel), ("P", self.pipeline_parallel))
         return "".join(f"{letter}{degree}" for letter, degree in degrees if degree > 1) or "T1"
-
-    def stage_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Layers of each stage, as even as can be; the first stages take what is left over, for the last has the head.
-
-        Raises:
-            UsageError: if there are more stages than layers.
-        """
-        stages = self.pipeline_parallel
-        if stages > num_layers:
-            raise UsageError(f"{stages} pipeline stages for {num_layers} layers; use at most {num_layers}")
-        layers, left_over = divmod(num_layers, stages)
-        return tuple(layers + (stage < left_over) for stage in range(stages))

@@ -121,7 +121,7 @@ def _show(report: "Report", paper: "Paper", findings: "Mapping[str, Finding]") -
         Column("paper", "paper"),
         Column("here", "ours_text"),
         Column("asked", "bounds"),
-        Column("holds", "holds"),
+        Column("holds", "verdict"),
         Column("what it hangs on", "assumption", justify="left"),
     ]
     print_table(paper.title, columns, report.rows, keys=2)

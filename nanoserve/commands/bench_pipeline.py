@@ -157,12 +157,12 @@ def pipeline(
       nanoserve bench pipeline --policy sarathi --against-one-process --rounds 5
     """
     from nanoserve.benchmarks.pipeline.picture import RunKeeper
-    from nanoserve.benchmarks.pipeline.policies import parse_policies
     from nanoserve.measures.chrome_trace import ChromeTraceFile
+    from nanoserve.scheduler.registry import parse_policies
 
     engine.check_is_for_cpu()
     config, metadatas, rate, seed = engine.config(), comparison.metadatas(), comparison.rate, engine.seed or 0
-    policies = parse_policies(engine.policy, engine.max_num_batched_tokens)
+    policies = tuple(parse_policies(engine.policy, engine.max_num_batched_tokens))
     work = lengths.read(seed)
     report = results.open_report("pipeline", _settings(work, comparison, engine))
     operators = settled_operators(engine.threads)

@@ -53,14 +53,14 @@ class PlanOptions:
     ] = 3
 
     def policies(self) -> "dict[str, Policy]":
-        """Those that were named, and that of a pair of layouts.
+        """Those that were named.
 
         Raises:
             UsageError: for an unknown policy.
         """
-        from nanoserve.scheduler.registry import make_policy
+        from nanoserve.scheduler.registry import parse_policies
 
-        return {name: make_policy(name, self.token_budget) for name in (*self.names, _PAIR_POLICY)}
+        return parse_policies(self.policy_names, self.token_budget)
 
     def settings(self) -> dict[str, Any]:
         """For the report."""
@@ -69,16 +69,11 @@ class PlanOptions:
             "requests": self.requests,
             "rate": self.rate,
             "seed": self.seed,
-            "policies": self.names,
+            "policies": list(self.policies()),
             "top": self.top,
             "max_num_batched_tokens": self.token_budget,
             "max_num_seqs": self.max_num_seqs,
         }
-
-    @property
-    def names(self) -> list[str]:
-        """Of the policies for one layout."""
-        return self.policy_names.split(",")
 
     def work(self) -> "PlannedWork":
         """The requests.
@@ -118,9 +113,11 @@ def plan(
     """
     from nanoserve.benchmarks.report import Report
     from nanoserve.costs import load_machine, load_shape
+    from nanoserve.scheduler.registry import parse_policies
     from nanoserve.simulator.planning import find_candidates
 
     policies, work = asked.policies(), asked.work()
+    of_pairs = parse_policies(_PAIR_POLICY, asked.token_budget)
     shape, machine = load_shape(model), load_machine(hardware)
     candidates = find_candidates(shape, machine, gpus, work, step_tokens=asked.token_budget).best(asked.top)
     settings = {"model": model, "hardware": hardware, "gpus": gpus, **asked.settings()}
@@ -128,9 +125,9 @@ def plan(
     report.put("left_out", [asdict(one) for one in candidates.left_out])
     with kept(report, lambda: _show(report, work)):
         for candidate in candidates.fitting:
-            for name in (_PAIR_POLICY,) if candidate.is_pair else asked.names:
+            for name, policy in (of_pairs if candidate.is_pair else policies).items():
                 remark(f"simulating {candidate.name} with {name}, {candidate.estimate_text} ...")
-                result = candidate.simulate(policies[name], asked.max_num_seqs)
+                result = candidate.simulate(policy, asked.max_num_seqs)
                 report.add({**_fields(candidate, result), "policy": name})
     return EXIT_OK
 

@@ -55,7 +55,7 @@ def simulate(
 
       nanoserve simulate --policy sarathi,throttling,adaptive --rate 4
       nanoserve simulate --model qwen2.5-14b --lengths azure-conv --rate 2 --trace-out stages.json
-      nanoserve simulate --policy throttling --set iterations=4,threshold=0.1 --lengths 512+128
+      nanoserve simulate --policy throttling,throttling:iterations=4:threshold=0.1
       nanoserve simulate --rate 40 --requests 5000 --replicas 16 --router least-tokens --slo ttft=2000,tpot=100
       nanoserve simulate --policy seesaw --prefill-parallel P4 --decode-parallel T4 --host-kv-memory 80
     """
@@ -106,7 +106,6 @@ class _Setup:
             "kv_blocks": simulated.kv_blocks[0],
             "kv_blocks_of_layouts": simulated.kv_blocks,
             "host_blocks": simulated.host_blocks,
-            "parameters": self.policies.parameters,
             "max_num_batched_tokens": self.policies.token_budget,
             "max_num_seqs": self.policies.max_num_seqs,
         }

@@ -39,7 +39,10 @@ class MeasuredHardware:
         from nanoserve.costs.measured_times import MeasuredTimes
         from nanoserve.costs.profile import read_profile
 
-        answered, defaults = ("model", "hardware", "stages", "tensor_parallel", "metadata"), HardwareOptions()
+        answered, defaults = (
+            ("model", "hardware", "stages", "tensor_parallel", "pp_split", "metadata"),
+            HardwareOptions(),
+        )
         if any(getattr(hardware, name) != getattr(defaults, name) for name in answered):
             raise UsageError("--profile brings model and machine, and has one stage: leave the options for these out")
         times = MeasuredTimes(read_profile(path))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from nanoserve.commands.bench_options import WORK_PANEL, work_option
 from nanoserve.commands.options import option
+from nanoserve.commands.workers_options import parsed_split
 from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,12 +35,13 @@ def hardware_option(
 class PolicyOptions:
     """Who decides, and within which limits."""
 
-    policy: Annotated[str, work_option("--policy", help="See nanoserve policies.", metavar="NAME,NAME,...")] = (
-        "throttling"
-    )
-    parameters: Annotated[
-        str | None, work_option("--set", help="The policy's parameters.", metavar="NAME=VALUE,...")
-    ] = None
+    policy: Annotated[
+        str,
+        work_option(
+            "--policy", help="Each on its own, as throttling:iterations=4 with parameters.", metavar="NAME,NAME"
+        ),
+    ] = "throttling"
+    set_for_all: Annotated[str | None, option("--set", panel=WORK_PANEL, help="", envvar=None, hidden=True)] = None
     token_budget: Annotated[
         int, work_option("--max-num-batched-tokens", help="Token budget of a step.", min=1, max=MOST_AT_A_TIME)
     ] = 2048
@@ -53,12 +55,11 @@ class PolicyOptions:
         Raises:
             UsageError: for an unknown policy, and for parameters that it does not have or that make no sense.
         """
-        from nanoserve.scheduler.registry import make_policy, parse_parameters
+        from nanoserve.scheduler.registry import parse_policies
 
-        return {
-            name: make_policy(name, self.token_budget, parse_parameters(name, self.parameters))
-            for name in self.policy.split(",")
-        }
+        if self.set_for_all is not None:
+            raise UsageError("--set is no more: parameters stand behind a policy's name, as throttling:iterations=4")
+        return parse_policies(self.policy, self.token_budget)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,9 @@ class HardwareOptions:
     hardware: Annotated[str, hardware_option("--hardware", "A machine or device, or a TOML file.", "NAME")] = "gllm-l20"
     stages: Annotated[int, hardware_option("--stages", "Stages of the pipeline.", minimum=1)] = 4
     tensor_parallel: Annotated[int, hardware_option("--tensor-parallel", "Devices of a stage.", minimum=1)] = 1
+    pp_split: Annotated[
+        str | None, hardware_option("--pp-split", "Layers of each stage, as 14,14; default: by cost.", "N,N")
+    ] = None
     block_size: Annotated[
         int, hardware_option("--block-size", "Tokens of a KV block.", minimum=1, maximum=_LARGEST_BLOCK)
     ] = 16
@@ -98,7 +102,10 @@ class HardwareOptions:
         from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
 
         own = ParallelLayout(pipeline_parallel=self.stages, tensor_parallel=self.tensor_parallel)
-        return StepCosts(load_shape(self.model), load_machine(self.hardware), layout or own)
+        split = parsed_split(self.pp_split)
+        if split is not None and len(split) != self.stages:
+            raise UsageError(f"--pp-split {self.pp_split} names {len(split)} stages, but --stages is {self.stages}")
+        return StepCosts(load_shape(self.model), load_machine(self.hardware), layout or own, pipeline_split=split)
 
     def kv_blocks(self, costs: "StepCosts", step_tokens: int) -> int:
         """Those that were asked for, or as many as fit beside the weights and a step of so many tokens.

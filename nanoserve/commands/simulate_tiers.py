@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nanoserve.costs.predictor import CostPredictor
     from nanoserve.simulator import OtherLayout
 
+_OF_ONE_LAYOUT = ("stages", "tensor_parallel", "pp_split")
 _ONE_LAYOUT = HardwareOptions()
 
 
@@ -102,8 +103,8 @@ class TierOptions:
             return [None]
         if self.prefill_parallel is None or self.decode_parallel is None:
             raise UsageError("give both --prefill-parallel and --decode-parallel, or neither")
-        if (hardware.stages, hardware.tensor_parallel) != (_ONE_LAYOUT.stages, _ONE_LAYOUT.tensor_parallel):
-            raise UsageError("--prefill-parallel and --decode-parallel replace --stages and --tensor-parallel")
+        if any(getattr(hardware, name) != getattr(_ONE_LAYOUT, name) for name in _OF_ONE_LAYOUT):
+            raise UsageError("--prefill-parallel and --decode-parallel replace --stages, --tensor-parallel, --pp-split")
         pair = [ParallelLayout.parse(name) for name in (self.prefill_parallel, self.decode_parallel)]
         if any(layout.data_parallel > 1 for layout in pair):
             raise UsageError("data parallel layouts (D) are whole engines of their own: leave the D out")

@@ -114,7 +114,7 @@ class WorkersOptions(EngineOptions):
             **EngineOptions.settings(self),
             "pipeline_parallel": first.pipeline_parallel,
             "tensor_parallel": first.tensor_parallel,
-            "pipeline_split": _split(self.pp_split),
+            "pipeline_split": parsed_split(self.pp_split),
             "data_parallel": first.data_parallel,
             "decode_layout": replace(others[0], data_parallel=1) if others else None,
             "host_kv_memory": parsed_bytes(self.host_kv_memory),
@@ -163,7 +163,12 @@ class ServingOptions(WorkersOptions):
     ] = None
 
 
-def _split(layers: str | None) -> tuple[int, ...] | None:
+def parsed_split(layers: str | None) -> tuple[int, ...] | None:
+    """The layers of each stage, as --pp-split names them.
+
+    Raises:
+        UsageError: for what is no list of numbers.
+    """
     if layers is None:
         return None
     words = layers.split(",")

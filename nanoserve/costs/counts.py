@@ -7,7 +7,7 @@ as kernels (efficiency.py).
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -133,14 +133,19 @@ class ModelCounts:
     """What one device of a layout holds, reads and computes.
 
     Tensor parallelism divides the heads and the inner size by its degree; beyond the number of KV heads these are
-    replicated. Every device reads the whole activations between the operators.
+    replicated. Every device reads the whole activations between the operators. Stages have as many layers as
+    ``pipeline_split`` says; None divides them by cost, as the engine does (stages.py).
 
     Raises:
         UsageError: if the layout does not divide the heads, or has more stages than the model has layers.
     """
 
     def __init__(
-        self, model: ModelConfig, layout: ParallelLayout | None = None, precision: Precision | None = None
+        self,
+        model: ModelConfig,
+        layout: ParallelLayout | None = None,
+        precision: Precision | None = None,
+        pipeline_split: Sequence[int] | None = None,
     ) -> None:
         self.model, self.layout, self.precision = model, layout or ParallelLayout(), precision or Precision()
         degree = self.layout.tensor_parallel
@@ -152,7 +157,7 @@ class ModelCounts:
         self.heads = model.num_heads // degree
         self.kv_heads = max(1, model.num_kv_heads // degree)
         self.windows = tuple(sorted({window for window in model.sliding_windows if window}))
-        self.stages = tuple(self._stage_kinds())
+        self.stages = tuple(self._stage_kinds(pipeline_split))
         self.vocabulary = -(-model.vocab_size // degree)
         # From the hidden state to the logits of this device's part of the vocabulary; only where a token is sampled.
         table, ends = model.hidden_size * self.vocabulary, model.hidden_size + self.vocabulary
@@ -256,14 +261,14 @@ class ModelCounts:
         """The hidden states of so many tokens: what an all-reduce sums, and what goes from stage to stage."""
         return tokens * self.model.hidden_size * self.precision.other_bytes
 
-    def _stage_kinds(self) -> Iterator[dict[LayerKind, int]]:
-        first = 0
-        for count in self.layout.stage_layers(self.model.num_layers):
-            layers = range(first, first + count)
+    def _stage_kinds(self, pipeline_split: Sequence[int] | None) -> Iterator[dict[LayerKind, int]]:
+        from nanoserve.costs.stages import stage_layers  # which asks for the counts of one layer
+
+        stages = self.layout.pipeline_parallel
+        for layers in stage_layers(self.model, stages, pipeline_split, asked=f"{stages} pipeline stages"):
             yield dict(
                 Counter(LayerKind(self.model.sliding_window(layer), self.model.is_sparse(layer)) for layer in layers)
             )
-            first += count
 
     def _layer_matrices(self, kind: LayerKind) -> Iterator[Matrix]:
         model, per_weight = self.model, self.precision.weight_bytes

@@ -101,18 +101,24 @@ class DeviceMemory:
         precision = self._counts.precision
         if bits >= precision.weight_bits:
             return False
-        fewer = ModelCounts(self._counts.model, self._counts.layout, replace(precision, weight_bits=bits))
+        split = [self._counts.layers(stage) for stage in range(len(self._counts.stages))]
+        fewer = ModelCounts(self._counts.model, self._counts.layout, replace(precision, weight_bits=bits), split)
         return DeviceMemory(fewer, self._machine, self._efficiency)._fits()
 
     def _smallest_layout(self) -> ParallelLayout | None:
         """More stages of the same tensor degree: the first number that fits."""
         model, layout = self._counts.model, self._counts.layout
-        for stages in range(layout.pipeline_parallel + 1, min(model.num_layers, _MOST_STAGES) + 1):
-            larger = ParallelLayout(tensor_parallel=layout.tensor_parallel, pipeline_parallel=stages)
-            counts = ModelCounts(model, larger, self._counts.precision)
-            if DeviceMemory(counts, self._machine, self._efficiency)._fits():
-                return larger
-        return None
+        numbers = range(layout.pipeline_parallel + 1, min(model.num_layers, _MOST_STAGES) + 1)
+        larger = [
+            ParallelLayout(tensor_parallel=layout.tensor_parallel, pipeline_parallel=number) for number in numbers
+        ]
+        if not larger or not self._fits_over(larger[-1]):
+            return None
+        return next(layout for layout in larger if self._fits_over(layout))
+
+    def _fits_over(self, layout: ParallelLayout) -> bool:
+        counts = ModelCounts(self._counts.model, layout, self._counts.precision)
+        return DeviceMemory(counts, self._machine, self._efficiency)._fits()
 
     def _fits(self) -> bool:
         """With room for a few thousand tokens."""

@@ -14,6 +14,7 @@ the one step, as 2.2 in the other, and counts as 4. Tensor parallelism divides e
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from nanoserve.config import ModelConfig
@@ -57,8 +58,11 @@ def stage_layers(
     return tuple(range(first, after) for first, after in pairwise(accumulate(sizes, initial=0)))
 
 
+@lru_cache(maxsize=1024)
 def divide_layers(model: ModelConfig, stages: int) -> tuple[int, ...]:
     """How many layers each of so many stages gets; the embedding belongs to the first, the head to the last."""
+    if stages == 1:  # the counts of a layer are those of such a model
+        return (model.num_layers,)
     decode, mixed = _shares(model, "bytes"), _shares(model, "flops")
     embedding, *layers, head = (round(_UNITS * sum(both) / 2) for both in zip(decode, mixed, strict=True))
     layers[0] += embedding

@@ -52,6 +52,7 @@ class StepCosts:
         layout: tensor and pipeline degrees; a data parallel degree makes replicas, and is not looked at.
         precision: bits of weights and KV cache.
         efficiency: shares of the data sheet that are reached.
+        pipeline_split: layers of each stage; None divides them by cost.
 
     Raises:
         UsageError: if the layout does not suit the model or the machine.
@@ -64,9 +65,10 @@ class StepCosts:
         layout: ParallelLayout | None = None,
         precision: Precision | None = None,
         efficiency: Efficiency | None = None,
+        pipeline_split: Sequence[int] | None = None,
     ) -> None:
         self.machine, self.efficiency = machine, efficiency or Efficiency()
-        self.counts = ModelCounts(model, layout, precision)
+        self.counts = ModelCounts(model, layout, precision, pipeline_split)
         self.layout = self.counts.layout
         self.num_layers = model.num_layers
         self.num_stages = self.layout.pipeline_parallel

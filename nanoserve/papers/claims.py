@@ -1,5 +1,6 @@
 """A paper's number beside ours: how far ours spreads over seeds, and whether the relation that is claimed holds."""
 
+import re
 from collections.abc import Iterable
 from typing import Literal, Self
 
@@ -7,6 +8,9 @@ import msgspec
 
 Verdict = Literal["yes", "mostly", "no"]
 """yes: for every seed. mostly: for the mean, not for every seed. no: not for the mean."""
+_NUMBER = r"([+]?)(\d+(?:\.\d+)?) ?(?:x|%)?"
+_STATED = re.compile(rf"(?:up to |more than )?{_NUMBER}(?: to {_NUMBER})?(?: \(.*)?")
+_FAR = 1.5
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -43,7 +47,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         paper: the paper's number.
         ours: the same, simulated.
         form: how ours is written, for str.format: "{:.2f}x".
-        at_least, at_most: what ours must lie between for the relation to hold; None is no bound.
+        at_least, at_most: what ours must lie between for the relation to hold; None is no bound. They are nanoserve's
+            own, chosen for the relation that the paper draws, and not the paper's.
         assumption: what our figure hangs on most; where the claim does not hold, what would be needed for it.
     """
 
@@ -63,6 +68,23 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         return "mostly" if self._within(self.ours.mean) else "no"
 
     @property
+    def off(self) -> float | None:
+        """By what factor the mean is off the paper's number, or the nearer end of its range; None if it states none."""
+        if not (stated := _STATED.fullmatch(self.paper)):
+            return None
+        plus, low, _, high = stated.groups()
+        ends = [float(end) / 100 + 1 if plus else float(end) for end in (low, high or low)]
+        if min(ends) <= 0 or self.ours.mean <= 0:
+            return None
+        return max(ends[0] / self.ours.mean, self.ours.mean / ends[1], 1.0)
+
+    @property
+    def verdict(self) -> str:
+        """Whether it holds; and where it does, but ours is far from the paper's number, by how much."""
+        off = self.off or 1.0
+        return self.holds if self.holds == "no" or off <= _FAR else f"{self.holds}, {off:.1f}x off"
+
+    @property
     def bounds(self) -> str:
         """What is asked for, in words."""
         low, high = (None if bound is None else self.form.format(bound) for bound in (self.at_least, self.at_most))
@@ -77,6 +99,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
             "ours_text": self.ours.text(self.form),
             "bounds": self.bounds,
             "holds": self.holds,
+            "verdict": self.verdict,
         }
 
     def _within(self, value: float) -> bool:

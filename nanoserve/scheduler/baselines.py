@@ -18,15 +18,18 @@ class PrefillFirst:
     Attributes:
         token_budget: prompt tokens of one step.
         admission_reserve: see Decision; the papers' systems have none.
+        virtual_engines: decodes are shared out over the micro-batches in flight, as vLLM's virtual engines share them,
+            each of which has sequences of its own; else every ready decode joins the next step.
     """
 
     token_budget: int
     admission_reserve: bool = True
+    virtual_engines: bool = False
 
     def decide(self, load: Load) -> Decision:
         if load.first_waiting_fits(admission_reserve=self.admission_reserve):
             return _whole_prompts(self.token_budget, admission_reserve=self.admission_reserve)
-        return Decision(prefill_tokens=0, decodes=load.ready_decodes)
+        return Decision(prefill_tokens=0, decodes=load.decode_share if self.virtual_engines else load.ready_decodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +63,16 @@ class ChunkedPrefill:
     Attributes:
         token_budget: decode and prompt tokens of one step together.
         admission_reserve: see Decision; the papers' systems have none.
+        virtual_engines: decodes are shared out over the micro-batches in flight, as vLLM's virtual engines share them,
+            each of which has sequences of its own; else every ready decode joins the next step.
     """
 
     token_budget: int
     admission_reserve: bool = True
+    virtual_engines: bool = False
 
     def decide(self, load: Load) -> Decision:
-        decodes = min(load.ready_decodes, self.token_budget)
+        decodes = min(load.decode_share if self.virtual_engines else load.ready_decodes, self.token_budget)
         return Decision(self.token_budget - decodes, decodes, admission_reserve=self.admission_reserve)
 
 

@@ -1,7 +1,7 @@
 """The policies by name: the choices of ``--policy`` and the table of ``nanoserve policies``."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -126,23 +126,41 @@ def make_policy(
     return PreemptingBySwap(policy) if swaps and not POLICIES[name].attends_on_host else policy
 
 
-def parse_parameters(name: str, text: str | None) -> dict[str, Any]:
-    """Parameters as "iterations=4,threshold=0.1", each once and of the type of its default.
+def parse_policies(text: str, token_budget: int) -> dict[str, Policy]:
+    """Policies by the names that are separated by commas, as "sarathi,throttling,throttling:without_wt".
 
     Raises:
-        UsageError: for anything else.
+        UsageError: as `named_policy`, and for a name that is there twice.
     """
+    names = [part.strip() for part in text.split(",")]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"{twice} is named twice: give each parameters of its own, as throttling:iterations=4")
+    return {name: named_policy(name, token_budget) for name in names}
+
+
+def named_policy(text: str, token_budget: int) -> Policy:
+    """The policy that a name stands for, perhaps with parameters: "throttling:iterations=4:without_wt".
+
+    Raises:
+        UsageError: for an unknown name or parameter, or one out of its range.
+    """
+    name, *words = text.split(":")
+    return make_policy(name, token_budget, _parameters(name, words))
+
+
+def _parameters(name: str, words: Sequence[str]) -> dict[str, Any]:
+    """Each once and of the type of its default; a word alone is a switch."""
     defaults = POLICIES[name].defaults if name in POLICIES else {}
     parameters: dict[str, Any] = {}
-    for part in text.split(",") if text else ():
-        key, _, value = (piece.strip() for piece in part.partition("="))
+    for word in words:
+        key, equals, value = (piece.strip() for piece in word.partition("="))
         if key in parameters:
-            raise UsageError(f"{key} is given twice: {text!r:.60}")
+            raise UsageError(f"{key} is given twice: {':'.join((name, *words))!r:.60}")
         try:
-            parameters[key] = _value(value, defaults.get(key))
+            parameters[key] = _value(value if equals else "true", defaults.get(key))
         except (KeyError, ValueError):
             wanted = f"{key} is a whole number, " if type(defaults.get(key)) is int else ""
-            raise UsageError(f"{wanted}{part!r:.60} is no parameter such as iterations=4 or without_wt=true") from None
+            raise UsageError(f"{wanted}{word!r:.60} is no parameter such as iterations=4 or without_wt") from None
     return parameters
 
 

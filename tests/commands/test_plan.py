@@ -44,7 +44,7 @@ def test_at_a_rate_they_are_ranked_by_latency(command: Run) -> None:
     ("arguments", "says"),
     [
         (["--model", "llama-2-70b"], "44.4 GiB more than the 19.8 GiB that can be used"),
-        (["--model", "llama-2-70b"], "what would fit: 8 devices (layout P8) or 4-bit weights"),
+        (["--model", "llama-2-70b"], "what would fit: 7 devices (layout P7) or 4-bit weights"),
         (["--model", "gpt-9"], "unknown model 'gpt-9'"),
         (["--hardware", "abacus"], "unknown hardware 'abacus'"),
         (["--policies", "magic"], "unknown policy 'magic'; choose one of prefill-first"),

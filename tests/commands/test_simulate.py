@@ -23,6 +23,24 @@ def test_policies_are_put_side_by_side(command: Run, tmp_path: Path) -> None:
     ] * 2
 
 
+def test_layers_are_divided_by_cost_or_as_asked(command: Run, tmp_path: Path) -> None:
+    found = []
+    for split in ([], ["--pp-split", "7,7,7,7"], ["--pp-split", "7,8,8,5"]):
+        path = tmp_path / "result.json"
+        arguments = ["--stages", "4", *split, "--policy", "sarathi", "--lengths", "30+4", "--json", str(path)]
+        assert command(*SMALL, *arguments)[0] == 0
+        found.append(json.loads(path.read_text())["settings"]["kv_blocks"])
+    assert found[0] == found[2] != found[1]  # the engine's own division: the last stage has the head
+
+
+def test_each_policy_has_parameters_of_its_own(command: Run, tmp_path: Path) -> None:
+    path, both = tmp_path / "result.json", "throttling:iterations=1,throttling:iterations=16,sarathi"
+    assert command(*SMALL, "--policy", both, "--lengths", "600+4", "--json", str(path))[0] == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["policy"] for row in rows] == both.split(",")
+    assert rows[0]["tokens_per_step"]["mean"] > rows[1]["tokens_per_step"]["mean"]
+
+
 def test_a_trace_brings_times_and_lengths(command: Run, tmp_path: Path) -> None:
     trace, bars = tmp_path / "trace.csv", tmp_path / "bars.json"
     trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n100,20,2\n107.5,10,1\n")
@@ -66,12 +84,19 @@ def test_objectives_and_fleets_are_shown_when_asked_for(command: Run, tmp_path: 
     ("arguments", "says"),
     [
         (["--policy", "magic"], "unknown policy 'magic'; choose one of prefill-first"),
-        (["--set", "iterations=0"], "iterations must be at least 1, not 0"),
-        (["--set", "threshold=1"], "threshold must be at least 0 and below 1, not 1"),
-        (["--set", "min_prefill=9999"], "min_prefill must be at least 1 and at most max_prefill (2048), not 9999"),
-        (["--set", "patience=1"], "no parameter 'patience'; it has iterations"),
-        (["--set", "iterations"], "'iterations' is no parameter such as iterations=4"),
-        (["--set", "without_wt=yes"], "'without_wt=yes' is no parameter"),
+        (["--policy", "throttling:iterations=0"], "iterations must be at least 1, not 0"),
+        (["--policy", "throttling:threshold=1"], "threshold must be at least 0 and below 1, not 1"),
+        (
+            ["--policy", "throttling:min_prefill=9999"],
+            "min_prefill must be at least 1 and at most max_prefill (2048), not 9999",
+        ),
+        (["--policy", "throttling:patience=1"], "no parameter 'patience'; it has iterations"),
+        (["--policy", "throttling:iterations"], "iterations is a whole number, 'iterations' is no parameter"),
+        (["--policy", "throttling:without_wt=yes"], "'without_wt=yes' is no parameter"),
+        (["--set", "iterations=4"], "parameters stand behind a policy's name, as throttling:iterations=4"),
+        (["--pp-split", "14,14"], "--pp-split 14,14 names 2 stages, but --stages is 1"),
+        (["--pp-split", "29"], "--pp-split 29 adds up to 29 layers, but the model has 28"),
+        (["--policy", "throttling,throttling"], "throttling is named twice"),
         (["--rate", "-1"], "the request rate must be a number above 0, not -1.0"),
         (["--rate", "1", "--variation", "0"], "the variation of the gaps must be a number above 0"),
         (["--variation", "2"], "give both"),

@@ -40,7 +40,7 @@ def test_counts_are_whole_numbers_from_one(command: Run, flag: str, value: str) 
         ("--block-size", "--block-size"),
         ("--max-num-seqs", "--max-num-seqs"),
         ("--max-num-batched-tokens", "--max-num-batched-tokens"),
-        ("--stages", "pipeline stages for 28 layers; use at most 28"),
+        ("--stages", "pipeline stages: the model has 28 layers, so there are at most 28 stages"),
         ("--tensor-parallel", "does not divide 16 query heads"),
     ],
 )
@@ -70,16 +70,16 @@ def test_rates_and_variations(command: Run, value: str) -> None:
         ("min_prefill=0", "min_prefill must be at least 1 and at most max_prefill (2048), not 0"),
         ("min_prefill=2049", "min_prefill must be at least 1 and at most max_prefill (2048), not 2049"),
         ("max_prefill=1", "no parameter 'max_prefill'"),
-        ("iterations=1,iterations=2", "iterations is given twice"),
+        ("iterations=1:iterations=2", "iterations is given twice"),
         ("iterations==1", "is no parameter such as"),
-        ("iterations=4,", "'' is no parameter such as"),
+        ("iterations=4:", "'' is no parameter such as"),
         ("=1", "no parameter ''"),
         ("__class__=1", "no parameter '__class__'"),
         ("without_ut=1", "is no parameter such as"),
     ],
 )
 def test_parameters_of_a_policy(command: Run, parameters: str, says: str) -> None:
-    _refused(command(*SMALL, "--policy", "throttling", "--set", parameters), says)
+    _refused(command(*SMALL, "--policy", f"throttling:{parameters}"), says)
 
 
 @pytest.mark.parametrize(

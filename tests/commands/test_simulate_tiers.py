@@ -28,7 +28,7 @@ def test_a_pair_of_layouts_and_host_memory(command: Run, tmp_path: Path) -> None
     [
         (PAIR[:2], "give both --prefill-parallel and --decode-parallel, or neither"),
         (PAIR[2:], "give both --prefill-parallel and --decode-parallel, or neither"),
-        ([*PAIR, "--stages", "2"], "replace --stages and --tensor-parallel"),
+        ([*PAIR, "--stages", "2"], "replace --stages, --tensor-parallel, --pp-split"),
         ([*PAIR[:3], "T2"], "--prefill-parallel P4 takes 4 devices and --decode-parallel T2 2: both run on the same"),
         ([*PAIR[:3], "D2T2"], "data parallel layouts (D) are whole engines of their own"),
         ([*PAIR[:3], "4T"], "'4T' is no layout such as P4 (pipeline), T4 (tensor) or T2P2"),

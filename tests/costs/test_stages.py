@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoserve.config import MoeConfig
-from nanoserve.costs import load_shape
+from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.model_table import published_shapes
 from nanoserve.costs.stages import divide, divide_layers, stage_layers
 
@@ -46,6 +46,17 @@ def test_stages_cover_all_layers_in_order(name: str, stages: int) -> None:
     assert [layer for stage in layers for layer in stage] == list(range(model.num_layers))
     assert len(layers) == stages
     assert all(layers)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen3-0.6b", "llama-3.1-8b"])
+def test_the_cost_model_divides_layers_as_the_engine_does(name: str) -> None:
+    model, layout = load_shape(name), ParallelLayout(pipeline_parallel=4)
+    counts = StepCosts(model, load_machine("l4"), layout).counts
+    assert tuple(counts.layers(stage) for stage in range(4)) == divide_layers(model, 4)
+    assert divide_layers(model, 4)[-1] < model.num_layers // 4  # the last stage has the head
+    split = (1, 2, 3, model.num_layers - 6)
+    counts = StepCosts(model, load_machine("l4"), layout, pipeline_split=split).counts
+    assert tuple(counts.layers(stage) for stage in range(4)) == split
 
 
 def test_a_split_is_taken_as_it_is() -> None:

@@ -1,5 +1,7 @@
 """Baselines are what they are named after: nanoserve's own admission reserve is for its own policies."""
 
+from dataclasses import replace
+
 import pytest
 
 from nanoserve.costs import ParallelLayout
@@ -9,6 +11,7 @@ from nanoserve.papers.gllm.systems import VLLM, WITH_CK
 from nanoserve.papers.seesaw.runs import policy_of
 from nanoserve.papers.seesaw.settings import STATIC, WHOLE_PROMPTS, Choice
 from nanoserve.scheduler.registry import make_policy
+from tests.scheduler.loads import IDLE
 
 
 @pytest.mark.parametrize("system", [VLLM, WITH_CK, DEVICE], ids=lambda system: system.label)
@@ -18,6 +21,8 @@ def test_vllm_and_sarathi_serve_have_no_admission_reserve(system: System) -> Non
 
 
 @pytest.mark.parametrize("policy", [STATIC, WHOLE_PROMPTS])
-def test_seesaws_static_configurations_have_none_either(policy: str) -> None:
+def test_seesaws_static_configurations_have_none_either_and_share_answers_out(policy: str) -> None:
     static = policy_of(Choice(prefill=ParallelLayout(pipeline_parallel=4), policy=policy))
     assert not static.admission_reserve  # type: ignore[attr-defined]
+    answers_only = replace(IDLE, running_decodes=40, ready_decodes=40, pipeline_depth=4)
+    assert static.decide(answers_only).decodes == 10

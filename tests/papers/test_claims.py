@@ -1,5 +1,6 @@
 """A claim's verdict is about seeds: all of them, their mean, or not even that."""
 
+import msgspec
 import pytest
 
 from nanoserve.papers.claims import Claim, Spread
@@ -29,6 +30,26 @@ def test_a_claim_says_what_was_asked_and_what_came() -> None:
     row = _claim(1.0, 2.0, at_least=1.3).row()
     assert (row["ours_text"], row["bounds"], row["holds"]) == ("1.5x [1.0x..2.0x]", "at least 1.3x", "mostly")
     assert _claim(1.0, at_most=1.0).row()["ours_text"] == "1.0x"
+
+
+@pytest.mark.parametrize(
+    ("paper", "ours", "verdict"),
+    [
+        ("1.79x", 4.07, "yes, 2.3x off"),
+        ("1.44x", 1.34, "yes"),
+        ("up to 3.2x", 1.6, "yes, 2.0x off"),
+        ("1.29x to 2.50x", 2.68, "yes"),
+        ("1.29x to 2.50x", 5.0, "yes, 2.0x off"),
+        ("+46 %", 1.57, "yes"),
+        ("+46 %", 2.92, "yes, 2.0x off"),
+        ("9.0x (abstract: 4x)", 0.9, "no"),
+        ("below 2 %", 9.0, "yes"),
+        ("more (bars)", 9.0, "yes"),
+    ],
+)
+def test_what_holds_but_is_far_from_the_papers_number_says_so(paper: str, ours: float, verdict: str) -> None:
+    claim = msgspec.structs.replace(_claim(ours, at_least=1.0), paper=paper)
+    assert claim.row()["verdict"] == verdict
 
 
 def test_without_values_there_is_no_spread() -> None:

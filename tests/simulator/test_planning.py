@@ -121,7 +121,7 @@ def test_quantiles_of_answers_end_with_the_longest() -> None:
     ("model", "machine", "gpus", "work", "says"),
     [
         ("llama-2-70b", load_machine("a10"), 2, WORK, "more than the 19.8 GiB that can be used"),
-        ("llama-2-70b", load_machine("a10"), 2, WORK, "what would fit: 8 devices (layout P8) or 4-bit weights"),
+        ("llama-2-70b", load_machine("a10"), 2, WORK, "what would fit: 7 devices (layout P7) or 4-bit weights"),
         ("qwen3-8b", load_machine("l4"), 1, PlannedWork((RequestShape(10**6, 1),)), "than the longest request"),
     ],
 )

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nanoserve.benchmarks.hybrid.cases import Case
-from nanoserve.benchmarks.pipeline.policies import named_policy, parse_policies
 from nanoserve.errors import UsageError
 from nanoserve.scheduler.load import Predictor
 from nanoserve.scheduler.plan import Executor
-from nanoserve.scheduler.registry import POLICIES
+from nanoserve.scheduler.registry import POLICIES, named_policy, parse_policies
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.pipeline import TieredTimes
 
@@ -113,7 +112,7 @@ def parse_contenders(text: str, token_budget: int) -> tuple[str, ...]:
     Raises:
         UsageError: for an unknown name or parameter, one out of its range, or another order.
     """
-    names = parse_policies(text, token_budget)
+    names = tuple(parse_policies(text, token_budget))
     if attends_on_host(names[0]):
         raise UsageError(f"--policy begins with one that leaves the CPU alone, as {DEVICE_ONLY}, not {names[0]}")
     return names

@@ -1,24 +1,11 @@
-"""Policies as ``--policy`` names them, each with parameters of its own, and schedulers that follow them. No torch."""
+"""Schedulers that follow the policies that ``--policy`` names. No torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import Executor
-from nanoserve.scheduler.registry import make_policy, parse_parameters
+from nanoserve.scheduler.registry import named_policy
 from nanoserve.scheduler.scheduler import Scheduler
-
-
-def parse_policies(text: str, token_budget: int) -> tuple[str, ...]:
-    """Names separated by commas, each perhaps with parameters: "sarathi,throttling,throttling:without_wt".
-
-    Raises:
-        UsageError: for an unknown name or parameter, or one out of its range.
-    """
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    for name in names:
-        named_policy(name, token_budget)
-    return names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +35,3 @@ class Scheduling:
             pipeline_depth=1 if executor.feeds_tokens else executor.max_in_flight,
             feeds_tokens=executor.feeds_tokens,
         )
-
-
-def named_policy(text: str, token_budget: int) -> Policy:
-    """The policy that a name stands for, perhaps with parameters: "throttling:without_wt".
-
-    Raises:
-        UsageError: for an unknown name or parameter, or one out of its range.
-    """
-    name, *parameters = text.split(":")
-    words = ",".join(word if "=" in word else f"{word}=true" for word in parameters)
-    return make_policy(name, token_budget, parse_parameters(name, words))

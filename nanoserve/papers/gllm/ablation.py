@@ -30,6 +30,8 @@ _BELOW = 2.5
 """Requests per second, about a sixth of what the machine can do: where the throttling of waiting tokens acts."""
 _METRICS: dict[str, Callable[[Outcome], float]] = {"TTFT": ttft, "TPOT": tpot, "E2EL": e2el, "throughput": throughput}
 _LOW, _DEEP = f"{_BELOW:g} requests a second", "deep backlog"
+_HIGHER = (5.0, 10.0)
+"""Where prompts meet one another: without WT they stall the stages, and TTFT grows too."""
 
 
 def ablation(scale: Scale, run: Run) -> Finding:
@@ -39,11 +41,21 @@ def ablation(scale: Scale, run: Run) -> Finding:
         one.label: at_rate(one, _BELOW, seconds, scale.seeds) for one in (GLLM, WITHOUT_WT, WITHOUT_UT, WITH_CK, VLLM)
     }
     deep = {one.label: deep_backlog(scale, one) for one in (GLLM, WITHOUT_UT, WITH_CK, WITH_CK_AND_RESERVE, VLLM)}
+    higher = {
+        f"{rate:g} requests a second": {
+            one.label: at_rate(one, rate, scale.pick(60.0, 300.0), scale.seeds) for one in (GLLM, WITHOUT_WT)
+        }
+        for rate in _HIGHER
+    }
     if scale.full:
         deep[WITHOUT_WT.label] = deep_backlog(scale, WITHOUT_WT)
-    outcomes = run(case for loads in (low, deep) for cases in loads.values() for case in cases)
+    outcomes = run(case for loads in (low, *higher.values(), deep) for cases in loads.values() for case in cases)
     claims = [
         *_removed(_LOW, WITHOUT_WT, low, outcomes, "paper's load is not stated; at twice this rate TTFT grows too"),
+        *(
+            _removed(load, WITHOUT_WT, loads, outcomes, "whole prompts stall one another in the pipeline")[0]
+            for load, loads in higher.items()
+        ),
         *_unchanged(WITHOUT_UT, low, outcomes),
         *_removed(_DEEP, WITHOUT_UT, deep, outcomes, "memory full of running answers: the free share is what is left"),
         _over_vllm("throughput", "1.10x", deep, outcomes, at_least=1.05),
@@ -60,7 +72,7 @@ def ablation(scale: Scale, run: Run) -> Finding:
     ]
     rows = [
         {"load": load, "system": label, **{name: spread(cases, outcomes, one).mean for name, one in _METRICS.items()}}
-        for load, systems in ((_LOW, low), (_DEEP, deep))
+        for load, systems in ((_LOW, low), *higher.items(), (_DEEP, deep))
         for label, cases in systems.items()
     ]
     return Finding(claims, _ablation_chart(low, deep, outcomes), rows, [Column("load", "load"), *_COLUMNS])

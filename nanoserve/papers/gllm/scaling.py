@@ -78,7 +78,7 @@ def _cases(scale: Scale, run: Run, model: str, machine: str, system: System, dev
 
 
 def _claims(cases: Mapping[Key, Sequence[Case]], outcomes: Outcomes, scale: Scale) -> list[Claim]:
-    pipeline = "stages of equal layers; a backlog that outlasts the filling of memory"
+    pipeline = "stages of equal cost; a backlog that outlasts the filling of memory"
     memory = "activations hide behind computing; one device has little memory beside the weights, so it batches few"
     reduced = [
         (L20, GLLM, 2, "2.1x", 1.9, 2.2, pipeline),

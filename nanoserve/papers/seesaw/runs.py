@@ -20,6 +20,8 @@ FREQUENT, RARE = "prefill-prioritizing", "decode-prioritizing"
 _COMPARED: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
     {FREQUENT: PrefillPrioritizing, RARE: DecodePrioritizing}
 )
+_AS_VLLM = MappingProxyType({"admission_reserve": False, "virtual_engines": True})
+"""Of static configurations: no reserve of nanoserve's own, and each micro-batch has its share of the answers."""
 MOST_SEQUENCES = 4096
 """On the devices at a time: no limit, for anybody."""
 
@@ -110,8 +112,7 @@ def policy_of(choice: Choice) -> Policy:
     """What schedules it."""
     if choice.policy in _COMPARED:
         return _COMPARED[choice.policy](choice.token_budget)
-    as_published = {} if choice.policy == RESHARDING else {"admission_reserve": False}
-    return make_policy(choice.policy, choice.token_budget, as_published)
+    return make_policy(choice.policy, choice.token_budget, {} if choice.policy == RESHARDING else _AS_VLLM)
 
 
 class PhaseClock:

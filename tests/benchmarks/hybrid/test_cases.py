@@ -36,6 +36,6 @@ def test_what_is_no_share_is_refused(text: str) -> None:
 
 
 def test_the_device_alone_comes_first() -> None:
-    assert parse_contenders("sarathi, overlap:cohorts=4,sarathi", 32) == ("sarathi", "overlap:cohorts=4")
+    assert parse_contenders("sarathi, overlap:cohorts=4", 32) == ("sarathi", "overlap:cohorts=4")
     with pytest.raises(UsageError, match="begins with one that leaves the CPU alone, as sarathi, not neo"):
         parse_contenders("neo,sarathi", 32)

@@ -4,11 +4,12 @@ import msgspec
 import pytest
 
 from nanoserve.benchmarks.contenders import ratios, samples, summarize
-from nanoserve.benchmarks.pipeline.policies import Scheduling, parse_policies
+from nanoserve.benchmarks.pipeline.policies import Scheduling
 from nanoserve.benchmarks.pipeline.rounds import RATIOS, Figures, PipelineRound, pairs
 from nanoserve.benchmarks.pipeline.stages import StageShares
 from nanoserve.errors import UsageError
 from nanoserve.measures.metrics import Distribution
+from nanoserve.scheduler.registry import parse_policies
 from nanoserve.scheduler.token_throttling import TokenThrottling
 from nanoserve.simulator.executor import SimulatedExecutor
 from tests.simulator.linear_times import LinearTimes
@@ -86,7 +87,7 @@ def test_a_round_survives_its_report() -> None:
 
 
 def test_policies_have_parameters_of_their_own() -> None:
-    assert parse_policies("sarathi, throttling:without_wt,sarathi", 64) == ("sarathi", "throttling:without_wt")
+    assert tuple(parse_policies("sarathi, throttling:without_wt", 64)) == ("sarathi", "throttling:without_wt")
     scheduling = Scheduling(num_blocks=9, block_size=4, max_model_len=30, max_num_seqs=3, token_budget=64)
     executor = SimulatedExecutor(LinearTimes(num_stages=3))
     scheduler = scheduling.maker("throttling:without_wt:iterations=4", executor)()
@@ -102,6 +103,7 @@ def test_policies_have_parameters_of_their_own() -> None:
         ("throttling:speed=9", "no parameter 'speed'"),
         ("throttling:iterations=x", "iterations is a whole number"),
         ("throttling:threshold=2", "threshold must be"),
+        ("sarathi,throttling,sarathi", "sarathi is named twice: give each parameters of its own"),
     ],
 )
 def test_policies_that_make_no_sense(text: str, message: str) -> None:
