@@ -101,7 +101,7 @@ def osc_settings(scale: Scale) -> list[Setting]:
 
 
 def large_backlogs(settings: Sequence[Setting], scale: Scale, run: Run) -> Backlogs:
-    """Of one seed; at the reduced size with the budget that is best in nearly all of them."""
+    """Of one seed; at the reduced size with the smaller budget, the better one where CPUs are slow."""
     return backlogs(settings, scale.first_seed, run, scale.pick(TOKEN_BUDGETS[:1], TOKEN_BUDGETS))
 
 
