@@ -277,7 +277,7 @@ def test_a_terminal_shows_the_phase_while_no_row_finishes_and_ctrl_c_keeps_the_r
     terminal.wait_for("decode D2T4, host pool 25%, ")
     terminal.wait_for("prefill D2P4, host pool 25%, ")
     terminal.type("\x03")
-    terminal.wait_for("interrupted: 1 rows written to ")
+    terminal.wait_for("interrupted: 1 rows written to")
     terminal.wait_for("2 rows are left; the same command goes on from here")
 
     assert terminal.exit_code() == 130

@@ -215,6 +215,14 @@ def test_apex_rules_1_and_2() -> None:
     assert apex.decide(slower) == replace(PLAN, strategy="overlap", host_decodes=(100, 0))
 
 
+def test_short_host_sequences_do_not_make_the_cpu_look_fast_to_apex() -> None:
+    """NG and NC are rates of equal sequences: hosts of 50 keys are served twice as fast, by the device as well."""
+    slower = replace(hosting(DECODES, 100), predictor=replace(PREDICTOR, host_key=0.007), host_context_tokens=5000)
+    assert ApexAlgorithm1(512).decide(slower).strategy == "overlap"
+    faster = replace(slower, predictor=PREDICTOR, host_context_tokens=20000)
+    assert ApexAlgorithm1(512).decide(faster).strategy == "asymmetric"
+
+
 def test_apex_rule_3_takes_asymmetric_pipelining_more_often_with_prompts() -> None:
     slower = replace(hosting(DECODES, 100), predictor=replace(PREDICTOR, host_key=0.007))
     # 64 prompt tokens add 0.64 s: (10 + 1.43 * 3.64) / 3 = 5.07 > 10 / 2, where (10 + 1.43 * 3) / 3 is 4.76
@@ -246,7 +254,7 @@ def test_hybrid_counts_the_host_sequences_there_are() -> None:
     hybrid = HybridByPrediction(512)
     assert hybrid.decide(DECODES) == PLAN
     # 10 + 6 in 12 s is 1.33 a second; overlapped, a step of 8 s serves 16 of the 100: 10 + 16 / 5 in 8 s is 1.65.
-    assert hybrid.decide(hosting(DECODES, 100)) == replace(PLAN, strategy="overlap", host_decodes=(16, 0))
+    assert hybrid.decide(hosting(DECODES, 100)) == replace(PLAN, strategy="overlap", host_decodes=(4, 0))
     # With a twentieth of the CPU time: 10 + 80 + 20 in 12 s is 9.2; 10 + 100 / 5 in 8 s is 3.8.
     fast = replace(hosting(DECODES, 100), predictor=replace(PREDICTOR, host_key=0.00025))
     assert hybrid.decide(fast) == replace(PLAN, strategy="asymmetric", host_decodes=(20, 80))
@@ -261,6 +269,19 @@ def test_hybrid_begins_cohorts_while_the_cpu_has_time_in_a_step() -> None:
     assert HybridByPrediction(512).decide(load).host_decodes == (4, 0)
     full = hosting(DECODES, 100, Cohort(layers=2, sequences=16, context_tokens=1600))
     assert HybridByPrediction(512).decide(full) == replace(PLAN, strategy="overlap", host_decodes=(0, 0))
+
+
+def test_no_cohort_of_hybrid_takes_all_of_the_cpus_time_in_a_step() -> None:
+    """The oldest go first and are longer than the mean: one that was to take a step would take two for each layer."""
+    begun: list[Cohort] = []
+    for _ in range(6):
+        ready = 100 - sum(cohort.sequences for cohort in begun)
+        decision = HybridByPrediction(512).decide(hosting(DECODES, 100, *begun, ready=ready))
+        assert decision.host_decodes[0] <= 4  # 2 s of the 8 s of a step
+        if decision.host_decodes[0]:
+            size = decision.host_decodes[0]
+            begun.append(Cohort(layers=0, sequences=size, context_tokens=100 * size))
+    assert sum(cohort.sequences for cohort in begun) == 16  # together they take all of it
 
 
 def test_hybrid_begins_no_cohort_for_a_small_gain() -> None:

@@ -15,8 +15,8 @@ from nanoserve.papers.framework import Paper, PaperFigure
 PAPER = Paper(
     title="APEX: parallel CPU-GPU execution for LLM inference on constrained GPUs",
     setting=(
-        "reduced: backlogs of 40 to 240 requests, four mean outputs",
-        "full: backlogs of 80 to 480 requests, seven mean outputs",
+        "reduced: backlogs of 1,000 requests on A10 and 300 on T4, of 40 to 240 in the list and figure 6",
+        "full: backlogs of 3,000 requests on A10 and 1,000 on T4, of 80 to 480 in the list and figure 6",
     ),
     figures=(
         PaperFigure(number="1b", title="attention on device and CPU", make=processor_speed),

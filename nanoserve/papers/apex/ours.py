@@ -21,11 +21,12 @@ from nanoserve.papers.apex.settings import (
     HostCase,
     HostOutcome,
     Platform,
+    mean_lengths,
     ratio,
     throughput,
     tuned,
 )
-from nanoserve.papers.apex.throughput import Backlogs, Setting, backlogs, figure_7_settings, osc_settings
+from nanoserve.papers.apex.throughput import ALL_OUTPUTS, OUTPUTS, Backlogs, Setting, backlogs
 from nanoserve.papers.charts import Chart, Curve, Panel
 from nanoserve.papers.claims import Claim, Spread
 from nanoserve.papers.framework import Finding, Outcomes, Run, Scale
@@ -36,6 +37,8 @@ BELOW, ABOVE = 0.5, 1.2
 _RATES = (0.5, 0.8, 1.0, 1.2)
 """Figure 6's."""
 _EQUAL = 0.02
+_LONGER = 2
+"""Times as many requests at the full size."""
 
 Loads = Mapping[tuple[Setting, float | None, str], Sequence[HostCase]]
 """By setting, load (None for all at once) and label of the system: one case for each seed."""
@@ -43,7 +46,9 @@ Loads = Mapping[tuple[Setting, float | None, str], Sequence[HostCase]]
 
 def fixed_list(scale: Scale, run: Run) -> Finding:
     """HybridByPrediction beside the four that it chooses among; and all of them where memory is no constraint."""
-    settings = [*figure_7_settings(scale), *osc_settings(scale)]
+    outputs = scale.pick(OUTPUTS, ALL_OUTPUTS)
+    lengths = [(A10, f"1000:{output}") for output in outputs] + [(T4, f"osc:{output}") for output in outputs]
+    settings = [_small_backlog(platform, name, scale) for platform, name in lengths]
     cases = _loads(settings, (BELOW, ABOVE), scale, run)
     outcomes = run(case for several in cases.values() for case in several)
     rows = []
@@ -117,6 +122,14 @@ def _equality(cases: Loads, outcomes: Outcomes) -> Claim:
     )
 
 
+def _small_backlog(platform: Platform, lengths: str, scale: Scale) -> Setting:
+    """Several times what the device holds, fewer where answers are long."""
+    _, output = mean_lengths(lengths)
+    few = (240, 120) if platform == A10 else (80, 40)
+    number = few[0] if output < 300 else round(few[0] - (few[0] - few[1]) * min(1.0, (output - 300) / 700))
+    return Setting(platform, lengths, number * scale.pick(1, _LONGER))
+
+
 def _loads(settings: Sequence[Setting], rates: Sequence[float], scale: Scale, run: Run) -> Loads:
     """Each setting's backlog, and the same requests with Poisson arrivals at shares of the device's capacity.
 
@@ -143,7 +156,9 @@ def _loads(settings: Sequence[Setting], rates: Sequence[float], scale: Scale, ru
 
 def latency(scale: Scale, run: Run) -> Finding:
     """Figure 6: latency per token, the whole latency of a request over its output tokens, against the rate."""
-    places = {T4: Setting(T4, "osc:200"), A10: Setting(A10, "1000:200")}
+    places = {
+        platform: _small_backlog(platform, name, scale) for platform, name in ((T4, "osc:200"), (A10, "1000:200"))
+    }
     cases = _loads(list(places.values()), _RATES, scale, run)
     outcomes = run(case for several in cases.values() for case in several)
     panels = tuple(_latency_panel(setting, cases, outcomes) for setting in places.values())

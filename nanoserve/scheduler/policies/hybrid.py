@@ -6,6 +6,9 @@ from typing import ClassVar
 from nanoserve.scheduler.load import Alternative, Decision, Load, Policy, check_parameter
 from nanoserve.scheduler.policies.placement import StepTimes, device_alone, device_first, fitting_tokens
 
+_COHORTS = 4
+"""They share the CPU's time in a step."""
+
 
 @dataclass(frozen=True, slots=True)
 class HybridByPrediction(Policy):
@@ -95,16 +98,21 @@ class HybridByPrediction(Policy):
         return max(asymmetric, overlap) > 1 + self.worthwhile
 
     def _overlap(self, load: Load, plan: Decision, step: StepTimes) -> tuple[Decision, float, float]:
-        """The overlapped step with as many new host tokens as the CPU has time for; its seconds and host tokens."""
+        """The overlapped step with as many new host tokens as the CPU has time for; its seconds and host tokens.
+
+        They begin in several cohorts, step by step. A single cohort for which the CPU takes a little more than a step
+        would advance in every second step only.
+        """
         predictor = step.predictor
         busy = sum(predictor.host_attention_seconds(cohort.sequences, cohort.context_tokens) for cohort in load.cohorts)
-        ready = load.ready_host - plan.swap_in
+        begin = ready = load.ready_host - plan.swap_in
         if step.rows:
-            # Where P plans are in flight, one ends P times as often as one takes.
-            ready = step.hidden(step.step_seconds / load.pipeline_depth - busy, ready)
+            window = step.step_seconds / load.pipeline_depth  # of P plans in flight, one ends P times as often
+            ready = step.hidden(window - busy, ready)
             under_way = sum(cohort.sequences for cohort in load.cohorts)
             if under_way + ready < self.least_gain * step.decodes * (predictor.num_layers + 1):
                 ready = 0
+            begin = min(ready, max(1, step.hidden(window / _COHORTS, ready)))
         sizes = [cohort.sequences for cohort in load.cohorts] + [ready]
         # Each cohort is in the linear part of one layer a step.
         alone = step.linear_seconds(step.rows)
@@ -113,4 +121,4 @@ class HybridByPrediction(Policy):
         tokens = sum(sizes) / (predictor.num_layers + 1)
         if tokens == 0:
             return plan, seconds, tokens
-        return replace(plan, strategy="overlap", host_decodes=(ready, 0)), seconds, tokens
+        return replace(plan, strategy="overlap", host_decodes=(begin, 0)), seconds, tokens

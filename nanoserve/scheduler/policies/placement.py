@@ -203,8 +203,12 @@ class StepTimes:
 
     @property
     def nc(self) -> float:
-        """NC, for all host sequences that are there."""
-        return self.host / self.cpu_seconds(self.host)
+        """NC, for as many sequences as the host has, each as long as the device's decodes are on average.
+
+        Both rates are of equal sequences: the inequality compares two processors, not short sequences with long ones.
+        """
+        keys = self.host * (self.keys // self.decodes if self.decodes else self.host_keys)
+        return self.host / self.predictor.host_attention_seconds(self.host, keys)
 
     @cached_property
     def step_seconds(self) -> float:
