@@ -273,7 +273,7 @@ def test_a_terminal_shows_the_phase_while_no_row_finishes_and_ctrl_c_keeps_the_r
 ) -> None:
     source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("a", "b", "slowly")))
     words = ["generate", "-f", str(source), "-o", str(target), "--max-model-len", "100000", *PAIR]
-    terminal = Terminal(*words, state=tmp_path)
+    terminal = Terminal(*words, state=tmp_path, columns=500)
     terminal.wait_for("decode D2T4, host pool 25%, ")
     terminal.wait_for("prefill D2P4, host pool 25%, ")
     terminal.type("\x03")
@@ -294,7 +294,7 @@ def test_ctrl_c_in_each_phase_of_real_workers_keeps_the_rows_and_the_next_run_en
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = ["generate", "-f", str(source), "--eager", "--dtype", "float32", "--threads", "2", "-o"]
     pair = ["--prefill-parallel", "p2", "--decode-parallel", "t2", "--host-kv-memory", "6MiB"]
-    terminal = Terminal(*common, str(target), *pair, state=tmp_path, module="nanoserve")
+    terminal = Terminal(*common, str(target), *pair, state=tmp_path, module="nanoserve", columns=500)
     terminal.wait_for_match(state)
     terminal.type("\x03")
     terminal.wait_for("rows are left; the same command goes on from here")

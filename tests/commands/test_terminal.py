@@ -7,6 +7,7 @@ import re
 import select
 import signal
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,12 +30,15 @@ PATIENCE = 60.0  # seconds; a busy machine starts processes slowly
 class Terminal:
     """A process on a pseudo-terminal of 24 rows; the command with the fake LLM, unless another module is named."""
 
-    def __init__(self, *arguments: str, state: Path, module: str = "tests.commands.fake_llm") -> None:
+    def __init__(
+        self, *arguments: str, state: Path, module: str = "tests.commands.fake_llm", columns: int = 80
+    ) -> None:
         self.shown = ""
         words = [sys.executable, "-m", module, *arguments]
         self.process, self.descriptor = pty.fork()
         if self.process == 0:
             os.chdir(ROOT)
+            termios.tcsetwinsize(0, (24, columns))
             settings = {"XDG_STATE_HOME": str(state), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
             os.execve(sys.executable, words, os.environ | settings)
 
