@@ -24,19 +24,19 @@ from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.models.shards import shards_of_layouts
 from nanoserve.record.forecasts import Forecasts
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.compiled_layers import CompiledLayers
-from nanoserve.runtime.core_division import divide_cores
-from nanoserve.runtime.devices import usable_device
-from nanoserve.runtime.gpu_staging import staging_memory
-from nanoserve.runtime.gpu_start import GpuFacts, GpuStart
-from nanoserve.runtime.host_pool import HostPool, choose_host_blocks
-from nanoserve.runtime.host_processor import HostProcessor
+from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
+from nanoserve.runtime.host.host_processor import HostProcessor
+from nanoserve.runtime.launch.core_division import divide_cores
+from nanoserve.runtime.launch.devices import usable_device
+from nanoserve.runtime.launch.gpu_start import GpuFacts, GpuStart
+from nanoserve.runtime.launch.measuring_speeds import measure_speeds
+from nanoserve.runtime.launch.memory import choose_num_blocks, kv_bytes_per_block
+from nanoserve.runtime.launch.model_loading import load_decoder, read_config
+from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_predictor
 from nanoserve.runtime.local import LocalExecutor
-from nanoserve.runtime.measuring_speeds import measure_speeds
-from nanoserve.runtime.memory import choose_num_blocks, kv_bytes_per_block
-from nanoserve.runtime.model_loading import load_decoder, read_config
-from nanoserve.runtime.start_profile import StartingEngine, hybrid_predictor
-from nanoserve.runtime.traced_executor import TracedExecutor
+from nanoserve.runtime.moves.gpu_staging import staging_memory
+from nanoserve.runtime.moves.host_pool import HostPool, choose_host_blocks
+from nanoserve.runtime.trace.traced_executor import TracingExecutor
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Policy, Predictor
 from nanoserve.scheduler.plan import LayoutCapacity
@@ -50,25 +50,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine, and what its users need to know of its model.
-
-    Attributes:
-        engine: the only one, or the dispatcher of several.
-        max_model_len: longest sequence in tokens that the engine takes.
-        default_params: what the model's generation_config.json recommends.
-        operators, layers: what is built in the background and makes steps faster; None where nothing is.
-        gpu: what getting the GPU ready took; None without one.
-        speeds: of each worker beside the others; None where nobody decides by them.
-    """
+    """An engine, and what its users need to know of its model."""
 
     engine: Engine | Dispatcher
+    """The only one, or the dispatcher of several."""
     model: ModelConfig
     max_model_len: int
+    """Longest sequence in tokens that the engine takes."""
     default_params: SamplingParams
+    """What the model's generation_config.json recommends."""
     operators: CpuOperators | None
-    layers: "CompiledLayers | RemoteLayers | LayersOfAll | None"
+    layers: "AotInductorLayers | RemoteLayers | LayersOfAll | None"
+    """What is built in the background and makes steps faster; None where nothing is."""
     gpu: GpuFacts | None
+    """What getting the GPU ready took; None without one."""
     speeds: MachineSpeeds | None = None
+    """Of each worker beside the others; None where nobody decides by them."""
 
 
 def build_engine(
@@ -115,7 +112,7 @@ def _trace(built: Engine | Dispatcher, file: ChromeTraceFile, config: EngineConf
     engines = built.engines if isinstance(built, Dispatcher) else (built,)
     for number, engine in enumerate(engines):
         which = number if len(engines) > 1 else None
-        engine.executor = TracedExecutor(
+        engine.executor = TracingExecutor(
             engine.executor, file, scheduler=engine.scheduler, layouts=config.layouts, engine=which
         )
 
@@ -135,9 +132,9 @@ def _build_here(
     operators = cpu_operators() if gpu is None else None
     # Before anything is compiled for a number of threads.
     processor = HostProcessor.set_apart(config.host_threads, device) if config.attends_on_host else None
-    layers: CompiledLayers | None = None
+    layers: AotInductorLayers | None = None
     if operators is not None and not config.eager:
-        layers = CompiledLayers(
+        layers = AotInductorLayers(
             decoder, block_size=config.block_size, operators=operators, with_pieces=config.attends_on_host
         )
     executor = LocalExecutor(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
-from nanoserve.threads import MOST_THREADS
+from nanoserve.processes.threads import MOST_THREADS
 
 # ------------------------------------------------------------------------------------------------- Model
 
@@ -149,58 +149,56 @@ POLICIES_ON_HOST = ("neo", "overlap", "apex", "hybrid")
 class EngineConfig:
     """How the engine runs a model.
 
-    Attributes:
-        dtype: of weights and KV cache: auto, bfloat16, float16 or float32.
-        device: cpu, cuda or cuda:N; with several workers, cuda is for each the GPU of its number on its machine.
-        max_model_len: longest sequence in tokens; None takes the model's limit, or what the cache holds.
-        kv_cache_memory: bytes of the KV cache, of each engine; None takes a share of what is free.
-        block_size: tokens per KV block.
-        max_num_seqs: sequences that hold blocks at a time.
-        max_num_batched_tokens: token budget of a step.
-        policy: name of a scheduling policy; None takes `policy_name`.
-        enable_prefix_caching: share the KV of equal prefixes.
-        eager: never run compiled layers or captured steps.
-        offline: never use the network.
-        seed: makes the seeds repeatable that requests without one are given.
-        pipeline_parallel: stages that the layers are divided over, each in a worker process of its own.
-        tensor_parallel: workers that share the heads and channels of each stage.
-        pipeline_split: layers of each stage, all of the model's together; None divides by cost.
-        data_parallel: whole engines, each with workers of its own, behind one dispatcher.
-        decode_layout: a second layout of one engine's workers, which decodes run under; the first is then that of
-            prompts. None: one layout.
-        host_kv_memory: bytes in host memory for KV blocks, of all engines of a machine together; None: a share of what
-            is free with two layouts or a policy that attends there, else nothing.
-        host_threads: CPU threads that attend to keys and values in host memory, on cores of their own; None: half of
-            the cores where the device is the CPU itself, else all but two.
-        profile: file of `nanoserve profile` for the policies that attend in host memory; None: one is measured.
-        trace: file that the Chrome trace of the run is written to.
-
     Raises:
         UsageError: if a number is out of range, the split is not one of so many stages, the two layouts do not suit
             each other, or the policy does not suit the layout or what is said of host memory.
     """
 
     dtype: str = "auto"
+    """Of weights and KV cache: auto, bfloat16, float16 or float32."""
     device: str = "cpu"
+    """Cpu, cuda or cuda:N; with several workers, cuda is for each the GPU of its number on its machine."""
     max_model_len: int | None = None
+    """Longest sequence in tokens; None takes the model's limit, or what the cache holds."""
     kv_cache_memory: int | None = None
+    """Bytes of the KV cache, of each engine; None takes a share of what is free."""
     block_size: int = 16
+    """Tokens per KV block."""
     max_num_seqs: int = 256
+    """Sequences that hold blocks at a time."""
     max_num_batched_tokens: int = 2048
+    """Token budget of a step."""
     policy: str | None = None
+    """Name of a scheduling policy; None takes `policy_name`."""
     enable_prefix_caching: bool = True
+    """Share the KV of equal prefixes."""
     eager: bool = False
+    """Never run compiled layers or captured steps."""
     offline: bool = False
+    """Never use the network."""
     seed: int | None = None
+    """Makes the seeds repeatable that requests without one are given."""
     pipeline_parallel: int = 1
+    """Stages that the layers are divided over, each in a worker process of its own."""
     tensor_parallel: int = 1
+    """Workers that share the heads and channels of each stage."""
     pipeline_split: tuple[int, ...] | None = None
+    """Layers of each stage, all of the model's together; None divides by cost."""
     data_parallel: int = 1
+    """Whole engines, each with workers of its own, behind one dispatcher."""
     decode_layout: ParallelLayout | None = None
+    """A second layout of one engine's workers, which decodes run under; the first is then that of prompts. None: one
+    layout."""
     host_kv_memory: int | None = None
+    """Bytes in host memory for KV blocks, of all engines of a machine together; None: a share of what is free with two
+    layouts or a policy that attends there, else nothing."""
     host_threads: int | None = None
+    """CPU threads that attend to keys and values in host memory, on cores of their own; None: half of the cores where
+    the device is the CPU itself, else all but two."""
     profile: str | None = None
+    """File of `nanoserve profile` for the policies that attend in host memory; None: one is measured."""
     trace: str | None = None
+    """File that the Chrome trace of the run is written to."""
 
     @property
     def num_workers(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any, cast, get_args
 
 from nanoserve.config import ModelConfig, MoeConfig, RopeConfig, RopeKind, SamplingDefaults
 from nanoserve.errors import ModelError
-from nanoserve.files import read_json_object, read_optional_json_object
+from nanoserve.processes.files import read_json_object, read_optional_json_object
 
 # Larger than any real model, small enough to be refused before memory runs out.
 _MAX_LAYERS = 10_000

@@ -27,13 +27,10 @@ class Dispatcher:
     Args:
         engines: at least one; they are closed with the dispatcher, the first of them last.
         wait: for any of their executors.
-
-    Attributes:
-        engines: by number.
     """
 
     def __init__(self, engines: Sequence[Engine], wait: Wait) -> None:
-        self.engines = tuple(engines)
+        self.engines = tuple(engines)  # by number
         self._wait = wait
 
     @property

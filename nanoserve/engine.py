@@ -13,37 +13,34 @@ from nanoserve.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """What an engine holds at a moment and has done so far; or what several do together.
-
-    Attributes:
-        layouts: number of the parallel layout that runs, of each engine.
-        changing: of each engine, whether that layout is being left: its devices are emptied, or change.
-        running, on_host, waiting: sequences that hold KV blocks on the device, in host memory, and that hold none.
-        free_blocks, total_blocks: KV blocks on the device.
-        free_host_blocks, total_host_blocks: KV blocks in host memory.
-        prompt_tokens: of requests whose first token is there.
-        output_tokens: of all samples.
-        preemptions, steps, transitions: so far.
-        losses: how often workers died and were started anew.
-        host_losses: how often attention on the CPU was lost, and its sequences computed again.
-    """
+    """What an engine holds at a moment and has done so far; or what several do together."""
 
     layouts: tuple[int, ...]
+    """Number of the parallel layout that runs, of each engine."""
     changing: tuple[bool, ...]
+    """Of each engine, whether that layout is being left: its devices are emptied, or change."""
     running: int
     on_host: int
     waiting: int
+    """Sequences that hold KV blocks on the device, in host memory, and that hold none."""
     free_blocks: int
     total_blocks: int
+    """KV blocks on the device."""
     free_host_blocks: int
     total_host_blocks: int
+    """KV blocks in host memory."""
     prompt_tokens: int
+    """Of requests whose first token is there."""
     output_tokens: int
+    """Of all samples."""
     preemptions: int
     steps: int
     transitions: int
+    """So far."""
     losses: int
+    """How often workers died and were started anew."""
     host_losses: int
+    """How often attention on the CPU was lost, and its sequences computed again."""
 
     @classmethod
     def together(cls, statuses: Iterable["EngineStatus"]) -> "EngineStatus":
@@ -61,17 +58,12 @@ class _Unended:
 
 
 class TokenCounts:
-    """Tokens of an engine's requests.
-
-    Attributes:
-        outstanding: the prompts and the answers so far of requests that have not ended. More of what is to be done
-            nobody knows in advance, for nobody knows how long an answer will be.
-        prompts: all those for which a first token is there.
-        outputs: all that were sampled.
-    """
+    """Tokens of an engine's requests."""
 
     def __init__(self) -> None:
-        self.outstanding = self.prompts = self.outputs = 0
+        self.outstanding = 0  # prompts and answers so far of requests that have not ended; their rest is unknown
+        self.prompts = 0  # of requests that have their first token
+        self.outputs = 0  # all that were sampled
         self._unended: dict[str, _Unended] = {}
 
     def __contains__(self, request_id: str) -> bool:
@@ -108,11 +100,6 @@ class Engine:
         executor: runs; it is closed with the engine.
         vocab_size: width of the logits; every token id of a request must be below it.
 
-    Attributes:
-        tokens: of its requests.
-        losses: how often the executor's workers died and new ones were started.
-        failure: why the executor runs nothing any more; None while it does.
-
     Raises:
         ValueError: if the scheduler would plan rows that the executor does not take.
     """
@@ -123,9 +110,9 @@ class Engine:
         self.scheduler = scheduler
         self.executor = executor
         self.vocab_size = vocab_size
-        self.tokens = TokenCounts()
-        self.losses = 0
-        self.failure: str | None = None
+        self.tokens = TokenCounts()  # of its requests
+        self.losses = 0  # how often the executor's workers died and new ones were started
+        self.failure: str | None = None  # why the executor runs nothing any more; None while it does
 
     @property
     def failures(self) -> tuple[str, ...]:

@@ -13,11 +13,11 @@ from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine, EngineStatus
 from nanoserve.errors import NanoserveError, UsageError
-from nanoserve.files import unreadable_as_model_error
 from nanoserve.grammar.checker import GrammarChecker
-from nanoserve.interrupts import deferred_interrupts
 from nanoserve.models.hub import resolve_model
 from nanoserve.outputs import RequestTracker
+from nanoserve.processes.files import unreadable_as_model_error
+from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.request import MAX_SEED, FinishReason, Request, RequestOutput, SamplingParams, SequenceUpdate
 from nanoserve.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
@@ -41,11 +41,6 @@ class LLM:
         progress: called with (stage, done, total) while something is downloaded or loaded.
         settings: the fields of EngineConfig.
 
-    Attributes:
-        driven: the engine, or the dispatcher of several.
-        gpu: what getting the GPU ready took (`GpuFacts`); None without one.
-        speeds: what each worker reaches beside the others; None where nobody decides by them.
-
     Raises:
         ModelError: if the model cannot be used.
         UsageError: if a setting makes no sense here.
@@ -66,9 +61,12 @@ class LLM:
             failing.callback(built.engine.close)
             check_vocabulary(self.tokenizer, built.model.vocab_size)
             failing.pop_all()  # the LLM closes them
+        # the engine, or the dispatcher of several.
         self.driven, self.config, self.max_model_len = built.engine, built.model, built.max_model_len
         self._default_params = built.default_params
         self._operators, self._layers = built.operators, built.layers
+        # what each worker reaches beside the others; None where nobody decides by them.
+        # what getting the GPU ready took (`GpuFacts`); None without one.
         self.gpu, self.speeds = built.gpu, built.speeds
         self.end_tokens = _end_tokens(self.config, self.tokenizer)
         self._grammars = GrammarChecker(resolved.tokenizer_directory)

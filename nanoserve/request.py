@@ -29,47 +29,44 @@ MAX_TOKENS = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are drawn and when a sequence ends; the names and meanings are vLLM's.
-
-    Attributes:
-        n: samples of one prompt, 1 to 16.
-        temperature: 0 is greedy.
-        top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        top_p: keep the smallest set of tokens whose probability reaches p, in (0, 1].
-        min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
-        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output.
-        presence_penalty: subtracted once from the logit of a token already in the output, -2 to 2.
-        frequency_penalty: subtracted per occurrence in the output, -2 to 2.
-        logit_bias: added to the logits of these token ids, -100 to 100.
-        seed: equal requests with equal seeds give equal tokens; None draws a seed.
-        stop: strings that end the text; they are not part of it.
-        stop_token_ids: token ids that end the sequence, at most 1024.
-        max_tokens: None means until the context is full.
-        min_tokens: end tokens are not sampled before so many tokens.
-        ignore_eos: go on past the model's end tokens.
-        logprobs: report the sampled token's log probability and so many of the likeliest (0 to 20).
-        prompt_logprobs: the same for every prompt token but the first.
-        json_schema: the text of a JSON schema; the output is JSON that meets it and ends there, even before min_tokens.
-    """
+    """How tokens are drawn and when a sequence ends; the names and meanings are vLLM's."""
 
     n: int = 1
+    """Samples of one prompt, 1 to 16."""
     temperature: float = 1.0
+    """0 is greedy."""
     top_k: int = 0
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
     top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches p, in (0, 1]."""
     min_p: float = 0.0
+    """Drop tokens less likely than min_p times the likeliest, in [0, 1]."""
     repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output."""
     presence_penalty: float = 0.0
+    """Subtracted once from the logit of a token already in the output, -2 to 2."""
     frequency_penalty: float = 0.0
+    """Subtracted per occurrence in the output, -2 to 2."""
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    """Added to the logits of these token ids, -100 to 100."""
     seed: int | None = None
+    """Equal requests with equal seeds give equal tokens; None draws a seed."""
     stop: tuple[str, ...] = ()
+    """Strings that end the text; they are not part of it."""
     stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the sequence, at most 1024."""
     max_tokens: int | None = None
+    """None means until the context is full."""
     min_tokens: int = 0
+    """End tokens are not sampled before so many tokens."""
     ignore_eos: bool = False
+    """Go on past the model's end tokens."""
     logprobs: int | None = None
+    """Report the sampled token's log probability and so many of the likeliest (0 to 20)."""
     prompt_logprobs: int | None = None
+    """The same for every prompt token but the first."""
     json_schema: str | None = None
+    """The text of a JSON schema; the output is JSON that meets it and ends there, even before min_tokens."""
 
     def __post_init__(self) -> None:
         _check_integer("n", self.n, 1, MAX_SAMPLES)
@@ -181,27 +178,24 @@ def _check_number(name: str, value: object, low: float, high: float, *, above: b
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt as the engine takes it in: token ids, never text.
-
-    Attributes:
-        request_id: the caller's name for it, unique among the requests in the engine.
-        prompt: token ids, at least one.
-        params: sampling parameters.
-        seed: the resolved seed (``params.seed`` or one drawn at the edge).
-        end_tokens: the model's end-of-sequence ids.
-        arrival_time: seconds on the executor's clock.
-        cache_salt: requests share cached prefixes only with requests of the same salt.
-        resumed: the tokens each sample has already, when the engine that gave them died; it goes on behind them.
-    """
+    """One prompt as the engine takes it in: token ids, never text."""
 
     request_id: str
+    """The caller's name for it, unique among the requests in the engine."""
     prompt: tuple[int, ...]
+    """Token ids, at least one."""
     params: SamplingParams
+    """Sampling parameters."""
     seed: int
+    """The resolved seed (``params.seed`` or one drawn at the edge)."""
     end_tokens: tuple[int, ...] = ()
+    """The model's end-of-sequence ids."""
     arrival_time: float = 0.0
+    """Seconds on the executor's clock."""
     cache_salt: str = ""
+    """Requests share cached prefixes only with requests of the same salt."""
     resumed: tuple[tuple[int, ...], ...] = ()
+    """The tokens each sample has already, when the engine that gave them died; it goes on behind them."""
 
 
 class Status(Enum):
@@ -242,19 +236,17 @@ LEGAL_TRANSITIONS: dict[Status, frozenset[Status]] = {
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log probability of one token under the model's raw distribution, before penalties and temperature.
 
-    Attributes:
-        token: the token this position really holds.
-        logprob: its natural log probability.
-        rank: 1 for the likeliest token of the vocabulary.
-        top: the likeliest tokens and their log probabilities, best first.
-
     There may be a million of them, none in a cycle: the garbage collector, which stops everyone, need not see them.
     """
 
     token: int
+    """The token this position really holds."""
     logprob: float
+    """Its natural log probability."""
     rank: int
+    """1 for the likeliest token of the vocabulary."""
     top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens and their log probabilities, best first."""
 
 
 class PlannedRow(Protocol):
@@ -271,46 +263,43 @@ class PlannedRow(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of one request: its tokens, its blocks and its state. Only the Scheduler changes it.
-
-    Attributes:
-        sequence_id: unique and increasing with arrival, so it is also the age.
-        tokens: prompt, then everything generated.
-        stop_tokens: ids that end it once it has more than ``min_length`` tokens.
-        max_length: tokens, prompt and output together, at which it ends.
-        fed_below: while it has fewer tokens than this it may be in a plan before the token that it waits for is known;
-            0 where it never may.
-        computed: positions ``0..computed-1`` have their KV written by plans already submitted; one more than there are
-            tokens while it waits for two of them.
-        block_table: device blocks in order of position.
-        host_table: host blocks in order of position; on the device, those reserved for a prompt that will move.
-        chain: prefix-cache entries of its first full blocks.
-        in_flight: rows of submitted plans that are not answered yet, oldest first; ``place`` shows a swap in flight.
-        preempt_when_answered: chosen as a victim while in flight; its blocks come back with its last answer.
-        copy_source: a block whose first slots must be copied before this fork writes (copy-on-write), or None.
-    """
+    """One sample of one request: its tokens, its blocks and its state. Only the Scheduler changes it."""
 
     sequence_id: int
+    """Unique and increasing with arrival, so it is also the age."""
     request: Request
     index: int
     tokens: list[int]
+    """Prompt, then everything generated."""
     stop_tokens: frozenset[int] = frozenset()
+    """Ids that end it once it has more than ``min_length`` tokens."""
     min_length: int = 0
     max_length: int = MAX_TOKENS
+    """Tokens, prompt and output together, at which it ends."""
     fed_below: int = 0
+    """While it has fewer tokens than this it may be in a plan before the token that it waits for is known; 0 where it
+    never may."""
     status: Status = Status.WAITING
     place: Place = Place.NONE
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     error: str | None = None
     computed: int = 0
+    """Positions ``0..computed-1`` have their KV written by plans already submitted; one more than there are tokens
+    while it waits for two of them."""
     block_table: list[int] = field(default_factory=list)
+    """Device blocks in order of position."""
     host_table: list[int] = field(default_factory=list)
+    """Host blocks in order of position; on the device, those reserved for a prompt that will move."""
     chain: list[int] = field(default_factory=list)
+    """Prefix-cache entries of its first full blocks."""
     in_flight: deque[PlannedRow] = field(default_factory=deque)
+    """Rows of submitted plans that are not answered yet, oldest first; ``place`` shows a swap in flight."""
     preempt_when_answered: bool = False
+    """Chosen as a victim while in flight; its blocks come back with its last answer."""
     begun: bool = False
     copy_source: int | None = None
+    """A block whose first slots must be copied before this fork writes (copy-on-write), or None."""
     cached_tokens: int = 0
     preemptions: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -430,37 +419,31 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One sample: the whole of it from ``generate``, what is new from ``stream``.
-
-    Attributes:
-        finish_reason: "stop", "length", "abort", "error", or None while it goes on.
-        stop_reason: the stop string or the token id that ended it, if one did.
-    """
+    """One sample: the whole of it from ``generate``, what is new from ``stream``."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None
     finish_reason: str | None
+    """"stop", "length", "abort", "error", or None while it goes on."""
     stop_reason: str | int | None
+    """The stop string or the token id that ended it, if one did."""
     metrics: RequestMetrics
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What became of one request.
-
-    Attributes:
-        prompt: the prompt's text where the caller gave text.
-        cached_tokens: prompt tokens that came from the prefix cache.
-        prompt_logprobs: None at the first position, as nothing predicts it.
-    """
+    """What became of one request."""
 
     request_id: str
     prompt: str | None
+    """The prompt's text where the caller gave text."""
     prompt_token_ids: tuple[int, ...]
     outputs: SequenceOf[CompletionOutput]
     finished: bool
     cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """None at the first position, as nothing predicts it."""

@@ -11,10 +11,10 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from nanoserve.threads import prepare_threads
+from nanoserve.processes.threads import prepare_threads
 
 if TYPE_CHECKING:
-    from nanoserve.runtime.model_runner import ModelRunner
+    from nanoserve.runtime.step.model_runner import ModelRunner
     from nanoserve.scheduler.plan import StepPlan
 
 ROUNDS = 7
@@ -31,9 +31,9 @@ def main(name: str, dtype_name: str) -> None:
     from nanoserve.costs import ParallelLayout
     from nanoserve.costs.measured_machine import layout_predictors, measured_machine
     from nanoserve.models.hub import resolve_model
-    from nanoserve.runtime.measuring_speeds import measure_speeds
-    from nanoserve.runtime.model_loading import load_decoder
-    from nanoserve.runtime.model_runner import ModelRunner
+    from nanoserve.runtime.launch.measuring_speeds import measure_speeds
+    from nanoserve.runtime.launch.model_loading import load_decoder
+    from nanoserve.runtime.step.model_runner import ModelRunner
     from triton_ops.cpu import cpu_operators
 
     device = torch.device("cpu")

@@ -61,7 +61,7 @@ ENGINE = {
     "max_num_batched_tokens": 256,
     "max_num_seqs": 8,
 }
-"""What all contenders have in common. Ranks of one stage run eagerly on CPUs, so all do."""
+"""What all variants have in common. Ranks of one stage run eagerly on CPUs, so all do."""
 HOST_KV_MEMORY = "256MiB"
 START_SECONDS, RUN_SECONDS = 180.0, 240.0
 _FIRST_PORT = 29500
@@ -195,14 +195,14 @@ def _said(programs: Sequence[Program]) -> str:
 
 
 @contextmanager
-def open_engines(rate: str, contenders: Sequence[str], directory: Path) -> Iterator[dict[str, RemoteEngine]]:
-    """All contenders on two hosts with a cable of that rate, started one after the other."""
+def open_engines(rate: str, variants: Sequence[str], directory: Path) -> Iterator[dict[str, RemoteEngine]]:
+    """All variants on two hosts with a cable of that rate, started one after the other."""
     with two_hosts() as hosts, ExitStack() as closing:
         for host in hosts:
             if rate != UNSHAPED:
                 host.shape(rate)
         engines = {}
-        for number, name in enumerate(contenders):
+        for number, name in enumerate(variants):
             options = ENGINE | CONTENDERS[name] | {"model": f"dummy:{directory / 'config.json'}"}
             if "decode_parallel" in options:
                 options["host_kv_memory"] = HOST_KV_MEMORY
@@ -213,24 +213,22 @@ def open_engines(rate: str, contenders: Sequence[str], directory: Path) -> Itera
         yield engines
 
 
-def measure(
-    rates: Sequence[str], contenders: Sequence[str], works: Sequence[Work], rounds: int
-) -> list[dict[str, Any]]:
+def measure(rates: Sequence[str], variants: Sequence[str], works: Sequence[Work], rounds: int) -> list[dict[str, Any]]:
     """A row for every run; before the first round each engine has done a little of each work, unmeasured."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="ns-") as name:
         directory = Path(name)
         (directory / "config.json").write_text(json.dumps(MODEL))
         for rate in rates:
-            with open_engines(rate, contenders, directory) as engines:
+            with open_engines(rate, variants, directory) as engines:
                 for engine in engines.values():
                     engine.run(Work("warm-up", 2, 64, 4))
                 load = ForeignLoad()
                 for number in range(rounds):
                     for work in works:
-                        for contender in _rotated(list(engines), number):
-                            figures = engines[contender].run(work)
-                            row = {"rate": rate, "round": number, "work": work.name, "contender": contender, **figures}
+                        for variant in _rotated(list(engines), number):
+                            figures = engines[variant].run(work)
+                            row = {"rate": rate, "round": number, "work": work.name, "variant": variant, **figures}
                             rows.append(row | {"foreign_cores": load.read()})
                             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return rows
@@ -242,14 +240,14 @@ def _rotated(names: list[str], number: int) -> list[str]:
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each rate and work: the median seconds of each contender, the best static layout, and how the pairs compare.
+    """For each rate and work: the median seconds of each variant, the best static layout, and how the pairs compare.
 
     Ratios are formed within a round, and are medians over the rounds.
     """
     cells: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
     for row in rows:
         cell = cells.setdefault((row["rate"], row["work"]), {})
-        cell.setdefault(row["contender"], {})[row["round"]] = row["seconds"]
+        cell.setdefault(row["variant"], {})[row["round"]] = row["seconds"]
     summary = []
     for (rate, work), found in cells.items():
         medians = {name: statistics.median(seconds.values()) for name, seconds in found.items()}
@@ -281,7 +279,7 @@ def main() -> None:
     """See above."""
     parser = argparse.ArgumentParser(description="Layouts of two workers, whose link gets slower and slower.")
     parser.add_argument("--rates", default=",".join(RATES), help=f"as tc writes them, or {UNSHAPED}")
-    parser.add_argument("--contenders", default=",".join(DEFAULT_CONTENDERS), help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--variants", default=",".join(DEFAULT_CONTENDERS), help=f"of {', '.join(CONTENDERS)}")
     parser.add_argument("--works", default=",".join(work.name for work in WORKS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write every run there")
@@ -291,7 +289,7 @@ def main() -> None:
     if options.serve is not None:
         sys.exit(serve(json.loads(options.serve), options.address))
     works = [work for work in WORKS if work.name in options.works.split(",")]
-    rows = measure(options.rates.split(","), options.contenders.split(","), works, options.rounds)
+    rows = measure(options.rates.split(","), options.variants.split(","), works, options.rounds)
     summary = summarize(rows)
     if options.json is not None:
         document = {

@@ -12,8 +12,8 @@ import pytest
 from nanoserve.benchmarks.report import Report
 from nanoserve.commands.batch_files import ResultFile, Row
 from nanoserve.errors import RuntimeFailure
-from nanoserve.files import replace_file
 from nanoserve.measures.figures import save_figure, titled_figure
+from nanoserve.processes.files import replace_file
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.lifeline import read_line
-from nanoserve.temporary import choose_directory, make_directory
+from nanoserve.processes.temporary import choose_directory, make_directory
+from nanoserve.processes.watchdog import read_line
 
 
 @pytest.fixture

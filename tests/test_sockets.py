@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from nanoserve import sockets
 from nanoserve.errors import RuntimeFailure
-from nanoserve.sockets import SocketKeys, connect, listen, local_address
+from nanoserve.processes import sockets
+from nanoserve.processes.sockets import SocketKeys, connect, listen, local_address
 
 ADDRESSES: dict[str, Callable[[Path], str]] = {"here": local_address, "network": lambda _: "tcp://127.0.0.1:*"}
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from nanoserve import temporary
 from nanoserve.errors import RuntimeFailure
-from nanoserve.temporary import choose_directory, make_directory, remove_directory, temporary_directory
+from nanoserve.processes import temporary
+from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory, temporary_directory
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_what_is_written_while_a_directory_is_removed_does_not_keep_it(
 
 def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys; from pathlib import Path; from nanoserve.temporary import *\n"
+        "import os, signal, sys; from pathlib import Path; from nanoserve.processes.temporary import *\n"
         "make_directory(directory := choose_directory(Path(sys.argv[1])))\n"
         "(directory / 'object.o').touch(); os.kill(os.getpid(), signal.SIGKILL)"
     )

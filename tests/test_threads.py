@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.threads import SPIN_COUNT, physical_cores, prepare_threads, threads_of_each
+from nanoserve.processes.threads import SPIN_COUNT, physical_cores, prepare_threads, threads_of_each
 
 SHOW = """
 import json, os
@@ -34,7 +34,7 @@ def settings_of(first: str, **environment: str) -> list[object]:
 def test_settings_take_effect_beside_a_busy_neighbour() -> None:
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        found = settings_of("from nanoserve.threads import prepare_threads; prepare_threads(1)")
+        found = settings_of("from nanoserve.processes.threads import prepare_threads; prepare_threads(1)")
     finally:
         busy.kill()
         busy.wait()

@@ -13,7 +13,7 @@ from triton_ops.gpu import on_first_call
 from triton_ops.linear import linear, project
 from triton_ops.registration import OPERATORS
 
-plain_operators = OPERATORS.plain
+reference_operators = OPERATORS.plain
 
 OPERATORS.implement("paged_attention", "CUDA", on_first_call("attention", "paged_attention"))
 OPERATORS.implement("cache_write", "CUDA", on_first_call("cache", "cache_write"))
@@ -28,8 +28,8 @@ __all__ = [
     "gather_blocks",
     "linear",
     "paged_attention",
-    "plain_operators",
     "project",
+    "reference_operators",
     "scatter_blocks",
     "sparse_experts",
 ]

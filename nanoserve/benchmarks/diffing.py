@@ -23,21 +23,18 @@ Samples = dict[str, dict[str, list[float]]]
 
 
 class Change(msgspec.Struct, frozen=True):
-    """A metric of a case, after over before.
-
-    Attributes:
-        ratio: of the medians; low and high bound it with 95 % confidence.
-        worse: by what share the later one is worse at least, with that confidence; 0 if it may be as good.
-    """
+    """A metric of a case, after over before."""
 
     case: str
     metric: str
     before: float
     after: float
     ratio: float
+    """Of the medians; low and high bound it with 95 % confidence."""
     low: float
     high: float
     worse: float
+    """By what share the later one is worse at least, with that confidence; 0 if it may be as good."""
 
 
 class _Row(msgspec.Struct):

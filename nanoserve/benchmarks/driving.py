@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from nanoserve.benchmarks.floors import StepShape
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
-from nanoserve.interrupts import deferred_interrupts
 from nanoserve.measures.metrics import RequestTiming
+from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 

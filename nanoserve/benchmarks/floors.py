@@ -19,23 +19,20 @@ STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
 
 
 class StepShape(msgspec.Struct, frozen=True, kw_only=True):
-    """How much one step holds.
-
-    Attributes:
-        sequences: rows of the plan.
-        tokens: positions computed.
-        decoding: rows of one token.
-        sampled: rows whose last position gets logits.
-        context: keys that are read, summed over rows: each row reads its sequence up to its own last position.
-        attended: pairs of query and key, summed over positions.
-    """
+    """How much one step holds."""
 
     sequences: int
+    """Rows of the plan."""
     tokens: int
+    """Positions computed."""
     decoding: int
+    """Rows of one token."""
     sampled: int
+    """Rows whose last position gets logits."""
     context: int
+    """Keys that are read, summed over rows: each row reads its sequence up to its own last position."""
     attended: int
+    """Pairs of query and key, summed over positions."""
 
     @classmethod
     def of(cls, plan: StepPlan) -> "StepShape":
@@ -61,15 +58,12 @@ class StepShape(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the machine can do at best.
-
-    Attributes:
-        bytes_per_second: read from memory, or read and written: what measures it says which.
-        operations_per_second: a multiply-add counts as two.
-    """
+    """What the machine can do at best."""
 
     bytes_per_second: float
+    """Read from memory, or read and written: what measures it says which."""
     operations_per_second: float
+    """A multiply-add counts as two."""
 
     def at_least(self, *bytes_per_second: float) -> "Limits":
         """The same with the best of these readings, where one was better."""

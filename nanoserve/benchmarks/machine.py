@@ -11,7 +11,7 @@ from typing import Any
 
 from nanoserve import __version__
 from nanoserve.installation import commit
-from nanoserve.runtime.this_machine import processor
+from nanoserve.runtime.launch.this_machine import processor
 
 PACKAGES = ("torch", "triton", "transformers", "llama-cpp-python", "numpy", "safetensors", "tokenizers")
 ENVIRONMENT = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "MKL_NUM_THREADS")

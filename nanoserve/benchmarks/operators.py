@@ -21,8 +21,8 @@ from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.rounds import GIGA, Bracketed, bandwidth_states, until_enough_count
 from nanoserve.models.shapes import dummy_config
-from nanoserve.runtime.host_attention import HostAttention, HostRows
-from triton_ops import cache_write, linear, paged_attention, plain_operators
+from nanoserve.runtime.host.host_attention import HostAttention, HostRows
+from triton_ops import cache_write, linear, paged_attention, reference_operators
 
 SHAPE = "qwen3-0.6b"
 OURS = "nanoserve"
@@ -47,16 +47,13 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class OperatorCase:
-    """Work that several routes do; ours is the first.
-
-    Attributes:
-        num_bytes: what every route must read: each key, value and weight once, in the number format they are kept in.
-        operations: of the matrix products, two for each multiply-add.
-    """
+    """Work that several routes do; ours is the first."""
 
     name: str
     num_bytes: int
+    """What every route must read: each key, value and weight once, in the number format they are kept in."""
     operations: int
+    """Of the matrix products, two for each multiply-add."""
     routes: Mapping[str, Route]
 
 
@@ -98,7 +95,7 @@ def attention_case(batch: int, context: int, dtype: torch.dtype) -> OperatorCase
         routes={
             OURS: Route(ours),
             "gather + SDPA": Route(gather_and_attend),
-            "plain torch": Route(ours, plain_operators),
+            "plain torch": Route(ours, reference_operators),
         },
     )
 

@@ -9,7 +9,7 @@ import msgspec
 from nanoserve.benchmarks.machine import describe_run
 from nanoserve.benchmarks.rounds import busy_note
 from nanoserve.errors import UsageError
-from nanoserve.files import replace_file
+from nanoserve.processes.files import replace_file
 
 SCHEMA = "nanoserve-bench/1"
 

@@ -14,8 +14,8 @@ import torch
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.machine import cache_directory, describe_machine
 from nanoserve.errors import RuntimeFailure
-from nanoserve.files import replace_file
 from nanoserve.models.hub import ProgressCallback
+from nanoserve.processes.files import replace_file
 
 READ_BYTES = 2**30
 """Far beyond any cache that this machine could have for itself."""

@@ -20,18 +20,15 @@ GIGA = 1e9
 
 
 class Bracketed(msgspec.Struct, frozen=True, kw_only=True):
-    """A round of one case.
-
-    Attributes:
-        bandwidth_before, bandwidth_after: readings in GB/s.
-        foreign_cores: the most that other processes kept busy during any part of it; None where that is unknown.
-    """
+    """A round of one case."""
 
     case: str
     number: int
     bandwidth_before: float
     bandwidth_after: float
+    """Readings in GB/s."""
     foreign_cores: float | None
+    """The most that other processes kept busy during any part of it; None where that is unknown."""
 
     @property
     def drift(self) -> float:

@@ -27,16 +27,13 @@ TO_FIRST_TOKEN = STAGES[: STAGES.index("first token") + 1]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One process.
-
-    Attributes:
-        stages: seconds each took, in order.
-        operators, layers: what ran in the end, as other reports say it.
-    """
+    """One process."""
 
     stages: dict[str, float]
+    """Seconds each took, in order."""
     operators: str
     layers: str
+    """What ran in the end, as other reports say it."""
 
     @property
     def to_first_token(self) -> float:

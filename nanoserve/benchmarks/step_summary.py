@@ -14,26 +14,23 @@ ALL = "all"
 
 
 class StepSummary(msgspec.Struct, frozen=True):
-    """Steps of one kind; rates and shares are of their sums, so that long steps weigh more.
-
-    Attributes:
-        steps: how many there were.
-        step_ms: their durations.
-        read_gb_per_s, gflops: the bytes and the operations that they cannot do without, over their durations.
-        of_floor: the sum of their floors over the sum of their durations; 1 is the floor itself.
-        step_of_floor: the same share, step by step. Both are None where the machine's limits are not known.
-        engine_ms: the engine's own time per step, in the median.
-        engine_share: its sum over the sum of their durations.
-    """
+    """Steps of one kind; rates and shares are of their sums, so that long steps weigh more."""
 
     steps: int
+    """How many there were."""
     step_ms: Distribution | None
+    """Their durations."""
     read_gb_per_s: float
     gflops: float
+    """The bytes and the operations that they cannot do without, over their durations."""
     of_floor: float | None
+    """The sum of their floors over the sum of their durations; 1 is the floor itself."""
     step_of_floor: Distribution | None
+    """The same share, step by step. Both are None where the machine's limits are not known."""
     engine_ms: float
+    """The engine's own time per step, in the median."""
     engine_share: float
+    """Its sum over the sum of their durations."""
 
     @classmethod
     def of(cls, steps: Sequence[StepRecord], cost: ModelCost, limits: Limits | None) -> "StepSummary":

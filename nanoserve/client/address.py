@@ -14,18 +14,15 @@ _ORDINARY = re.compile(r"[!-~]+")
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """An OpenAI-compatible server.
-
-    Attributes:
-        scheme: http or https.
-        host, port: where to connect.
-        root: the path before /v1, mostly empty; what is no part of OpenAI's API lies below it (/tokenize, /ready).
-    """
+    """An OpenAI-compatible server."""
 
     scheme: str
+    """Http or https."""
     host: str
     port: int
+    """Where to connect."""
     root: str = ""
+    """The path before /v1, mostly empty; what is no part of OpenAI's API lies below it (/tokenize, /ready)."""
 
     @property
     def api(self) -> str:

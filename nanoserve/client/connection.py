@@ -33,21 +33,15 @@ _HINTS = {
 
 
 class ServerRefused(RuntimeFailure):
-    """The server answered with an error.
-
-    Attributes:
-        status: of HTTP.
-        context_full: whether it says that the prompt does not fit into the model's context.
-        retry_after: seconds after which it wants to be asked again, if it says so.
-    """
+    """The server answered with an error."""
 
     def __init__(
         self, message: str, status: int, *, context_full: bool = False, retry_after: int | None = None
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.context_full = context_full
-        self.retry_after = retry_after
+        self.status = status  # of HTTP
+        self.context_full = context_full  # whether it says that the prompt does not fit into the model's context
+        self.retry_after = retry_after  # seconds after which it wants to be asked again, if it says so
 
 
 class ServerLost(RuntimeFailure):

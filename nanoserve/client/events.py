@@ -75,15 +75,11 @@ _CHUNKS = msgspec.json.Decoder(Chunk)
 
 
 class EventReader:
-    """Cuts bytes, however they were divided on their way, into the chunks of an answer.
-
-    Attributes:
-        done: whether the server has said that there is no more.
-    """
+    """Cuts bytes, however they were divided on their way, into the chunks of an answer."""
 
     def __init__(self) -> None:
         self._rest = b""
-        self.done = False
+        self.done = False  # whether the server has said that there is no more
 
     def push(self, data: bytes) -> Iterator[Chunk]:
         """The chunks that are complete now, those before a bad one too; go through all of them.

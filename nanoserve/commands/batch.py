@@ -92,11 +92,7 @@ def _run(llm: "LLM", items: "_Items", rows: list[Row], phases: Phases | None, dr
 
 
 class _Items:
-    """Turns rows into what the LLM takes and its answers into results; rows whose settings are wrong end as errors.
-
-    Attributes:
-        lost: why an engine runs nothing any more, if it took rows with it: they are left for the next run.
-    """
+    """Turns rows into what the LLM takes and its answers into results; rows whose settings are wrong end as errors."""
 
     def __init__(self, llm: "LLM", settings: dict[str, Any], seed: int | None, results: ResultFile, tally: Tally):
         self._llm = llm
@@ -106,6 +102,7 @@ class _Items:
         self._results = results
         self._tally = tally
         self._accepted: list[Row] = []
+        # why an engine runs nothing any more, if it took rows with it: they are left for the next run.
         self.lost: str | None = None
 
     def of(self, rows: list[Row]) -> Iterator[Item]:

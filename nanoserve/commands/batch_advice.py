@@ -94,7 +94,7 @@ def _machine(llm: "LLM", speeds: "MachineSpeeds", precision: "Precision", limits
     from nanoserve.costs.counts import ModelCounts
     from nanoserve.costs.efficiency import Efficiency
     from nanoserve.costs.measured_machine import measured_machine
-    from nanoserve.runtime.memory import available_memory
+    from nanoserve.runtime.launch.memory import available_memory
 
     config, usable = llm.engine_config, Efficiency().usable_memory
     devices = config.data_parallel * config.num_workers

@@ -23,21 +23,18 @@ _PROMPT_NAMES = ("prompt", "messages")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One prompt of the input.
-
-    Attributes:
-        index: its line in the file, from 0.
-        id: the user's name for it, or None.
-        prompt: a text, or chat messages.
-        settings: its own sampling settings.
-        error: why it cannot be used; then there is no prompt.
-    """
+    """One prompt of the input."""
 
     index: int
+    """Its line in the file, from 0."""
     id: str | int | None = None
+    """The user's name for it, or None."""
     prompt: Any = None
+    """A text, or chat messages."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    """Its own sampling settings."""
     error: str | None = None
+    """Why it cannot be used; then there is no prompt."""
 
     @property
     def key(self) -> RowKey:

@@ -22,21 +22,18 @@ _MOVING = -1
 
 @dataclass(slots=True)
 class Tally:
-    """What this run wrote so far.
-
-    Attributes:
-        total: rows of the file, with those that an earlier run has done.
-        started: when, in seconds of the monotonic clock.
-        written, errors: rows, and those of them that are errors.
-        tokens: of the answers written.
-    """
+    """What this run wrote so far."""
 
     total: int
+    """Rows of the file, with those that an earlier run has done."""
     done_before: int
     started: float
+    """When, in seconds of the monotonic clock."""
     written: int = 0
     errors: int = 0
+    """Rows, and those of them that are errors."""
     tokens: int = 0
+    """Of the answers written."""
 
     @property
     def seconds(self) -> float:
@@ -60,21 +57,19 @@ class Phases:
 
     Where there are several engines, a second that one of them spends in a phase counts as its part of a second, so
     rates are those of all engines in that phase.
-
-    Attributes:
-        layouts: that of prompts and that of decodes, of all engines together.
-        seconds: in each phase.
-        prompts, prompt_tokens: whose first token is known.
-        answer_tokens: generated, but for these first ones.
-        fullest: the largest share of host memory that was seen in use.
     """
 
     layouts: Sequence[ParallelLayout]
+    """That of prompts and that of decodes, of all engines together."""
     seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """In each phase."""
     prompts: int = 0
     prompt_tokens: int = 0
+    """Whose first token is known."""
     answer_tokens: int = 0
+    """Generated, but for these first ones."""
     fullest: float = 0.0
+    """The largest share of host memory that was seen in use."""
     _seen: float = 0.0
     _status: "EngineStatus | None" = None
     _begun: set[tuple[str, int]] = field(default_factory=set)

@@ -10,8 +10,8 @@ from nanoserve.commands.failures import EXIT_FAILURE, EXIT_OK
 from nanoserve.commands.options import option, switch
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
-from nanoserve.interrupts import deferred_interrupts
-from nanoserve.threads import prepare_threads
+from nanoserve.processes.interrupts import deferred_interrupts
+from nanoserve.processes.threads import prepare_threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

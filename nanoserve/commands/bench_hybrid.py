@@ -216,12 +216,12 @@ def _benches(
 
         return Bench(
             case=case.name,
-            contenders=list(scheduling.contenders(case)),
+            variants=list(scheduling.variants(case)),
             make_requests=requests,
             vocab_size=model.vocab_size,
             probe=probe.read,
             foreign=foreign,
-            keep=lambda contender, run: keeper.keep(ShownRun(f"{case.name}, {contender.name}", run, 1)),
+            keep=lambda variant, run: keeper.keep(ShownRun(f"{case.name}, {variant.name}", run, 1)),
             engine=running,
             block_size=config.block_size,
         )

@@ -8,7 +8,7 @@ from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
-from nanoserve.threads import MOST_THREADS
+from nanoserve.processes.threads import MOST_THREADS
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.operators import OperatorCase

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from nanoserve.commands.options import option, switch
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure
-from nanoserve.interrupts import deferred_interrupts
-from nanoserve.threads import prepare_threads
+from nanoserve.processes.interrupts import deferred_interrupts
+from nanoserve.processes.threads import prepare_threads
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report

@@ -23,13 +23,13 @@ from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import WORKERS_PANEL, WorkersOptions
 from nanoserve.config import MOST_PARALLEL, PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
-from nanoserve.runtime.torchrun import TorchrunProcess
+from nanoserve.runtime.launch.torchrun import TorchrunProcess
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.pipeline.engines import Metadata, OpenEngine
     from nanoserve.benchmarks.pipeline.picture import RunKeeper
     from nanoserve.benchmarks.pipeline.policies import Scheduling
-    from nanoserve.benchmarks.pipeline.rounds import Bench, Contender
+    from nanoserve.benchmarks.pipeline.rounds import Bench, Variant
     from nanoserve.benchmarks.report import Report
     from nanoserve.benchmarks.serving.work import Work
     from nanoserve.config import ModelConfig
@@ -174,8 +174,8 @@ def pipeline(
         resolved, model = resolved_model(engine)
         engines = _open_engines(resolved, config, metadatas, comparison, opened)
         scheduling, work = _scheduling(engines, config, model, work, report)
-        contenders = _contenders(engines, policies, scheduling)
-        bench = _bench(contenders, work, rate, seed, config, model, keeper)
+        variants = _contenders(engines, policies, scheduling)
+        bench = _bench(variants, work, rate, seed, config, model, keeper)
         report.put("engine", _facts(resolved, config, model, engines, bench, operators))
         measure_rounds([(bench, {})], comparison.rounds, report)
     return EXIT_OK
@@ -240,13 +240,11 @@ def _scheduling(
     return scheduling, fitting_work(work, context, report)
 
 
-def _contenders(
-    engines: "Sequence[OpenEngine]", policies: Sequence[str], scheduling: "Scheduling"
-) -> "list[Contender]":
-    from nanoserve.benchmarks.pipeline.rounds import Contender
+def _contenders(engines: "Sequence[OpenEngine]", policies: Sequence[str], scheduling: "Scheduling") -> "list[Variant]":
+    from nanoserve.benchmarks.pipeline.rounds import Variant
 
     return [
-        Contender(
+        Variant(
             policy=policy,
             engine=engine.name,
             executor=engine.executor,
@@ -261,7 +259,7 @@ def _contenders(
 
 
 def _bench(
-    contenders: "Sequence[Contender]",
+    variants: "Sequence[Variant]",
     work: "Work",
     rate: float,
     seed: int,
@@ -293,14 +291,14 @@ def _bench(
 
     return Bench(
         case=work.name,
-        contenders=contenders,
+        variants=variants,
         make_requests=requests,
         vocab_size=model.vocab_size,
         cost=ModelCost(model, dtype.itemsize),
         limits=limits,
         probe=probe.read,
         foreign=ForeignLoad(),
-        keep=lambda contender, run: keeper.keep(ShownRun(contender.name, run, contender.tensor_parallel)),
+        keep=lambda variant, run: keeper.keep(ShownRun(variant.name, run, variant.tensor_parallel)),
     )
 
 
@@ -315,7 +313,7 @@ def _facts(
     import torch
 
     from nanoserve.benchmarks.peers.weights import dtype_name
-    from nanoserve.threads import threads_of_each
+    from nanoserve.processes.threads import threads_of_each
 
     return {
         "model": resolved.name,

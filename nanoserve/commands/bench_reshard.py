@@ -17,13 +17,13 @@ from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import WORKERS_PANEL, WorkersOptions
 from nanoserve.config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
-from nanoserve.runtime.torchrun import TorchrunProcess
+from nanoserve.runtime.launch.torchrun import TorchrunProcess
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
     from nanoserve.benchmarks.resharding.picture import RunKeeper
     from nanoserve.benchmarks.resharding.policies import Workers
-    from nanoserve.benchmarks.resharding.rounds import Bench, Contender
+    from nanoserve.benchmarks.resharding.rounds import Bench, Variant
     from nanoserve.benchmarks.serving.work import Work
     from nanoserve.config import ModelConfig
     from nanoserve.models.hub import ResolvedModel
@@ -122,9 +122,9 @@ def reshard(
         keeper = RunKeeper(None if trace is None else opened.enter_context(trace))
         resolved, model = resolved_model(engine)
         groups = _open_workers(resolved, config, model, comparison, opened)
-        contenders, work = _contenders(groups, config, model, work, report)
-        opened.enter_context(kept(report, lambda: _show(report, results, keeper, pairs(contenders))))
-        bench = _bench(contenders, work, seed, model, keeper)
+        variants, work = _contenders(groups, config, model, work, report)
+        opened.enter_context(kept(report, lambda: _show(report, results, keeper, pairs(variants))))
+        bench = _bench(variants, work, seed, model, keeper)
         report.put("engine", _facts(resolved, config, model, groups, operators))
         measure_rounds([(bench, {})], comparison.rounds, report)
     return EXIT_OK
@@ -171,7 +171,7 @@ def _open_workers(
 
 def _contenders(
     groups: "Sequence[Workers]", config: EngineConfig, model: "ModelConfig", work: "Work", report: "Report"
-) -> "tuple[list[Contender], Work]":
+) -> "tuple[list[Variant], Work]":
     """Who takes part, and the requests that fit all of them."""
     from nanoserve.benchmarks.resharding.policies import Scheduling
 
@@ -184,11 +184,11 @@ def _contenders(
         max_num_seqs=config.max_num_seqs,
         token_budget=config.max_num_batched_tokens,
     )
-    return list(scheduling.contenders(groups)), fitting_work(work, context, report)
+    return list(scheduling.variants(groups)), fitting_work(work, context, report)
 
 
 def _bench(
-    contenders: "Sequence[Contender]", work: "Work", seed: int, model: "ModelConfig", keeper: "RunKeeper"
+    variants: "Sequence[Variant]", work: "Work", seed: int, model: "ModelConfig", keeper: "RunKeeper"
 ) -> "Bench":
     from nanoserve.benchmarks.cpu_load import ForeignLoad
     from nanoserve.benchmarks.pipeline.running import make_requests
@@ -200,7 +200,7 @@ def _bench(
 
     return Bench(
         case=work.name,
-        contenders=contenders,
+        variants=variants,
         make_requests=requests,
         vocab_size=model.vocab_size,
         probe=BandwidthProbe().read,
@@ -219,7 +219,7 @@ def _facts(
     import torch
 
     from nanoserve.benchmarks.peers.weights import dtype_name
-    from nanoserve.threads import threads_of_each
+    from nanoserve.processes.threads import threads_of_each
 
     pair = groups[0]
     return {

@@ -1,4 +1,4 @@
-"""What benchmarks of contenders share: their model, the requests that fit, and rounds that are reported as they end."""
+"""What benchmarks of variants share: their model, the requests that fit, and rounds that are reported as they end."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,9 +8,9 @@ from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 
 if TYPE_CHECKING:
-    from nanoserve.benchmarks.contenders import ContendersBench
     from nanoserve.benchmarks.report import Report
     from nanoserve.benchmarks.serving.work import Work
+    from nanoserve.benchmarks.variants import VariantsBench
     from nanoserve.config import ModelConfig
     from nanoserve.models.hub import ResolvedModel
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def resolved_model(engine: EngineOptions) -> "tuple[ResolvedModel, ModelConfig]":
     """The model, fetched if need be, and its shape."""
     from nanoserve.models.hub import resolve_model
-    from nanoserve.runtime.model_loading import read_config
+    from nanoserve.runtime.launch.model_loading import read_config
 
     with show_progress() as progress:
         resolved = resolve_model(engine.model, offline=engine.offline, progress=progress)
@@ -34,7 +34,7 @@ def fitting_work(work: "Work", context: int, report: "Report") -> "Work":
 
 
 def measure_rounds(
-    benches: "Sequence[tuple[ContendersBench[Any, Any, Any], dict[str, Any]]]", wanted: int, report: "Report"
+    benches: "Sequence[tuple[VariantsBench[Any, Any, Any], dict[str, Any]]]", wanted: int, report: "Report"
 ) -> None:
     """Warm up, then make rounds of each case until enough count; each goes into the report, with the facts of its case,
     as it is done."""

@@ -187,7 +187,7 @@ def _target(server: ServerOptions, engine: EngineOptions, report: "Report", open
 
 
 def _show(report: "Report", results: ResultOptions) -> None:
-    from nanoserve.benchmarks.serving.doubts import doubts
+    from nanoserve.benchmarks.serving.warnings import warnings
     from nanoserve.benchmarks.tables import Column, print_table
 
     document = report.document
@@ -216,8 +216,8 @@ def _show(report: "Report", results: ResultOptions) -> None:
     columns = [Column("load", "case"), Column("metric", "metric"), Column("n", "n", ",d"), *statistics]
     print_table("milliseconds", columns, rows)
     for row in report.rows:
-        for doubt in doubts(row):
-            print(f"{row['case']}: {doubt}")
+        for warning in warnings(row):
+            print(f"{row['case']}: {warning}")
     if results.plot is not None:
         _plot(results.plot, report.titled(title), report.rows)
 

@@ -7,7 +7,7 @@ from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions
 from nanoserve.commands.progress import watched
 from nanoserve.commands.terminal import remark
-from nanoserve.temporary import temporary_directory
+from nanoserve.processes.temporary import temporary_directory
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report

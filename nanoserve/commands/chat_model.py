@@ -30,18 +30,15 @@ class ContextFull(RuntimeFailure):
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """What is new of an answer.
-
-    Attributes:
-        thinking: reasoning that was told apart already; ``text`` may hold more of it between tags.
-        usage: of the answer so far.
-        finish_reason: None while it goes on.
-    """
+    """What is new of an answer."""
 
     text: str
     thinking: str
+    """Reasoning that was told apart already; ``text`` may hold more of it between tags."""
     usage: Usage
+    """Of the answer so far."""
     finish_reason: str | None
+    """None while it goes on."""
 
 
 class ChatModel(Protocol):

@@ -63,25 +63,22 @@ class Answer:
 
 @dataclass(slots=True)
 class ChatSession:
-    """Turns and settings; whatever the model needs the caller's thread for is done while an answer is iterated.
-
-    Attributes:
-        model: answers.
-        notify: called with one line when something happens that the user should know.
-        system: the system prompt, always kept.
-        settings: what ``/set`` and the flags changed; the model's defaults are the rest.
-        turns: user and assistant in alternation, a user's first.
-        last_answer: the latest one, also when it was interrupted.
-        answers: how many there were since the session began.
-    """
+    """Turns and settings; whatever the model needs the caller's thread for is done while an answer is iterated."""
 
     model: ChatModel
+    """Answers."""
     notify: Callable[[str], None]
+    """Called with one line when something happens that the user should know."""
     system: str | None = None
+    """The system prompt, always kept."""
     settings: dict[str, Any] = field(default_factory=dict)
+    """What ``/set`` and the flags changed; the model's defaults are the rest."""
     turns: list[Message] = field(default_factory=list)
+    """User and assistant in alternation, a user's first."""
     last_answer: Answer | None = None
+    """The latest one, also when it was interrupted."""
     answers: int = 0
+    """How many there were since the session began."""
 
     def ask(self, question: str, steps: Steps = iter) -> Iterator[Piece]:
         """Send a message and yield the answer; history changes when the answer has ended.

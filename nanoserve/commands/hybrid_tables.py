@@ -51,7 +51,7 @@ def measured_cases(report: "Report") -> "list[Measured]":
     found = []
     for rows, rounds in _by_case(report).values():
         throughputs = {
-            name: [done.contenders[name].output_tokens_per_s for done in rounds] for name in rounds[0].contenders
+            name: [done.variants[name].output_tokens_per_s for done in rounds] for name in rounds[0].variants
         }
         found.append(Measured(rows[0]["share"], rows[0]["output"], throughputs))
     return found
@@ -59,8 +59,8 @@ def measured_cases(report: "Report") -> "list[Measured]":
 
 def _put_figures(report: "Report", policies: Sequence[str]) -> list[dict[str, Any]]:
     """Into the report: medians, ratios, samples and findings of each case; returns the medians with the ratios."""
-    from nanoserve.benchmarks.contenders import ratios, samples, summarize
     from nanoserve.benchmarks.hybrid.rounds import RATIOS, findings, pairs
+    from nanoserve.benchmarks.variants import ratios, samples, summarize
 
     summary: list[dict[str, Any]] = []
     compared: list[dict[str, Any]] = []
@@ -68,9 +68,9 @@ def _put_figures(report: "Report", policies: Sequence[str]) -> list[dict[str, An
     found: dict[str, Any] = {}
     for case, (rows, rounds) in _by_case(report).items():
         held = ratios(rounds, pairs(policies), RATIOS)
-        texts = {(one.contenders.partition(" over ")[0], one.state): one for one in held}
+        texts = {(one.variants.partition(" over ")[0], one.state): one for one in held}
         for row in summarize(rounds):
-            ratio = texts.get((row["contender"], row["state"]))
+            ratio = texts.get((row["variant"], row["state"]))
             text = None if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
             summary.append({"case": case, **row, "ratio": text})
         compared += [{"case": case, "ratio": one} for one in held]
@@ -89,13 +89,13 @@ def _means(report: "Report", policies: Sequence[str]) -> dict[str, dict[str, flo
     from operator import attrgetter
     from statistics import geometric_mean
 
-    from nanoserve.benchmarks.contenders import ratios_within
     from nanoserve.benchmarks.hybrid.rounds import RATIOS, pairs
+    from nanoserve.benchmarks.variants import ratios_within
 
     found: dict[str, dict[str, list[float]]] = {}
     for rows, rounds in _by_case(report).values():
         for done in filter(attrgetter("counts"), rounds):
-            for (called, _), ratio in ratios_within(done.contenders, pairs(policies), RATIOS).items():
+            for (called, _), ratio in ratios_within(done.variants, pairs(policies), RATIOS).items():
                 found.setdefault(f"KV {rows[0]['share']:.0%}", {}).setdefault(called, []).append(ratio)
     return {share: {name: geometric_mean(held) for name, held in of.items()} for share, of in found.items()}
 
@@ -128,7 +128,7 @@ def _remarks(report: "Report") -> Iterator[str]:
     for share, means in report.document["means"].items():
         each = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
         yield f"geometric means of all rounds that count, {share}: {each}"
-    held = [one for one in report.document["ratios"] if one["ratio"]["contenders"].startswith(f"{_PREDICTING} over")]
+    held = [one for one in report.document["ratios"] if one["ratio"]["variants"].startswith(f"{_PREDICTING} over")]
     worse = [f"{one['ratio']['median']:.2f} in {one['case']}" for one in held if one["ratio"]["median"] < _NEVER_WORSE]
     if held:
         below = f"; below: {'; '.join(worse)}" if worse else ""
@@ -147,7 +147,7 @@ def _columns(*columns: tuple[str, ...]) -> "list[Column]":
     """Behind those that say which row it is."""
     from nanoserve.benchmarks.tables import Column
 
-    keys = (("case", "case"), ("policy", "contender"))
+    keys = (("case", "case"), ("policy", "variant"))
     return [Column(*column) for column in (*keys, *columns)]  # type: ignore[arg-type]  # headings, paths and formats
 
 
@@ -224,7 +224,7 @@ def _gain_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
             if row["gains"] is not None and row["gains"][strategy] is not None:
                 yield {
                     "case": row["case"],
-                    "contender": row["contender"],
+                    "variant": row["variant"],
                     "strategy": strategy,
                     **row["gains"][strategy],
                 }

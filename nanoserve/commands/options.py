@@ -15,8 +15,8 @@ import typer
 
 from nanoserve.config import DEFAULT_POLICY, POLICY_NAMES, POLICY_OF_TWO_LAYOUTS, EngineConfig
 from nanoserve.errors import UsageError
-from nanoserve.interrupts import deferred_interrupts
-from nanoserve.threads import MOST_THREADS, prepare_threads
+from nanoserve.processes.interrupts import deferred_interrupts
+from nanoserve.processes.threads import MOST_THREADS, prepare_threads
 
 if TYPE_CHECKING:
     from nanoserve.client.connection import ApiClient

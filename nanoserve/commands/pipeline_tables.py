@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 from nanoserve.commands.bench_options import print_head
 
 if TYPE_CHECKING:
-    from nanoserve.benchmarks.contenders import Ratio
     from nanoserve.benchmarks.report import Report
     from nanoserve.benchmarks.tables import Column
+    from nanoserve.benchmarks.variants import Ratio
 
 _METRICS = {"output_tokens_per_s": "tok/s", "ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2EL"}
 
@@ -17,12 +17,12 @@ def show_pipeline(report: "Report") -> str:
     """Print the tables of a report with rows, and put their figures into it; returns what they are about."""
     import msgspec
 
-    from nanoserve.benchmarks.contenders import ratios, samples, summarize
     from nanoserve.benchmarks.pipeline.rounds import RATIOS, PipelineRound, pairs
     from nanoserve.benchmarks.tables import print_table
+    from nanoserve.benchmarks.variants import ratios, samples, summarize
 
     rounds = [msgspec.convert(row["round"], PipelineRound) for row in report.rows]
-    summary, compared = summarize(rounds), ratios(rounds, pairs(list(rounds[0].contenders)), RATIOS)
+    summary, compared = summarize(rounds), ratios(rounds, pairs(list(rounds[0].variants)), RATIOS)
     report.put("summary", summary)
     report.put("ratios", compared)
     report.put("samples", samples(rounds, RATIOS))
@@ -66,7 +66,7 @@ def _request_columns() -> "list[Column]":
         for field, called in (("mean", "ms"), ("p99", "p99"))
     ]
     return _columns(
-        ("policy, engine", "contender"),
+        ("policy, engine", "variant"),
         ("read", "state"),
         ("rounds", "rounds"),
         ("seconds", "seconds", ",.2f"),
@@ -83,7 +83,7 @@ def _request_columns() -> "list[Column]":
 
 def _stage_columns() -> "list[Column]":
     return _columns(
-        ("policy, engine", "contender"),
+        ("policy, engine", "variant"),
         ("read", "state"),
         ("stage", "stage"),
         ("micro-batches", "steps", ",.0f"),
@@ -111,7 +111,7 @@ def _stage_rows(summary: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _ratio_columns() -> "list[Column]":
     return _columns(
-        ("contenders", "contenders"),
+        ("variants", "variants"),
         ("read", "state"),
         ("rounds", "rounds"),
         *((name, name) for name in _METRICS.values()),
@@ -122,7 +122,7 @@ def _ratio_rows(compared: "Sequence[Ratio]") -> list[dict[str, Any]]:
     """One for each pair and state, with all metrics."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for one in compared:
-        row = rows.setdefault((one.contenders, one.state), {"contenders": one.contenders, "state": one.state})
+        row = rows.setdefault((one.variants, one.state), {"variants": one.variants, "state": one.state})
         row["rounds"] = one.rounds
         row[_METRICS[one.metric]] = f"{one.median:.2f} ({one.low:.2f}-{one.high:.2f})"
     return list(rows.values())
@@ -130,7 +130,7 @@ def _ratio_rows(compared: "Sequence[Ratio]") -> list[dict[str, Any]]:
 
 def _simulated_columns() -> "list[Column]":
     return _columns(
-        ("policy, engine", "contender"),
+        ("policy, engine", "variant"),
         ("read", "state"),
         ("makespan", "simulated.makespan", ".3f"),
         ("TTFT", "simulated.ttft", ".3f"),

@@ -9,11 +9,11 @@ from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions, at_most, option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
-from nanoserve.threads import MOST_THREADS, physical_cores, prepare_threads
+from nanoserve.processes.threads import MOST_THREADS, physical_cores, prepare_threads
 
 if TYPE_CHECKING:
     from nanoserve.costs.profile import Profile
-    from nanoserve.runtime.host_processor import HostProcessor
+    from nanoserve.runtime.host.host_processor import HostProcessor
 
 
 def profile(
@@ -77,9 +77,9 @@ def profile(
 
 def _set_apart(host_threads: int | None, device: str) -> "HostProcessor":
     """What attends in host memory; a CPU that is the device shares all cores with it, unless some are asked for."""
-    from nanoserve.runtime.core_division import divide_cores  # torch: the threads are set
-    from nanoserve.runtime.devices import usable_device
-    from nanoserve.runtime.host_processor import HostProcessor
+    from nanoserve.runtime.host.host_processor import HostProcessor
+    from nanoserve.runtime.launch.core_division import divide_cores  # torch: the threads are set
+    from nanoserve.runtime.launch.devices import usable_device
 
     found = usable_device(device)
     if host_threads is None and found.type == "cpu":

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 from nanoserve.commands.bench_options import print_head
 
 if TYPE_CHECKING:
-    from nanoserve.benchmarks.contenders import Ratio
     from nanoserve.benchmarks.report import Report
     from nanoserve.benchmarks.tables import Column
+    from nanoserve.benchmarks.variants import Ratio
 
 _MOVES = {"re-sharding": "reshards", "swaps out": "swaps_out", "swaps in": "swaps_in"}
 
@@ -21,9 +21,9 @@ def show_reshard(report: "Report", held: Sequence[tuple[str, str, str]]) -> str:
     """
     import msgspec
 
-    from nanoserve.benchmarks.contenders import ratios, samples, summarize
     from nanoserve.benchmarks.resharding.rounds import RATIOS, ReshardRound
     from nanoserve.benchmarks.tables import print_table
+    from nanoserve.benchmarks.variants import ratios, samples, summarize
 
     rounds = [msgspec.convert(row["round"], ReshardRound) for row in report.rows]
     summary, compared = summarize(rounds), ratios(rounds, held, RATIOS)
@@ -64,7 +64,7 @@ def _columns(*columns: tuple[str, ...]) -> "list[Column]":
 
 def _run_columns() -> "list[Column]":
     return _columns(
-        ("policy, layouts", "contender"),
+        ("policy, layouts", "variant"),
         ("read", "state"),
         ("rounds", "rounds"),
         ("seconds", "seconds", ",.2f"),
@@ -80,7 +80,7 @@ def _run_columns() -> "list[Column]":
 
 def _phase_columns() -> "list[Column]":
     return _columns(
-        ("policy, layouts", "contender"),
+        ("policy, layouts", "variant"),
         ("read", "state"),
         ("prefill", "phases.prefill", ",.2f"),
         ("decode", "phases.decode", ",.2f"),
@@ -96,7 +96,7 @@ def _phase_columns() -> "list[Column]":
 
 def _move_columns() -> "list[Column]":
     return _columns(
-        ("policy, layouts", "contender"),
+        ("policy, layouts", "variant"),
         ("read", "state"),
         ("moves", "moves"),
         ("number", "count", ",.0f"),
@@ -112,7 +112,7 @@ def _move_rows(summary: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One for each kind of moves."""
     return [
         {
-            "contender": row["contender"],
+            "variant": row["variant"],
             "state": row["state"],
             "moves": moves,
             "megabytes": row[field]["num_bytes"] / 1e6,
@@ -124,13 +124,13 @@ def _move_rows(summary: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _ratio_columns() -> "list[Column]":
-    return _columns(("contenders", "contenders"), ("read", "state"), ("rounds", "rounds"), ("tok/s", "text"))
+    return _columns(("variants", "variants"), ("read", "state"), ("rounds", "rounds"), ("tok/s", "text"))
 
 
 def _ratio_rows(compared: "Sequence[Ratio]") -> list[dict[str, Any]]:
     return [
         {
-            "contenders": one.contenders,
+            "variants": one.variants,
             "state": one.state,
             "rounds": one.rounds,
             "text": f"{one.median:.2f} ({one.low:.2f}-{one.high:.2f})",
@@ -141,7 +141,7 @@ def _ratio_rows(compared: "Sequence[Ratio]") -> list[dict[str, Any]]:
 
 def _simulated_columns() -> "list[Column]":
     return _columns(
-        ("policy, layouts", "contender"),
+        ("policy, layouts", "variant"),
         ("read", "state"),
         ("makespan", "simulated.makespan", ".3f"),
         ("transitions", "simulated.simulated_transitions", ",.0f"),

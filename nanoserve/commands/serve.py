@@ -12,7 +12,7 @@ from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import ServingOptions
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.threads import prepare_threads
+from nanoserve.processes.threads import prepare_threads
 
 if TYPE_CHECKING:
     from socket import socket
@@ -159,9 +159,9 @@ def _open_service(
 ) -> "Service":
     """Everything but the engine process, which starts when the server runs."""
     from nanoserve.config import EngineConfig
-    from nanoserve.files import unreadable_as_model_error
     from nanoserve.grammar.checker import GrammarChecker
     from nanoserve.models.hub import resolve_model
+    from nanoserve.processes.files import unreadable_as_model_error
     from nanoserve.server.engine_client import EngineClient
     from nanoserve.server.messages import EngineStart
     from nanoserve.server.service import Service

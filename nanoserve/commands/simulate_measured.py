@@ -17,17 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredHardware:
-    """One layout of one stage, as SimulatedHardware of the cost model's layouts.
-
-    Attributes:
-        layouts: the measured times.
-        kv_blocks: as many as the measured engine had, unless others are asked for.
-        host_blocks: in host memory.
-    """
+    """One layout of one stage, as SimulatedHardware of the cost model's layouts."""
 
     layouts: "tuple[MeasuredTimes]"
+    """The measured times."""
     kv_blocks: tuple[int]
+    """As many as the measured engine had, unless others are asked for."""
     host_blocks: int = 0
+    """In host memory."""
 
     @classmethod
     def of(cls, hardware: HardwareOptions, path: Path) -> "MeasuredHardware":

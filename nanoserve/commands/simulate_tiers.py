@@ -20,17 +20,14 @@ _ONE_LAYOUT = HardwareOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedHardware:
-    """What a policy is simulated on.
-
-    Attributes:
-        layouts: the times of each parallel layout; the first is current in the beginning.
-        kv_blocks: of each layout's devices.
-        host_blocks: in host memory.
-    """
+    """What a policy is simulated on."""
 
     layouts: "Sequence[StepCosts]"
+    """The times of each parallel layout; the first is current in the beginning."""
     kv_blocks: Sequence[int]
+    """Of each layout's devices."""
     host_blocks: int
+    """In host memory."""
 
     @property
     def name(self) -> str:

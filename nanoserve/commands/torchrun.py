@@ -11,8 +11,8 @@ from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.workers_options import WorkersOptions
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.runtime.torchrun import TorchrunProcess
-from nanoserve.threads import prepare_threads
+from nanoserve.processes.threads import prepare_threads
+from nanoserve.runtime.launch.torchrun import TorchrunProcess
 
 
 def on_all_machines(command: Callable[..., int]) -> Callable[..., int]:
@@ -45,7 +45,7 @@ def _told_when_done(process: TorchrunProcess) -> Iterator[list[int]]:
     try:
         yield codes
     finally:
-        from nanoserve.runtime.meetings import SharedKeys
+        from nanoserve.runtime.launch.torchrun_rendezvous import SharedKeys
 
         with suppress(RuntimeFailure):  # torchrun is gone, and so are the others
             SharedKeys.of_torchrun(process).set_finished(codes[-1])
@@ -54,13 +54,13 @@ def _told_when_done(process: TorchrunProcess) -> Iterator[list[int]]:
 def _keep_worker(process: TorchrunProcess, engine: WorkersOptions) -> int:
     prepare_threads(engine.threads)
     from nanoserve.models.hub import ResolvedModel, resolve_model
-    from nanoserve.runtime.meetings import SharedKeys
-    from nanoserve.runtime.workers.keeper import Keeper
+    from nanoserve.runtime.launch.torchrun_rendezvous import SharedKeys
+    from nanoserve.runtime.workers.agent import WorkerAgent
 
     def resolve() -> ResolvedModel:
         with show_progress() as progress:
             return resolve_model(engine.model, offline=engine.offline, progress=progress)
 
     remark(f"worker {process.rank} of the engine on {process.master_address}")
-    Keeper(process, SharedKeys.of_torchrun(process), resolve).keep()
+    WorkerAgent(process, SharedKeys.of_torchrun(process), resolve).keep()
     return EXIT_OK

@@ -9,18 +9,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens and seconds of one answer; a rate or time is None where it was never reached.
-
-    Attributes:
-        prompt_tokens: None where a server has not told (yet).
-        cached_tokens: prompt tokens whose KV came from the prefix cache; None where a server does not tell.
-        metrics: of the first sample.
-    """
+    """Tokens and seconds of one answer; a rate or time is None where it was never reached."""
 
     prompt_tokens: int | None
+    """None where a server has not told (yet)."""
     cached_tokens: int | None
+    """Prompt tokens whose KV came from the prefix cache; None where a server does not tell."""
     completion_tokens: int
     metrics: "RequestMetrics"
+    """Of the first sample."""
 
     @classmethod
     def of(cls, output: "RequestOutput", completion_tokens: int | None = None) -> "Usage":

@@ -7,7 +7,7 @@ from nanoserve.commands.options import EngineOptions, at_most, option, parsed_by
 from nanoserve.config import MOST_PARALLEL, PAIR_OPTIONS
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
-from nanoserve.threads import MOST_THREADS
+from nanoserve.processes.threads import MOST_THREADS
 
 WORKERS_PANEL = "Workers"
 _TRACE_HELP = "Write what each worker did when, for Perfetto or chrome://tracing."

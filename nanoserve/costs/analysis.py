@@ -18,44 +18,38 @@ _ORDER = ("embedding", "qkv", "attention", "output", "router", "experts", "gate_
 
 
 class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One operator of a step, summed over layers and stages; on one device of each stage.
-
-    Attributes:
-        phase: prefill or decode.
-        operator: its name.
-        flops, bytes: what it computes and moves; for communication, the bytes of the tensors.
-        intensity: operations per byte; None where nothing is computed.
-        bound: what its time is made of.
-        seconds: how long it takes.
-        share: of the step.
-    """
+    """One operator of a step, summed over layers and stages; on one device of each stage."""
 
     phase: str
+    """Prefill or decode."""
     operator: str
+    """Its name."""
     flops: float
     bytes: float
+    """What it computes and moves; for communication, the bytes of the tensors."""
     intensity: float | None
+    """Operations per byte; None where nothing is computed."""
     bound: Bound
+    """What its time is made of."""
     seconds: float
+    """How long it takes."""
     share: float
+    """Of the step."""
 
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Decoding with so many sequences.
-
-    Attributes:
-        batch: sequences on the devices of a replica.
-        tpot: seconds from token to token of a sequence.
-        tokens_per_second: of all sequences: batch / tpot.
-        tokens_per_second_with_prefill: output tokens over the time of their prompts and their own.
-        kv_share: keys and values of whole sequences over the memory that weights leave; above 1 they do not fit.
-    """
+    """Decoding with so many sequences."""
 
     batch: int
+    """Sequences on the devices of a replica."""
     tpot: float
+    """Seconds from token to token of a sequence."""
     tokens_per_second: float
+    """Of all sequences: batch / tpot."""
     tokens_per_second_with_prefill: float
+    """Output tokens over the time of their prompts and their own."""
     kv_share: float
+    """Keys and values of whole sequences over the memory that weights leave; above 1 they do not fit."""
 
     @property
     def fits(self) -> bool:

@@ -34,26 +34,23 @@ class Times:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendixA:
-    """Seesaw, Appendix A, with its symbols spelled out.
-
-    Attributes:
-        layers: L.
-        layer_weights: W, parameters of a layer.
-        query_heads, kv_heads, head_dim: hq, hkv, d.
-        bandwidth: B_HBM, bytes per second.
-        flops: FLOPS, operations per second.
-        all_reduce_bandwidth: B_ar(TP), *algorithm* bandwidth: bytes of the tensor over the time of an all-reduce.
-            From bus bandwidth it is that times t / (2 (t - 1)).
-    """
+    """Seesaw, Appendix A, with its symbols spelled out."""
 
     layers: int
+    """L."""
     layer_weights: int
+    """W, parameters of a layer."""
     query_heads: int
     kv_heads: int
     head_dim: int
+    """Hq, hkv, d."""
     bandwidth: float
+    """B_HBM, bytes per second."""
     flops: float
+    """FLOPS, operations per second."""
     all_reduce_bandwidth: float
+    """B_ar(TP), *algorithm* bandwidth: bytes of the tensor over the time of an all-reduce. From bus bandwidth it is
+    that times t / (2 (t - 1))."""
 
     @classmethod
     def of(

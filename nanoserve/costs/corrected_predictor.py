@@ -19,17 +19,14 @@ common, of what each differs by, and of a strategy."""
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Something that steps spend time on. Its factor is a line over the logarithm of its size.
-
-    Attributes:
-        first: the number of its first factor.
-        factors: how many it has.
-        smallest: the logarithm (base 16) of the size of the first one.
-    """
+    """Something that steps spend time on. Its factor is a line over the logarithm of its size."""
 
     first: int
+    """The number of its first factor."""
     factors: int
+    """How many it has."""
     smallest: int
+    """The logarithm (base 16) of the size of the first one."""
 
     def shares(self, size: float) -> tuple[tuple[int, float], ...]:
         """The factors between which a size lies, and how near it is to each; the outermost count beyond them, too."""
@@ -99,13 +96,10 @@ class CorrectedPredictor:
 
     Args:
         base: whose times are corrected.
-
-    Attributes:
-        num_layers: of the model.
     """
 
     def __init__(self, base: Predictor) -> None:
-        self.num_layers = base.num_layers
+        self.num_layers = base.num_layers  # of the model
         self._base = base
         self._filter = FactorFilter(_prior())
         self._noise, self._host_noise = Noise(), Noise()

@@ -61,21 +61,18 @@ class Precision:
 
 
 class Operator(msgspec.Struct, frozen=True):
-    """One operator of a step on one device, all its layers in the stage together.
-
-    Attributes:
-        name: qkv, attention, output, gate_up, down, experts, router, embedding, head.
-        kind: which efficiency it has.
-        flops: floating point operations.
-        weight_bytes, kv_bytes, activation_bytes: what it reads and writes.
-    """
+    """One operator of a step on one device, all its layers in the stage together."""
 
     name: str
+    """Qkv, attention, output, gate_up, down, experts, router, embedding, head."""
     kind: OperatorKind
+    """Which efficiency it has."""
     flops: float
+    """Floating point operations."""
     weight_bytes: float
     kv_bytes: float
     activation_bytes: float
+    """What it reads and writes."""
 
     @property
     def bytes(self) -> float:
@@ -89,22 +86,19 @@ class Operator(msgspec.Struct, frozen=True):
 
 
 class Matrix(msgspec.Struct, frozen=True):
-    """A matrix product of one layer, on one device.
-
-    Attributes:
-        weights: numbers in the matrix; of all experts, where there are several.
-        per_token: multiply-adds for one token.
-        activations: numbers read and written for one token.
-        bytes_per_weight: as it is stored.
-        reached: the share of the experts that one token is sent to; 1 for what is no expert.
-    """
+    """A matrix product of one layer, on one device."""
 
     name: str
     weights: int
+    """Numbers in the matrix; of all experts, where there are several."""
     per_token: int
+    """Multiply-adds for one token."""
     activations: int
+    """Numbers read and written for one token."""
     bytes_per_weight: float
+    """As it is stored."""
     reached: float = 1.0
+    """The share of the experts that one token is sent to; 1 for what is no expert."""
 
     def weights_read(self, tokens: int) -> float:
         """Numbers that so many tokens read; with experts, what is expected if each token chooses evenly."""

@@ -15,19 +15,17 @@ _LONGEST, _SHORTEST = 3e7, 1e-9
 class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times over one size (tokens, rows, bytes).
 
-    Attributes:
-        sizes: measured ones, ascending, from 1.
-        seconds: the median at each.
-        low, high: its quartiles.
-
     Raises:
         ValueError: if these do not fit together; msgspec says where.
     """
 
     sizes: tuple[int, ...]
+    """Measured ones, ascending, from 1."""
     seconds: tuple[float, ...]
+    """The median at each."""
     low: tuple[float, ...]
     high: tuple[float, ...]
+    """Its quartiles."""
 
     def __post_init__(self) -> None:
         check_sizes("sizes", self.sizes)
@@ -50,20 +48,18 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times over the number of sequences and the keys that each reads.
 
-    Attributes:
-        batches, contexts: measured ones, ascending, from 1.
-        seconds: the medians, one row for each batch.
-        low, high: their quartiles.
-
     Raises:
         ValueError: if these do not fit together; msgspec says where.
     """
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
+    """Measured ones, ascending, from 1."""
     seconds: tuple[tuple[float, ...], ...]
+    """The medians, one row for each batch."""
     low: tuple[tuple[float, ...], ...]
     high: tuple[tuple[float, ...], ...]
+    """Their quartiles."""
 
     def __post_init__(self) -> None:
         check_sizes("batches", self.batches)

@@ -12,32 +12,30 @@ class Efficiency:
 
     Shares do not apply to figures marked as measured: those were reached.
 
-    Attributes:
-        matrix: of a device's operations, in matrix products.
-        attention: of a device's operations, in the attention of prompts.
-        memory: of a device's memory bandwidth.
-        link: of a link's bandwidth.
-        processor: of a CPU's memory bandwidth and operations, in attention.
-        usable_memory: of a device's memory, for weights and KV cache; the rest is for activations and the libraries.
-        kernel_seconds: from one kernel's end to the next one's full speed.
-        kernels_per_layer: kernels of a layer (norms, qkv, rotary embedding, cache write, attention, output, gate_up,
-            activation, down), all-reduces aside.
-        step_seconds, row_seconds: the host's work for a step, and for each sequence in it.
-
     Raises:
         UsageError: for a share outside (0, 1], or a negative time.
     """
 
     matrix: float = 0.7
+    """Of a device's operations, in matrix products."""
     attention: float = 0.5
+    """Of a device's operations, in the attention of prompts."""
     memory: float = 0.8
+    """Of a device's memory bandwidth."""
     link: float = 0.75
+    """Of a link's bandwidth."""
     processor: float = 0.6
+    """Of a CPU's memory bandwidth and operations, in attention."""
     usable_memory: float = 0.9
+    """Of a device's memory, for weights and KV cache; the rest is for activations and the libraries."""
     kernel_seconds: float = 3e-6
+    """From one kernel's end to the next one's full speed."""
     kernels_per_layer: int = 10
+    """Kernels of a layer (norms, qkv, rotary embedding, cache write, attention, output, gate_up, activation, down),
+    all-reduces aside."""
     step_seconds: float = 1e-3
     row_seconds: float = 10e-6
+    """The host's work for a step, and for each sequence in it."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -50,13 +50,10 @@ class FactorFilter:
 
     Args:
         prior: covariance of the logarithms before anything is measured; their mean is 0.
-
-    Attributes:
-        mean: the logarithms.
     """
 
     def __init__(self, prior: Sequence[Sequence[float]]) -> None:
-        self.mean = [0.0] * len(prior)
+        self.mean = [0.0] * len(prior)  # the logarithms
         self._covariance = np.array(prior)
         self._doubt = _FADING * self._covariance
 

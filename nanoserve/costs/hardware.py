@@ -24,20 +24,17 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What computes: a GPU, or a CPU in its place.
-
-    Attributes:
-        memory_bytes: all of it.
-        memory_bandwidth: bytes per second.
-        flops: operations per second of 16-bit matrix products.
-        measured: the figures were reached, not printed in a data sheet.
-    """
+    """What computes: a GPU, or a CPU in its place."""
 
     name: str
     memory_bytes: float
+    """All of it."""
     memory_bandwidth: float
+    """Bytes per second."""
     flops: float
+    """Operations per second of 16-bit matrix products."""
     measured: bool
+    """The figures were reached, not printed in a data sheet."""
 
     @property
     def intensity(self) -> float:
@@ -47,18 +44,15 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What joins devices, or a device and its host.
-
-    Attributes:
-        bandwidth: bytes per second of one device in one direction; in an all-reduce, bus bandwidth.
-        latency: seconds that one message takes beside its bytes.
-        measured: the bandwidth was reached, not printed in a data sheet.
-    """
+    """What joins devices, or a device and its host."""
 
     name: str
     bandwidth: float
+    """Bytes per second of one device in one direction; in an all-reduce, bus bandwidth."""
     latency: float
+    """Seconds that one message takes beside its bytes."""
     measured: bool
+    """The bandwidth was reached, not printed in a data sheet."""
 
     def scaled(self, factor: float) -> "Link":
         """The same with another bandwidth; the latency stays.
@@ -83,27 +77,24 @@ class Processor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Equal devices in one or more nodes.
-
-    Attributes:
-        devices_per_node: as many share ``link``.
-        link: between the devices of a node.
-        network: between nodes; None if there is but one.
-        host_link: between each device and the host's memory.
-        processor: the host's CPUs, None if unknown.
-        host_memory_bytes: of a node; 0 if unknown.
-        source: where the figures of the device come from.
-    """
+    """Equal devices in one or more nodes."""
 
     name: str
     device: Device
     devices_per_node: int
+    """As many share ``link``."""
     link: Link
+    """Between the devices of a node."""
     network: Link | None
+    """Between nodes; None if there is but one."""
     host_link: Link
+    """Between each device and the host's memory."""
     processor: Processor | None
+    """The host's CPUs, None if unknown."""
     host_memory_bytes: float
+    """Of a node; 0 if unknown."""
     source: str
+    """Where the figures of the device come from."""
 
     def link_among(self, first: int, count: int) -> Link:
         """What joins ``count`` devices from the one numbered ``first``: the node's link, or the network between nodes.

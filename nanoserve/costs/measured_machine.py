@@ -23,23 +23,21 @@ _BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 class MachineSpeeds(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker reaches while all others do the same; the mean over all of them.
 
-    Attributes:
-        memory_bandwidth: bytes of weights per second that products with a small batch read.
-        flops: operations per second of products with many rows, in the number format of the weights.
-        link_bandwidth: bytes per second between workers: bus bandwidth of an all-reduce. Infinite for one alone.
-        link_latency: seconds of one message between them; an all-reduce over t workers takes 2 ceil(log2 t).
-        host_link_bandwidth: bytes per second between the device and host memory, in the slower direction. On a CPU, of
-            copies within memory, bytes that are moved counted once.
-
     Raises:
         ValueError: for a speed that is not above 0, or a latency below.
     """
 
     memory_bandwidth: float
+    """Bytes of weights per second that products with a small batch read."""
     flops: float
+    """Operations per second of products with many rows, in the number format of the weights."""
     host_link_bandwidth: float
+    """Bytes per second between the device and host memory, in the slower direction. On a CPU, of copies within memory,
+    bytes that are moved counted once."""
     link_bandwidth: float = math.inf
+    """Bytes per second between workers: bus bandwidth of an all-reduce. Infinite for one alone."""
     link_latency: float = 0.0
+    """Seconds of one message between them; an all-reduce over t workers takes 2 ceil(log2 t)."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bandwidth", "flops", "host_link_bandwidth", "link_bandwidth"):

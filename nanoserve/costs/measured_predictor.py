@@ -10,14 +10,10 @@ class MeasuredPredictor:
 
     More never takes less, whatever noise there is in the profile: policies search by bisection for
     how many sequences fit a window.
-
-    Attributes:
-        num_layers: of the model.
-        profile: as it was measured.
     """
 
     def __init__(self, profile: Profile) -> None:
-        self.num_layers, self.profile = profile.model.num_layers, profile
+        self.num_layers, self.profile = profile.model.num_layers, profile  # of the model; as it was measured
         self._profile = profile = profile.rising()
         self._times = MeasuredTimes(profile)
         self._attention = profile.decode_attention.over_keys().rising()

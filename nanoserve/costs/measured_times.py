@@ -11,18 +11,12 @@ from nanoserve.costs.work import Chunk, StepWork
 
 
 class MeasuredTimes:
-    """What the simulator asks (``TieredTimes``, of one stage); all in seconds.
-
-    Attributes:
-        num_stages: one; a pipeline was not measured.
-        num_layers: of the model.
-        memory: of the KV cache that the engine had.
-    """
+    """What the simulator asks (``TieredTimes``, of one stage); all in seconds."""
 
     def __init__(self, profile: Profile) -> None:
         model = profile.model
-        self.profile, self.memory = profile, profile.memory
-        self.num_stages, self.num_layers = 1, model.num_layers
+        self.profile, self.memory = profile, profile.memory  # of the KV cache that the engine had
+        self.num_stages, self.num_layers = 1, model.num_layers  # one; a pipeline was not measured; of the model
         # How many layers have each sliding window; a window of 0 sees all.
         self._layers = dict(Counter(model.sliding_window(layer) for layer in range(model.num_layers)))
         self._windows = tuple(sorted(window for window in self._layers if window))

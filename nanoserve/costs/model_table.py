@@ -9,7 +9,7 @@ from typing import Any
 from nanoserve.config import ModelConfig
 from nanoserve.costs.tables import Entry, read_toml
 from nanoserve.errors import UsageError
-from nanoserve.files import read_json_object, unreadable_as_model_error
+from nanoserve.processes.files import read_json_object, unreadable_as_model_error
 
 SHIPPED = Path(__file__).with_name("models.toml")
 

@@ -12,13 +12,13 @@ from nanoserve.costs.work import StepWork
 
 
 class Predictor(Protocol):
-    """What a step will take, by a profile or a cost model. Seconds; of one layer of one stage unless it says otherwise.
+    """What a step will take, by a profile or a cost model.
 
-    Attributes:
-        num_layers: of the model.
+    Seconds of one layer of one stage, unless a name says otherwise.
     """
 
     num_layers: int
+    """Of the model."""
 
     def linear_seconds(self, tokens: int) -> float:
         """The linear layers for so many rows of tokens, with all that runs beside them but attention."""
@@ -59,13 +59,10 @@ class CostPredictor:
     Args:
         costs: of the current layout.
         layouts: of all layouts by number, for transitions; may be empty where there is only one.
-
-    Attributes:
-        num_layers: of the model, whatever the number of stages.
     """
 
     def __init__(self, costs: StepCosts, layouts: Sequence[StepCosts] = ()) -> None:
-        self.num_layers = costs.num_layers
+        self.num_layers = costs.num_layers  # of the model, whatever the number of stages
         self._costs = costs
         self._layouts = tuple(layouts)
         self._layers = costs.counts.layers(0)

@@ -18,7 +18,7 @@ from nanoserve.costs.efficiency import Efficiency
 from nanoserve.costs.hardware import Device, Link, Machine, Processor
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
-from nanoserve.files import replace_file
+from nanoserve.processes.files import replace_file
 
 SCHEMA: Final = "nanoserve-profile/2"
 _MOST_TOKENS = 2**28
@@ -79,74 +79,69 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A workload that ran for real, and what was predicted.
-
-    Attributes:
-        workload: in words.
-        real: each run.
-        by_profile: the simulator over the measured times.
-        by_factors: the simulator over exact counts and the calibrated factors.
-    """
+    """A workload that ran for real, and what was predicted."""
 
     workload: str
+    """In words."""
     real: tuple[RunFigures, ...]
+    """Each run."""
     by_profile: RunFigures
+    """The simulator over the measured times."""
     by_factors: RunFigures
+    """The simulator over exact counts and the calibrated factors."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times of a model on a machine.
-
-    Attributes:
-        schema: of the file.
-        about: machine, versions, command, commit and when.
-        settings: model, number format, operators, threads of the device and of attention in host memory, whether layers
-            are compiled.
-        foreign_cores: how many other programs kept busy meanwhile; None where the system does not tell.
-        model: its shape.
-        bits: of weights, keys and values.
-        device, host: what computes, and the CPU beside it, which is the device itself where there is no other.
-        memory: of the KV cache.
-        linear: a layer without attention, over tokens; embedding and last norm are divided between the layers.
-        decode_attention: attention of single tokens in one layer, on the device.
-        host_attention: the same by the threads that attend in host memory, beside a busy device, from handing over
-            queries, keys and values until the result is there.
-        host_exchange: over rows, the same for sequences of one key each: it is mostly handing over.
-        beside_host: how many times as long a layer without attention takes while attention in host memory is busy too:
-            above 1 where both read the same memory.
-        prefill_attention: of one whole prompt in one layer, over its tokens.
-        copy: between device memory and the CPU's, over bytes; one place to another where both are the same.
-        inputs: what an executor does in a step before its layers, over rows.
-        head: logits and greedy sampling, over sampled rows.
-        engine: scheduling, and taking answers in, over rows.
-        efficiency: the factors that the machine reaches; ``step_costs`` predicts with them.
-        predictions: workloads that ran for real, beside what was predicted.
 
     Raises:
         ValueError: for a setting that is missing, bits that no number has, or a number beyond all measure.
     """
 
     schema: Literal["nanoserve-profile/2"]
+    """Of the file."""
     about: dict[str, Any]
+    """Machine, versions, command, commit and when."""
     settings: dict[str, str | int]
+    """Model, number format, operators, threads of the device and of attention in host memory, whether layers are
+    compiled."""
     foreign_cores: float | None
+    """How many other programs kept busy meanwhile; None where the system does not tell."""
     model: ModelConfig
+    """Its shape."""
     bits: int
+    """Of weights, keys and values."""
     device: Reached
     host: Reached
+    """What computes, and the CPU beside it, which is the device itself where there is no other."""
     memory: KvMemory
+    """Of the KV cache."""
     linear: Curve
+    """A layer without attention, over tokens; embedding and last norm are divided between the layers."""
     decode_attention: Grid
+    """Attention of single tokens in one layer, on the device."""
     host_attention: Grid
+    """The same by the threads that attend in host memory, beside a busy device, from handing over queries, keys and
+    values until the result is there."""
     host_exchange: Curve
+    """Over rows, the same for sequences of one key each: it is mostly handing over."""
     prefill_attention: Curve
+    """Of one whole prompt in one layer, over its tokens."""
     copy: Curve
+    """Between device memory and the CPU's, over bytes; one place to another where both are the same."""
     inputs: Curve
+    """What an executor does in a step before its layers, over rows."""
     head: Curve
+    """Logits and greedy sampling, over sampled rows."""
     engine: Curve
+    """Scheduling, and taking answers in, over rows."""
     beside_host: float = 1.0
+    """How many times as long a layer without attention takes while attention in host memory is busy too: above 1 where
+    both read the same memory."""
     efficiency: Efficiency = Efficiency()
+    """The factors that the machine reaches; ``step_costs`` predicts with them."""
     predictions: tuple[Prediction, ...] = ()
+    """Workloads that ran for real, beside what was predicted."""
 
     def __post_init__(self) -> None:
         if missing := [name for name in _SETTINGS if name not in self.settings]:

@@ -14,18 +14,15 @@ advance too, and its plan says "overlap"."""
 
 
 class HostBatch(msgspec.Struct, frozen=True):
-    """Host sequences that take part in a step and are equally far.
-
-    Attributes:
-        sequences: how many.
-        context_tokens: keys that their attention reads in each layer, summed over them.
-        attended: layers whose attention the CPU was given before the step; 0 for those that begin their token. The last
-            of these layers is not passed yet.
-    """
+    """Host sequences that take part in a step and are equally far."""
 
     sequences: int
+    """How many."""
     context_tokens: int
+    """Keys that their attention reads in each layer, summed over them."""
     attended: int = 0
+    """Layers whose attention the CPU was given before the step; 0 for those that begin their token. The last of these
+    layers is not passed yet."""
 
     @property
     def first_layer(self) -> int:
@@ -34,20 +31,17 @@ class HostBatch(msgspec.Struct, frozen=True):
 
 
 class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
-    """A step, as far as its time is concerned.
-
-    Attributes:
-        strategy: how host sequences take part.
-        device: the rows whose KV is on the device.
-        host: of an overlapped step, those that begin a token and those that join the device's rows in a layer: before
-            the step, all that may. Of an asymmetric one, sub-batch 0, with the device's rows.
-        host_second: sub-batch 1 of an asymmetric step.
-    """
+    """A step, as far as its time is concerned."""
 
     strategy: Strategy
+    """How host sequences take part."""
     device: StepWork
+    """The rows whose KV is on the device."""
     host: tuple[HostBatch, ...] = ()
+    """Of an overlapped step, those that begin a token and those that join the device's rows in a layer: before the
+    step, all that may. Of an asymmetric one, sub-batch 0, with the device's rows."""
     host_second: tuple[HostBatch, ...] = ()
+    """Sub-batch 1 of an asymmetric step."""
 
     @property
     def sampled(self) -> int:

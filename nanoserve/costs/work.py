@@ -11,22 +11,19 @@ Chunk = tuple[int, int]
 
 
 class StepWork(msgspec.Struct, frozen=True, kw_only=True):
-    """A micro-batch of decode rows and prefill chunks, summed up.
-
-    Attributes:
-        decodes: rows of one token.
-        decode_context: keys that they read, each its own included, summed over rows.
-        chunks: (first position, tokens) of each prefill chunk.
-        sampled: rows whose last position gets logits.
-        windowed_decode_context: the same sum for each sliding window of the model, ascending: a row reads no more
-            keys than the window. Empty for models without.
-    """
+    """A micro-batch of decode rows and prefill chunks, summed up."""
 
     decodes: int = 0
+    """Rows of one token."""
     decode_context: int = 0
+    """Keys that they read, each its own included, summed over rows."""
     chunks: tuple[Chunk, ...] = ()
+    """(first position, tokens) of each prefill chunk."""
     sampled: int = 0
+    """Rows whose last position gets logits."""
     windowed_decode_context: tuple[int, ...] = ()
+    """The same sum for each sliding window of the model, ascending: a row reads no more keys than the window. Empty for
+    models without."""
 
     @classmethod
     def of(

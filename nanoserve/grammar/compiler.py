@@ -31,15 +31,12 @@ class GrammarFailure(NanoserveError):
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What may come next.
-
-    Attributes:
-        tokens: one bit per token id, the lowest first in each byte: uint8 [ceil(vocab_size / 8)]. No control tokens.
-        may_end: whether the text is complete as it is.
-    """
+    """What may come next."""
 
     tokens: np.ndarray
+    """One bit per token id, the lowest first in each byte: uint8 [ceil(vocab_size / 8)]. No control tokens."""
     may_end: bool
+    """Whether the text is complete as it is."""
 
 
 class Matcher:

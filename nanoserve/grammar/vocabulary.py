@@ -13,17 +13,14 @@ from nanoserve.text.tokenizer import load_backend
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Tokens for grammars.
-
-    Attributes:
-        tokenizer: llguidance's.
-        ordinary: one bit per token id of the logits, set where the token is text: uint8 [ceil(vocab_size / 8)].
-        end_token: the one whose bit llguidance sets where a text may end, whatever the model's end tokens are.
-    """
+    """Tokens for grammars."""
 
     tokenizer: Any
+    """Llguidance's."""
     ordinary: np.ndarray
+    """One bit per token id of the logits, set where the token is text: uint8 [ceil(vocab_size / 8)]."""
     end_token: int
+    """The one whose bit llguidance sets where a text may end, whatever the model's end tokens are."""
 
     def split_mask(self, mask: bytes) -> tuple[np.ndarray, bool]:
         """llguidance's bits as those of tokens that are text, and whether the text may end."""

@@ -12,15 +12,12 @@ _MICROSECONDS = 1e6
 
 
 class Track(NamedTuple):
-    """A line of bars: a thread of a process, as the format calls them.
-
-    Attributes:
-        group: whose tracks stand together, such as "workers".
-        name: within the group.
-    """
+    """A line of bars: a thread of a process, as the format calls them."""
 
     group: str
+    """Whose tracks stand together, such as "workers"."""
     name: str
+    """Within the group."""
 
 
 class ChromeTraceFile:

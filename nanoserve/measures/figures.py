@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoserve.errors import UsageError
-from nanoserve.files import replace_file
 from nanoserve.installation import install_command
+from nanoserve.processes.files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,15 +10,12 @@ MILLISECONDS = 1000.0
 
 
 class RequestTiming(msgspec.Struct, frozen=True):
-    """When the tokens of one request became known.
-
-    Attributes:
-        input_tokens: length of the prompt.
-        token_times: seconds from the request's issue to each of its output tokens, at least one, in order.
-    """
+    """When the tokens of one request became known."""
 
     input_tokens: int
+    """Length of the prompt."""
     token_times: tuple[float, ...]
+    """Seconds from the request's issue to each of its output tokens, at least one, in order."""
 
     @property
     def output_tokens(self) -> int:
@@ -69,19 +66,16 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class BatchRates(msgspec.Struct, frozen=True):
-    """Tokens per second of requests that were issued together.
-
-    Attributes:
-        prefill: prompt tokens of all over the time until every request had its first token.
-        decode: tokens after the first of all, over the time from there to the end; None if there are none.
-        output: all output tokens over the whole time.
-        total: prompt and output tokens over the whole time.
-    """
+    """Tokens per second of requests that were issued together."""
 
     prefill: float
+    """Prompt tokens of all over the time until every request had its first token."""
     decode: float | None
+    """Tokens after the first of all, over the time from there to the end; None if there are none."""
     output: float
+    """All output tokens over the whole time."""
     total: float
+    """Prompt and output tokens over the whole time."""
 
     @classmethod
     def of(cls, timings: Sequence[RequestTiming]) -> Self:

@@ -119,12 +119,6 @@ class Decoder(nn.Module):
 
     Built on torch's default device and dtype with random weights (normal, 0.02), ready to train; without
     `initialize` the weights are whatever was in memory, and `load_model` fills them from a checkpoint.
-
-    Attributes:
-        config: of this decoder: the model's, or that of its shard.
-        model_config: of the whole model.
-        shard: which part of the model this is. Only the first stage has an `embedding`, only the last one a
-            `final_norm` and a `lm_head`; `layers` are the stage's, counted from 0.
     """
 
     def __init__(
@@ -137,12 +131,15 @@ class Decoder(nn.Module):
     ) -> None:
         """config: of the whole model, of which `shard` (None: all of it) is made; `group`: of the shard's ranks."""
         super().__init__()
-        self.model_config = config
+        self.model_config = config  # of the whole model
+        # Which part of the model this is. Only the first stage has an `embedding`, only the last one a `final_norm` and
+        # a `lm_head`; `layers` are the stage's, counted from 0.
         self.shard = shard or whole_model(config)
         if self.shard.degree > 1 and group is None:
             raise ValueError("ranks that compute a stage together need a group")
         self.group = group or _SINGLE_RANK
         # Without a shard the same object: a compiler takes the sizes in a decoder's own config for fixed.
+        # of this decoder: the model's, or that of its shard.
         self.config = config = config if shard is None else shard_config(config, shard)
         rows = divided(config.vocab_size, self.shard.degree)
         if self.shard.is_first:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.errors import ModelError
-from nanoserve.files import read_optional_json_object
 from nanoserve.models.shapes import DUMMY_PREFIX
+from nanoserve.processes.files import read_optional_json_object
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import ModelError
-from nanoserve.files import read_json_object
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.shards import Shard, TensorParallelGroup
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
+from nanoserve.processes.files import read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -47,15 +47,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An open model directory, all of whose headers were checked.
-
-    Attributes:
-        parts: every tensor of the whole model.
-        stored: where each of them lies, by name.
-    """
+    """An open model directory, all of whose headers were checked."""
 
     parts: list[TensorPart]
+    """Every tensor of the whole model."""
     stored: Mapping[str, StoredTensor]
+    """Where each of them lies, by name."""
     _files: Mapping[Path, Any]
 
     def view(self, part: TensorPart) -> Tensor:

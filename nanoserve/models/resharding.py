@@ -52,12 +52,7 @@ class _Filling:
 
 
 class ReshardableWeights:
-    """The shards of one worker under several layouts, of which one at a time is in place.
-
-    Attributes:
-        decoders: one per layout, ready for inference while that layout is in place. They share their memory.
-        storage_bytes: of the memory that they share, on the device.
-    """
+    """The shards of one worker under several layouts, of which one at a time is in place."""
 
     def __init__(
         self,
@@ -86,13 +81,14 @@ class ReshardableWeights:
             unset_decoder(config, dtype, torch.device("cpu"), shard=shard, group=group)
             for shard, group in zip(shards, groups, strict=True)
         ]
+        # One per layout, ready for inference while that layout is in place. They share their memory.
         self.decoders = tuple(unset)
         with open_checkpoint(directory, config) as checkpoint:
             self._storage = torch.empty(max(map(_laid_out_size, unset)), dtype=dtype, device=device)
             for decoder in unset:
                 _lay_out(decoder, self._storage)
             self._fillings = [_filling(decoder, checkpoint) for decoder in unset]
-        self.storage_bytes = self._storage.nbytes
+        self.storage_bytes = self._storage.nbytes  # of the memory that they share, on the device
         self._copies: _Copies = _DirectCopies()
         if device.type == "cuda":
             largest = max(move.region.nbytes for filling in self._fillings for move in filling.moves)

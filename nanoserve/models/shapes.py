@@ -6,7 +6,7 @@ from typing import Any
 from nanoserve.config import ModelConfig
 from nanoserve.costs.model_table import published_shapes
 from nanoserve.errors import ModelError
-from nanoserve.files import read_json_object
+from nanoserve.processes.files import read_json_object
 
 DUMMY_PREFIX = "dummy:"
 SHAPES = published_shapes()

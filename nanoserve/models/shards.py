@@ -25,19 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One device's part of a model.
-
-    Attributes:
-        layers: of the whole model, those of its stage.
-        stage, num_stages: its place in the pipeline.
-        rank, degree: its place in its stage's tensor-parallel group.
-    """
+    """One device's part of a model."""
 
     layers: range
+    """Of the whole model, those of its stage."""
     stage: int = 0
     num_stages: int = 1
+    """Its place in the pipeline."""
     rank: int = 0
     degree: int = 1
+    """Its place in its stage's tensor-parallel group."""
 
     @property
     def is_first(self) -> bool:

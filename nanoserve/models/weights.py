@@ -22,21 +22,18 @@ _FANNING_IN = frozenset({"output", "down"})
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A tensor of the checkpoint, or a part of it, and the rows of a parameter that it fills.
-
-    Attributes:
-        name, shape: of the tensor.
-        rows, columns: that are taken of it; None takes all.
-        parameter, expert: where they go, from `first_row` and the first column on.
-    """
+    """A tensor of the checkpoint, or a part of it, and the rows of a parameter that it fills."""
 
     name: str
     parameter: str
     shape: tuple[int, ...]
+    """``name``, ``shape``: of the tensor."""
     first_row: int = 0
     expert: int | None = None
+    """``parameter``, ``expert``: where they go, from `first_row` and the first column on."""
     rows: range | None = None
     columns: range | None = None
+    """That are taken of it; None takes all."""
 
     @property
     def source(self) -> tuple[slice, ...]:

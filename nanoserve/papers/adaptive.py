@@ -28,20 +28,17 @@ VARIANTS = (
 
 
 class Setting(NamedTuple):
-    """One line of the list.
-
-    Attributes:
-        model, machine, devices, lengths: what is served, where.
-        pool: share of the KV blocks.
-        load: arrivals over what throttling serves at most.
-    """
+    """One line of the list."""
 
     model: str
     machine: str
     devices: int
     lengths: str
+    """What is served, where."""
     pool: float
+    """Share of the KV blocks."""
     load: float
+    """Arrivals over what throttling serves at most."""
 
 
 SETTINGS = [

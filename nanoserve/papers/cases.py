@@ -17,23 +17,20 @@ _RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
-    """A serving system as far as the simulator knows one.
-
-    Attributes:
-        label: its name in tables and pictures.
-        policy: by its name in the registry.
-        token_budget: of a step.
-        parameters: of the policy, other than its defaults.
-        runtime: decoupled or coupled metadata (simulator/pipeline.py).
-        tensor_parallel: True where all devices divide every layer, instead of the layers among them.
-    """
+    """A serving system as far as the simulator knows one."""
 
     label: str
+    """Its name in tables and pictures."""
     policy: str
+    """By its name in the registry."""
     token_budget: int = 2048
+    """Of a step."""
     parameters: tuple[tuple[str, Any], ...] = ()
+    """Of the policy, other than its defaults."""
     runtime: str = "decoupled"
+    """Decoupled or coupled metadata (simulator/pipeline.py)."""
     tensor_parallel: bool = False
+    """True where all devices divide every layer, instead of the layers among them."""
 
     def layout(self, devices: int) -> ParallelLayout:
         """On so many devices."""
@@ -47,43 +44,37 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SystemCase(msgspec.Struct, frozen=True, kw_only=True):
-    """What every simulation of a system is described by, whatever else it takes.
-
-    Attributes:
-        system: what is simulated.
-        seed: of arrivals and lengths.
-    """
+    """What every simulation of a system is described by, whatever else it takes."""
 
     system: System
+    """What is simulated."""
     seed: int = 0
+    """Of arrivals and lengths."""
 
 
 class Case(SystemCase, frozen=True, kw_only=True):
-    """A system on hardware, and the requests that come; a Job.
-
-    Attributes:
-        model, machine, devices: which, and how many.
-        lengths: by name.
-        requests: how many.
-        rate: of Poisson arrivals, per second; None means all at once.
-        max_num_seqs: sequences that hold blocks at a time.
-        pool: share of the KV blocks beside the weights that is used.
-        steady: between which shares of the first tokens the steady state is measured.
-        logged_steps: how many steps are kept from its beginning on.
-        slo: what a good answer keeps to.
-    """
+    """A system on hardware, and the requests that come; a Job."""
 
     model: str
     machine: str
     devices: int
+    """Which, and how many."""
     lengths: str
+    """By name."""
     requests: int
+    """How many."""
     rate: float | None = None
+    """Of Poisson arrivals, per second; None means all at once."""
     max_num_seqs: int = 4096
+    """Sequences that hold blocks at a time."""
     pool: float = 1.0
+    """Share of the KV blocks beside the weights that is used."""
     steady: tuple[float, float] = (0.5, 0.95)
+    """Between which shares of the first tokens the steady state is measured."""
     logged_steps: int = 0
+    """How many steps are kept from its beginning on."""
     slo: Slo | None = None
+    """What a good answer keeps to."""
 
     @property
     def name(self) -> str:
@@ -119,14 +110,11 @@ class Case(SystemCase, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a case came to.
-
-    Attributes:
-        result: of the whole run, its start and its end included.
-        steady: of the window between them.
-        log: steps from the window's beginning on.
-    """
+    """What a case came to."""
 
     result: SimulationResult
+    """Of the whole run, its start and its end included."""
     steady: Steady
+    """Of the window between them."""
     log: list[StepSample]
+    """Steps from the window's beginning on."""

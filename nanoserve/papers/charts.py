@@ -24,60 +24,51 @@ _MOST_CHARACTERS = 28
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a panel, or one bar of each of its groups.
-
-    Attributes:
-        label: in the legend; empty for none.
-        xs: numbers for lines; for bars the names of the groups, equal for all curves of a panel.
-        ys: as many.
-        lows, highs: how far ys spread over seeds; empty where that is not shown.
-        style: of matplotlib: "o-", "--", "," ...
-    """
+    """One line of a panel, or one bar of each of its groups."""
 
     label: str
+    """In the legend; empty for none."""
     xs: tuple[float, ...] | tuple[str, ...]
+    """Numbers for lines; for bars the names of the groups, equal for all curves of a panel."""
     ys: tuple[float, ...]
+    """As many."""
     lows: tuple[float, ...] = ()
     highs: tuple[float, ...] = ()
+    """How far ys spread over seeds; empty where that is not shown."""
     style: str = "o-"
+    """Of matplotlib: "o-", "--", "," ..."""
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True):
-    """Axes with curves.
-
-    Attributes:
-        title: what it shows.
-        x, y: what the axes are, with units.
-        curves: what is drawn.
-        kind: "line", or "bar": groups beside one another, or "stack": bars on top of one another, the first lowest.
-        log_x, log_y: logarithmic axes.
-        from_zero: the vertical axis begins at zero.
-        marks: values on the vertical axis that a dotted line marks.
-    """
+    """Axes with curves."""
 
     title: str
+    """What it shows."""
     x: str
     y: str
+    """What the axes are, with units."""
     curves: tuple[Curve, ...]
+    """What is drawn."""
     kind: Literal["line", "bar", "stack"] = "line"
+    """"line", or "bar": groups beside one another, or "stack": bars on top of one another, the first lowest."""
     log_x: bool = False
     log_y: bool = False
+    """Logarithmic axes."""
     from_zero: bool = True
+    """The vertical axis begins at zero."""
     marks: tuple[float, ...] = ()
+    """Values on the vertical axis that a dotted line marks."""
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """A picture: panels in rows.
-
-    Attributes:
-        title: above all.
-        panels: from left to right, row by row.
-        columns: panels in a row.
-    """
+    """A picture: panels in rows."""
 
     title: str
+    """Above all."""
     panels: tuple[Panel, ...]
+    """From left to right, row by row."""
     columns: int = 4
+    """Panels in a row."""
 
 
 def draw(chart: Chart, path: Path) -> None:

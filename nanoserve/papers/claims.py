@@ -39,27 +39,24 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """What a paper says, and what came out here.
-
-    Attributes:
-        figure: of the paper, or the section, where it stands.
-        says: the relation, in words.
-        paper: the paper's number.
-        ours: the same, simulated.
-        form: how ours is written, for str.format: "{:.2f}x".
-        at_least, at_most: what ours must lie between for the relation to hold; None is no bound. They are nanoserve's
-            own, chosen for the relation that the paper draws, and not the paper's.
-        assumption: what our figure hangs on most; where the claim does not hold, what would be needed for it.
-    """
+    """What a paper says, and what came out here."""
 
     figure: str
+    """Of the paper, or the section, where it stands."""
     says: str
+    """The relation, in words."""
     paper: str
+    """The paper's number."""
     ours: Spread
+    """The same, simulated."""
     form: str = "{:.2f}"
+    """How ours is written, for str.format: "{:.2f}x"."""
     at_least: float | None = None
     at_most: float | None = None
+    """What ours must lie between for the relation to hold; None is no bound. They are nanoserve's own, chosen for the
+    relation that the paper draws, and not the paper's."""
     assumption: str
+    """What our figure hangs on most; where the claim does not hold, what would be needed for it."""
 
     @property
     def holds(self) -> Verdict:

@@ -35,15 +35,12 @@ Run = Callable[[Iterable[Job]], Outcomes]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large the runs are.
-
-    Attributes:
-        seeds: every simulation is run once for each.
-        full: as large as a figure wants to be, instead of a size that takes minutes.
-    """
+    """How large the runs are."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
+    """Every simulation is run once for each."""
     full: bool = False
+    """As large as a figure wants to be, instead of a size that takes minutes."""
 
     @property
     def first_seed(self) -> "Scale":
@@ -57,52 +54,43 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a figure amounts to.
-
-    Attributes:
-        claims: rows of the claims table.
-        chart: its picture; None where the figure is numbers only.
-        rows: all numbers, for the report.
-        columns: which of them make a table on the terminal; none for no table.
-    """
+    """What a figure amounts to."""
 
     claims: Sequence[Claim] = ()
+    """Rows of the claims table."""
     chart: Chart | None = None
+    """Its picture; None where the figure is numbers only."""
     rows: Sequence[Mapping[str, Any]] = ()
+    """All numbers, for the report."""
     columns: Sequence[Column] = ()
+    """Which of them make a table on the terminal; none for no table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperFigure:
-    """One figure of a paper.
-
-    Attributes:
-        number: in the paper, as ``--figure`` takes it.
-        title: what it shows.
-        make: runs what it needs and says what came out. Best given all its jobs at once, for they run side by side;
-            what depends on outcomes (a setting that is searched for) takes a second round.
-    """
+    """One figure of a paper."""
 
     number: str
+    """In the paper, as ``--figure`` takes it."""
     title: str
+    """What it shows."""
     make: Callable[[Scale, Run], Finding]
+    """Runs what it needs and says what came out. Best given all its jobs at once, for they run side by side; what
+    depends on outcomes (a setting that is searched for) takes a second round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paper:
-    """A paper, as ``nanoserve bench paper`` knows it.
-
-    Attributes:
-        title: its name.
-        setting: what is done at the reduced and at the full size, in a line each.
-        figures: in the order in which they run.
-        spread_over: what the spread of a claim goes over.
-    """
+    """A paper, as ``nanoserve bench paper`` knows it."""
 
     title: str
+    """Its name."""
     setting: tuple[str, str]
+    """What is done at the reduced and at the full size, in a line each."""
     figures: Sequence[PaperFigure]
+    """In the order in which they run."""
     spread_over: str = "seeds"
+    """What the spread of a claim goes over."""
 
     def chosen(self, number: str | None) -> Sequence[PaperFigure]:
         """All figures, or the one of that number.

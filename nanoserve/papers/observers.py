@@ -11,24 +11,21 @@ from nanoserve.simulator.pipeline import Passage
 
 
 class Steady(msgspec.Struct, frozen=True, kw_only=True):
-    """The steady state of a run.
-
-    Attributes:
-        seconds: how long it was looked at.
-        tokens_per_second: prompt and output tokens; a prompt counts when its first token is known, and only once.
-        bubble_share: of the time, the mean over stages, in which a stage computed nothing.
-        step_tokens: mean of a micro-batch.
-        variation: of these tokens, standard deviation over mean.
-        prefill_tokens, decodes: of a micro-batch, on average.
-    """
+    """The steady state of a run."""
 
     seconds: float
+    """How long it was looked at."""
     tokens_per_second: float
+    """Prompt and output tokens; a prompt counts when its first token is known, and only once."""
     bubble_share: float
+    """Of the time, the mean over stages, in which a stage computed nothing."""
     step_tokens: float
+    """Mean of a micro-batch."""
     variation: float
+    """Of these tokens, standard deviation over mean."""
     prefill_tokens: float
     decodes: float
+    """Of a micro-batch, on average."""
 
 
 class SteadyWindow:

@@ -14,16 +14,16 @@ from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
-from nanoserve.runtime.compiled_layers import CompiledLayers
-from nanoserve.runtime.host_pool import HostPool
-from nanoserve.runtime.host_processor import HostProcessor
-from nanoserve.runtime.hybrid_pass import HybridPass
-from nanoserve.runtime.launched_step import LaunchedStep
-from nanoserve.runtime.layer_marks import LayerComputed
-from nanoserve.runtime.layer_pieces import EagerPieces, LayerPieces
-from nanoserve.runtime.local_swaps import LocalSwaps
-from nanoserve.runtime.memory import kv_bytes_per_block, memory_errors
-from nanoserve.runtime.model_runner import ModelRunner
+from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
+from nanoserve.runtime.compile.layer_pieces import EagerPieces, LayerPieces
+from nanoserve.runtime.host.host_processor import HostProcessor
+from nanoserve.runtime.host.hybrid_pass import HybridPass
+from nanoserve.runtime.launch.memory import kv_bytes_per_block, memory_errors
+from nanoserve.runtime.moves.host_pool import HostPool
+from nanoserve.runtime.moves.layer_marks import LayerComputed
+from nanoserve.runtime.moves.local_swaps import LocalSwaps
+from nanoserve.runtime.step.launched_step import LaunchedStep
+from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.scheduler.plan import StepPlan, StepResult, Swap
 from nanoserve.sizes import format_size
 from triton_ops.cpu import CpuOperators, cpu_operators
@@ -31,17 +31,14 @@ from triton_ops.cpu import CpuOperators, cpu_operators
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A plan that the device works on.
-
-    Attributes:
-        problem: what is told if there is no memory for it.
-        seconds: that launching it took.
-    """
+    """A plan that the device works on."""
 
     plan: StepPlan
     problem: str
+    """What is told if there is no memory for it."""
     step: LaunchedStep
     seconds: float
+    """That launching it took."""
 
 
 class LocalExecutor:
@@ -66,7 +63,7 @@ class LocalExecutor:
         num_blocks: int,
         block_size: int,
         device: torch.device | str,
-        layers: CompiledLayers | None = None,
+        layers: AotInductorLayers | None = None,
         run_layer: LayerFunction = DecoderLayer.__call__,
         grammars: GrammarCompiler | None = None,
         feeds_tokens: bool = False,
@@ -98,7 +95,7 @@ class LocalExecutor:
                 pieces=pieces or EagerPieces(),
             )
         self.processor = processor
-        self._built: list[CpuOperators | CompiledLayers] = [] if layers is None else [layers]
+        self._built: list[CpuOperators | AotInductorLayers] = [] if layers is None else [layers]
         if self._device.type == "cpu":
             self._built.append(cpu_operators())
         self._plans: deque[StepPlan | _Launched] = deque()

@@ -21,24 +21,22 @@ class Begin(msgspec.Struct, frozen=True):
     """A sequence enters the executor: at its first plan, and again after a preemption or a move between tiers.
 
     A second Begin of a sequence replaces everything the executor knew of it, its block table included.
-
-    Attributes:
-        sequence: its id.
-        tokens: prompt and output so far.
-        prompt_length: how many of ``tokens`` are the prompt.
-        index: which of the request's ``n`` samples it is; part of the random counter.
-        seed: the request's resolved seed.
-        params: its sampling parameters.
-        end_tokens: ids that min_tokens keeps from being sampled too early.
     """
 
     sequence: int
+    """Its id."""
     tokens: tuple[int, ...]
+    """Prompt and output so far."""
     prompt_length: int
+    """How many of ``tokens`` are the prompt."""
     index: int
+    """Which of the request's ``n`` samples it is; part of the random counter."""
     seed: int
+    """The request's resolved seed."""
     params: SamplingParams
+    """Its sampling parameters."""
     end_tokens: tuple[int, ...] = ()
+    """Ids that min_tokens keeps from being sampled too early."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -50,27 +48,25 @@ class Row(msgspec.Struct, frozen=True):
     A fed row is a decode that was planned before its token was known: the token is the one that the sequence's row
     samples in the plan with rows before this one, which stays on the device. What comes of a fed row is thrown away if
     that token turns out to end the sequence, and must be answered nevertheless.
-
-    Attributes:
-        sequence: its id.
-        start: first position.
-        tokens: the ids at positions start, start + 1, ... Ids behind the last one the executor knows are guesses
-            (speculation): it answers the longest run of them that it would have sampled, and one token more.
-        sample: whether the logits after the last position are sampled.
-        new_blocks: appended to the sequence's block table before the row is computed.
-        tier: where the sequence's KV lives, and so what the numbers of its blocks mean.
-        sub_batch: 0, or 1 for the second of the two that alternate in an asymmetric step.
-        fed: the token is on the device; ``tokens`` is then (0,), which says that there is one and not which.
     """
 
     sequence: int
+    """Its id."""
     start: int
+    """First position."""
     tokens: tuple[int, ...]
+    """The ids at positions start, start + 1, ... Ids behind the last one the executor knows are guesses (speculation):
+    it answers the longest run of them that it would have sampled, and one token more."""
     sample: bool
+    """Whether the logits after the last position are sampled."""
     new_blocks: tuple[int, ...] = ()
+    """Appended to the sequence's block table before the row is computed."""
     tier: Tier = "device"
+    """Where the sequence's KV lives, and so what the numbers of its blocks mean."""
     sub_batch: int = 0
+    """0, or 1 for the second of the two that alternate in an asymmetric step."""
     fed: bool = False
+    """The token is on the device; ``tokens`` is then (0,), which says that there is one and not which."""
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
@@ -81,23 +77,20 @@ class Copy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Swap(msgspec.Struct, frozen=True):
-    """Move a sequence's blocks between tiers; both sides stay owned until the swap is answered.
-
-    Attributes:
-        swap: id that the answer names.
-        direction: "out" is device to host, "in" is host to device.
-        device_blocks, host_blocks: pairwise source and target.
-        after_row: of direction "out": the sequence's row in the same plan, the last chunk of a prompt that is parked,
-            fills these device blocks. Each layer's are copied once that layer is computed, while later ones compute.
-            The swap may be answered before the row's token, with it or after it.
-    """
+    """Move a sequence's blocks between tiers; both sides stay owned until the swap is answered."""
 
     swap: int
+    """Id that the answer names."""
     sequence: int
     direction: Literal["out", "in"]
+    """"out" is device to host, "in" is host to device."""
     device_blocks: tuple[int, ...]
     host_blocks: tuple[int, ...]
+    """Pairwise source and target."""
     after_row: bool = False
+    """Of direction "out": the sequence's row in the same plan, the last chunk of a prompt that is parked, fills these
+    device blocks. Each layer's are copied once that layer is computed, while later ones compute. The swap may be
+    answered before the row's token, with it or after it."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -106,11 +99,6 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     A plan without rows that holds nothing but swaps is answered by their ids alone; its step does not end. One without
     rows whose strategy is "overlap" lets the host sequences under way go on.
-
-    Attributes:
-        layout: which parallel layout runs it.
-        strategy: how host sequences take part.
-        transition: the layout to change to; such a plan holds nothing else.
     """
 
     step: int
@@ -120,26 +108,26 @@ class StepPlan(msgspec.Struct, frozen=True):
     swaps: tuple[Swap, ...] = ()
     end: tuple[int, ...] = ()
     layout: int = 0
+    """Which parallel layout runs it."""
     strategy: Strategy = "device"
+    """How host sequences take part."""
     transition: int | None = None
+    """The layout to change to; such a plan holds nothing else."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What became known of one sequence: sampled tokens (one, or several accepted), or what went wrong.
-
-    Attributes:
-        logprobs: one per token, where asked for.
-        prompt_logprobs: for prompt positions row.start + 1 .. row.start + len(row.tokens), where asked for.
-        error: set if the sequence cannot go on (its logits were not numbers, say); it then has no tokens.
-        complete: nothing can follow these tokens: the sequence's grammar allows no more.
-    """
+    """What became known of one sequence: sampled tokens (one, or several accepted), or what went wrong."""
 
     sequence: int
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    """One per token, where asked for."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """For prompt positions row.start + 1 .. row.start + len(row.tokens), where asked for."""
     error: str | None = None
+    """Set if the sequence cannot go on (its logits were not numbers, say); it then has no tokens."""
     complete: bool = False
+    """Nothing can follow these tokens: the sequence's grammar allows no more."""
 
 
 class CohortProgress(msgspec.Struct, frozen=True, array_like=True):
@@ -150,50 +138,44 @@ class CohortProgress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HostWork(msgspec.Struct, frozen=True, array_like=True):
-    """What the CPU took to attend for some host sequences in one layer.
-
-    Attributes:
-        sequences: how many.
-        context_tokens: keys that their attention read, summed over them.
-        seconds: from taking queries, keys and values over to having the result ready, measured.
-    """
+    """What the CPU took to attend for some host sequences in one layer."""
 
     sequences: int
+    """How many."""
     context_tokens: int
+    """Keys that their attention read, summed over them."""
     seconds: float
+    """From taking queries, keys and values over to having the result ready, measured."""
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What the executor knows anew.
-
-    Attributes:
-        step: the plan that ended, or None. Its rows without ``sample`` are thereby answered.
-        answers: by sequence, perhaps to earlier plans.
-        swapped: ids of swaps that are done.
-        cohorts: progress of the host sequences under way.
-        seconds: device time of the step.
-        lost: the workers died, and why; such a result comes alone and says nothing else. No plan that was submitted
-            before it was collected will be answered, and nothing is left of what the executor knew of sequences and
-            blocks, on either tier. New workers are on their way, in the layout of the last transition that was
-            answered: plans may be submitted at once, and wait.
-        ran: of workers that died, for how many seconds they had run; 0 if they were still starting, so that no plan has
-            reached them.
-        host_work: attention on the CPU that ended since the last result.
-        host_lost: attention on the CPU died or hangs, and why. What else the result says was known before. No host row
-            of a plan that was submitted before this was collected will be answered after it, whether a cohort has it or
-            an asymmetric step, and the KV of host sequences is to be computed again. Nothing else is touched: the plans
-            end, their rows on the device and all swaps are answered. Host rows of later plans run as before.
-    """
+    """What the executor knows anew."""
 
     step: int | None
+    """The plan that ended, or None. Its rows without ``sample`` are thereby answered."""
     answers: tuple[Answer, ...] = ()
+    """By sequence, perhaps to earlier plans."""
     swapped: tuple[int, ...] = ()
+    """Ids of swaps that are done."""
     cohorts: tuple[CohortProgress, ...] = ()
+    """Progress of the host sequences under way."""
     seconds: float = 0.0
+    """Device time of the step."""
     lost: str | None = None
+    """The workers died, and why; such a result comes alone and says nothing else. No plan that was submitted before it
+    was collected will be answered, and nothing is left of what the executor knew of sequences and blocks, on either
+    tier. New workers are on their way, in the layout of the last transition that was answered: plans may be submitted
+    at once, and wait."""
     ran: float = 0.0
+    """Of workers that died, for how many seconds they had run; 0 if they were still starting, so that no plan has
+    reached them."""
     host_work: tuple[HostWork, ...] = ()
+    """Attention on the CPU that ended since the last result."""
     host_lost: str | None = None
+    """Attention on the CPU died or hangs, and why. What else the result says was known before. No host row of a plan
+    that was submitted before this was collected will be answered after it, whether a cohort has it or an asymmetric
+    step, and the KV of host sequences is to be computed again. Nothing else is touched: the plans end, their rows on
+    the device and all swaps are answered. Host rows of later plans run as before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,16 +189,13 @@ class LayoutCapacity:
 
 
 class Executor(Protocol):
-    """Runs plans, in the order they are submitted.
-
-    Attributes:
-        max_in_flight: how many plans may be submitted and not yet ended.
-        feeds_tokens: whether it takes fed rows. It has one stage then, and two plans may be in flight, so that the
-            next one is made and its inputs are prepared while the device computes.
-    """
+    """Runs plans, in the order they are submitted."""
 
     max_in_flight: int
+    """How many plans may be submitted and not yet ended."""
     feeds_tokens: bool
+    """Whether it takes fed rows. It has one stage then, and two plans may be in flight, so that the next one is made
+    and its inputs are prepared while the device computes."""
 
     def submit(self, plan: StepPlan) -> None:
         """Take a plan; never blocks on the device.

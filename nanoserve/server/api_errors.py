@@ -28,15 +28,7 @@ class ClientGone(Exception):
 
 
 class ApiError(Exception):
-    """An answer that is an error.
-
-    Attributes:
-        status: of HTTP.
-        message: one line that says what to change.
-        code: for programs, as ``context_length_exceeded``.
-        param: the field of the request that is wrong.
-        headers: beside those of every answer.
-    """
+    """An answer that is an error."""
 
     def __init__(
         self,
@@ -48,11 +40,11 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.message = message[:_LONGEST_MESSAGE]
-        self.code = code
-        self.param = param
-        self.headers = dict(headers or {})
+        self.status = status  # of HTTP
+        self.message = message[:_LONGEST_MESSAGE]  # one line that says what to change
+        self.code = code  # for programs, as ``context_length_exceeded``
+        self.param = param  # the field of the request that is wrong
+        self.headers = dict(headers or {})  # beside those of every answer
 
     def body(self) -> dict[str, object]:
         """As OpenAI's clients expect it."""

@@ -14,9 +14,9 @@ import zmq
 import zmq.asyncio
 
 from nanoserve.errors import NanoserveError, RuntimeFailure
+from nanoserve.processes.sockets import SocketKeys, connect, listen, local_address
+from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 from nanoserve.server.messages import Command, EngineMessage, EngineSockets, EngineStart
-from nanoserve.sockets import SocketKeys, connect, listen, local_address
-from nanoserve.temporary import choose_directory, make_directory, remove_directory
 
 START_SECONDS = 60.0
 """Until its first sign of life: Python starts and imports ZeroMQ, nothing more."""

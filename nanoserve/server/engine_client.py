@@ -71,11 +71,6 @@ class EngineClient:
         max_queue: requests that may wait for a place in the engine.
         on_progress: called with (stage, done, total) while the model is loaded.
         program: what an engine process runs, as Python text.
-
-    Attributes:
-        facts: what the engine said of itself when it was ready; None before that.
-        restarts: engines started after the first.
-        generated_tokens: that all of them have sampled.
     """
 
     def __init__(
@@ -100,10 +95,10 @@ class EngineClient:
         self._became_ready = asyncio.Event()
         self.state = EngineState.LOADING
         self.reason = ""
-        self.facts: Ready | None = None
+        self.facts: Ready | None = None  # what the engine said of itself when it was ready; None before that
         self.stats = EngineStats()
-        self.restarts = 0
-        self.generated_tokens = 0
+        self.restarts = 0  # engines started after the first
+        self.generated_tokens = 0  # that all of them have sampled
         self._counts = Counter[str]()
 
     # ---- requests ---------------------------------------------------------------------------------------------

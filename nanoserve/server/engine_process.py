@@ -16,7 +16,8 @@ import zmq
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, WorkersFailed
-from nanoserve.lifeline import Lifeline, own_pipes, read_line
+from nanoserve.processes.sockets import connect, listen
+from nanoserve.processes.watchdog import ParentWatchdog, own_pipes, read_line
 from nanoserve.request import Request, Sequence, SequenceUpdate
 from nanoserve.server.messages import (
     Command,
@@ -34,7 +35,6 @@ from nanoserve.server.messages import (
     StartFailed,
     Stop,
 )
-from nanoserve.sockets import connect, listen
 
 MAX_COMMAND_BYTES = 64 << 20
 COMMAND_BYTES = 256 << 10
@@ -206,7 +206,7 @@ def main(build: Build | None = None) -> None:
         sys.exit(f"nanoserve: {error}")
     tempfile.gettempdir()  # once and for all: what workers write must not lie in what is removed before they end
     os.environ["TMPDIR"] = str(directory)  # what a compiler leaves that is killed goes with the rest
-    Lifeline(parent, pulse, directory).start()
+    ParentWatchdog(parent, pulse, directory).start()
     try:
         engine = (build or build_from_model)(start, mailbox)
     except NanoserveError as error:

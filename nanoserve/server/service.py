@@ -36,21 +36,18 @@ _NO_ANNOTATIONS: tuple[str, list[object]] = ("annotations", [])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one client may take of the server.
-
-    Attributes:
-        body_bytes: of a request.
-        client_seconds: within which a client has to send its request, and to take what it is sent.
-        request_seconds: from the request to the end of its answer.
-        prompts: in one completion request.
-        messages: in one conversation.
-    """
+    """What one client may take of the server."""
 
     body_bytes: int = 1 << 20
+    """Of a request."""
     client_seconds: float = 30.0
+    """Within which a client has to send its request, and to take what it is sent."""
     request_seconds: float = 1800.0
+    """From the request to the end of its answer."""
     prompts: int = 128
+    """In one completion request."""
     messages: int = 4096
+    """In one conversation."""
 
 
 class Service:
@@ -62,9 +59,6 @@ class Service:
         api_keys: one of which every client must show; empty where none is needed.
         allowed_hosts: names that clients may call the server; None allows every name.
         seed: makes the seeds repeatable that requests without one are given.
-
-    Attributes:
-        draining: no new requests are taken any more.
     """
 
     def __init__(
@@ -90,7 +84,7 @@ class Service:
         self.texts = TokenTexts(tokenizer)
         self.metrics = Metrics(model_name, engine)
         self.started = int(time.time())
-        self.draining = False
+        self.draining = False  # no new requests are taken any more
         self._counting: set[asyncio.Task[None]] = set()
         self._random = random.Random(seed)
         self._grammars = grammars

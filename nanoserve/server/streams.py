@@ -14,27 +14,20 @@ from nanoserve.text.detokenizer import Decoder
 
 
 class RequestStream:
-    """A running request. The engine client feeds it; whoever made the request reads it.
-
-    Attributes:
-        request: as the first engine got it.
-        news: set whenever something comes; streams that one reader follows share it.
-        sent: whether the engine that lives now has it.
-        gaps: seconds from each token to the next, of all samples.
-        last_token_times: of each sample that has a token, in seconds of the monotonic clock.
-    """
+    """A running request. The engine client feeds it; whoever made the request reads it."""
 
     def __init__(self, request: Request, tokenizer: Decoder, news: asyncio.Event) -> None:
-        self.request = request
-        self.sent = False
-        self.gaps: list[float] = []
+        self.request = request  # as the first engine got it
+        self.sent = False  # whether the engine that lives now has it
+        self.gaps: list[float] = []  # seconds from each token to the next, of all samples
+        # of each sample that has a token, in seconds of the monotonic clock.
         self.last_token_times: dict[int, float] = {}
         self._tracker = RequestTracker(request, tokenizer)
         # What the engine knows of its sequences, as far as it has told.
         self.samples = [Sequence(index, request, index, list(request.prompt)) for index in range(request.params.n)]
         self._ended: set[int] = set()
         self._failure: NanoserveError | None = None
-        self.news = news
+        self.news = news  # set whenever something comes; streams that one reader follows share it
 
     @property
     def request_id(self) -> str:

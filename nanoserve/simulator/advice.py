@@ -17,15 +17,12 @@ _WORTH_SAYING = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a layout or a pair is predicted to reach.
-
-    Attributes:
-        layouts: one, or that of prompts and that of answers; the data parallel degree is in both.
-        tokens_per_second: of prompts and answers together, by all devices.
-    """
+    """What a layout or a pair is predicted to reach."""
 
     layouts: tuple[ParallelLayout, ...]
+    """One, or that of prompts and that of answers; the data parallel degree is in both."""
     tokens_per_second: float
+    """Of prompts and answers together, by all devices."""
 
     @property
     def name(self) -> str:
@@ -46,15 +43,12 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Forecasts for the same requests.
-
-    Attributes:
-        chosen: of what was asked for.
-        others: the most promising alternatives, the fastest first.
-    """
+    """Forecasts for the same requests."""
 
     chosen: Forecast
+    """Of what was asked for."""
     others: tuple[Forecast, ...]
+    """The most promising alternatives, the fastest first."""
 
     @property
     def better(self) -> Forecast | None:

@@ -50,11 +50,6 @@ class SimulatedExecutor:
         max_in_flight: plans in the pipeline at most; None means one for each stage.
         answer: the tokens of a plan; None means a DummyModel.
         observers: are shown every step.
-
-    Attributes:
-        pipeline: in which plans run now.
-        pipelines: of every parallel layout there is.
-        host_tokens: sampled so far for sequences in host memory.
     """
 
     def __init__(
@@ -68,9 +63,9 @@ class SimulatedExecutor:
     ) -> None:
         self.max_in_flight = max_in_flight or times.num_stages
         self.feeds_tokens = False
-        self.pipeline = Pipeline(times, runtime)
-        self.pipelines: tuple[Pipeline, ...] = (self.pipeline,)
-        self.host_tokens = 0
+        self.pipeline = Pipeline(times, runtime)  # in which plans run now
+        self.pipelines: tuple[Pipeline, ...] = (self.pipeline,)  # of every parallel layout there is
+        self.host_tokens = 0  # sampled so far for sequences in host memory
         self._times = times
         self._answer = answer or DummyModel()
         self._observers = observers

@@ -20,17 +20,14 @@ from nanoserve.simulator.pipeline import Passage, TieredTimes
 
 @dataclass(frozen=True, slots=True)
 class HostRow:
-    """A host sequence whose token is under way.
-
-    Attributes:
-        context: keys that its attention reads in each layer.
-        answer: its token, known in the end.
-        attended: layers whose attention the CPU was given before this step; the last of them is not passed yet.
-    """
+    """A host sequence whose token is under way."""
 
     context: int
+    """Keys that its attention reads in each layer."""
     answer: Answer
+    """Its token, known in the end."""
     attended: int = 0
+    """Layers whose attention the CPU was given before this step; the last of them is not passed yet."""
 
     @property
     def first_layer(self) -> int:
@@ -40,32 +37,26 @@ class HostRow:
 
 @dataclass(slots=True)
 class _Cohort:
-    """Host sequences that began a token in the same step.
-
-    Attributes:
-        step: that one.
-        rows: by sequence.
-        layers: how many are behind them.
-        ready: when the CPU is done with their attention in the next layer.
-    """
+    """Host sequences that began a token in the same step."""
 
     step: int
+    """That one."""
     rows: dict[int, HostRow]
+    """By sequence."""
     layers: int
+    """How many are behind them."""
     ready: float
+    """When the CPU is done with their attention in the next layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubBatch:
-    """One of the two sub-batches of an asymmetric step.
-
-    Attributes:
-        device: its rows whose KV is on the device.
-        host: its rows whose KV is in host memory, each from its layer on.
-    """
+    """One of the two sub-batches of an asymmetric step."""
 
     device: StepWork
+    """Its rows whose KV is on the device."""
     host: Sequence[HostRow] = ()
+    """Its rows whose KV is in host memory, each from its layer on."""
 
 
 class ProcessorObserver(Protocol):
@@ -80,13 +71,10 @@ class Processor:
 
     Args:
         observers: are shown what they compute.
-
-    Attributes:
-        free: when everything they were given is computed.
     """
 
     def __init__(self, observers: Sequence[ProcessorObserver] = ()) -> None:
-        self.free = 0.0
+        self.free = 0.0  # when everything they were given is computed
         self._observers = observers
 
     def compute(self, seconds: float, rows: int, arrived: float) -> float:

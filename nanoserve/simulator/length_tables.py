@@ -21,25 +21,22 @@ NUM_QUANTILES = 101
 
 
 class LengthTable(msgspec.Struct, frozen=True, kw_only=True):
-    """The lengths of one trace in brief.
-
-    Attributes:
-        source: where the trace is from.
-        licence: of the trace.
-        requests: how many it has.
-        mean_input, mean_output: tokens.
-        rank_correlation: Spearman's, of input and output lengths.
-        input_quantiles, output_quantiles: tokens, from the shortest to the longest.
-    """
+    """The lengths of one trace in brief."""
 
     source: str
+    """Where the trace is from."""
     licence: str
+    """Of the trace."""
     requests: int
+    """How many it has."""
     mean_input: float
     mean_output: float
+    """Tokens."""
     rank_correlation: float
+    """Spearman's, of input and output lengths."""
     input_quantiles: tuple[int, ...]
     output_quantiles: tuple[int, ...]
+    """Tokens, from the shortest to the longest."""
 
     def draw(self, seed: int) -> Iterator[RequestShape]:
         """Lengths with these distributions and this rank correlation, joined by a Gaussian copula: an endless stream.

@@ -11,19 +11,16 @@ _ABOUT = 1.25
 
 
 class MeasuredStep(NamedTuple):
-    """What one plan took, in seconds.
-
-    Attributes:
-        work: what the plan amounted to.
-        stages: for each stage, computing it.
-        sends: for each stage but the last, its activations on their way to the next stage.
-        host: until the first stage had its inputs, from the moment at which the plan could be made.
-    """
+    """What one plan took, in seconds."""
 
     work: StepWork
+    """What the plan amounted to."""
     stages: tuple[float, ...]
+    """For each stage, computing it."""
     sends: tuple[float, ...]
+    """For each stage but the last, its activations on their way to the next stage."""
     host: float
+    """Until the first stage had its inputs, from the moment at which the plan could be made."""
 
 
 class MeasuredStages:
@@ -35,15 +32,11 @@ class MeasuredStages:
 
     Args:
         steps: at least one, each of the same number of stages, in the order of the plans.
-
-    Attributes:
-        num_stages: of the pipeline.
-        others: micro-batches that were not those of the real run.
     """
 
     def __init__(self, steps: Sequence[MeasuredStep]) -> None:
-        self.num_stages = len(steps[0].stages)
-        self.others = 0
+        self.num_stages = len(steps[0].stages)  # of the pipeline
+        self.others = 0  # micro-batches that were not those of the real run
         self._steps = steps
         self._places = count()
         self._step = steps[0]

@@ -77,21 +77,18 @@ class Sketch:
 
 
 class CompletedRequest(NamedTuple):
-    """What became of one request; times in seconds.
-
-    Attributes:
-        arrival: when it came.
-        ttft, e2el: from then to its first and to its last token.
-        tpot: between its tokens, on average; None if it has but one.
-    """
+    """What became of one request; times in seconds."""
 
     request_id: str
     arrival: float
+    """When it came."""
     input_tokens: int
     output_tokens: int
     ttft: float
     tpot: float | None
+    """Between its tokens, on average; None if it has but one."""
     e2el: float
+    """``ttft``, ``e2el``: from then to its first and to its last token."""
 
 
 RequestObserver = Callable[[CompletedRequest], None]
@@ -139,14 +136,11 @@ class RequestMeter:
 
     Args:
         observers: are shown every request that has ended.
-
-    Attributes:
-        requests: that have ended.
     """
 
     def __init__(self, observers: Sequence[RequestObserver] = ()) -> None:
         self.ttft, self.tpot, self.itl, self.e2el = Sketch(), Sketch(), Sketch(), Sketch()
-        self.requests = self.input_tokens = self.output_tokens = 0
+        self.requests = self.input_tokens = self.output_tokens = 0  # that have ended
         self._observers = observers
         self._lives: dict[str, _Life] = {}
 
@@ -215,17 +209,11 @@ def mean_series(curves: Sequence[Series[float]]) -> Series[float]:
 
 
 class Occupancy:
-    """The share of KV blocks in use over time.
-
-    Attributes:
-        series: the curve, thinned.
-        seconds: the share, integrated over time.
-        peak: the highest.
-    """
+    """The share of KV blocks in use over time."""
 
     def __init__(self) -> None:
-        self.series = Series[float]()
-        self.seconds = self.peak = 0.0
+        self.series = Series[float]()  # the curve, thinned
+        self.seconds = self.peak = 0.0  # the share, integrated over time; the highest
         self._time = self._share = 0.0
 
     def add(self, time: float, share: float) -> None:
@@ -241,20 +229,13 @@ class StepMeter:
 
     Args:
         pool: the blocks.
-
-    Attributes:
-        tokens: of a step.
-        counts: number, decodes and prompt tokens of a step, over time.
-        occupancy: share of blocks in use.
-        idle_seconds: time in which nothing was in flight, because there was no request.
-        last_end: when the last plan so far leaves the pipeline.
     """
 
     def __init__(self, pool: BlockPool) -> None:
-        self.tokens = Sketch()
-        self.counts = Series[tuple[int, int, int]]()
-        self.occupancy = Occupancy()
-        self.idle_seconds = self.last_end = 0.0
+        self.tokens = Sketch()  # of a step
+        self.counts = Series[tuple[int, int, int]]()  # number, decodes and prompt tokens of a step, over time
+        self.occupancy = Occupancy()  # share of blocks in use
+        self.idle_seconds = self.last_end = 0.0  # time in which nothing was in flight, because there was no request
         self._pool = pool
 
     def on_step(self, now: float, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:

@@ -12,13 +12,10 @@ PAPERS_PREPARATION_SHARE = 0.17
 
 
 class StepTimes(Protocol):
-    """How long things take; ``nanoserve.costs.StepCosts`` is one. Times are seconds.
-
-    Attributes:
-        num_stages: of the pipeline.
-    """
+    """How long things take; ``nanoserve.costs.StepCosts`` is one. Times are seconds."""
 
     num_stages: int
+    """Of the pipeline."""
 
     def work(
         self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
@@ -47,13 +44,10 @@ class MovingTimes(StepTimes, Protocol):
 
 @runtime_checkable
 class TieredTimes(MovingTimes, Protocol):
-    """Step times that also know the host's memory and processor; ``nanoserve.costs.StepCosts`` are such.
-
-    Attributes:
-        num_layers: of the model.
-    """
+    """Step times that also know the host's memory and processor; ``nanoserve.costs.StepCosts`` are such."""
 
     num_layers: int
+    """Of the model."""
 
     def layers_seconds(self, tokens: int, stage: int) -> float:
         """The linear part of a stage's layers for so many tokens."""
@@ -75,19 +69,17 @@ class TieredTimes(MovingTimes, Protocol):
 class Runtime:
     """How the processes of a pipeline work together.
 
-    Attributes:
-        metadata: "decoupled" (gLLM, section 3.3): plans are sent ahead of the activations, so that a stage prepares
-            its inputs while it computes the micro-batch before. "coupled" (vLLM): they come with the activations, and
-            preparing precedes computing.
-        preparation_share: preparing a stage's inputs, as a share of preparing and computing; None takes what the
-            step times say of the host.
-
     Raises:
         UsageError: for a share outside [0, 1).
     """
 
     metadata: Literal["decoupled", "coupled"] = "decoupled"
+    """"decoupled" (gLLM, section 3.3): plans are sent ahead of the activations, so that a stage prepares its inputs
+    while it computes the micro-batch before. "coupled" (vLLM): they come with the activations, and preparing precedes
+    computing."""
     preparation_share: float | None = None
+    """Preparing a stage's inputs, as a share of preparing and computing; None takes what the step times say of the
+    host."""
 
     def __post_init__(self) -> None:
         if self.preparation_share is not None and not 0 <= self.preparation_share < 1:
@@ -106,15 +98,11 @@ class Passage(NamedTuple):
 
 
 class Pipeline:
-    """Stages that compute one micro-batch at a time, joined by links that carry one at a time, all in order.
-
-    Attributes:
-        busy_seconds: what each stage has computed so far; preparing inputs is not computing.
-    """
+    """Stages that compute one micro-batch at a time, joined by links that carry one at a time, all in order."""
 
     def __init__(self, times: StepTimes, runtime: Runtime) -> None:
         stages = times.num_stages
-        self.busy_seconds = [0.0] * stages
+        self.busy_seconds = [0.0] * stages  # what each stage has computed so far; preparing inputs is not computing
         self._times = times
         self._runtime = runtime
         self._stage_free = [0.0] * stages

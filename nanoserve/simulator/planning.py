@@ -35,18 +35,16 @@ _QUANTILES = 64
 class PlannedWork:
     """Requests to plan for.
 
-    Attributes:
-        shapes: how long each is.
-        rate: requests per second, by Poisson; None stands for a closed batch, all at once.
-        seed: of the arrivals.
-
     Raises:
         UsageError: for a rate that is not above 0.
     """
 
     shapes: tuple[RequestShape, ...]
+    """How long each is."""
     rate: float | None = None
+    """Requests per second, by Poisson; None stands for a closed batch, all at once."""
     seed: int = 0
+    """Of the arrivals."""
 
     def __post_init__(self) -> None:
         self.workload()  # refuses the rate
@@ -96,34 +94,28 @@ class PlannedWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLimits:
-    """What KV caches may take; None stands for all that weights leave.
-
-    Attributes:
-        device_bytes: of the devices of one replica together.
-        host_bytes: of host memory, all replicas together.
-    """
+    """What KV caches may take; None stands for all that weights leave."""
 
     device_bytes: float | None = None
+    """Of the devices of one replica together."""
     host_bytes: float | None = None
+    """Of host memory, all replicas together."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to use the devices: whole replicas, each in one layout, or in one for prompts and another for answers.
-
-    Attributes:
-        layouts: the step times of a replica in its layout, or in both.
-        kv_blocks: of a replica in each.
-        host_blocks: KV blocks of a replica in host memory; 0 with one layout.
-        replicas: the data parallel degree.
-        work: what all of them have to do.
-    """
+    """A way to use the devices: whole replicas, each in one layout, or in one for prompts and another for answers."""
 
     layouts: tuple[StepCosts, ...]
+    """The step times of a replica in its layout, or in both."""
     kv_blocks: tuple[int, ...]
+    """Of a replica in each."""
     host_blocks: int
+    """KV blocks of a replica in host memory; 0 with one layout."""
     replicas: int
+    """The data parallel degree."""
     work: PlannedWork
+    """What all of them have to do."""
 
     @property
     def name(self) -> str:

@@ -30,15 +30,12 @@ _DIGIT_SHARE = 0.011
 
 @dataclass(frozen=True, slots=True)
 class PlottedRun:
-    """What is drawn of one policy.
-
-    Attributes:
-        window: the steps whose way through the stages is shown.
-    """
+    """What is drawn of one policy."""
 
     policy: str
     result: SimulationResult
     window: StepWindow
+    """The steps whose way through the stages is shown."""
 
 
 def plot_simulation(path: Path, title: str, runs: Sequence[PlottedRun]) -> None:

@@ -18,29 +18,25 @@ _TICKS_PER_SECOND = 2**20
 
 @dataclass(slots=True)
 class Record:
-    """What an Engine consumed and what it answered, in order.
-
-    Attributes:
-        arrivals: requests, each with the time at which the engine took it in as its arrival time.
-        plans: all plans.
-        submitted: when each was, by step, as if making it took no time: when the engine last came from waiting.
-        handed_over: when each really was made, and handed to the executor, by step.
-        results: by step. That workers died stands at the last of the plans that were lost with them, and nothing at
-            those before it.
-            Nothing stands at plans that only move KV.
-        known: when each result was, by step; of a plan that was lost, when that was known.
-        collected: everything that became known, in order: all that did at one moment together.
-        max_in_flight: plans that the executor takes at a time.
-    """
+    """What an Engine consumed and what it answered, in order."""
 
     max_in_flight: int
+    """Plans that the executor takes at a time."""
     arrivals: list[Request] = field(default_factory=list)
+    """Requests, each with the time at which the engine took it in as its arrival time."""
     plans: list[StepPlan] = field(default_factory=list)
+    """All plans."""
     submitted: dict[int, float] = field(default_factory=dict)
+    """When each was, by step, as if making it took no time: when the engine last came from waiting."""
     handed_over: dict[int, float] = field(default_factory=dict)
+    """When each really was made, and handed to the executor, by step."""
     results: dict[int, StepResult] = field(default_factory=dict)
+    """By step. That workers died stands at the last of the plans that were lost with them, and nothing at those before
+    it. Nothing stands at plans that only move KV."""
     known: dict[int, float] = field(default_factory=dict)
+    """When each result was, by step; of a plan that was lost, when that was known."""
     collected: dict[float, list[StepResult]] = field(default_factory=dict)
+    """Everything that became known, in order: all that did at one moment together."""
 
 
 def ends(plan: StepPlan) -> bool:

@@ -18,42 +18,36 @@ from nanoserve.simulator.tiered_executor import TieredExecutor, TierObserver
 
 @dataclass(frozen=True, slots=True)
 class OtherLayout:
-    """A parallel layout beside the first one.
-
-    Attributes:
-        times: of its stages, its links and the host.
-        num_blocks: KV blocks on its devices.
-    """
+    """A parallel layout beside the first one."""
 
     times: TieredTimes
+    """Of its stages, its links and the host."""
     num_blocks: int
+    """KV blocks on its devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetting:
-    """One engine.
-
-    Attributes:
-        policy: decides, as it would for real.
-        times: of stages, links and the host; there are as many micro-batches in flight as it has stages.
-        num_blocks: KV blocks; all stages share one block table.
-        block_size: tokens per block.
-        max_num_seqs: sequences that hold blocks at a time.
-        runtime: how the stages' processes work together.
-        host_blocks: KV blocks in host memory; for these, and for other layouts, ``times`` are TieredTimes.
-        other_layouts: parallel layouts 1, 2, ... that the policy may change to.
-        predictors: for the policy, one per layout.
-    """
+    """One engine."""
 
     policy: Policy
+    """Decides, as it would for real."""
     times: StepTimes
+    """Of stages, links and the host; there are as many micro-batches in flight as it has stages."""
     num_blocks: int
+    """KV blocks; all stages share one block table."""
     block_size: int
+    """Tokens per block."""
     max_num_seqs: int
+    """Sequences that hold blocks at a time."""
     runtime: Runtime
+    """How the stages' processes work together."""
     host_blocks: int
+    """KV blocks in host memory; for these, and for other layouts, ``times`` are TieredTimes."""
     other_layouts: Sequence[OtherLayout]
+    """Parallel layouts 1, 2, ... that the policy may change to."""
     predictors: Sequence[Predictor]
+    """For the policy, one per layout."""
 
     @property
     def longest(self) -> int:

@@ -26,21 +26,14 @@ class TierMeter:
         steps: of the same engine; told of what keeps it from being idle beside steps.
         host_pool: the KV blocks in host memory.
         layouts: how many there are.
-
-    Attributes:
-        strategy_steps: how many steps had which strategy.
-        swapped_tokens: what the blocks moved in each direction hold.
-        transitions, transition_seconds: changes of the layout, from the reload's begin to its end.
-        processor_seconds: in which the CPU attended.
-        occupancy: share of the host's blocks in use.
     """
 
     def __init__(self, steps: StepMeter, host_pool: BlockPool, layouts: int = 1) -> None:
-        self.strategy_steps: Counter[str] = Counter()
-        self.swapped_tokens: Counter[Direction] = Counter()
-        self.transitions = 0
-        self.transition_seconds = self.processor_seconds = 0.0
-        self.occupancy = Occupancy()
+        self.strategy_steps: Counter[str] = Counter()  # how many steps had which strategy
+        self.swapped_tokens: Counter[Direction] = Counter()  # what the blocks moved in each direction hold
+        self.transitions = 0  # changes of the layout, from the reload's begin to its end
+        self.transition_seconds = self.processor_seconds = 0.0  # in which the CPU attended
+        self.occupancy = Occupancy()  # share of the host's blocks in use
         self._steps = steps
         self._host_pool = host_pool
         self._times = [LayoutTime(0.0, 0.0)] * layouts

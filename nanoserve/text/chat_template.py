@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.errors import ModelError, UsageError
-from nanoserve.files import read_text
+from nanoserve.processes.files import read_text
 from nanoserve.text.template_sandbox import TemplateSandbox
 
 RESERVED_ARGUMENTS = ("messages", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token")

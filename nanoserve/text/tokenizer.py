@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.errors import ModelError, UsageError
-from nanoserve.files import read_optional_json_object
+from nanoserve.processes.files import read_optional_json_object
 from nanoserve.text.backends import Backend, SentencePieceBackend, TokenizersBackend
 from nanoserve.text.chat_template import RESERVED_ARGUMENTS, ChatTemplate, PlainConversation, load_chat_template
 from nanoserve.text.control_tokens import ControlTokens, choose_mark

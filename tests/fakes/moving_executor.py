@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from nanoserve.costs.work import StepWork
-from nanoserve.runtime.stage_times import ReshardTimes, StageTimes, SwapTimes
+from nanoserve.runtime.trace.stage_times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.scheduler.plan import StepPlan, StepResult, Swap
 from nanoserve.simulator.pipeline import MovingTimes, Passage
 from nanoserve.simulator.tiered_executor import TieredExecutor

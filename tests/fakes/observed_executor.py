@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from nanoserve.costs.work import StepWork
-from nanoserve.runtime.stage_times import StageTimes
+from nanoserve.runtime.trace.stage_times import StageTimes
 from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
 from nanoserve.simulator.executor import DUMMY_TOKEN, SimulatedExecutor
 from nanoserve.simulator.pipeline import DECOUPLED, Passage, Runtime, StepTimes

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.grammars import SequenceGrammar
-from nanoserve.runtime.sampling import SamplingState, sample
+from nanoserve.runtime.sampling.grammars import SequenceGrammar
+from nanoserve.runtime.sampling.sampler import SamplingState, sample
 from nanoserve.scheduler.plan import Begin
 from nanoserve.text.backends import Backend
 from nanoserve.text.tokenizer import load_backend

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanoserve.request import FinishReason
-from nanoserve.runtime.core_division import CoreDivision
-from nanoserve.runtime.host_pool import HostPool
-from nanoserve.runtime.host_processor import HostProcessor
+from nanoserve.runtime.host.host_processor import HostProcessor
+from nanoserve.runtime.launch.core_division import CoreDivision
 from nanoserve.runtime.local import LocalExecutor
+from nanoserve.runtime.moves.host_pool import HostPool
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Decision, Load, Policy, Strategy
 from nanoserve.scheduler.plan import StepPlan

@@ -11,8 +11,8 @@ import pytest
 from torch import Tensor
 
 from nanoserve.request import FinishReason
-from nanoserve.runtime import host_attention
-from nanoserve.runtime.host_attention import HostAttention
+from nanoserve.runtime.host import host_attention
+from nanoserve.runtime.host.host_attention import HostAttention
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.scheduler.scheduler import MOST_HOST_LOSSES
 from tests.hybrid.families import Model, small_model

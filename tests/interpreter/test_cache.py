@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import triton_ops
-from triton_ops import plain_operators
+from triton_ops import reference_operators
 from triton_ops.gpu import cache as gpu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -75,7 +75,7 @@ def _caches(layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Te
 
 def _compare_writes(key: Tensor, value: Tensor, caches: tuple[Tensor, Tensor], slots: Tensor) -> None:
     expected = [cache.clone() for cache in caches]
-    with plain_operators():
+    with reference_operators():
         triton_ops.cache_write(key, value, *expected, slots)
     gpu.cache_write(key, value, *caches, slots)
     for found, wanted in zip(caches, expected, strict=True):
@@ -96,7 +96,7 @@ def test_copies_read_every_source_before_they_write(pairs: list[list[int]], dtyp
     caches = _caches("sliced", (5, 3, 16, 8), dtype)
     expected = [cache.clone() for cache in caches]
     chosen = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
-    with plain_operators():
+    with reference_operators():
         triton_ops.copy_blocks(*expected, chosen)
     gpu.copy_blocks(*caches, chosen)
     for found, wanted in zip(caches, expected, strict=True):
@@ -148,14 +148,14 @@ def _compare_moves(
     room = torch.full((len(keys), 2, num_heads, len(sources) + 1, *tile), torch.nan).to(keys[0].dtype)
     staged = room.transpose(2, 3)[:, :, :-1]
     expected_staged = torch.empty_like(staged)
-    with plain_operators():
+    with reference_operators():
         triton_ops.gather_blocks(expected_staged, keys, values, sources, first_head)
     gpu.gather_blocks(staged, keys, values, sources, first_head)
     assert torch.equal(staged, expected_staged)
     assert room[:, :, :, -1].isnan().all()
 
     expected_keys, expected_values = ([cache.clone() for cache in caches] for caches in (keys, values))
-    with plain_operators():
+    with reference_operators():
         triton_ops.scatter_blocks(expected_keys, expected_values, staged, targets, first_head)
     gpu.scatter_blocks(keys, values, staged, targets, first_head)
     for found, wanted in zip(keys + values, expected_keys + expected_values, strict=True):

@@ -155,7 +155,7 @@ def test_the_download_reports_its_progress(downloads: list[dict], capsys: pytest
         bar.total = 10
         bar.update(4)
         bar.refresh()
-    with bar_class(total=2, unit="it", desc="Fetching 2 files") as bar:
+    with bar_class(total=2, unit="it", desc="DeviceToHostCopy 2 files") as bar:
         bar.update(2)
     assert ("downloading bytes", 4, 10) in reports and ("downloading files", 2, 2) in reports
     assert capsys.readouterr().err == ""

@@ -17,7 +17,7 @@ from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model
 from nanoserve.models.shards import Shard, make_shards, shard_config, shards_of_layouts, whole_model
 from nanoserve.models.weights import shard_parts, tensor_parts
-from nanoserve.runtime.layer_compiler import layer_config
+from nanoserve.runtime.compile.layer_compiler import layer_config
 from tests.models.test_decoder import paged, random_tokens
 from tests.models.thread_ranks import ThreadGroup, on_every_rank
 from tests.oracle.checkpoints import FAMILIES, make_checkpoint, rename_glm_as_chatglm

@@ -16,7 +16,7 @@ SETTINGS = ["--dtype", "float32", "--kv-cache-memory", "16MiB", "--threads", "1"
 def rows(rate: str, work: str, **seconds: Sequence[float]) -> list[dict[str, Any]]:
     names = {"t": "T2", "p": "P2", "pair": "P2 -> T2"}
     return [
-        {"rate": rate, "work": work, "contender": names[name], "round": number, "seconds": value}
+        {"rate": rate, "work": work, "variant": names[name], "round": number, "seconds": value}
         for name, values in seconds.items()
         for number, value in enumerate(values)
     ]
@@ -42,7 +42,7 @@ def test_layouts_and_a_pair_of_them_are_measured(hosts: tuple[Host, Host]) -> No
     """The hosts are other ones; the fixture skips where there can be none."""
     work = Work("tiny", 3, 16, 4)
     measured = measure(["300mbit"], ["T2", "P2 -> T2"], [work], rounds=2)
-    assert [(row["contender"], row["round"]) for row in measured] == [
+    assert [(row["variant"], row["round"]) for row in measured] == [
         *(("T2", 0), ("P2 -> T2", 0)),
         *(("P2 -> T2", 1), ("T2", 1)),
     ]

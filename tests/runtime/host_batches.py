@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
-from nanoserve.runtime.host_attention import HostRows
+from nanoserve.runtime.host.host_attention import HostRows
 from tests.runtime.small_model import small_config
 from tests.triton_ops.batches import Row, build, reference
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from nanoserve.runtime.sampling import SamplingRows, SamplingState
-from nanoserve.runtime.staging import Staging
+from nanoserve.runtime.sampling.sampler import SamplingRows, SamplingState
+from nanoserve.runtime.step.staging import Staging
 
 
 def sampling_rows(states: Sequence[SamplingState], positions: Sequence[int]) -> SamplingRows:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from nanoserve.runtime.layer_marks import LayerMarks
-from nanoserve.runtime.swapping import BlockMover, Swapper
+from nanoserve.runtime.moves.layer_marks import LayerMarks
+from nanoserve.runtime.moves.swapping import BlockMover, Swapper
 from nanoserve.scheduler.plan import Swap
 
 

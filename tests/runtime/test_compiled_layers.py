@@ -11,9 +11,9 @@ import torch
 from nanoserve.config import MoeConfig, RopeConfig
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.compiled_layers import CompiledLayers
-from nanoserve.runtime.layer_compiler import layer_config
-from nanoserve.runtime.layer_pieces import whole_layer
+from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
+from nanoserve.runtime.compile.layer_compiler import layer_config
+from nanoserve.runtime.compile.layer_pieces import whole_layer
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
 from tests.runtime.small_model import dense_greedy, small_config, small_decoder
@@ -32,16 +32,16 @@ def decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     return small_decoder().requires_grad_(False)
 
 
-def compiled_layers(decoder: Decoder, *, with_pieces: bool = False) -> CompiledLayers:
-    return CompiledLayers(decoder, block_size=4, operators=cpu_operators(), with_pieces=with_pieces)
+def compiled_layers(decoder: Decoder, *, with_pieces: bool = False) -> AotInductorLayers:
+    return AotInductorLayers(decoder, block_size=4, operators=cpu_operators(), with_pieces=with_pieces)
 
 
-def greedy(decoder: Decoder, layers: CompiledLayers) -> list[int]:
+def greedy(decoder: Decoder, layers: AotInductorLayers) -> list[int]:
     """Three tokens behind PROMPT."""
     return greedy_of(LocalExecutor(decoder, decoder.config, num_blocks=2, block_size=4, device="cpu", layers=layers))
 
 
-def greedy_in_pieces(decoder: Decoder, layers: CompiledLayers) -> list[int]:
+def greedy_in_pieces(decoder: Decoder, layers: AotInductorLayers) -> list[int]:
     run_layer = whole_layer(layers)
     return greedy_of(
         LocalExecutor(decoder, decoder.config, num_blocks=2, block_size=4, device="cpu", run_layer=run_layer)
@@ -60,7 +60,7 @@ def greedy_of(executor: LocalExecutor) -> list[int]:
     return list(tokens[len(PROMPT) :])
 
 
-def keys_of(layers: CompiledLayers) -> set[str]:
+def keys_of(layers: AotInductorLayers) -> set[str]:
     return {library.shelf.key for library in layers.libraries}
 
 
@@ -140,7 +140,7 @@ def test_pieces_are_compiled_only_where_they_are_wanted(decoder: Decoder) -> Non
 def test_pieces_know_of_neither_windows_nor_blocks(decoder: Decoder) -> None:
     def keys(block_size: int, *windows: int) -> set[str]:
         changed = small_decoder(replace(decoder.config, sliding_windows=windows))
-        layers = CompiledLayers(changed, block_size=block_size, operators=cpu_operators(), with_pieces=True)
+        layers = AotInductorLayers(changed, block_size=block_size, operators=cpu_operators(), with_pieces=True)
         return {library.shelf.key for library in layers.libraries if library.shelf.part != "layer"}
 
     assert len(keys(4, 0, 7)) == 2 and keys(4, 0, 7) == keys(16, 5, 0)

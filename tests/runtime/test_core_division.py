@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from nanoserve.errors import UsageError
-from nanoserve.runtime import core_division
-from nanoserve.runtime.core_division import CoreDivision, DeviceCores, default_host_threads, divide_cores
-from nanoserve.threads import cores_in_use
+from nanoserve.processes.threads import cores_in_use
+from nanoserve.runtime.launch import core_division
+from nanoserve.runtime.launch.core_division import CoreDivision, DeviceCores, default_host_threads, divide_cores
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, cores: list[tuple[int, ...]], limit: int | None = None) -> None:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from nanoserve.models.decoder import Decoder
-from nanoserve.runtime.decode_graphs import DecodeGraphs, StaticInputs, bucket_sizes, fill
-from nanoserve.runtime.forward_pass import Caches, ForwardPass
-from nanoserve.runtime.step_inputs import StepInputs
+from nanoserve.runtime.step.decode_graphs import DecodeGraphs, StaticInputs, bucket_sizes, fill
+from nanoserve.runtime.step.forward_pass import Caches, ForwardPass
+from nanoserve.runtime.step.step_inputs import StepInputs
 from tests.runtime.fake_graphs import FakeRecorder
 from tests.runtime.small_model import VOCAB_SIZE, small_config, small_decoder
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoserve.runtime import gpu_staging
-from nanoserve.runtime.block_arrays import block_arrays
+from nanoserve.runtime.moves import gpu_staging
+from nanoserve.runtime.moves.block_arrays import block_arrays
 
 LAYERS, HEADS, BLOCK_SIZE, HEAD_DIM = 3, 2, 2, 4
 BLOCK_SHAPE = (LAYERS, 2, HEADS, BLOCK_SIZE, HEAD_DIM)

@@ -15,14 +15,14 @@ from nanoserve.models.attention import AttentionFunction, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.shards import make_shards
 from nanoserve.request import SamplingParams
-from nanoserve.runtime import gpu_start
-from nanoserve.runtime.decode_graphs import DecodeGraphs
-from nanoserve.runtime.forward_pass import ForwardPass
-from nanoserve.runtime.gpu_start import GpuStart
-from nanoserve.runtime.largest_step import LargestStep
-from nanoserve.runtime.layer_pieces import whole_layer
+from nanoserve.runtime.compile.layer_pieces import whole_layer
+from nanoserve.runtime.compile.torch_compile import TorchCompileLayers
+from nanoserve.runtime.launch import gpu_start
+from nanoserve.runtime.launch.gpu_start import GpuStart
+from nanoserve.runtime.launch.memory_profile import MemoryProfileRun
 from nanoserve.runtime.local import LocalExecutor
-from nanoserve.runtime.traced_layers import TracedLayers
+from nanoserve.runtime.step.decode_graphs import DecodeGraphs
+from nanoserve.runtime.step.forward_pass import ForwardPass
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
 from tests.models.thread_ranks import ThreadGroup, on_every_rank
 from tests.runtime.fake_graphs import FakeRecorder
@@ -41,7 +41,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRecorder]:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10_000))
     monkeypatch.setattr(gpu_start, "CudaRecorder", lambda device: recorder)
     monkeypatch.setattr(gpu_start, "measured_memory", lambda device, step: (step(), STEP_MEMORY)[1])
-    monkeypatch.setattr(gpu_start, "TracedLayers", lambda decoder: TracedLayers(decoder, backend="eager"))
+    monkeypatch.setattr(gpu_start, "TorchCompileLayers", lambda decoder: TorchCompileLayers(decoder, backend="eager"))
     yield recorder
     torch._dynamo.reset()
 
@@ -113,7 +113,7 @@ def test_each_kind_of_layer_is_compiled_once(recorder: FakeRecorder, monkeypatch
         compiled.append(graph)
         return graph
 
-    monkeypatch.setattr(gpu_start, "TracedLayers", lambda decoder: TracedLayers(decoder, backend=count))
+    monkeypatch.setattr(gpu_start, "TorchCompileLayers", lambda decoder: TorchCompileLayers(decoder, backend=count))
     decoder = small_decoder().requires_grad_(False)
     start = GpuStart(decoder, EngineConfig(max_num_seqs=3, max_num_batched_tokens=12, block_size=4), CPU)
     start.measure(128, None)
@@ -137,7 +137,7 @@ def test_pieces_are_compiled_before_the_first_step_that_needs_them(
         compiled.append(graph)
         return graph
 
-    monkeypatch.setattr(gpu_start, "TracedLayers", lambda decoder: TracedLayers(decoder, backend=count))
+    monkeypatch.setattr(gpu_start, "TorchCompileLayers", lambda decoder: TorchCompileLayers(decoder, backend=count))
     start = GpuStart(decoder, config, CPU)
     start.measure(128, None)
     assert len(compiled) == graphs
@@ -280,7 +280,7 @@ def test_the_largest_step_is_as_large_as_a_step_may_be() -> None:
         output: Tensor = layer(hidden, cos, sin, attention)
         return output
 
-    tokens = LargestStep(num_tokens=11, num_rows=4, block_size=4).run(decoder, run_layer)
+    tokens = MemoryProfileRun(num_tokens=11, num_rows=4, block_size=4).run(decoder, run_layer)
     assert seen == [(11, 8, 1, 1, 1)] * small_config().num_layers
     assert tokens is not None and len(tokens) == 11, "prompt log probabilities may look at every position"
 
@@ -292,7 +292,7 @@ def test_every_shard_of_a_model_has_a_largest_step(stages: int) -> None:
 
     def run(rank: int, group: ThreadGroup) -> int | None:
         decoder = Decoder(small_config(), shard=shards[first + rank], group=group).eval()
-        tokens = LargestStep(num_tokens=11, num_rows=4, block_size=4).run(decoder, DecoderLayer.__call__)
+        tokens = MemoryProfileRun(num_tokens=11, num_rows=4, block_size=4).run(decoder, DecoderLayer.__call__)
         return None if tokens is None else len(tokens)
 
     for first in range(0, len(shards), 2):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nanoserve.errors import UsageError
-from nanoserve.runtime import host_attention
-from nanoserve.runtime.host_attention import HostAttention, HostRows
+from nanoserve.runtime.host import host_attention
+from nanoserve.runtime.host.host_attention import HostAttention, HostRows
 from nanoserve.scheduler.plan import HostWork
 from tests.runtime.host_batches import HostBatch, host_batch
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoserve.runtime import host_attention
-from nanoserve.runtime.host_attention import HostAttention, HostAttentionLost, HostTask
+from nanoserve.runtime.host import host_attention
+from nanoserve.runtime.host.host_attention import HostAttention, HostAttentionLost, HostTask
 from tests.runtime.host_batches import HostBatch, host_batch
 
 ENOUGH = 30.0

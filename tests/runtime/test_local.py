@@ -10,9 +10,9 @@ from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import Request, SamplingParams, SequenceUpdate
-from nanoserve.runtime.host_pool import HostPool
 from nanoserve.runtime.local import LocalExecutor
-from nanoserve.runtime.swapping import BlockMover
+from nanoserve.runtime.moves.host_pool import HostPool
+from nanoserve.runtime.moves.swapping import BlockMover
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.plan import Begin, Executor, Row, StepPlan, StepResult, Swap
 from nanoserve.scheduler.scheduler import Scheduler

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanoserve.runtime import measuring_speeds
-from nanoserve.runtime.measuring_speeds import measure_speeds
+from nanoserve.runtime.launch import measuring_speeds
+from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 
 WORKERS = 4
 LATENCY, BUS_BANDWIDTH = 50e-6, 0.5e9

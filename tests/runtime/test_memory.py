@@ -7,8 +7,8 @@ import torch
 
 from nanoserve import LLM
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.runtime import memory
-from nanoserve.runtime.memory import available_memory, choose_num_blocks, kv_bytes_per_block, out_of_memory
+from nanoserve.runtime.launch import memory
+from nanoserve.runtime.launch.memory import available_memory, choose_num_blocks, kv_bytes_per_block, out_of_memory
 from nanoserve.sizes import format_size, parse_size
 from tests.runtime.small_model import small_config
 

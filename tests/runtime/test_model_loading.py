@@ -10,7 +10,7 @@ from nanoserve.errors import ModelError, RuntimeFailure, UsageError
 from nanoserve.models.loading import load_model
 from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shards import make_shards
-from nanoserve.runtime.model_loading import load_layouts
+from nanoserve.runtime.launch.model_loading import load_layouts
 from tests.models.test_shards import write_checkpoint
 from tests.models.thread_ranks import ThreadGroup
 

@@ -7,7 +7,7 @@ import torch
 
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import SamplingParams, TokenLogprob
-from nanoserve.runtime.model_runner import ModelRunner
+from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan
 from tests.runtime.small_model import dense_greedy, dense_logits, small_config, small_decoder
 

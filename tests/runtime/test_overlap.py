@@ -12,7 +12,7 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate, TokenLogprob
 from nanoserve.runtime.local import LocalExecutor
-from nanoserve.runtime.model_runner import ModelRunner
+from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Begin, Copy, Row, StepPlan
 from nanoserve.scheduler.scheduler import Scheduler

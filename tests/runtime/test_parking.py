@@ -15,13 +15,13 @@ from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.shards import make_shards
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.decode_graphs import DecodeGraphs, StaticInputs
-from nanoserve.runtime.host_pool import HostPool
-from nanoserve.runtime.host_processor import HostProcessor
-from nanoserve.runtime.layer_pieces import EagerPieces
+from nanoserve.runtime.compile.layer_pieces import EagerPieces
+from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.local import LocalExecutor
-from nanoserve.runtime.local_swaps import LocalSwaps
-from nanoserve.runtime.model_runner import ModelRunner
+from nanoserve.runtime.moves.host_pool import HostPool
+from nanoserve.runtime.moves.local_swaps import LocalSwaps
+from nanoserve.runtime.step.decode_graphs import DecodeGraphs, StaticInputs
+from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.scheduler.load import Strategy
 from nanoserve.scheduler.plan import Begin, Row, StepPlan, StepResult, Swap
 from tests.runtime.fake_graphs import FakeRecorder

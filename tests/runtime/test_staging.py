@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanoserve.runtime.staging import HostBuffer, Staging
+from nanoserve.runtime.step.staging import HostBuffer, Staging
 
 CPU = torch.device("cpu")
 

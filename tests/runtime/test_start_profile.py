@@ -14,14 +14,14 @@ from nanoserve.config import EngineConfig
 from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.costs.profile import Profile, read_profile, write_profile
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.runtime import start_profile
-from nanoserve.runtime.host_attention import HostAttentionLost
-from nanoserve.runtime.host_pool import HostPool
-from nanoserve.runtime.host_processor import HostProcessor
+from nanoserve.runtime.host.host_attention import HostAttentionLost
+from nanoserve.runtime.host.host_processor import HostProcessor
+from nanoserve.runtime.launch import start_profile
+from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_predictor, profile_at_start
 from nanoserve.runtime.local import LocalExecutor
+from nanoserve.runtime.moves.host_pool import HostPool
 from nanoserve.runtime.profiling.parts import Sizes
 from nanoserve.runtime.profiling.rounds import Effort
-from nanoserve.runtime.start_profile import StartingEngine, hybrid_predictor, profile_at_start
 from tests.costs.profiles import made_up_profile
 from tests.runtime.small_model import small_config, small_decoder
 from triton_ops.cpu import cpu_operators

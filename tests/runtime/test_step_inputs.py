@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from nanoserve.runtime.staging import Staging
-from nanoserve.runtime.step_inputs import BlockTable, InputBuilder, row_ends
+from nanoserve.runtime.step.staging import Staging
+from nanoserve.runtime.step.step_inputs import BlockTable, InputBuilder, row_ends
 from nanoserve.scheduler.plan import Row
 
 BLOCK_SIZE = 4

@@ -10,8 +10,8 @@ from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.request import Request, SamplingParams
-from nanoserve.runtime.stage_times import StageTimes
-from nanoserve.runtime.traced_executor import RunTrace, TracedExecutor, bars_of
+from nanoserve.runtime.trace.stage_times import StageTimes
+from nanoserve.runtime.trace.traced_executor import RunTrace, TracingExecutor, bars_of
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
@@ -33,13 +33,13 @@ def _scheduler(executor: Executor) -> Scheduler:
     )
 
 
-def _traced(executor: Executor, path: Path) -> TracedExecutor:
-    return TracedExecutor(executor, ChromeTraceFile(path), scheduler=_scheduler(executor))
+def _traced(executor: Executor, path: Path) -> TracingExecutor:
+    return TracingExecutor(executor, ChromeTraceFile(path), scheduler=_scheduler(executor))
 
 
 def _run(executor: Executor, path: Path) -> None:
     scheduler = _scheduler(executor)
-    traced = TracedExecutor(executor, ChromeTraceFile(path), scheduler=scheduler)
+    traced = TracingExecutor(executor, ChromeTraceFile(path), scheduler=scheduler)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     requests = [Request(f"r{name}", (1,) * 7, params, seed=0, arrival_time=executor.now()) for name in range(3)]
     engine = Engine(scheduler, traced, vocab_size=2)

@@ -11,8 +11,8 @@ from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.engine import Engine
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.request import Request, SamplingParams
-from nanoserve.runtime.traced_executor import TracedExecutor
-from nanoserve.runtime.traced_forecasts import HostTrace, facts_of
+from nanoserve.runtime.trace.traced_executor import TracingExecutor
+from nanoserve.runtime.trace.traced_forecasts import HostTrace, facts_of
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork, Row, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
@@ -44,7 +44,7 @@ def test_a_hybrid_run_tells_how_each_step_was_predicted(policy: str, tmp_path: P
         predictors=[CorrectedPredictor(LinearPredictor(num_layers=LAYERS, linear=0.3, row=0.01, host_key=0.02))],
     )
     times = TierTimes(num_layers=LAYERS, layer=0.1, token=0.01, key=0.01, host_key=0.008, swap_token=0.01)
-    traced = TracedExecutor(
+    traced = TracingExecutor(
         TieredExecutor([times], block_size=2), ChromeTraceFile(tmp_path / "trace.json"), scheduler=scheduler
     )
     requests = [

@@ -12,11 +12,11 @@ from torch._dynamo.utils import counters
 from nanoserve.config import ModelConfig, MoeConfig
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.shards import make_shards
-from nanoserve.runtime.forward_pass import Caches, ForwardPass
-from nanoserve.runtime.layer_pieces import EagerPieces, whole_layer
-from nanoserve.runtime.staging import HostBuffer
-from nanoserve.runtime.step_inputs import StepInputs
-from nanoserve.runtime.traced_layers import TracedLayers
+from nanoserve.runtime.compile.layer_pieces import EagerPieces, whole_layer
+from nanoserve.runtime.compile.torch_compile import TorchCompileLayers
+from nanoserve.runtime.step.forward_pass import Caches, ForwardPass
+from nanoserve.runtime.step.staging import HostBuffer
+from nanoserve.runtime.step.step_inputs import StepInputs
 from tests.runtime.small_model import VOCAB_SIZE, small_config, small_decoder
 
 BLOCK_SIZE = 4
@@ -57,7 +57,7 @@ def test_one_graph_per_kind_of_layer_equals_eager() -> None:
     options = {"qk_norm": True, "norms_per_layer": 4, "qkv_bias": True, "moe": SPARSE}
     config = replace(small_config(), num_layers=3, sliding_windows=(0, 5, 0), **options)
     decoder = small_decoder(config).requires_grad_(False)
-    layers, generator = TracedLayers(decoder, backend="aot_eager"), torch.Generator().manual_seed(1)
+    layers, generator = TorchCompileLayers(decoder, backend="aot_eager"), torch.Generator().manual_seed(1)
     with torch.inference_mode():
         for rows, length, num_blocks in [(1, 5, 1), (1, 1, 40), (2, 1, 40), (1, 2, 40), (1, 7, 40), (16, 1, 40)]:
             step = step_of(rows, length, generator)
@@ -74,7 +74,7 @@ def test_one_graph_per_piece_serves_batches_of_any_size() -> None:
     options = {"qk_norm": True, "norms_per_layer": 4, "qkv_bias": True, "moe": SPARSE}
     config = replace(small_config(), num_layers=3, sliding_windows=(0, 5, 5), **options)
     decoder = small_decoder(config).requires_grad_(False)
-    layers, generator = TracedLayers(decoder, backend="aot_eager"), torch.Generator().manual_seed(1)
+    layers, generator = TorchCompileLayers(decoder, backend="aot_eager"), torch.Generator().manual_seed(1)
     with torch.inference_mode():
         for rows, length in [(1, 5), (1, 1), (2, 1), (1, 7), (16, 1)]:
             step = step_of(rows, length, generator)
@@ -106,7 +106,7 @@ def test_sums_over_a_group_are_part_of_a_layer() -> None:
     config = replace(small_config(), num_layers=1, sliding_windows=(0,))
     (shard, _) = make_shards(config, pipeline_parallel=1, tensor_parallel=2)
     decoder = Decoder(config, shard=shard, group=Twin()).requires_grad_(False).eval()
-    layers, step = TracedLayers(decoder, backend="eager"), step_of(2, 3, torch.Generator().manual_seed(1))
+    layers, step = TorchCompileLayers(decoder, backend="eager"), step_of(2, 3, torch.Generator().manual_seed(1))
     with torch.inference_mode():
         traced = ForwardPass(decoder, caches(decoder.config, 4), layers)(step)
         torch.testing.assert_close(traced, ForwardPass(decoder, caches(decoder.config, 4))(step))
@@ -115,13 +115,13 @@ def test_sums_over_a_group_are_part_of_a_layer() -> None:
 
 @pytest.mark.parametrize("run_layer", [lambda layers: layers, whole_layer])
 def test_a_compiler_that_fails_leaves_the_same_answers_and_one_notice(
-    caplog: pytest.LogCaptureFixture, run_layer: Callable[[TracedLayers], LayerFunction]
+    caplog: pytest.LogCaptureFixture, run_layer: Callable[[TorchCompileLayers], LayerFunction]
 ) -> None:
     def broken(graph: object, inputs: object) -> None:
         raise ValueError("no compiler today\nand more of it")
 
     decoder = small_decoder().requires_grad_(False)
-    layers = TracedLayers(decoder, backend=broken)
+    layers = TorchCompileLayers(decoder, backend=broken)
     step = step_of(2, 3, torch.Generator().manual_seed(1))
     with torch.inference_mode():
         for _ in range(2):
@@ -134,7 +134,7 @@ def test_a_compiler_that_fails_leaves_the_same_answers_and_one_notice(
 
 def test_a_lack_of_memory_is_no_reason_to_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = small_decoder().requires_grad_(False)
-    layers = TracedLayers(decoder, backend="eager")
+    layers = TorchCompileLayers(decoder, backend="eager")
 
     def fail(*arguments: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -148,7 +148,7 @@ def test_a_lack_of_memory_is_no_reason_to_run_eagerly(monkeypatch: pytest.Monkey
 
 def test_what_has_run_once_and_fails_is_no_matter_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = small_decoder().requires_grad_(False)
-    layers = TracedLayers(decoder, backend="eager")
+    layers = TorchCompileLayers(decoder, backend="eager")
     forward = ForwardPass(decoder, caches(decoder.config, 4), layers)
     step = step_of(1, 3, torch.Generator().manual_seed(1))
     with torch.inference_mode():

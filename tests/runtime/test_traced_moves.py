@@ -11,10 +11,10 @@ from nanoserve.engine import Engine
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.request import Request, SamplingParams
-from nanoserve.runtime.phases import EngineState, Phase, PhaseTracker, Turn, phase_name
-from nanoserve.runtime.stage_times import SwapTimes
-from nanoserve.runtime.traced_executor import TracedExecutor
-from nanoserve.runtime.traced_moves import MovesTrace
+from nanoserve.runtime.trace.phases import EngineState, Phase, PhaseTracker, Turn, phase_name
+from nanoserve.runtime.trace.stage_times import SwapTimes
+from nanoserve.runtime.trace.traced_executor import TracingExecutor
+from nanoserve.runtime.trace.traced_moves import MovesTrace
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity, Row, StepPlan, StepResult, Swap
 from nanoserve.scheduler.policies.transition_minimizing import PrefillPrioritizing, TransitionMinimizing
@@ -51,7 +51,7 @@ def _run(policy: Policy, path: Path) -> Scheduler:
         other_layouts=[LayoutCapacity(48)],
     )
     file = ChromeTraceFile(path)
-    traced = TracedExecutor(executor, file, scheduler=scheduler, layouts=_P2_T2)
+    traced = TracingExecutor(executor, file, scheduler=scheduler, layouts=_P2_T2)
     engine = Engine(scheduler, traced, vocab_size=2)
     params = SamplingParams(max_tokens=_ANSWER, ignore_eos=True)
     now = engine.now()

@@ -11,6 +11,7 @@ import zmq
 
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
+from nanoserve.processes.sockets import SocketKeys, connect, listen, local_address
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.scheduler.plan import StepResult
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
@@ -27,7 +28,6 @@ from nanoserve.server.messages import (
     Report,
     Stop,
 )
-from nanoserve.sockets import SocketKeys, connect, listen, local_address
 from tests.fakes.dying_executor import DyingExecutor
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.fakes.reference import expected_tokens

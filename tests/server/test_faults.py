@@ -22,8 +22,8 @@ import pytest
 import zmq
 
 import nanoserve
+from nanoserve.processes.sockets import SocketKeys, connect
 from nanoserve.server.messages import Stop
-from nanoserve.sockets import SocketKeys, connect
 from tests.server.conftest import MODEL
 from tests.server.fake_engine import BROKEN, POISON_TOKEN, WORKER_POISON_TOKEN
 from tests.server.starting import (

@@ -12,8 +12,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 import zmq
-from nanoserve.server.sockets import COMMANDS, REPORTS
 
+from nanoserve.processes.sockets import SocketKeys, connect, listen, local_address
 from nanoserve.request import MAX_STOP_TOKENS, CompletionOutput, Request, RequestOutput, SamplingParams
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
@@ -21,7 +21,7 @@ from nanoserve.server import generation
 from nanoserve.server.answers import CompletionAnswer, Heading
 from nanoserve.server.api_errors import ApiError
 from nanoserve.server.engine_process import COMMAND_BYTES, Mailbox
-from nanoserve.server.messages import Add, Ready
+from nanoserve.server.messages import Add, EngineSockets, Ready
 from nanoserve.server.sampling import MAX_LOGPROBS_PER_REQUEST, chat_params, completion_params
 from nanoserve.server.schemas import ChatRequest, CompletionRequest, parse
 from nanoserve.server.service import Limits, Service
@@ -76,10 +76,10 @@ def test_samples_and_prompts_share_stop_tokens_and_stop_strings(monkeypatch: pyt
 
 def test_the_engine_takes_commands_in_slices(tmp_path: Path) -> None:
     context = zmq.Context()
-    context.socket(zmq.PULL).bind(f"ipc://{tmp_path / REPORTS}")
-    mailbox = Mailbox(tmp_path)
-    commands = context.socket(zmq.PUSH)
-    commands.connect(f"ipc://{tmp_path / COMMANDS}")
+    sockets = EngineSockets(local_address(tmp_path), local_address(tmp_path), SocketKeys.random())
+    listen(context.socket(zmq.PULL), sockets.reports, sockets.keys)
+    mailbox = Mailbox(sockets)
+    connect(commands := context.socket(zmq.PUSH), sockets.commands, sockets.keys.public)
     params = completion_params(_asked(**LARGEST), FACTS, [1])[0]
     sent = [msgspec.msgpack.encode(Add(Request(str(number), (5,), params, 0))) for number in range(128)]
     for command in sent:

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from triton_ops import plain_operators
+from triton_ops import reference_operators
 from triton_ops.cpu import cpu_operators
 
 
 @pytest.fixture(scope="module", params=["plain", "cpu"])
 def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "plain":
-        with plain_operators():
+        with reference_operators():
             yield "plain"
     elif cpu_operators().wait():
         yield "cpu"

@@ -30,15 +30,12 @@ class CannotBuild(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Shelf:
-    """The place of one library in a cache folder.
-
-    Attributes:
-        key: of everything the library depends on; names its files.
-        directory: where they are kept.
-    """
+    """The place of one library in a cache folder."""
 
     key: str
+    """Of everything the library depends on; names its files."""
     directory: str
+    """Where they are kept."""
 
     @property
     def failure(self) -> Path:
@@ -88,17 +85,14 @@ class Shelf:
 
 @dataclass(frozen=True, slots=True)
 class Job(Shelf):
-    """What to compile and where to keep it.
-
-    Attributes:
-        compile: the command up to the output's name.
-        link: the command up to the object's and the output's names.
-        link_last: what follows them.
-    """
+    """What to compile and where to keep it."""
 
     compile: tuple[str, ...]
+    """The command up to the output's name."""
     link: tuple[str, ...]
+    """The command up to the object's and the output's names."""
     link_last: tuple[str, ...]
+    """What follows them."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

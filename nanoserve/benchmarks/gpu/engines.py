@@ -11,17 +11,14 @@ from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.gpu.setting import Setting
 from nanoserve.llm import LLM
 from nanoserve.models.shapes import DUMMY_PREFIX
-from nanoserve.temporary import choose_directory, make_directory, remove_directory
+from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Which model with random weights, and how it runs.
-
-    Attributes:
-        shape: a name in SHAPES, or the path of a config.json.
-    """
+    """Which model with random weights, and how it runs."""
 
     shape: str
+    """A name in SHAPES, or the path of a config.json."""
     dtype: str
     max_model_len: int
     max_num_seqs: int

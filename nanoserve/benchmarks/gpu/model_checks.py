@@ -14,7 +14,7 @@ from nanoserve.config import ModelConfig
 from nanoserve.models.attention import PagedAttention
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import empty_decoder
-from triton_ops import plain_operators
+from triton_ops import reference_operators
 
 WEIGHT_STANDARD_DEVIATION = 0.15
 """Wider than at initialization, so that attention, norms and biases all leave their mark on the logits."""
@@ -41,7 +41,7 @@ def _check_family(setting: Setting, family: str, dtype: torch.dtype) -> dict[str
     cpu = torch.device("cpu")
     weights = _random_decoder(config).state_dict()
     tokens = torch.randint(0, VOCAB_SIZE, (sum(CHUNKS),), generator=torch.Generator().manual_seed(1))
-    with plain_operators():
+    with reference_operators():
         expected = stepwise_logits(_with_weights(config, weights, torch.float32, cpu), tokens, cpu)
     found = stepwise_logits(_with_weights(config, weights, dtype, setting.device), tokens, setting.device).cpu()
     difference = (found - expected).abs() / expected.std()

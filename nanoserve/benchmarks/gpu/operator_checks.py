@@ -18,7 +18,7 @@ from triton_ops import (
     copy_blocks,
     gather_blocks,
     linear,
-    plain_operators,
+    reference_operators,
     scatter_blocks,
     sparse_experts,
 )
@@ -78,7 +78,7 @@ def _check_attention(
     setting: Setting, shape: AttentionShape, dtype: torch.dtype, block_size: int, window: int
 ) -> dict[str, Any]:
     batch = make_batch(shape, block_size=block_size, dtype=dtype, device="cpu", sliding_window=window, poisoned=True)
-    with plain_operators():
+    with reference_operators():
         expected = batch.moved("cpu", torch.float64).attend()
     found = batch.moved(setting.device, dtype).attend()
     return compared("paged_attention", found, expected, TOLERANCES[dtype])
@@ -103,7 +103,7 @@ def _check_cache_write(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
     slots[::5] = -1
     caches = torch.full((2, blocks, heads, block_size, head_dim), torch.nan).to(dtype)
     expected, found = caches.clone(), caches.to(setting.device, copy=True)
-    with plain_operators():
+    with reference_operators():
         cache_write(fused[:, 1], fused[:, 2], expected[0], expected[1], slots)
     there = fused.to(setting.device)
     cache_write(there[:, 1], there[:, 2], found[0], found[1], slots.to(setting.device))
@@ -115,7 +115,7 @@ def _check_copy_blocks(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
     caches = torch.randn(2, 7, 2, 16, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     pairs = torch.tensor([(0, 3), (3, 5), (1, 6)])
     expected, found = caches.clone(), caches.to(setting.device, copy=True)
-    with plain_operators():
+    with reference_operators():
         copy_blocks(expected[0], expected[1], pairs)
     copy_blocks(found[0], found[1], pairs.to(setting.device))
     return compared("copy_blocks", found, expected, 0.0)
@@ -135,7 +135,7 @@ def _check_staging(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
         scatter_blocks(keys, values, buffer, targets.to(buffer.device), 1)
         return torch.cat((caches.flatten(), buffer.flatten()))
 
-    with plain_operators():
+    with reference_operators():
         expected = there_and_back(filled.clone(), staged.clone())
     found = there_and_back(filled.to(setting.device, copy=True), staged.to(setting.device, copy=True))
     return compared("gather_blocks and scatter_blocks", found, expected, 0.0)
@@ -145,7 +145,7 @@ def _check_linear(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     rows, weight, bias = (torch.randn(shape, generator=generator) for shape in ((5, 96), (64, 96), (64,)))
     rows, weight, bias = (one.to(dtype) for one in (rows, weight / 96**0.5, bias))
-    with plain_operators():
+    with reference_operators():
         expected = linear(rows.double(), weight.double(), bias.double())
     found = linear(*(one.to(setting.device) for one in (rows, weight, bias)))
     return compared("linear", found, expected, TOLERANCES[dtype])
@@ -158,7 +158,7 @@ def _check_experts(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
     gate_up = torch.randn(experts, 2 * inner, hidden_size, generator=generator).div(hidden_size**0.5).to(dtype)
     down = torch.randn(experts, hidden_size, inner, generator=generator).div(inner**0.5).to(dtype)
     weights, picked = torch.rand(tokens, experts, generator=generator).topk(chosen)
-    with plain_operators():
+    with reference_operators():
         expected = sparse_experts(hidden.double(), weights.double(), picked, gate_up.double(), down.double())
     found = sparse_experts(*(one.to(setting.device) for one in (hidden, weights, picked, gate_up, down)))
     return compared("sparse_experts", found, expected, 2 * TOLERANCES[dtype])  # two products, one after the other

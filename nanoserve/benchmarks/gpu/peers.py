@@ -28,19 +28,16 @@ ROUTE_CUDNN = "SDPA cuDNN"
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One case of attention, paged and, where all rows are alike, also gathered.
-
-    Attributes:
-        query: [rows, num_heads, queries, head_dim], or None for ragged rows.
-        key, value: [rows, num_kv_heads, context, head_dim], or None.
-    """
+    """One case of attention, paged and, where all rows are alike, also gathered."""
 
     setting: Setting
     shape: AttentionShape
     batch: AttentionBatch
     query: Tensor | None
+    """[rows, num_heads, queries, head_dim], or None for ragged rows."""
     key: Tensor | None
     value: Tensor | None
+    """[rows, num_kv_heads, context, head_dim], or None."""
 
     @classmethod
     def of(cls, setting: Setting, shape: AttentionShape, batch: AttentionBatch) -> "Work":

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanoserve.benchmarks.report import Report, read_report
 from nanoserve.errors import UsageError
-from nanoserve.files import replace_file
+from nanoserve.processes.files import replace_file
 
 EXIT_OK, EXIT_DEVICE_LOST, EXIT_INTERRUPTED = 0, 4, 130
 """Of the process that measures a part: every case has its row; the device failed in a case that has its row, and only a

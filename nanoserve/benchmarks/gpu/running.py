@@ -36,19 +36,16 @@ Command = Callable[[str, float], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """How a measuring process ended.
-
-    Attributes:
-        code: None if it was ended because it took too long.
-        case: that was being measured; None if there was none.
-        seconds: since that case began.
-        cut_off: ended because the budget was spent, before the case took too long by itself.
-    """
+    """How a measuring process ended."""
 
     code: int | None
+    """None if it was ended because it took too long."""
     case: str | None
+    """That was being measured; None if there was none."""
     seconds: float = 0.0
+    """Since that case began."""
     cut_off: bool = False
+    """Ended because the budget was spent, before the case took too long by itself."""
 
 
 def worker_command(directory: Path, *, dry_run: bool) -> Command:

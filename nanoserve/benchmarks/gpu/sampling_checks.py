@@ -14,8 +14,8 @@ from torch import Tensor
 from nanoserve.benchmarks.gpu.cases import Case
 from nanoserve.benchmarks.gpu.setting import Setting
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.sampling import Sampled, SamplingRows, SamplingState, sample
-from nanoserve.runtime.staging import Staging
+from nanoserve.runtime.sampling.sampler import Sampled, SamplingRows, SamplingState, sample
+from nanoserve.runtime.step.staging import Staging
 from nanoserve.scheduler.plan import Begin
 
 VOCAB_SIZE = 32003

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nanoserve.runtime.devices import check_cuda, usable_gpu, use_writable_triton_cache
+from nanoserve.runtime.launch.devices import check_cuda, usable_gpu, use_writable_triton_cache
 
 DRY_RUN_DEVICE = "no GPU (dry run on the CPU)"
 _ASKED, _INSTEAD = "bench gpu", "try it on the CPU with --dry-run"
@@ -14,14 +14,11 @@ _ASKED, _INSTEAD = "bench gpu", "try it on the CPU with --dry-run"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A device, and the number format of what is timed on it.
-
-    Attributes:
-        dry_run: the CPU stands in for the GPU with tiny shapes: the logic is tested, and no figure means anything.
-    """
+    """A device, and the number format of what is timed on it."""
 
     device: torch.device
     dry_run: bool
+    """The CPU stands in for the GPU with tiny shapes: the logic is tested, and no figure means anything."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -16,8 +16,8 @@ from nanoserve.benchmarks.gpu.trace import STEP_MARK, StepTrace, summarize_trace
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.workloads import random_prompts
+from nanoserve.processes.temporary import temporary_directory
 from nanoserve.request import Request, SamplingParams
-from nanoserve.temporary import temporary_directory
 
 _SETTLING_STEPS = 8
 _TIMED_STEPS = 32

@@ -15,40 +15,34 @@ Verdict = Literal["met", "missed", "not measured"]
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """One target and what came of it.
-
-    Attributes:
-        wanted: in words.
-        measured: the ratio, or None.
-        share: measured over wanted, or wanted over measured where less is better: 1 and more is met.
-        remark: what belongs beside it.
-    """
+    """One target and what came of it."""
 
     target: str
     wanted: str
+    """In words."""
     measured: float | None
+    """The ratio, or None."""
     share: float | None
+    """Measured over wanted, or wanted over measured where less is better: 1 and more is met."""
     verdict: Verdict
     remark: str = ""
+    """What belongs beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A bound of a ratio that some rows give.
-
-    Attributes:
-        least, most: exactly one of the two.
-        aim: what would be better still.
-        ratio: out of the rows; KeyError or TypeError where they do not hold it.
-        remark: of the same rows.
-    """
+    """A bound of a ratio that some rows give."""
 
     name: str
     ratio: Callable[[Rows], float]
+    """Out of the rows; KeyError or TypeError where they do not hold it."""
     least: float | None = None
     most: float | None = None
+    """Exactly one of the two."""
     aim: float | None = None
+    """What would be better still."""
     remark: Callable[[Rows], str] | None = None
+    """Of the same rows."""
 
     def outcome(self, rows: Rows) -> Outcome:
         measured = _found(self.ratio, rows)

@@ -17,25 +17,21 @@ _LAUNCH_KINDS = ("cuda_runtime", "cuda_driver")
 
 
 class StepTrace(msgspec.Struct, frozen=True):
-    """Some steps on the device.
-
-    Attributes:
-        steps: how many were traced, the last one left out: nothing says when it ended.
-        kernels_per_step, kernel_us: kernels that a step launched, and how long one ran on average.
-        step_us: from the first kernel of a step to the first of the next, in the median.
-        busy: the share of all time in which the device did anything.
-        idle_between_steps: the share in which it did nothing between the last work of a step and the first kernel of
-            the next one.
-        idle_within_steps: the share in which it did nothing between the kernels of a step.
-    """
+    """Some steps on the device."""
 
     steps: int
+    """How many were traced, the last one left out: nothing says when it ended."""
     kernels_per_step: float
     kernel_us: float
+    """Kernels that a step launched, and how long one ran on average."""
     step_us: float
+    """From the first kernel of a step to the first of the next, in the median."""
     busy: float
+    """The share of all time in which the device did anything."""
     idle_between_steps: float
+    """The share in which it did nothing between the last work of a step and the first kernel of the next one."""
     idle_within_steps: float
+    """The share in which it did nothing between the kernels of a step."""
 
 
 class _Work(NamedTuple):

@@ -21,7 +21,7 @@ from nanoserve.benchmarks.gpu.operator_checks import TOLERANCES, compared
 from nanoserve.benchmarks.gpu.results import TUNED_FILE
 from nanoserve.benchmarks.report import Report
 from nanoserve.errors import UsageError
-from nanoserve.files import replace_file
+from nanoserve.processes.files import replace_file
 from triton_ops.gpu import configurations
 from triton_ops.gpu.attention import attend
 from triton_ops.gpu.configurations import (

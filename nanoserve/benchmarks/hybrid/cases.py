@@ -12,18 +12,15 @@ EVERYTHING = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Equal requests, and the KV blocks that the device has for them.
-
-    Attributes:
-        requests: how many, all at once.
-        share: of the blocks that hold everything.
-        num_blocks: that are.
-    """
+    """Equal requests, and the KV blocks that the device has for them."""
 
     shape: RequestShape
     requests: int
+    """How many, all at once."""
     share: float
+    """Of the blocks that hold everything."""
     num_blocks: int
+    """That are."""
 
     @property
     def name(self) -> str:
@@ -40,17 +37,14 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """All cases.
-
-    Attributes:
-        outputs: the lengths of the answers, ascending.
-        shares: of the blocks that hold everything, ascending.
-    """
+    """All cases."""
 
     input_tokens: int
     outputs: Sequence[int]
+    """The lengths of the answers, ascending."""
     requests: int
     shares: Sequence[float]
+    """Of the blocks that hold everything, ascending."""
     block_size: int
 
     @property

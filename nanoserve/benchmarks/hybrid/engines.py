@@ -13,11 +13,11 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.llm import LLM
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
-from nanoserve.runtime.host_attention import HostAttentionLost
+from nanoserve.runtime.host.host_attention import HostAttentionLost
+from nanoserve.runtime.launch.measuring_speeds import measure_speeds
+from nanoserve.runtime.launch.memory import kv_bytes_per_block
+from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_predictor, measure_shortly
 from nanoserve.runtime.local import LocalExecutor
-from nanoserve.runtime.measuring_speeds import measure_speeds
-from nanoserve.runtime.memory import kv_bytes_per_block
-from nanoserve.runtime.start_profile import StartingEngine, hybrid_predictor, measure_shortly
 
 
 def open_engine(

@@ -12,19 +12,16 @@ from nanoserve.scheduler.plan import HostWork
 
 
 class GainFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the steps of one strategy that hold decodes on the device and no prompts.
-
-    Attributes:
-        steps: how many.
-        gain: tokens per second over those of the device alone with the same rows, less 1; the mean over time.
-        bound: the most that is possible, by the closed form; the mean over time.
-        reached: the gain over the bound; None where the bound is a loss.
-    """
+    """Of the steps of one strategy that hold decodes on the device and no prompts."""
 
     steps: int
+    """How many."""
     gain: float
+    """Tokens per second over those of the device alone with the same rows, less 1; the mean over time."""
     bound: float
+    """The most that is possible, by the closed form; the mean over time."""
     reached: float | None
+    """The gain over the bound; None where the bound is a loss."""
 
 
 class Gains(msgspec.Struct, frozen=True, kw_only=True):

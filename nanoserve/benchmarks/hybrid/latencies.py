@@ -10,30 +10,24 @@ from nanoserve.scheduler.plan import Tier
 
 
 class TierFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens that were computed with their KV in one memory.
-
-    Attributes:
-        tokens: how many, those behind a request's first.
-        itl_ms: from the token before to each of them.
-    """
+    """Tokens that were computed with their KV in one memory."""
 
     tokens: int
+    """How many, those behind a request's first."""
     itl_ms: Distribution | None
+    """From the token before to each of them."""
 
 
 class Latencies(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one run, in milliseconds.
-
-    Attributes:
-        ttft_ms: over requests.
-        token_ms: a request's whole latency over its output tokens (APEX, figure 6).
-        device, host: by where the KV of each token's sequence was.
-    """
+    """Of one run, in milliseconds."""
 
     ttft_ms: Distribution | None
+    """Over requests."""
     token_ms: Distribution | None
+    """A request's whole latency over its output tokens (APEX, figure 6)."""
     device: TierFigures
     host: TierFigures
+    """By where the KV of each token's sequence was."""
 
     @classmethod
     def of(cls, run: HybridRun) -> "Latencies":

@@ -20,21 +20,18 @@ _MARKERS = "osv^Dx+*"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All rounds of a case.
-
-    Attributes:
-        share: of the KV memory that holds everything.
-        output_tokens: length of the answers.
-        throughputs: of each contender in each round, in output tokens per second.
-    """
+    """All rounds of a case."""
 
     share: float
+    """Of the KV memory that holds everything."""
     output_tokens: int
+    """Length of the answers."""
     throughputs: Mapping[str, Sequence[float]]
+    """Of each variant in each round, in output tokens per second."""
 
 
 def plot_throughputs(path: Path, title: str, measured: Sequence[Measured]) -> None:
-    """A panel for each KV limit, a line for each contender: medians, with bars from the lowest to the highest round.
+    """A panel for each KV limit, a line for each variant: medians, with bars from the lowest to the highest round.
 
     Raises:
         RuntimeFailure: if the file cannot be written.

@@ -18,42 +18,36 @@ DEVICE_ONLY = "sarathi"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridEngine:
-    """An engine that is ready, started once for all runs.
-
-    Attributes:
-        executor: with host memory, and a CPU that attends to what is there.
-        host_blocks: of that memory.
-        max_model_len: longest sequence in tokens.
-        measure_times: measures what things take now, for the simulator.
-        predictor: the same for policies, by its profile; nothing corrects it.
-        make_predictor: makes one that corrects itself, as policies have it.
-        host_threads: of the CPU.
-        compiled: whether its layers run compiled.
-    """
+    """An engine that is ready, started once for all runs."""
 
     executor: Executor
+    """With host memory, and a CPU that attends to what is there."""
     host_blocks: int
+    """Of that memory."""
     max_model_len: int
+    """Longest sequence in tokens."""
     measure_times: Callable[[], TieredTimes]
+    """Measures what things take now, for the simulator."""
     predictor: Predictor
+    """The same for policies, by its profile; nothing corrects it."""
     make_predictor: Callable[[], Predictor]
+    """Makes one that corrects itself, as policies have it."""
     host_threads: int
+    """Of the CPU."""
     compiled: bool
+    """Whether its layers run compiled."""
     close: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
-    """A policy in a case.
-
-    Attributes:
-        policy: what it is called.
-        make_simulated: makes a scheduler for the simulator, which is told of the profile alone.
-    """
+class Variant:
+    """A policy in a case."""
 
     policy: str
+    """What it is called."""
     make_scheduler: Callable[[], Scheduler]
     make_simulated: Callable[[], Scheduler]
+    """Makes a scheduler for the simulator, which is told of the profile alone."""
 
     @property
     def name(self) -> str:
@@ -77,11 +71,11 @@ class Scheduling:
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
 
-    def contenders(self, case: Case) -> Iterator[Contender]:
+    def variants(self, case: Case) -> Iterator[Variant]:
         """Every policy with the case's KV memory."""
         feeds = self._engine.executor.feeds_tokens
         for policy, predictor in self._predictors.items():
-            yield Contender(
+            yield Variant(
                 policy,
                 self._maker(case, policy, predictor, feeds_tokens=feeds),
                 self._maker(case, policy, self._engine.predictor, feeds_tokens=False),

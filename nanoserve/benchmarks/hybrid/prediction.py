@@ -10,18 +10,15 @@ from nanoserve.scheduler.load import Strategy
 
 
 class ErrorFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of steps of one strategy: errors are shares of what they took.
-
-    Attributes:
-        steps: how many.
-        median, p90: of the errors' sizes.
-        bias: the median with its sign; above 0, too much is predicted.
-    """
+    """Of steps of one strategy: errors are shares of what they took."""
 
     steps: int
+    """How many."""
     median: float
     p90: float
+    """Of the errors' sizes."""
     bias: float
+    """The median with its sign; above 0, too much is predicted."""
 
     @classmethod
     def of(cls, forecasts: Sequence[Forecast]) -> "ErrorFigures | None":

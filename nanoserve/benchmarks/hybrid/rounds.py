@@ -6,14 +6,14 @@ from statistics import median
 
 import msgspec
 
-from nanoserve.benchmarks.contenders import ContendersBench, ContendersRound
 from nanoserve.benchmarks.hybrid.gains import Gains, device_slowness, gains, host_rate
 from nanoserve.benchmarks.hybrid.latencies import Latencies
-from nanoserve.benchmarks.hybrid.policies import Contender, HybridEngine
+from nanoserve.benchmarks.hybrid.policies import HybridEngine, Variant
 from nanoserve.benchmarks.hybrid.prediction import PredictionErrors
 from nanoserve.benchmarks.hybrid.running import HybridRun, run_requests
 from nanoserve.benchmarks.hybrid.simulated import Simulation, simulate_run
 from nanoserve.benchmarks.hybrid.steps import StepCounts, decode_steps
+from nanoserve.benchmarks.variants import VariantsBench, VariantsRound
 from nanoserve.simulator.pipeline import TieredTimes
 
 RATIOS = ("output_tokens_per_s",)
@@ -23,33 +23,30 @@ and the closed form takes the second pass through the linear layers to be as lon
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one contender's run.
-
-    Attributes:
-        seconds: from the first arrival to the last token.
-        device_share, processor_share: of that time, in which a step was under way, and in which the CPU attended.
-        engine_ms: the engine's part of a step, the median: from when results are known until the next plan is made.
-        swaps_out, swaps_in: sequences that moved from device to host memory, and back.
-        errors: of what was predicted of the steps.
-        gains: of steps without prompts, over the device alone; None until the round is over.
-        simulated: what the simulator makes of the same requests, in the times that were measured in the round.
-        simulation_error: its tokens per second over the real ones, less 1.
-    """
+    """What came of one variant's run."""
 
     seconds: float
+    """From the first arrival to the last token."""
     output_tokens_per_s: float
     latencies: Latencies
     steps: StepCounts
     device_share: float
     processor_share: float
+    """Of that time, in which a step was under way, and in which the CPU attended."""
     engine_ms: float
+    """The engine's part of a step, the median: from when results are known until the next plan is made."""
     swaps_out: int
     swaps_in: int
+    """Sequences that moved from device to host memory, and back."""
     preemptions: int
     errors: PredictionErrors
+    """Of what was predicted of the steps."""
     gains: Gains | None
+    """Of steps without prompts, over the device alone; None until the round is over."""
     simulated: Simulation
+    """What the simulator makes of the same requests, in the times that were measured in the round."""
     simulation_error: float
+    """Its tokens per second over the real ones, less 1."""
     foreign_cores: float | None
 
     def metric(self, name: str) -> float | None:
@@ -58,46 +55,43 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         return value
 
 
-HybridRound = ContendersRound[Figures]
-"""Every contender once, with the same requests."""
+HybridRound = VariantsRound[Figures]
+"""Every variant once, with the same requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench(ContendersBench[Contender, HybridRun, Figures]):
-    """What the rounds of one case share.
-
-    Attributes:
-        engine: runs all of them.
-        block_size: tokens of a KV block.
-    """
+class Bench(VariantsBench[Variant, HybridRun, Figures]):
+    """What the rounds of one case share."""
 
     engine: HybridEngine
+    """Runs all of them."""
     block_size: int
+    """Tokens of a KV block."""
     _runs: dict[str, HybridRun] = field(default_factory=dict, init=False)
     _times: list[TieredTimes] = field(default_factory=list, init=False)
 
-    def run(self, contender: Contender, number: int) -> HybridRun:
+    def run(self, variant: Variant, number: int) -> HybridRun:
         requests = self.make_requests(number)
-        run = run_requests(self.engine.executor, contender.make_scheduler, requests, vocab_size=self.vocab_size)
-        self._runs[contender.name] = run
+        run = run_requests(self.engine.executor, variant.make_scheduler, requests, vocab_size=self.vocab_size)
+        self._runs[variant.name] = run
         return run
 
-    def figures(self, contender: Contender, run: HybridRun, foreign_cores: float | None) -> Figures:
+    def figures(self, variant: Variant, run: HybridRun, foreign_cores: float | None) -> Figures:
         simulated = simulate_run(
-            run, self._times[-1], contender.make_simulated, block_size=self.block_size, vocab_size=self.vocab_size
+            run, self._times[-1], variant.make_simulated, block_size=self.block_size, vocab_size=self.vocab_size
         )
         return figures_of(run, simulated, foreign_cores)
 
     def rounds(self, wanted: int) -> Iterator[HybridRound]:
         """As they are done. Gains are known when the device alone has run too, in whatever turn."""
-        for done in ContendersBench.rounds(self, wanted):
-            held = _with_gains(done.contenders, self._runs, self.contenders[0].name, self.engine)
-            yield msgspec.structs.replace(done, contenders=held)
+        for done in VariantsBench.rounds(self, wanted):
+            held = _with_gains(done.variants, self._runs, self.variants[0].name, self.engine)
+            yield msgspec.structs.replace(done, variants=held)
 
     def _round(self, number: int) -> HybridRound:
         # Measured in each round: a machine that others use too is not as fast in one minute as in the next.
         self._times.append(self.engine.measure_times())
-        return ContendersBench._round(self, number)
+        return VariantsBench._round(self, number)
 
 
 def _with_gains(
@@ -147,15 +141,12 @@ def pairs(policies: Sequence[str]) -> list[tuple[str, str, str]]:
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the paper and the policies promise, and where it did not hold.
-
-    Attributes:
-        hybrid_although_it_fits: contenders with hybrid steps in a case in which the device holds everything.
-        beyond_bound: contenders whose gain in some round was beyond the closed form.
-    """
+    """What the paper and the policies promise, and where it did not hold."""
 
     hybrid_although_it_fits: tuple[str, ...]
+    """Variants with hybrid steps in a case in which the device holds everything."""
     beyond_bound: tuple[str, ...]
+    """Variants whose gain in some round was beyond the closed form."""
 
 
 def findings(rounds: Sequence[HybridRound], *, holds_everything: bool) -> Findings:
@@ -164,7 +155,7 @@ def findings(rounds: Sequence[HybridRound], *, holds_everything: bool) -> Findin
     Args:
         holds_everything: whether the device does in this case.
     """
-    found = [(name, figures) for done in rounds for name, figures in done.contenders.items()]
+    found = [(name, figures) for done in rounds for name, figures in done.variants.items()]
     return Findings(
         hybrid_although_it_fits=_names(name for name, figures in found if holds_everything and figures.steps.hybrid),
         beyond_bound=_names(name for name, figures in found if _is_beyond(figures)),

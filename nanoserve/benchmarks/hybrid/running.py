@@ -16,15 +16,12 @@ from nanoserve.simulator.record import record_run
 
 @dataclass(frozen=True, slots=True)
 class HybridRun(PipelineRun):
-    """One run, real or simulated, in one process.
-
-    Attributes:
-        tiers: for each request, in which memory the KV was when each of its tokens was computed.
-        forecasts: of the steps that were predicted.
-    """
+    """One run, real or simulated, in one process."""
 
     tiers: tuple[tuple[Tier, ...], ...]
+    """For each request, in which memory the KV was when each of its tokens was computed."""
     forecasts: tuple[Forecast, ...]
+    """Of the steps that were predicted."""
 
     @property
     def results(self) -> Iterator[StepResult]:

@@ -33,37 +33,31 @@ class StepCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A step without prompts.
-
-    Attributes:
-        seconds: of the device.
-        decodes, keys: device rows, and what they read in a layer.
-        host_sequences: whose KV was in host memory, or on its way there.
-        host_tokens: what these gained: each of the L + 1 passes that a token takes is as much of it, even
-            where the token is not ready yet.
-    """
+    """A step without prompts."""
 
     strategy: Strategy
     seconds: float
+    """Of the device."""
     decodes: int
     keys: int
+    """Device rows, and what they read in a layer."""
     host_sequences: int
+    """Whose KV was in host memory, or on its way there."""
     host_tokens: float
+    """What these gained: each of the L + 1 passes that a token takes is as much of it, even where the token is not
+    ready yet."""
 
 
 @dataclass(slots=True)
 class _HostFollower:
-    """Who is in host memory, and how far the tokens under way there are.
-
-    Attributes:
-        layers: of the model.
-        resident: sequences in host memory or on their way there.
-        passed: of each token under way, the layers behind it; by the plan that it began in, then by sequence.
-    """
+    """Who is in host memory, and how far the tokens under way there are."""
 
     layers: int
+    """Of the model."""
     resident: set[int] = field(default_factory=set)
+    """Sequences in host memory or on their way there."""
     passed: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Of each token under way, the layers behind it; by the plan that it began in, then by sequence."""
 
     def on_plan(self, plan: StepPlan) -> float:
         """The plan's step is computed; returns passes of host sequences that begin or finish a token in it."""

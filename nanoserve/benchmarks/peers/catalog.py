@@ -9,15 +9,12 @@ from nanoserve.installation import install_command
 
 @dataclass(frozen=True, slots=True)
 class PeerKind:
-    """A peer that may be compared with.
-
-    Attributes:
-        modules: what must be importable.
-        install: the command that makes it so.
-    """
+    """A peer that may be compared with."""
 
     modules: tuple[str, ...]
+    """What must be importable."""
     install: str
+    """The command that makes it so."""
 
     @property
     def missing(self) -> list[str]:

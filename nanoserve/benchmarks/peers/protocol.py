@@ -8,38 +8,32 @@ from nanoserve.measures.metrics import RequestTiming
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Equal requests that are issued together.
-
-    Attributes:
-        prompts: token ids, all of one length.
-        output_tokens: how many each gets, greedily; no token ends it early.
-    """
+    """Equal requests that are issued together."""
 
     prompts: tuple[tuple[int, ...], ...]
+    """Token ids, all of one length."""
     output_tokens: int
+    """How many each gets, greedily; no token ends it early."""
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """How a peer is to be opened.
-
-    Attributes:
-        engine: nanoserve, or a name in PEERS (catalog.py).
-        model: what the engine reads: a directory, a GGUF file, or a name as ``--model`` takes it.
-        dtype: number format of weights and KV cache, as torch calls it.
-        threads: for computing.
-        max_batch, max_length: the most sequences at a time, and their longest total length in tokens.
-        policy: nanoserve's scheduling policy.
-        eager: run nanoserve's layers uncompiled.
-    """
+    """How a peer is to be opened."""
 
     engine: str
+    """Nanoserve, or a name in PEERS (catalog.py)."""
     model: str
+    """What the engine reads: a directory, a GGUF file, or a name as ``--model`` takes it."""
     dtype: str
+    """Number format of weights and KV cache, as torch calls it."""
     threads: int
+    """For computing."""
     max_batch: int
     max_length: int
+    """The most sequences at a time, and their longest total length in tokens."""
     policy: str = "sarathi"
+    """Nanoserve's scheduling policy."""
     eager: bool = False
+    """Run nanoserve's layers uncompiled."""
 
 
 class BatchResult(msgspec.Struct, frozen=True):

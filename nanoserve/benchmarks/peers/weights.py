@@ -20,7 +20,7 @@ from nanoserve.models.dummy import DUMMY_SEED, make_dummy_model, save_dummy_chec
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.loading import load_model
 from nanoserve.models.shapes import DUMMY_PREFIX, dummy_config, dummy_shape
-from nanoserve.temporary import choose_directory, make_directory, remove_directory
+from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 
 _FILES = 2
 """Names how files are written, where they are kept: another one whenever a peer is to find them written anew."""

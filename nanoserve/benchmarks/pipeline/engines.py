@@ -7,7 +7,7 @@ from typing import Literal
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.llm import LLM
 from nanoserve.models.hub import ResolvedModel
-from nanoserve.runtime.model_loading import read_config
+from nanoserve.runtime.launch.model_loading import read_config
 from nanoserve.runtime.workers.executor import WorkersExecutor
 from nanoserve.scheduler.plan import Executor
 
@@ -18,24 +18,21 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class OpenEngine:
-    """An executor that is ready, started once for all runs.
-
-    Attributes:
-        name: what tells it from the others.
-        num_blocks: that its KV cache has.
-        workers: processes that compute and say what they do; 0 where this one computes.
-        tensor_parallel: workers of a stage.
-        compiled: whether its layers run compiled.
-        simulated: whether the simulator has a model of it: several stages that plans are sent ahead to.
-    """
+    """An executor that is ready, started once for all runs."""
 
     name: str
+    """What tells it from the others."""
     executor: Executor
     num_blocks: int
+    """That its KV cache has."""
     workers: int
+    """Processes that compute and say what they do; 0 where this one computes."""
     tensor_parallel: int
+    """Workers of a stage."""
     compiled: bool
+    """Whether its layers run compiled."""
     simulated: bool
+    """Whether the simulator has a model of it: several stages that plans are sent ahead to."""
     close: Callable[[], None]
 
 

@@ -8,8 +8,8 @@ from nanoserve.benchmarks.pipeline.running import PipelineRun
 from nanoserve.benchmarks.pipeline.stages import parts_by_stage, stage_shares
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.measures.figures import save_figure, titled_figure
-from nanoserve.runtime.phases import step_tokens
-from nanoserve.runtime.traced_executor import RunTrace
+from nanoserve.runtime.trace.phases import step_tokens
+from nanoserve.runtime.trace.traced_executor import RunTrace
 from nanoserve.scheduler.plan import work_of
 from nanoserve.simulator.pipeline import Passage
 from nanoserve.simulator.plots import add_legend, draw_stages, draw_tokens
@@ -60,17 +60,14 @@ def _window(shown: ShownRun) -> StepWindow:
 
 
 class RunKeeper:
-    """Keeps the last run of each contender to be drawn, and writes all runs into a trace as they are done.
+    """Keeps the last run of each variant to be drawn, and writes all runs into a trace as they are done.
 
     Args:
         file: of the trace; None writes none.
-
-    Attributes:
-        last: by name.
     """
 
     def __init__(self, file: ChromeTraceFile | None) -> None:
-        self.last: dict[str, ShownRun] = {}
+        self.last: dict[str, ShownRun] = {}  # by name
         self._file = file
         self._began: float | None = None
 

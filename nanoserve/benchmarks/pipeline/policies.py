@@ -10,18 +10,15 @@ from nanoserve.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduling:
-    """What the schedulers of all engines and policies have in common.
-
-    Attributes:
-        num_blocks: KV blocks, as many for each engine; so that none has more to work with than another.
-        token_budget: of a step.
-    """
+    """What the schedulers of all engines and policies have in common."""
 
     num_blocks: int
+    """KV blocks, as many for each engine; so that none has more to work with than another."""
     block_size: int
     max_model_len: int
     max_num_seqs: int
     token_budget: int
+    """Of a step."""
 
     def maker(self, policy: str, executor: Executor) -> Callable[[], Scheduler]:
         """Makes a new scheduler that follows this policy on this executor. Prompts are random: nothing is shared."""

@@ -7,11 +7,11 @@ from itertools import combinations
 
 import msgspec
 
-from nanoserve.benchmarks.contenders import ContendersBench, ContendersRound
 from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
 from nanoserve.benchmarks.pipeline.running import PipelineRun, run_requests
 from nanoserve.benchmarks.pipeline.simulated import Comparison, compare_with_simulator
 from nanoserve.benchmarks.pipeline.stages import StageShares, engine_seconds, stage_shares, working_seconds
+from nanoserve.benchmarks.variants import VariantsBench, VariantsRound
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, request_distributions
 from nanoserve.scheduler.plan import Executor
 from nanoserve.scheduler.scheduler import Scheduler
@@ -21,21 +21,18 @@ RATIOS = ("output_tokens_per_s", "ttft_ms", "tpot_ms", "e2el_ms")
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
-    """A policy on an engine.
-
-    Attributes:
-        engine: what it is called.
-        workers, tensor_parallel, simulated: as OpenEngine has them.
-    """
+class Variant:
+    """A policy on an engine."""
 
     policy: str
     engine: str
+    """What it is called."""
     executor: Executor
     make_scheduler: Callable[[], Scheduler]
     workers: int
     tensor_parallel: int
     simulated: bool
+    """As OpenEngine has them."""
 
     @property
     def name(self) -> str:
@@ -43,21 +40,10 @@ class Contender:
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one contender's run.
-
-    Attributes:
-        seconds: from the first arrival to the last token.
-        ttft_ms, tpot_ms, itl_ms, e2el_ms: over requests.
-        steps: micro-batches, and how their tokens, prompt tokens and decodes are distributed over them.
-        variation: standard deviation of a micro-batch's tokens over their mean.
-        stages: what each stage's time went into; none of one process.
-        engine_ms: that the engine took to make a plan, in the median.
-        engine_share: the sum of these over the time with something in flight.
-        floor_seconds: the sum of the floors of its micro-batches: their bytes and operations, on the whole machine.
-        simulated: what the simulator makes of it; None where it has no model of the engine.
-    """
+    """What came of one variant's run."""
 
     seconds: float
+    """From the first arrival to the last token."""
     output_tokens_per_s: float
     total_tokens_per_s: float
     requests: int
@@ -65,17 +51,25 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     tpot_ms: Distribution | None
     itl_ms: Distribution | None
     e2el_ms: Distribution | None
+    """Over requests."""
     steps: int
+    """Micro-batches, and how their tokens, prompt tokens and decodes are distributed over them."""
     tokens: Distribution | None
     prompt_tokens: Distribution | None
     decodes: Distribution | None
     variation: float
+    """Standard deviation of a micro-batch's tokens over their mean."""
     preemptions: int
     stages: tuple[StageShares, ...]
+    """What each stage's time went into; none of one process."""
     engine_ms: float
+    """That the engine took to make a plan, in the median."""
     engine_share: float
+    """The sum of these over the time with something in flight."""
     floor_seconds: float
+    """The sum of the floors of its micro-batches: their bytes and operations, on the whole machine."""
     simulated: Comparison | None
+    """What the simulator makes of it; None where it has no model of the engine."""
     foreign_cores: float | None
 
     @property
@@ -89,43 +83,40 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         return value.mean if isinstance(value, Distribution) else value
 
 
-PipelineRound = ContendersRound[Figures]
-"""Every contender once, with the same requests."""
+PipelineRound = VariantsRound[Figures]
+"""Every variant once, with the same requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench(ContendersBench[Contender, PipelineRun, Figures]):
-    """What the rounds of pipelines share.
-
-    Attributes:
-        cost, limits: of the model and of this machine, for the floor of each run.
-    """
+class Bench(VariantsBench[Variant, PipelineRun, Figures]):
+    """What the rounds of pipelines share."""
 
     cost: ModelCost
     limits: Limits
+    """Of the model and of this machine, for the floor of each run."""
 
-    def run(self, contender: Contender, number: int) -> PipelineRun:
+    def run(self, variant: Variant, number: int) -> PipelineRun:
         return run_requests(
-            contender.executor,
-            contender.make_scheduler,
+            variant.executor,
+            variant.make_scheduler,
             self.make_requests(number),
             vocab_size=self.vocab_size,
-            workers=contender.workers,
+            workers=variant.workers,
         )
 
-    def figures(self, contender: Contender, run: PipelineRun, foreign_cores: float | None) -> Figures:
+    def figures(self, variant: Variant, run: PipelineRun, foreign_cores: float | None) -> Figures:
         timings, seconds, plans = run.outcome.timings, run.outcome.makespan, run.record.plans
         outputs, inputs = sum(one.output_tokens for one in timings), sum(one.input_tokens for one in timings)
         shapes = [StepShape.of(plan) for plan in plans]
         tokens = [shape.tokens for shape in shapes]
         engine = engine_seconds(run)
         simulated = None
-        if contender.simulated:
+        if variant.simulated:
             simulated = compare_with_simulator(
                 run,
-                contender.make_scheduler,
+                variant.make_scheduler,
                 vocab_size=self.vocab_size,
-                tensor_parallel=contender.tensor_parallel,
+                tensor_parallel=variant.tensor_parallel,
             )
         return Figures(
             seconds=seconds,
@@ -139,7 +130,7 @@ class Bench(ContendersBench[Contender, PipelineRun, Figures]):
             decodes=Distribution.of(shape.decoding for shape in shapes),
             variation=statistics.pstdev(tokens) / statistics.fmean(tokens),
             preemptions=run.preemptions,
-            stages=tuple(stage_shares(run, contender.tensor_parallel)),
+            stages=tuple(stage_shares(run, variant.tensor_parallel)),
             engine_ms=statistics.median(engine) * MILLISECONDS,
             engine_share=sum(engine) / working_seconds(run),
             floor_seconds=sum(self.cost.floor_seconds(shape, self.limits) for shape in shapes),
@@ -149,7 +140,7 @@ class Bench(ContendersBench[Contender, PipelineRun, Figures]):
 
 
 def pairs(names: Sequence[str]) -> list[tuple[str, str, str]]:
-    """What is held against what, and what that is called: contenders, by name, that differ in one thing alone.
+    """What is held against what, and what that is called: variants, by name, that differ in one thing alone.
 
     Other policies are held against the first one on the same engine, the first engine against others under the same
     policy.

@@ -8,8 +8,8 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import RequestTiming
 from nanoserve.measures.workloads import RequestShape, random_prompts
 from nanoserve.request import Request, SamplingParams, SequenceUpdate
-from nanoserve.runtime.stage_times import StageTimes
-from nanoserve.runtime.traced_executor import Observed
+from nanoserve.runtime.trace.stage_times import StageTimes
+from nanoserve.runtime.trace.traced_executor import Observed
 from nanoserve.scheduler.plan import Executor
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.record import Record, record_run
@@ -50,15 +50,12 @@ class TokenTimes:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of some requests, really or simulated.
-
-    Attributes:
-        arrivals: of each request, in seconds from the first.
-        timings: of each request, in the same order.
-    """
+    """What came of some requests, really or simulated."""
 
     arrivals: tuple[float, ...]
+    """Of each request, in seconds from the first."""
     timings: tuple[RequestTiming, ...]
+    """Of each request, in the same order."""
 
     @property
     def makespan(self) -> float:
@@ -73,16 +70,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class PipelineRun:
-    """One run for real.
-
-    Attributes:
-        record: what the engine took in and answered, on the executor's clock.
-        stage_times: of every worker and plan; none where the executor is a single process.
-    """
+    """One run for real."""
 
     outcome: Outcome
     record: Record
+    """What the engine took in and answered, on the executor's clock."""
     stage_times: tuple[StageTimes, ...]
+    """Of every worker and plan; none where the executor is a single process."""
     preemptions: int
 
 

@@ -11,7 +11,7 @@ from nanoserve.benchmarks.pipeline.running import Outcome, PipelineRun, TokenTim
 from nanoserve.benchmarks.pipeline.stages import parts_by_stage
 from nanoserve.engine import Engine
 from nanoserve.measures.metrics import MILLISECONDS
-from nanoserve.runtime.stage_times import StageTimes
+from nanoserve.runtime.trace.stage_times import StageTimes
 from nanoserve.scheduler.plan import Answer, StepPlan, work_of
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.driving import drive
@@ -24,25 +24,22 @@ _TOKEN = 0
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of the same requests, simulated over real.
-
-    Attributes:
-        makespan, ttft, tpot: ratios of the whole time and of the means; None where no request has a second token.
-        simulated_seconds, simulated_ttft_ms, simulated_tpot_ms: what the ratios are of.
-        plans: of the real run.
-        replayed: how many of these a replay of the record made again: all.
-        others: micro-batches of the simulation that were not those of the real run.
-    """
+    """Figures of the same requests, simulated over real."""
 
     makespan: float
     ttft: float
     tpot: float | None
+    """Ratios of the whole time and of the means; None where no request has a second token."""
     simulated_seconds: float
     simulated_ttft_ms: float
     simulated_tpot_ms: float | None
+    """What the ratios are of."""
     plans: int
+    """Of the real run."""
     replayed: int
+    """How many of these a replay of the record made again: all."""
     others: int
+    """Micro-batches of the simulation that were not those of the real run."""
 
 
 def compare_with_simulator(

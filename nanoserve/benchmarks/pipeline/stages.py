@@ -5,25 +5,22 @@ from collections.abc import Sequence
 import msgspec
 
 from nanoserve.benchmarks.pipeline.running import PipelineRun
-from nanoserve.runtime.stage_times import StageTimes
+from nanoserve.runtime.trace.stage_times import StageTimes
 
 
 class StageShares(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage's time with something in flight, divided; the four shares add up to 1.
-
-    Attributes:
-        computing: its device's work. 1 less this is the stage's share of bubbles.
-        sending: from there until the activations, or the answer, were on their way.
-        metadata: it was free and its work was there, but its inputs were not prepared: what ``metadata_seconds`` says.
-        waiting: the rest: for activations, or for a plan.
-        metadata_of_step: waiting for inputs, as a share of waiting for inputs, computing and sending.
-    """
+    """One stage's time with something in flight, divided; the four shares add up to 1."""
 
     computing: float
+    """Its device's work. 1 less this is the stage's share of bubbles."""
     sending: float
+    """From there until the activations, or the answer, were on their way."""
     metadata: float
+    """It was free and its work was there, but its inputs were not prepared: what ``metadata_seconds`` says."""
     waiting: float
+    """The rest: for activations, or for a plan."""
     metadata_of_step: float
+    """Waiting for inputs, as a share of waiting for inputs, computing and sending."""
 
     @property
     def bubbles(self) -> float:

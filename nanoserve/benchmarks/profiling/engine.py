@@ -39,15 +39,12 @@ class _InnerTime:
 
 
 class EngineTimer:
-    """Runs requests on an engine that has nothing else to do.
-
-    Attributes:
-        most_rows: decodes at a time for which there are KV blocks.
-    """
+    """Runs requests on an engine that has nothing else to do."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._names = engine, count()
         pool = engine.scheduler.pool
+        # decodes at a time for which there are KV blocks.
         self.most_rows = pool.num_blocks // -(-(_PROMPT + _ANSWER) // pool.block_size)
 
     def seconds(self, rows: int) -> float:

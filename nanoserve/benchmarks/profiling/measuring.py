@@ -15,7 +15,7 @@ from nanoserve.costs.calibration import calibrate
 from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, Reached
 from nanoserve.errors import UsageError
 from nanoserve.llm import LLM
-from nanoserve.runtime.host_processor import HostProcessor
+from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.profiling.attention import Stopwatch
 from nanoserve.runtime.profiling.parts import Sizes, cache_limits, fields_of, open_probes

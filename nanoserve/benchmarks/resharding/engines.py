@@ -8,7 +8,7 @@ from nanoserve.benchmarks.pipeline.engines import compile_layers
 from nanoserve.benchmarks.resharding.policies import Workers
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.models.hub import ResolvedModel
-from nanoserve.runtime.traced_executor import host_link_bandwidth
+from nanoserve.runtime.trace.traced_executor import host_link_bandwidth
 from nanoserve.runtime.workers.executor import WorkersExecutor
 
 Progress = Callable[[str, int, int], None]

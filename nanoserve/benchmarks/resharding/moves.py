@@ -6,31 +6,28 @@ from itertools import pairwise
 import msgspec
 
 from nanoserve.benchmarks.resharding.running import ReshardRun
-from nanoserve.runtime.stage_times import ReshardTimes, StageTimes, SwapTimes
+from nanoserve.runtime.trace.stage_times import ReshardTimes, StageTimes, SwapTimes
 
 _GIGA = 1e9
 Span = tuple[float, float]
 
 
 class MoveFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Moves of one kind.
-
-    Attributes:
-        count: transitions, or swaps in one direction.
-        num_bytes: of all workers together.
-        seconds: in which any worker was at it.
-        gb_per_s: of one worker while it was at it, in the mean; None where nothing was moved. Swaps that follow the row
-            of a step wait for its layers most of the time, and are left out.
-        share_of_link: that over the measured bandwidth between device and host memory of one worker.
-        hidden: share of the workers' time at it in which the same worker computed a step.
-    """
+    """Moves of one kind."""
 
     count: int
+    """Transitions, or swaps in one direction."""
     num_bytes: int
+    """Of all workers together."""
     seconds: float
+    """In which any worker was at it."""
     gb_per_s: float | None
+    """Of one worker while it was at it, in the mean; None where nothing was moved. Swaps that follow the row of a step
+    wait for its layers most of the time, and are left out."""
     share_of_link: float | None
+    """That over the measured bandwidth between device and host memory of one worker."""
     hidden: float | None
+    """Share of the workers' time at it in which the same worker computed a step."""
 
 
 def reshard_figures(run: ReshardRun, host_link_bandwidth: float | None) -> MoveFigures:

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoserve.benchmarks.pipeline.picture import scheduler_of, trace_run, workers_of
-from nanoserve.benchmarks.resharding.rounds import Contender
+from nanoserve.benchmarks.resharding.rounds import Variant
 from nanoserve.benchmarks.resharding.running import ReshardRun
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.measures.figures import save_figure, titled_figure
-from nanoserve.runtime.phases import Phase
-from nanoserve.runtime.traced_moves import MovesTrace
+from nanoserve.runtime.trace.phases import Phase
+from nanoserve.runtime.trace.traced_moves import MovesTrace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ _POOL, _DEVICE = "#000000", "#D55E00"
 _STRIP, _TOP = (103.0, 118.0), 122.0
 """Between which heights of the panel, whose lines end at 100 %, the phases are drawn, and where it ends."""
 
-Shown = tuple[Contender, ReshardRun]
+Shown = tuple[Variant, ReshardRun]
 
 
 def plot_runs(path: Path, title: str, shown: Sequence[Shown]) -> None:
@@ -36,8 +36,8 @@ def plot_runs(path: Path, title: str, shown: Sequence[Shown]) -> None:
 
     figure = titled_figure(title, 13, 1.2 + 2.5 * len(shown))
     panels = figure.subplots(len(shown), 1, squeeze=False, sharex=True)[:, 0]
-    for axes, (contender, run) in zip(panels, shown, strict=True):
-        _draw(axes, contender, run)
+    for axes, (variant, run) in zip(panels, shown, strict=True):
+        _draw(axes, variant, run)
     panels[-1].set(xlabel="seconds from the first arrival")
     handles: list[Artist] = [Patch(color=colour, label=name) for name, colour in _COLOURS.items()]
     handles.append(Line2D([], [], color=_POOL, linestyle="-", label="host pool in use"))
@@ -47,48 +47,45 @@ def plot_runs(path: Path, title: str, shown: Sequence[Shown]) -> None:
 
 
 class RunKeeper:
-    """Keeps the last run of each contender with two layouts to be drawn, and writes all runs into a trace.
+    """Keeps the last run of each variant with two layouts to be drawn, and writes all runs into a trace.
 
     Args:
         file: of the trace; None writes none.
-
-    Attributes:
-        last: by name.
     """
 
     def __init__(self, file: ChromeTraceFile | None) -> None:
-        self.last: dict[str, Shown] = {}
+        self.last: dict[str, Shown] = {}  # by name
         self._file = file
         self._began: float | None = None
 
-    def keep(self, contender: Contender, run: ReshardRun) -> None:
+    def keep(self, variant: Variant, run: ReshardRun) -> None:
         """A run is done.
 
         Raises:
             RuntimeFailure: if it cannot be written.
         """
-        if len(contender.place.layouts) == 2:
-            self.last[contender.name] = contender, run
+        if len(variant.place.layouts) == 2:
+            self.last[variant.name] = variant, run
         if self._began is None:
             self._began = run.record.arrivals[0].arrival_time
         if self._file is not None:
-            _trace(self._file, self._began, contender, run)
+            _trace(self._file, self._began, variant, run)
 
 
-def _trace(file: ChromeTraceFile, began: float, contender: Contender, run: ReshardRun) -> None:
+def _trace(file: ChromeTraceFile, began: float, variant: Variant, run: ReshardRun) -> None:
     """Write a run behind those before it, on tracks of its own."""
-    layouts = contender.place.layouts
+    layouts = variant.place.layouts
     moves = MovesTrace(
         file,
         began,
         layouts=[layout.name for layout in layouts],
-        host_link_bandwidth=contender.place.host_link_bandwidth,
-        scheduler=scheduler_of(contender.name),
-        workers=workers_of(contender.name),
+        host_link_bandwidth=variant.place.host_link_bandwidth,
+        scheduler=scheduler_of(variant.name),
+        workers=workers_of(variant.name),
     )
     for phase in run.phases:
         moves.on_phase(phase)
-    trace_run(file, began, contender.name, run, layouts[0].tensor_parallel if len(layouts) == 1 else None)
+    trace_run(file, began, variant.name, run, layouts[0].tensor_parallel if len(layouts) == 1 else None)
     for moment, state in run.states:
         moves.on_state(state, moment)
     for move in run.moves:
@@ -96,7 +93,7 @@ def _trace(file: ChromeTraceFile, began: float, contender: Contender, run: Resha
     file.flush()
 
 
-def _draw(axes: "Axes", contender: Contender, run: ReshardRun) -> None:
+def _draw(axes: "Axes", variant: Variant, run: ReshardRun) -> None:
     began = run.record.arrivals[0].arrival_time
     for name, colour in _COLOURS.items():
         spans = [(phase.began - began, phase.seconds) for phase in run.phases if _kind(phase) == name]
@@ -109,7 +106,7 @@ def _draw(axes: "Axes", contender: Contender, run: ReshardRun) -> None:
     axes.step(times, pool, "-", where="post", color=_POOL, linewidth=1.4)
     transitions = sum(phase.kind == "reshard" for phase in run.phases)
     many = "1 transition" if transitions == 1 else f"{transitions} transitions"
-    axes.set_title(f"{contender.name}: {run.outcome.makespan:,.1f} s, {many}")
+    axes.set_title(f"{variant.name}: {run.outcome.makespan:,.1f} s, {many}")
     axes.set(ylabel="% of the blocks", ylim=(0, _TOP), yticks=range(0, 101, 25))
     axes.set_xlim(left=0)
     axes.grid(axis="y", alpha=0.3)

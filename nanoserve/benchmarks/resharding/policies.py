@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from nanoserve.benchmarks.resharding.rounds import Contender
+from nanoserve.benchmarks.resharding.rounds import Variant
 from nanoserve.benchmarks.resharding.running import LayoutsExecutor, Place
 from nanoserve.layout import ParallelLayout
 from nanoserve.scheduler.load import Policy, Predictor
@@ -26,42 +26,36 @@ RESHARDING: dict[str, type[TransitionMinimizing]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """Workers that are ready, in one layout or two.
-
-    Attributes:
-        name: what tells them from others.
-        executor: theirs; started once for all runs.
-        layouts, capacities, predictors: by layout; no predictors with one.
-        host_blocks: of the pool.
-        host_link_bandwidth: as it was measured, in bytes per second of one worker; None where it was not.
-        compiled: whether their layers run compiled.
-    """
+    """Workers that are ready, in one layout or two."""
 
     name: str
+    """What tells them from others."""
     executor: LayoutsExecutor
+    """Theirs; started once for all runs."""
     layouts: tuple[ParallelLayout, ...]
     capacities: tuple[LayoutCapacity, ...]
     predictors: tuple[Predictor, ...]
+    """By layout; no predictors with one."""
     host_blocks: int
+    """Of the pool."""
     host_link_bandwidth: float | None
+    """As it was measured, in bytes per second of one worker; None where it was not."""
     compiled: bool
+    """Whether their layers run compiled."""
     close: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduling:
-    """What all schedulers have in common.
-
-    Attributes:
-        token_budget: of a step.
-    """
+    """What all schedulers have in common."""
 
     block_size: int
     max_model_len: int
     max_num_seqs: int
     token_budget: int
+    """Of a step."""
 
-    def contenders(self, workers: Sequence[Workers]) -> Iterator[Contender]:
+    def variants(self, workers: Sequence[Workers]) -> Iterator[Variant]:
         """Each layout alone, on all workers that have it, before the ways of going from one to the other."""
         for group in workers:
             for number, layout in enumerate(group.layouts):
@@ -71,19 +65,19 @@ class Scheduling:
             for policy, kind in RESHARDING.items() if len(group.layouts) == 2 else ():
                 yield self._in_turn(group, kind(self.token_budget), policy)
 
-    def _alone(self, group: Workers, number: int, policy: Policy, called: str) -> Contender:
+    def _alone(self, group: Workers, number: int, policy: Policy, called: str) -> Variant:
         """On workers that stay in one of their layouts; nothing is moved to host memory."""
         layout, capacity = group.layouts[number], group.capacities[number]
         where = layout.name if len(group.layouts) == 2 else f"{layout.name}, {group.name}"
-        return Contender(
+        return Variant(
             called, where, self._place(group, number, (layout,)), lambda: self._scheduler(policy, [capacity])
         )
 
-    def _in_turn(self, group: Workers, policy: Policy, called: str) -> Contender:
+    def _in_turn(self, group: Workers, policy: Policy, called: str) -> Variant:
         def scheduler() -> Scheduler:
             return self._scheduler(policy, group.capacities, group.host_blocks, group.predictors)
 
-        return Contender(called, group.name, self._place(group, 0, group.layouts), scheduler)
+        return Variant(called, group.name, self._place(group, 0, group.layouts), scheduler)
 
     def _place(self, group: Workers, first: int, layouts: tuple[ParallelLayout, ...]) -> Place:
         return Place(

@@ -6,11 +6,11 @@ from itertools import combinations
 
 import msgspec
 
-from nanoserve.benchmarks.contenders import ContendersBench, ContendersRound
 from nanoserve.benchmarks.resharding.moves import MoveFigures, reshard_figures, swap_figures
 from nanoserve.benchmarks.resharding.running import Place, ReshardRun, run_requests
 from nanoserve.benchmarks.resharding.simulated import ReshardComparison, compare_with_simulator
-from nanoserve.runtime.phases import Phase
+from nanoserve.benchmarks.variants import VariantsBench, VariantsRound
+from nanoserve.runtime.trace.phases import Phase
 from nanoserve.scheduler.scheduler import Scheduler
 
 RATIOS = ("output_tokens_per_s",)
@@ -18,16 +18,13 @@ _PREFILL, _DECODE = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
-    """A policy on workers in one layout, or in two.
-
-    Attributes:
-        policy: what it is called.
-        where: what tells its workers and layouts from others.
-    """
+class Variant:
+    """A policy on workers in one layout, or in two."""
 
     policy: str
+    """What it is called."""
     where: str
+    """What tells its workers and layouts from others."""
     place: Place
     make_scheduler: Callable[[], Scheduler]
 
@@ -37,53 +34,47 @@ class Contender:
 
 
 class PhaseFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time went, in seconds; all of it where there are two layouts.
-
-    Attributes:
-        prefill, decode: in the layout of each, from the first plan to the last answer.
-        draining: until nothing was in flight or on the device.
-        resharding: from telling the workers to hearing that all are done.
-        prefill_tokens_per_s, decode_tokens_per_s: tokens planned in each phase over its time; None without.
-        through_pool, finished, recomputed: sequences at the end of decode phases: see Turn.
-    """
+    """Where the time went, in seconds; all of it where there are two layouts."""
 
     prefill: float
     decode: float
+    """In the layout of each, from the first plan to the last answer."""
     draining: float
+    """Until nothing was in flight or on the device."""
     resharding: float
+    """From telling the workers to hearing that all are done."""
     prefill_tokens_per_s: float | None
     decode_tokens_per_s: float | None
+    """Tokens planned in each phase over its time; None without."""
     through_pool: int
     finished: int
     recomputed: int
+    """Sequences at the end of decode phases: see Turn."""
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one contender's run.
-
-    Attributes:
-        seconds: from the first arrival to the last token.
-        steps: plans with rows.
-        transitions: changes of layout.
-        phases: None with one layout.
-        reshards, swaps_out, swaps_in: what was moved; None with one layout.
-        pool_peak: largest share of the host pool's blocks in use; None without a pool.
-        simulated: what the simulator makes of it; None where a layout computed nothing.
-    """
+    """What came of one variant's run."""
 
     seconds: float
+    """From the first arrival to the last token."""
     output_tokens_per_s: float
     total_tokens_per_s: float
     requests: int
     steps: int
+    """Plans with rows."""
     preemptions: int
     transitions: int
+    """Changes of layout."""
     phases: PhaseFigures | None
+    """None with one layout."""
     reshards: MoveFigures | None
     swaps_out: MoveFigures | None
     swaps_in: MoveFigures | None
+    """What was moved; None with one layout."""
     pool_peak: float | None
+    """Largest share of the host pool's blocks in use; None without a pool."""
     simulated: ReshardComparison | None
+    """What the simulator makes of it; None where a layout computed nothing."""
     foreign_cores: float | None
 
     def metric(self, name: str) -> float | None:
@@ -92,29 +83,29 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         return value
 
 
-ReshardRound = ContendersRound[Figures]
-"""Every contender once, with the same requests."""
+ReshardRound = VariantsRound[Figures]
+"""Every variant once, with the same requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench(ContendersBench[Contender, ReshardRun, Figures]):
+class Bench(VariantsBench[Variant, ReshardRun, Figures]):
     """What the rounds of layouts share."""
 
-    def run(self, contender: Contender, number: int) -> ReshardRun:
+    def run(self, variant: Variant, number: int) -> ReshardRun:
         requests = self.make_requests(number)
-        return run_requests(contender.place, contender.make_scheduler, requests, vocab_size=self.vocab_size)
+        return run_requests(variant.place, variant.make_scheduler, requests, vocab_size=self.vocab_size)
 
-    def figures(self, contender: Contender, run: ReshardRun, foreign_cores: float | None) -> Figures:
-        return figures_of(contender, run, self.vocab_size, foreign_cores)
+    def figures(self, variant: Variant, run: ReshardRun, foreign_cores: float | None) -> Figures:
+        return figures_of(variant, run, self.vocab_size, foreign_cores)
 
 
-def figures_of(contender: Contender, run: ReshardRun, vocab_size: int, foreign_cores: float | None) -> Figures:
+def figures_of(variant: Variant, run: ReshardRun, vocab_size: int, foreign_cores: float | None) -> Figures:
     """What came of a run.
 
     Raises:
         ValueError: if a replay of it makes other plans.
     """
-    place, timings, seconds = contender.place, run.outcome.timings, run.outcome.makespan
+    place, timings, seconds = variant.place, run.outcome.timings, run.outcome.makespan
     outputs, inputs = sum(one.output_tokens for one in timings), sum(one.input_tokens for one in timings)
     two, link = len(place.layouts) == 2, place.host_link_bandwidth
     used = [state.used_host_blocks / state.host_blocks for _, state in run.states if state.host_blocks]
@@ -131,7 +122,7 @@ def figures_of(contender: Contender, run: ReshardRun, vocab_size: int, foreign_c
         swaps_out=swap_figures(run, "out", link) if two else None,
         swaps_in=swap_figures(run, "in", link) if two else None,
         pool_peak=max(used, default=None),
-        simulated=compare_with_simulator(run, place, contender.make_scheduler, vocab_size=vocab_size),
+        simulated=compare_with_simulator(run, place, variant.make_scheduler, vocab_size=vocab_size),
         foreign_cores=foreign_cores,
     )
 
@@ -162,10 +153,10 @@ def _rate(phases: Sequence[Phase]) -> float | None:
     return sum(phase.prompt_tokens + phase.decodes for phase in phases) / seconds if seconds > 0 else None
 
 
-def pairs(contenders: Sequence[Contender]) -> list[tuple[str, str, str]]:
+def pairs(variants: Sequence[Variant]) -> list[tuple[str, str, str]]:
     """What is held against what, and what that is called: each way of re-sharding against everyone before it."""
     return [
         (f"{other.policy} over {one.name}", other.name, one.name)
-        for one, other in combinations(contenders, 2)
+        for one, other in combinations(variants, 2)
         if len(other.place.layouts) == 2
     ]

@@ -11,21 +11,18 @@ from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.layout import ParallelLayout
 from nanoserve.request import Request
-from nanoserve.runtime.phases import EngineState, Phase, PhaseTracker
-from nanoserve.runtime.stage_times import ReshardTimes, StageTimes, SwapTimes
+from nanoserve.runtime.trace.phases import EngineState, Phase, PhaseTracker
+from nanoserve.runtime.trace.stage_times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.record import record_run
 
 
 class LayoutsExecutor(Executor, Protocol):
-    """What workers with one parallel layout or several are to a benchmark.
-
-    Attributes:
-        layout: number of the one that runs.
-    """
+    """What workers with one parallel layout or several are to a benchmark."""
 
     layout: int
+    """Number of the one that runs."""
 
     def take_times(self) -> list[StageTimes]:
         """What the workers reported of their steps since the last call."""
@@ -36,37 +33,31 @@ class LayoutsExecutor(Executor, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Workers, and how a contender uses them.
-
-    Attributes:
-        layouts: by the numbers of its schedulers: one, or that of prompts and that of decodes.
-        first: the workers' number of the first of these.
-        workers: how many there are.
-        block_size: tokens of a KV block.
-        host_link_bandwidth: as it was measured, in bytes per second of one worker; None where it was not.
-    """
+    """Workers, and how a variant uses them."""
 
     executor: LayoutsExecutor
     layouts: tuple[ParallelLayout, ...]
+    """By the numbers of its schedulers: one, or that of prompts and that of decodes."""
     first: int
+    """The workers' number of the first of these."""
     workers: int
+    """How many there are."""
     block_size: int
+    """Tokens of a KV block."""
     host_link_bandwidth: float | None
+    """As it was measured, in bytes per second of one worker; None where it was not."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardRun(PipelineRun):
-    """One run for real.
-
-    Attributes:
-        moves: of every worker.
-        phases: one after the other, on the executor's clock.
-        states: what the scheduler showed when, at every plan.
-    """
+    """One run for real."""
 
     moves: tuple[ReshardTimes | SwapTimes, ...]
+    """Of every worker."""
     phases: tuple[Phase, ...]
+    """One after the other, on the executor's clock."""
     states: tuple[tuple[float, EngineState], ...]
+    """What the scheduler showed when, at every plan."""
 
 
 class WatchedExecutor:

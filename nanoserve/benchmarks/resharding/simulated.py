@@ -20,22 +20,19 @@ from nanoserve.simulator.tiered_executor import TieredExecutor
 
 
 class ReshardComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The same requests, simulated over real.
-
-    Attributes:
-        makespan: ratio of the whole times.
-        simulated_seconds, simulated_transitions: of the simulation.
-        plans: of the real run.
-        replayed: how many of these a replay of the record made again: all.
-        others: micro-batches of the simulation that were not those of the real run.
-    """
+    """The same requests, simulated over real."""
 
     makespan: float
+    """Ratio of the whole times."""
     simulated_seconds: float
     simulated_transitions: int
+    """Of the simulation."""
     plans: int
+    """Of the real run."""
     replayed: int
+    """How many of these a replay of the record made again: all."""
     others: int
+    """Micro-batches of the simulation that were not those of the real run."""
 
 
 class _Transitions:

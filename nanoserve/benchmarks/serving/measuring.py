@@ -23,17 +23,14 @@ _WARM_UP_TOKENS = 16
 
 
 class Point(msgspec.Struct, frozen=True):
-    """How requests come.
-
-    Attributes:
-        concurrency: closed loop with so many clients; None is an open loop.
-        rate: requests per second of an open loop; None takes the times of a trace as they are.
-        traced: whether the open loop follows a trace, and not a Poisson process.
-    """
+    """How requests come."""
 
     concurrency: int | None = None
+    """Closed loop with so many clients; None is an open loop."""
     rate: float | None = None
+    """Requests per second of an open loop; None takes the times of a trace as they are."""
     traced: bool = False
+    """Whether the open loop follows a trace, and not a Poisson process."""
 
     @property
     def name(self) -> str:

@@ -32,8 +32,6 @@ class OwnServer:
         flags: of ``nanoserve serve``, beside host and port.
 
     Attributes:
-        address: where it listens.
-        model: the name under which it serves its model.
         process_id: of its front end.
 
     Raises:
@@ -57,7 +55,8 @@ class OwnServer:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
-            self.address = self._wait_until_ready()
+            self.address = self._wait_until_ready()  # where it listens
+            # the name under which it serves its model.
             self.model = served_model(ApiClient(self.address), None, self._lines.append).id
         except BaseException:
             self.close()

@@ -11,29 +11,26 @@ from nanoserve.measures.slo import SLO_NAMES, Slo
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one request; times are seconds since the beginning of the run.
-
-    Attributes:
-        scheduled: when it was to be sent; latencies count from here, however late the client was.
-        started: when it was sent.
-        ended: when its last token came, or when it failed.
-        text_times: when the pieces of its answer came; pieces without text are none.
-        input_tokens, output_tokens, cached_tokens: as the server counted them.
-        counted: whether the server did count; if not, output_tokens are pieces and input_tokens what was sent.
-        wanted_tokens: how many output tokens were asked for.
-        failure: what went wrong, named so that equal failures can be counted; None for a complete answer.
-    """
+    """What became of one request; times are seconds since the beginning of the run."""
 
     scheduled: float
+    """When it was to be sent; latencies count from here, however late the client was."""
     started: float
+    """When it was sent."""
     ended: float
+    """When its last token came, or when it failed."""
     text_times: tuple[float, ...] = ()
+    """When the pieces of its answer came; pieces without text are none."""
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    """As the server counted them."""
     counted: bool = True
+    """Whether the server did count; if not, output_tokens are pieces and input_tokens what was sent."""
     wanted_tokens: int = 0
+    """How many output tokens were asked for."""
     failure: str | None = None
+    """What went wrong, named so that equal failures can be counted; None for a complete answer."""
 
     @property
     def ttft(self) -> float:
@@ -61,16 +58,13 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """The requests of one run of a load.
-
-    Attributes:
-        seconds: from the beginning, which is the schedule's zero, until the last request ended or the run was ended.
-        unfinished: requests that were on their way, or had not yet come, when the run was ended.
-    """
+    """The requests of one run of a load."""
 
     records: tuple[RequestRecord, ...]
     seconds: float
+    """From the beginning, which is the schedule's zero, until the last request ended or the run was ended."""
     unfinished: int = 0
+    """Requests that were on their way, or had not yet come, when the run was ended."""
 
     @property
     def complete(self) -> list[RequestRecord]:

@@ -34,20 +34,17 @@ class PreparedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStyle:
-    """How requests are put.
-
-    Attributes:
-        model: its name on the server.
-        endpoint: completions sends token ids; chat sends words, about as many as tokens are wanted.
-        ignore_eos: answers have the whole length that is asked for; an extra which not every server takes.
-        readable: only tokens that every tokenizer here can read are answered. A dummy model has more tokens than its
-            tokenizer knows, and what cannot be read is not streamed.
-    """
+    """How requests are put."""
 
     model: str
+    """Its name on the server."""
     endpoint: str = "completions"
+    """Completions sends token ids; chat sends words, about as many as tokens are wanted."""
     ignore_eos: bool = True
+    """Answers have the whole length that is asked for; an extra which not every server takes."""
     readable: bool = False
+    """Only tokens that every tokenizer here can read are answered. A dummy model has more tokens than its tokenizer
+    knows, and what cannot be read is not streamed."""
 
     @property
     def path(self) -> str:

@@ -9,16 +9,13 @@ from nanoserve.measures.workloads import RequestShape
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is asked in every run.
-
-    Attributes:
-        shapes: the lengths of the requests.
-        times: when the requests of a trace came, one for each.
-    """
+    """What is asked in every run."""
 
     name: str
     shapes: Sequence[RequestShape]
+    """The lengths of the requests."""
     times: Sequence[float] | None = None
+    """When the requests of a trace came, one for each."""
 
     def fitting(self, context: int | None) -> "Work":
         """The requests that fit into a context of so many tokens; all of them if it is not known.

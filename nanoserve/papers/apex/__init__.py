@@ -2,7 +2,7 @@
 
 Read settings.py (platforms, workloads, systems, one simulation), throughput.py (figures 5 and 7), ours.py (figure 6,
 and the list on which our policy has to be as good as any), decoding.py (figure 1b, and the bounds of what the CPU can
-add) and processor.py (what the paper's order hangs on). The policies are scheduler/hybrid.py, their execution
+add) and processor.py (what the paper's order hangs on). The policies are scheduler/policies/hybrid.py, their execution
 simulator/host_attention.py.
 """
 

@@ -29,20 +29,17 @@ _PAPERS_RATIO = 3031 / 170
 
 
 class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
-    """Nothing but decodes, all of one length; a Job.
-
-    Attributes:
-        decodes: on the device, B.
-        host_sequences: C.
-        context: keys of each.
-        processor: share of the CPUs' data sheet that attention reaches; None is the default.
-    """
+    """Nothing but decodes, all of one length; a Job."""
 
     platform: Platform
     decodes: int
+    """On the device, B."""
     host_sequences: int
+    """C."""
     context: int
+    """Keys of each."""
     processor: float | None = None
+    """Share of the CPUs' data sheet that attention reaches; None is the default."""
 
     @property
     def name(self) -> str:
@@ -132,21 +129,18 @@ class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodeOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Throughput over that of the device alone, the most that closed forms allow, and what these are made of.
-
-    Attributes:
-        steps_per_token: of a host sequence under overlap.
-        speed_ratio, break_even: both sides of inequality (6).
-    """
+    """Throughput over that of the device alone, the most that closed forms allow, and what these are made of."""
 
     pipelined: float
     pipelined_bound: float
     overlapped: float
     overlapped_bound: float
     steps_per_token: float
+    """Of a host sequence under overlap."""
     layers: int
     speed_ratio: float
     break_even: float
+    """Both sides of inequality (6)."""
 
 
 def _cases() -> list[DecodeCase]:

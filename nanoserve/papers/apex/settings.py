@@ -66,20 +66,17 @@ T4 = Platform("T4", "llama-2-7b", "apex-t4")
 
 
 class HostCase(SystemCase, frozen=True, kw_only=True):
-    """A system on a platform, and the requests that come; a Job.
-
-    Attributes:
-        lengths: see ``draw_lengths``.
-        requests: how many.
-        rate: of Poisson arrivals, per second; None means all at once.
-        processor: share of the CPU's data sheet that its attention reaches; None is the default.
-    """
+    """A system on a platform, and the requests that come; a Job."""
 
     platform: Platform
     lengths: str
+    """See ``draw_lengths``."""
     requests: int
+    """How many."""
     rate: float | None = None
+    """Of Poisson arrivals, per second; None means all at once."""
     processor: float | None = None
+    """Share of the CPU's data sheet that its attention reaches; None is the default."""
 
     @property
     def name(self) -> str:
@@ -115,14 +112,11 @@ class HostCase(SystemCase, frozen=True, kw_only=True):
 
 
 class HostOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a case came to.
-
-    Attributes:
-        latency_per_token: seconds; mean over requests of the whole latency over the output tokens (figure 6).
-    """
+    """What a case came to."""
 
     result: SimulationResult
     latency_per_token: float
+    """Seconds; mean over requests of the whole latency over the output tokens (figure 6)."""
 
 
 class _LatencyMeter:

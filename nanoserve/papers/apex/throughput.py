@@ -45,20 +45,17 @@ _SIZE = "a device without host memory preempts and computes again; every system 
 
 @dataclass(frozen=True)
 class Setting:
-    """A platform and the requests that come to it at once.
-
-    Attributes:
-        lengths: see ``draw_lengths``.
-        requests: how many.
-        processor: share of the CPUs' data sheet that attention reaches; None is the default.
-        systems: that are compared.
-    """
+    """A platform and the requests that come to it at once."""
 
     platform: Platform
     lengths: str
+    """See ``draw_lengths``."""
     requests: int
+    """How many."""
     processor: float | None = None
+    """Share of the CPUs' data sheet that attention reaches; None is the default."""
     systems: tuple[System, ...] = SYSTEMS
+    """That are compared."""
 
     def cases(self, scale: Scale) -> list[HostCase]:
         """The closed batch, for every system with the first seed, not tuned yet."""

@@ -2,7 +2,7 @@
 
 Read systems.py (who takes part, and in which settings), balance.py (why: uneven micro-batches), serving.py (latency and
 throughput), objectives.py, scaling.py, and ablation.py (what each part and each parameter does). The policy itself is
-scheduler/token_throttling.py, the runtime's share of it simulator/pipeline.py.
+scheduler/policies/token_throttling.py, the runtime's share of it simulator/pipeline.py.
 """
 
 from nanoserve.papers.framework import Paper, PaperFigure

@@ -46,17 +46,14 @@ _PATIENCE = 5
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """A column of figure 10 or 13: a model on a machine, and the rates at which requests come.
-
-    Attributes:
-        with_limits: whether SLO attainment is asked for too (figure 14).
-    """
+    """A column of figure 10 or 13: a model on a machine, and the rates at which requests come."""
 
     model: str
     machine: str
     lengths: str
     rates: tuple[float, ...]
     with_limits: bool = False
+    """Whether SLO attainment is asked for too (figure 14)."""
 
     @property
     def title(self) -> str:

@@ -3,7 +3,7 @@
 Read settings.py (what is run, and the ways to spread it over devices), runs.py (one simulation), estimate.py and
 search.py (the best configuration, found in the same way for both sides), then the figures: model.py (why prompts want
 a pipeline and answers tensors), schedules.py (when to change), throughput.py (the gain) and sensitivity.py (what it is
-made of and depends on). The policy itself is scheduler/transition_minimizing.py, the performance model costs/.
+made of and depends on). The policy itself is scheduler/policies/transition_minimizing.py, the performance model costs/.
 """
 
 from nanoserve.papers.framework import Paper, PaperFigure

@@ -19,15 +19,12 @@ from nanoserve.papers.tuning import TOKEN_BUDGETS
 
 
 class Shortlist(msgspec.Struct, frozen=True, kw_only=True):
-    """A Job: the configurations worth simulating, the most promising first; the same search for everybody.
-
-    Attributes:
-        setting: what is to be run.
-        candidates: of each kind, static and re-sharding.
-    """
+    """A Job: the configurations worth simulating, the most promising first; the same search for everybody."""
 
     setting: Setting
+    """What is to be run."""
     candidates: int
+    """Of each kind, static and re-sharding."""
 
     @property
     def name(self) -> str:

@@ -22,17 +22,14 @@ _MILLISECONDS = 1e3
 
 
 class Parts(msgspec.Struct, frozen=True):
-    """Seconds, by what they are spent on.
-
-    Attributes:
-        weights: reading weights, where a product is bound by memory.
-        compute: everything else that devices do themselves.
-        communication: all-reduces, and activations on their way to the next stage.
-    """
+    """Seconds, by what they are spent on."""
 
     weights: float
+    """Reading weights, where a product is bound by memory."""
     compute: float
+    """Everything else that devices do themselves."""
     communication: float
+    """All-reduces, and activations on their way to the next stage."""
 
     @property
     def total(self) -> float:
@@ -258,14 +255,11 @@ def disaggregation(scale: Scale, run: Run) -> Finding:
 
 
 class _Replicas(msgspec.Struct, frozen=True, kw_only=True):
-    """Decoding with the largest batch there is; milliseconds for a token of one request.
-
-    Attributes:
-        batch: of all replicas; 0 where the model does not fit.
-    """
+    """Decoding with the largest batch there is; milliseconds for a token of one request."""
 
     layout: str
     batch: int = 0
+    """Of all replicas; 0 where the model does not fit."""
     weights: float = 0.0
     compute: float = 0.0
     communication: float = 0.0

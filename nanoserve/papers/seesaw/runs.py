@@ -27,19 +27,16 @@ MOST_SEQUENCES = 4096
 
 
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a run, by what a stage computed, on average over stages (figure 12).
-
-    Attributes:
-        prefill, decode, mixed: steps with prompts, with answers, and with both.
-        transition: re-sharding.
-        other: it had nothing to compute.
-    """
+    """Seconds of a run, by what a stage computed, on average over stages (figure 12)."""
 
     prefill: float
     mixed: float
     decode: float
+    """``prefill``, ``decode``, ``mixed``: steps with prompts, with answers, and with both."""
     transition: float
+    """Re-sharding."""
     other: float
+    """It had nothing to compute."""
 
     @property
     def total(self) -> float:
@@ -47,19 +44,16 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a closed batch came to.
-
-    Attributes:
-        result: of the simulation.
-        breakdown: of its time; of its first replica.
-        phases: (begin, end, layout) of the times between transitions, of its first replica.
-        decodes: answers of a step without prompts, averaged over the time of these steps.
-    """
+    """What a closed batch came to."""
 
     result: SimulationResult
+    """Of the simulation."""
     breakdown: Breakdown
+    """Of its time; of its first replica."""
     phases: tuple[tuple[float, float, int], ...]
+    """(begin, end, layout) of the times between transitions, of its first replica."""
     decodes: float
+    """Answers of a step without prompts, averaged over the time of these steps."""
 
     @property
     def seconds(self) -> float:

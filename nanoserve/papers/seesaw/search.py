@@ -17,19 +17,16 @@ from nanoserve.papers.seesaw.settings import Choice, Setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two configurations of one setting, seed by seed.
-
-    Attributes:
-        setting: with the first seed.
-        static, resharding: the configurations.
-        static_outcomes, resharding_outcomes: in the order of the seeds.
-    """
+    """Two configurations of one setting, seed by seed."""
 
     setting: Setting
+    """With the first seed."""
     static: Choice
     resharding: Choice
+    """The configurations."""
     static_outcomes: Sequence[Outcome]
     resharding_outcomes: Sequence[Outcome]
+    """In the order of the seeds."""
 
     @property
     def gains(self) -> list[float]:

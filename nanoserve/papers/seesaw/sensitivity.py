@@ -226,13 +226,10 @@ _PAIR_STYLES = dict(zip(_PAIRS, ("k^-", "k^--"), strict=True))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Seconds at one bandwidth, by name of the configuration.
-
-    Attributes:
-        factor: the bandwidth, over that of PCIe.
-    """
+    """Seconds at one bandwidth, by name of the configuration."""
 
     factor: float
+    """The bandwidth, over that of PCIe."""
     static: Mapping[str, float]
     pairs: Mapping[str, float]
 

@@ -23,25 +23,22 @@ HOST_BYTES_PER_DEVICE = 80 * GIBI
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on a machine, and a closed batch of requests.
-
-    Attributes:
-        devices: how many of the machine's.
-        lengths: of the requests, by name; whoever is longer than ``LONGEST`` is left out.
-        requests: how many.
-        all_reduce_scale: figure 14: all-reduces (and what stages send) take their time over this.
-        host_bytes_per_device: of the pool that Seesaw parks prompts in.
-        seed: of the lengths.
-    """
+    """A model on a machine, and a closed batch of requests."""
 
     model: str
     machine: str
     devices: int
+    """How many of the machine's."""
     lengths: str
+    """Of the requests, by name; whoever is longer than ``LONGEST`` is left out."""
     requests: int
+    """How many."""
     all_reduce_scale: float = 1.0
+    """Figure 14: all-reduces (and what stages send) take their time over this."""
     host_bytes_per_device: float = HOST_BYTES_PER_DEVICE
+    """Of the pool that Seesaw parks prompts in."""
     seed: int = 0
+    """Of the lengths."""
 
     @property
     def name(self) -> str:
@@ -93,19 +90,16 @@ def _faster(link: Link, factor: float) -> Link:
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """A layout, or one for prompts and one for answers, and the tokens of a step.
-
-    Attributes:
-        prefill: the layout; of prompts only, if there is another for answers.
-        decode: the layout of answers; None where one serves both: a static configuration.
-        policy: by its name in the registry.
-        token_budget: of a step.
-    """
+    """A layout, or one for prompts and one for answers, and the tokens of a step."""
 
     prefill: ParallelLayout
+    """The layout; of prompts only, if there is another for answers."""
     decode: ParallelLayout | None = None
+    """The layout of answers; None where one serves both: a static configuration."""
     policy: str = STATIC
+    """By its name in the registry."""
     token_budget: int = 2048
+    """Of a step."""
 
     @property
     def label(self) -> str:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
-from nanoserve.runtime.host_attention import HostRows, HostTask
-from nanoserve.runtime.host_pool import HostPart
-from nanoserve.runtime.host_processor import HostProcessor
+from nanoserve.runtime.host.host_attention import HostRows, HostTask
+from nanoserve.runtime.host.host_processor import HostProcessor
+from nanoserve.runtime.moves.host_pool import HostPart
 from nanoserve.runtime.profiling.rounds import seconds_of
 from triton_ops import paged_attention
 
@@ -55,9 +55,6 @@ class KvRegions:
         config: the model's shape.
         largest: blocks that a call reads at most.
         most_bytes: of keys and values; but a largest call always has room.
-
-    Attributes:
-        blocks: [2, num_blocks, num_kv_heads, block_size, head_dim], keys first.
     """
 
     def __init__(
@@ -73,6 +70,7 @@ class KvRegions:
         self._block_size, self._layers = block_size, config.num_layers
         block = torch.randn(2, 1, config.num_kv_heads, block_size, config.head_dim, device=device).to(dtype)
         num_blocks = max(largest, min(config.num_layers * largest, most_bytes // block.nbytes))
+        # [2, num_blocks, num_kv_heads, block_size, head_dim], keys first.
         self.blocks = block.expand(-1, num_blocks, -1, -1, -1).contiguous()
         self._order = torch.randperm(num_blocks, dtype=torch.int32)
 

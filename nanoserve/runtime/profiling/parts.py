@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from nanoserve.errors import UsageError
-from nanoserve.runtime.host_processor import HostProcessor
-from nanoserve.runtime.model_runner import ModelRunner
+from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.profiling.attention import AttentionShape, AttentionTimer, HostAttentionTimer, KvRegions
 from nanoserve.runtime.profiling.rounds import (
     Point,
@@ -23,6 +22,7 @@ from nanoserve.runtime.profiling.rounds import (
     seconds_of,
 )
 from nanoserve.runtime.profiling.steps import StepTimer, copy_probe, linear_pieces
+from nanoserve.runtime.step.model_runner import ModelRunner
 
 _PAUSE = 1e-4
 Sampling = dict[Point, Callable[[], float]]
@@ -30,24 +30,21 @@ Sampling = dict[Point, Callable[[], float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """At which sizes the parts of a step are timed; ascending, two or more of each.
-
-    Attributes:
-        tokens: of a step's layers.
-        prompts: of one prompt's attention.
-        batches, contexts: of decode attention, on the device and in host memory.
-        rows: of a step's inputs, logits and scheduling.
-        copies: in bytes.
-        kv_bytes: that attention is timed over, on the device and in host memory each.
-    """
+    """At which sizes the parts of a step are timed; ascending, two or more of each."""
 
     tokens: tuple[int, ...]
+    """Of a step's layers."""
     prompts: tuple[int, ...]
+    """Of one prompt's attention."""
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
+    """Of decode attention, on the device and in host memory."""
     rows: tuple[int, ...]
+    """Of a step's inputs, logits and scheduling."""
     copies: tuple[int, ...]
+    """In bytes."""
     kv_bytes: int
+    """That attention is timed over, on the device and in host memory each."""
 
     def within(self, *, step_tokens: int, step_rows: int, context: int, kv_token_bytes: int) -> "Sizes":
         """Those that an engine with these limits comes to.

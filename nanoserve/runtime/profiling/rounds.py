@@ -20,20 +20,17 @@ _SMALLEST = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured.
-
-    Attributes:
-        seconds: samples are taken until so much time has passed, the warm-up included.
-        fewest_rounds, most_rounds: however long or short that takes. What no round has come to has its warm-up alone.
-        longest_sample: in seconds; larger sizes than one that takes longer are not measured.
-        repeat_seconds: what takes less is sampled again within a round, a few times, until so much time has passed.
-    """
+    """How much is measured."""
 
     seconds: float
+    """Samples are taken until so much time has passed, the warm-up included."""
     fewest_rounds: int
     most_rounds: int
+    """However long or short that takes. What no round has come to has its warm-up alone."""
     longest_sample: float
+    """In seconds; larger sizes than one that takes longer are not measured."""
     repeat_seconds: float = 0.0
+    """What takes less is sampled again within a round, a few times, until so much time has passed."""
 
 
 def take_rounds(probes: Probes, announce: Callable[[str], None], effort: Effort) -> Samples:

@@ -6,30 +6,26 @@ import torch
 
 from nanoserve.config import ModelConfig, SamplingDefaults
 from nanoserve.costs.profile import Profile
-from nanoserve.runtime.host_processor import HostProcessor
-from nanoserve.runtime.model_runner import ModelRunner
-from nanoserve.runtime.this_machine import processor as processor_facts
+from nanoserve.runtime.host.host_processor import HostProcessor
+from nanoserve.runtime.launch.this_machine import processor as processor_facts
+from nanoserve.runtime.step.model_runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What measured times depend on most: those of one setting say nothing of another.
-
-    Attributes:
-        device, host: names of what computes, and of the CPU beside it, which is the device itself where there is no
-            other.
-        model: without what makes no step longer or shorter.
-        dtype: of weights and KV cache.
-        threads: of a device that is the CPU; None of a GPU.
-        host_threads: that attend in host memory.
-    """
+    """What measured times depend on most: those of one setting say nothing of another."""
 
     device: str
     host: str
+    """Names of what computes, and of the CPU beside it, which is the device itself where there is no other."""
     model: ModelConfig
+    """Without what makes no step longer or shorter."""
     dtype: str
+    """Of weights and KV cache."""
     threads: int | None
+    """Of a device that is the CPU; None of a GPU."""
     host_threads: int
+    """That attend in host memory."""
 
     @classmethod
     def of_engine(cls, runner: ModelRunner, processor: HostProcessor, model: ModelConfig) -> "Setting":

@@ -9,8 +9,8 @@ import torch
 
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.model_runner import ModelRunner
 from nanoserve.runtime.profiling.attention import AttentionShape, Stopwatch
+from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
 
 _GREEDY = SamplingParams(temperature=0.0)

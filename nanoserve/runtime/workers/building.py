@@ -14,34 +14,34 @@ from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shards import shards_of_layouts
-from nanoserve.runtime.compiled_layers import CompiledLayers
-from nanoserve.runtime.core_division import default_host_threads
-from nanoserve.runtime.devices import usable_device
-from nanoserve.runtime.gpu_staging import staging_memory
-from nanoserve.runtime.gpu_start import GpuStart
-from nanoserve.runtime.host_pool import HostPart, HostPool, check_within_reach
-from nanoserve.runtime.host_processor import HostProcessor
-from nanoserve.runtime.hybrid_pass import HybridPass
-from nanoserve.runtime.layer_pieces import EagerPieces, LayerPieces
-from nanoserve.runtime.measuring_speeds import measure_speeds
-from nanoserve.runtime.memory import available_memory, kv_bytes_per_block, memory_errors
-from nanoserve.runtime.model_loading import load_decoder, load_layouts, read_config
-from nanoserve.runtime.model_runner import ModelRunner
-from nanoserve.runtime.start_profile import hybrid_profile
-from nanoserve.runtime.swapping import BlockMover
+from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
+from nanoserve.runtime.compile.layer_pieces import EagerPieces, LayerPieces
+from nanoserve.runtime.host.host_processor import HostProcessor
+from nanoserve.runtime.host.hybrid_pass import HybridPass
+from nanoserve.runtime.launch.core_division import default_host_threads
+from nanoserve.runtime.launch.devices import usable_device
+from nanoserve.runtime.launch.gpu_start import GpuStart
+from nanoserve.runtime.launch.measuring_speeds import measure_speeds
+from nanoserve.runtime.launch.memory import available_memory, kv_bytes_per_block, memory_errors
+from nanoserve.runtime.launch.model_loading import load_decoder, load_layouts, read_config
+from nanoserve.runtime.launch.start_profile import hybrid_profile
+from nanoserve.runtime.moves.gpu_staging import staging_memory
+from nanoserve.runtime.moves.host_pool import HostPart, HostPool, check_within_reach
+from nanoserve.runtime.moves.swapping import BlockMover
+from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.runtime.workers.activations import Activations
+from nanoserve.runtime.workers.endpoint import WorkerEndpoint
 from nanoserve.runtime.workers.hybrid_stage import HybridStage
 from nanoserve.runtime.workers.messages import Allocate, Loaded, Loading, Ready, WorkerStart
 from nanoserve.runtime.workers.own_cores import keep_to_own_cores
 from nanoserve.runtime.workers.ranks import Ranks, meet
 from nanoserve.runtime.workers.stage_profile import starting_engine
-from nanoserve.runtime.workers.station import Station
 from nanoserve.runtime.workers.worker import Worker, WorkerLayout
 from nanoserve.sizes import format_size
 from triton_ops.cpu import cpu_operators
 
 
-def build_worker(start: WorkerStart, station: Station) -> Worker:
+def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
     """Meet the other workers, load this one's part, and make the KV cache as large as the engine says.
 
     Raises:
@@ -53,7 +53,7 @@ def build_worker(start: WorkerStart, station: Station) -> Worker:
     if start.host_pool is not None:
         check_within_reach(Path(start.host_pool[0]))
     processor = _set_apart(start, device) if config.attends_on_host else None
-    loaded = _load(start, station, device)
+    loaded = _load(start, endpoint, device)
     gpus = [GpuStart(decoder, config, device) for decoder in loaded.decoders] if device.type == "cuda" else []
     longest = config.max_model_len or loaded.model.max_position_embeddings
     block_bytes = tuple(_block_bytes(decoder, config) for decoder in loaded.decoders)
@@ -63,7 +63,7 @@ def build_worker(start: WorkerStart, station: Station) -> Worker:
     speeds = None
     if start.host_pool is not None:
         speeds = measure_speeds(device, loaded.decoders[0].dtype, dist.group.WORLD)
-    station.report(
+    endpoint.report(
         Loaded(
             start.rank,
             memory=f"{socket.gethostname()} {device}",
@@ -72,7 +72,7 @@ def build_worker(start: WorkerStart, station: Station) -> Worker:
             speeds=speeds,
         )
     )
-    allocate = station.hear()
+    allocate = endpoint.hear()
     assert isinstance(allocate, Allocate), "nothing else can be said to a worker without a cache"
     storage = _make_storage(start, loaded, allocate.num_blocks, device)
     layouts = _make_layouts(start, loaded, allocate.num_blocks, storage, gpus, processor)
@@ -91,9 +91,9 @@ def build_worker(start: WorkerStart, station: Station) -> Worker:
             speeds=speeds,
             compiled=layouts[0].layers is not None and layouts[0].layers.loaded,
         )
-        profile = hybrid_profile(measured, lambda *told: station.report(Loading(start.rank, *told)))
+        profile = hybrid_profile(measured, lambda *told: endpoint.report(Loading(start.rank, *told)))
     worker = Worker(
-        station,
+        endpoint,
         layouts,
         current=start.layout,
         weights=loaded.weights,
@@ -101,7 +101,7 @@ def build_worker(start: WorkerStart, station: Station) -> Worker:
         coupled=start.coupled,
         observe_times=start.observe_times,
     )
-    station.report(Ready(start.rank, profile))
+    endpoint.report(Ready(start.rank, profile))
     return worker
 
 
@@ -119,21 +119,18 @@ def _set_apart(start: WorkerStart, device: torch.device) -> HostProcessor:
 
 @dataclass(frozen=True, slots=True)
 class _LoadedModel:
-    """What a worker has of the model.
-
-    Attributes:
-        model: the whole one's config.
-        ranks, decoders: by layout.
-        weights: of all layouts; None where there is one.
-    """
+    """What a worker has of the model."""
 
     model: ModelConfig
+    """The whole one's config."""
     ranks: list[Ranks]
     decoders: Sequence[Decoder]
+    """By layout."""
     weights: ReshardableWeights | None
+    """Of all layouts; None where there is one."""
 
 
-def _load(start: WorkerStart, station: Station, device: torch.device) -> _LoadedModel:
+def _load(start: WorkerStart, endpoint: WorkerEndpoint, device: torch.device) -> _LoadedModel:
     """The worker's parts of the decoder; those of the layout to begin in are filled."""
     config = start.config
     directory = None if start.model_directory is None else Path(start.model_directory)
@@ -146,7 +143,7 @@ def _load(start: WorkerStart, station: Station, device: torch.device) -> _Loaded
     groups = meet(ranks, start.init_method, device, headers=config.attends_on_host)
 
     def told(stage: str, done: int, total: int) -> None:
-        station.report(Loading(start.rank, stage, done, total))
+        endpoint.report(Loading(start.rank, stage, done, total))
 
     if len(shards) == 1:
         decoder, _ = load_decoder(resolved, config, device, told, shard=shards[0], group=groups[0])
@@ -227,15 +224,15 @@ def _open_pool(start: WorkerStart, loaded: _LoadedModel) -> HostPool | None:
     return HostPool.open(Path(path), loaded.model, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
 
 
-def _layer_function(layers: CompiledLayers | None, gpus: Sequence[GpuStart], layout: int) -> LayerFunction:
+def _layer_function(layers: AotInductorLayers | None, gpus: Sequence[GpuStart], layout: int) -> LayerFunction:
     return layers or (gpus[layout].run_layer if gpus else DecoderLayer.__call__)
 
 
-def _compiled_layers(decoder: Decoder, config: EngineConfig, ranks: Ranks) -> CompiledLayers | None:
+def _compiled_layers(decoder: Decoder, config: EngineConfig, ranks: Ranks) -> AotInductorLayers | None:
     """None where sums over ranks stand in the way."""
     if config.eager or ranks.degree > 1:
         return None
-    return CompiledLayers(
+    return AotInductorLayers(
         decoder, block_size=config.block_size, operators=cpu_operators(), with_pieces=config.attends_on_host
     )
 

@@ -14,7 +14,7 @@ from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.costs.profile import Profile
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
-from nanoserve.runtime.stage_times import ReshardTimes, StageTimes, SwapTimes
+from nanoserve.runtime.trace.stage_times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.runtime.workers.capacity import common_num_blocks
 from nanoserve.runtime.workers.group import WorkerGroup, WorkersDied, WorkerSettings
 from nanoserve.runtime.workers.host_losses import HostLosses
@@ -58,13 +58,6 @@ class WorkersExecutor:
         engine: number of the engine, of ``config.data_parallel``.
         wait: until they are ready; without, `wait_until_ready` is to be called before anything else.
 
-    Attributes:
-        capacities: KV blocks and plans in flight, by layout.
-        layout: number of the one that runs, or that new workers begin in.
-        speeds: what each worker reaches while the others do the same; None where that was not measured.
-        profile: what the first worker has found out.
-        deaths: how often the workers died and were started again.
-
     Raises:
         NanoserveError: from the constructor or `wait_until_ready`, if the workers cannot start.
     """
@@ -85,11 +78,12 @@ class WorkersExecutor:
     ) -> None:
         self.max_in_flight = max(layout.pipeline_parallel for layout in config.layouts)
         self.feeds_tokens = False
-        self.capacities: tuple[LayoutCapacity, ...] = ()
-        self.layout = 0
+        self.capacities: tuple[LayoutCapacity, ...] = ()  # KV blocks and plans in flight, by layout
+        self.layout = 0  # number of the one that runs, or that new workers begin in
+        # what each worker reaches while the others do the same; None where that was not measured.
         self.speeds: MachineSpeeds | None = None
-        self.profile: Profile | None = None
-        self.deaths = 0
+        self.profile: Profile | None = None  # what the first worker has found out
+        self.deaths = 0  # how often the workers died and were started again
         self.layers = RemoteLayers(config.num_workers, self._have_prepared, self._wait_for_layers)
         self._config = config
         self._longest = model.max_position_embeddings

@@ -16,16 +16,16 @@ from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageEr
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.dummy import save_dummy_checkpoint
 from nanoserve.models.hub import ResolvedModel
-from nanoserve.runtime.host_pool import HostPool
-from nanoserve.runtime.memory import available_memory
-from nanoserve.runtime.rendezvous import Addresses, Rendezvous, open_rendezvous
-from nanoserve.runtime.shared_files import SharedFiles
+from nanoserve.processes.sockets import listen
+from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
+from nanoserve.processes.threads import threads_of_each
+from nanoserve.runtime.launch.memory import available_memory
+from nanoserve.runtime.launch.rendezvous import Addresses, Rendezvous, open_rendezvous
+from nanoserve.runtime.moves.host_pool import HostPool
+from nanoserve.runtime.moves.shared_files import SharedFiles
 from nanoserve.runtime.workers.child import GRACE_SECONDS, WorkerChild
+from nanoserve.runtime.workers.endpoint import identity, prepare_socket
 from nanoserve.runtime.workers.messages import Failed, FromWorker, ToWorker, WorkerStart
-from nanoserve.runtime.workers.station import identity, prepare_socket
-from nanoserve.sockets import listen
-from nanoserve.temporary import choose_directory, make_directory, remove_directory
-from nanoserve.threads import threads_of_each
 
 SILENCE_SECONDS = 10.0
 """Twenty missed heartbeats: the worker is stopped."""
@@ -40,36 +40,29 @@ _ERRORS: dict[int, type[NanoserveError]] = {kind.exit_code: kind for kind in (Ru
 
 
 class WorkersDied(Exception):
-    """A worker is dead or cannot go on; the message says which and why.
-
-    Attributes:
-        error: what it said of it, if it said anything.
-    """
+    """A worker is dead or cannot go on; the message says which and why."""
 
     def __init__(self, reason: str, error: NanoserveError | None = None) -> None:
         super().__init__(reason)
-        self.error = error
+        self.error = error  # what it said of it, if it said anything
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What all workers are told.
-
-    Attributes:
-        model: its shape.
-        host_blocks: of the host tier; 0 where there is none.
-        coupled, observe_times, profiles: as in WorkerStart.
-        engine: number of the engine, of `data_parallel`: each takes the GPUs behind those of the one before.
-    """
+    """What all workers are told."""
 
     resolved: ResolvedModel
     config: EngineConfig
     model: ModelConfig
+    """Its shape."""
     host_blocks: int
+    """Of the host tier; 0 where there is none."""
     coupled: bool
     observe_times: bool
     engine: int = 0
+    """Number of the engine, of `data_parallel`: each takes the GPUs behind those of the one before."""
     profiles: bool = False
+    """``coupled``, ``observe_times``, ``profiles``: as in WorkerStart."""
 
 
 class WorkerGroup:
@@ -77,9 +70,6 @@ class WorkerGroup:
 
     Args:
         layout: number of the parallel layout to begin in.
-
-    Attributes:
-        quiet: whether a worker gave no sign of life for a while, when `hear` looked last.
 
     Raises:
         UsageError: if torchrun started another number of processes.
@@ -104,7 +94,7 @@ class WorkerGroup:
         self._beat_at: dict[int, float] = {}
         self._looked_at = time.monotonic()
         self._loading = True
-        self.quiet = False
+        self.quiet = False  # whether a worker gave no sign of life for a while, when `hear` looked last
         try:
             self._start()
         except BaseException:

@@ -6,31 +6,26 @@ from nanoserve.scheduler.plan import CohortProgress, HostWork
 
 
 class Leaving(msgspec.Struct, frozen=True, array_like=True):
-    """A group of host sequences that goes on to the next stage.
-
-    Attributes:
-        step: the plan in which they began their token.
-        sequences: in the order of their hidden states.
-    """
+    """A group of host sequences that goes on to the next stage."""
 
     step: int
+    """The plan in which they began their token."""
     sequences: tuple[int, ...]
+    """In the order of their hidden states."""
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
     """Which groups have left a stage with a plan, and what the last stage shall tell of those that are under way.
 
     Which of them leave is known only where they are under way, for it depends on how far the CPU has come.
-
-    Attributes:
-        leaving: their hidden states follow those of the plan's rows on the device, one group after the other.
-        cohorts: progress of the host sequences that are under way in this stage and in those before it.
-        host_work: what the CPU did there since the last such plan.
     """
 
     leaving: tuple[Leaving, ...] = ()
+    """Their hidden states follow those of the plan's rows on the device, one group after the other."""
     cohorts: tuple[CohortProgress, ...] = ()
+    """Progress of the host sequences that are under way in this stage and in those before it."""
     host_work: tuple[HostWork, ...] = ()
+    """What the CPU did there since the last such plan."""
 
     @property
     def num_rows(self) -> int:

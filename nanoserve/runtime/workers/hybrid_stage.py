@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nanoserve.runtime.hybrid_pass import HostGroup, HybridPass
-from nanoserve.runtime.hybrid_rows import Beginning
-from nanoserve.runtime.model_runner import ModelRunner, PreparedStep
+from nanoserve.runtime.host.hybrid_pass import HostGroup, HybridPass
+from nanoserve.runtime.host.hybrid_rows import Beginning
+from nanoserve.runtime.step.model_runner import ModelRunner, PreparedStep
 from nanoserve.runtime.workers.headers import Header, Leaving
 from nanoserve.scheduler.plan import StepPlan
 

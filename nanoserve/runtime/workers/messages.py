@@ -5,44 +5,41 @@ import msgspec
 from nanoserve.config import EngineConfig
 from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.costs.profile import Profile
-from nanoserve.runtime.stage_times import ReshardTimes, StageTimes, SwapTimes
+from nanoserve.runtime.trace.stage_times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.scheduler.plan import StepPlan, StepResult
 
 # ------------------------------------------------------------------------------------------------ to a worker
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
-    """What a worker is told first: as one line of JSON on the stdin of one that the engine starts.
-
-    Attributes:
-        rank: which worker it is.
-        local_rank: which of those on its machine.
-        plans, reports: ZeroMQ addresses of the engine: plans come from the first, reports go to the second.
-        engine_key: public key of the engine behind these addresses.
-        init_method: where the workers meet, as `Addresses` has it.
-        name, model_directory, tokenizer_directory: of the model, as in `ResolvedModel`.
-        layout: number of the parallel layout to begin in.
-        host_pool: file in memory with the blocks of the host tier, and how many; None without that tier.
-        coupled: plans come from the stage before, with the hidden states, and not ahead of them.
-        observe_times: whether to report what was done when.
-        profiles: whether the first worker is to find out what policies that attend in host memory predict by.
-    """
+    """What a worker is told first: as one line of JSON on the stdin of one that the engine starts."""
 
     rank: int
+    """Which worker it is."""
     local_rank: int
+    """Which of those on its machine."""
     plans: str
     reports: str
+    """ZeroMQ addresses of the engine: plans come from the first, reports go to the second."""
     engine_key: str
+    """Public key of the engine behind these addresses."""
     init_method: str
+    """Where the workers meet, as `Addresses` has it."""
     name: str
     model_directory: str | None
     tokenizer_directory: str
+    """Of the model, as in `ResolvedModel`."""
     config: EngineConfig
     layout: int = 0
+    """Number of the parallel layout to begin in."""
     host_pool: tuple[str, int] | None = None
+    """File in memory with the blocks of the host tier, and how many; None without that tier."""
     coupled: bool = False
+    """Plans come from the stage before, with the hidden states, and not ahead of them."""
     observe_times: bool = False
+    """Whether to report what was done when."""
     profiles: bool = False
+    """Whether the first worker is to find out what policies that attend in host memory predict by."""
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
@@ -93,31 +90,25 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """A worker has its part of the model.
-
-    Attributes:
-        memory: what it takes its KV cache from, the same text for workers that take it from the same.
-        block_bytes: of its part of one KV block, by layout.
-        free_bytes: of that memory, beside what steps need.
-        speeds: what it reaches while the others do the same; None where nobody decides by them.
-    """
+    """A worker has its part of the model."""
 
     rank: int
     memory: str
+    """What it takes its KV cache from, the same text for workers that take it from the same."""
     block_bytes: tuple[int, ...]
+    """Of its part of one KV block, by layout."""
     free_bytes: int
+    """Of that memory, beside what steps need."""
     speeds: MachineSpeeds | None = None
+    """What it reaches while the others do the same; None where nobody decides by them."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A worker takes plans.
-
-    Attributes:
-        profile: what policies that attend in host memory predict by, if that was asked for and could be measured.
-    """
+    """A worker takes plans."""
 
     rank: int
     profile: Profile | None = None
+    """What policies that attend in host memory predict by, if that was asked for and could be measured."""
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
@@ -154,15 +145,12 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
 
 
 class HostLost(msgspec.Struct, frozen=True, tag=True):
-    """A worker's attention on the CPU failed or hangs; it goes on with a new thread.
-
-    Attributes:
-        forgotten: how many ForgetHost it has followed: what they concern needs not be lost again.
-    """
+    """A worker's attention on the CPU failed or hangs; it goes on with a new thread."""
 
     rank: int
     reason: str
     forgotten: int
+    """How many ForgetHost it has followed: what they concern needs not be lost again."""
 
 
 FromWorker = Hello | Loading | Loaded | Ready | Prepared | Failed | Answered | Observed | Moved | HostLost

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 
-from nanoserve.threads import cores_in_use
+from nanoserve.processes.threads import cores_in_use
 
 
 def keep_to_own_cores(number: int, workers: int) -> None:

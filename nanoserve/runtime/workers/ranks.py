@@ -8,22 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanoserve.runtime.meetings import open_store
+from nanoserve.runtime.launch.torchrun_rendezvous import open_store
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One worker's place among all in a parallel layout. Ranks are stage-major: ``stage * degree + tensor_rank``.
-
-    Attributes:
-        rank: this worker's.
-        num_stages: N, of the pipeline.
-        degree: M, tensor-parallel ranks in each stage.
-    """
+    """One worker's place among all in a parallel layout. Ranks are stage-major: ``stage * degree + tensor_rank``."""
 
     rank: int
+    """This worker's."""
     num_stages: int
+    """N, of the pipeline."""
     degree: int
+    """M, tensor-parallel ranks in each stage."""
 
     @property
     def world_size(self) -> int:

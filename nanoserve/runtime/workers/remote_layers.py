@@ -12,9 +12,6 @@ class RemoteLayers:
         num_workers: that all prepare theirs.
         prepare: has the worker of that rank begin.
         wait: waits until something holds, as long as the workers live.
-
-    Attributes:
-        waited: whether somebody waits for what is being compiled.
     """
 
     def __init__(
@@ -24,7 +21,7 @@ class RemoteLayers:
         self._prepare = prepare
         self._wait = wait
         self._wanted = False
-        self.waited = False
+        self.waited = False  # whether somebody waits for what is being compiled
         self._prepared: dict[int, bool] = {}  # by rank: whether compiled
 
     @property

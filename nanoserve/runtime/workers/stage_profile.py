@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.models.decoder import Decoder, LayerFunction, RMSNorm
-from nanoserve.runtime.host_processor import HostProcessor
-from nanoserve.runtime.model_runner import ModelRunner
-from nanoserve.runtime.start_profile import StartingEngine
+from nanoserve.runtime.host.host_processor import HostProcessor
+from nanoserve.runtime.launch.start_profile import StartingEngine
+from nanoserve.runtime.step.model_runner import ModelRunner
 
 
 def starting_engine(

@@ -9,14 +9,14 @@ import msgspec
 from torch import Tensor
 
 from nanoserve.models.resharding import ReshardableWeights
-from nanoserve.runtime.compiled_layers import CompiledLayers
-from nanoserve.runtime.memory import memory_errors
-from nanoserve.runtime.model_runner import ModelRunner
-from nanoserve.runtime.stage_times import ReshardTimes, StageTimes, SwapTimes
-from nanoserve.runtime.swapping import BlockMover, Swapper
+from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
+from nanoserve.runtime.launch.memory import memory_errors
+from nanoserve.runtime.moves.swapping import BlockMover, Swapper
+from nanoserve.runtime.step.model_runner import ModelRunner
+from nanoserve.runtime.trace.stage_times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.runtime.workers.activations import Activations
+from nanoserve.runtime.workers.endpoint import WorkerEndpoint
 from nanoserve.runtime.workers.hybrid_stage import HybridStage, joined
-from nanoserve.runtime.workers.intake import Intake, Turn
 from nanoserve.runtime.workers.messages import (
     Answered,
     Follow,
@@ -28,8 +28,8 @@ from nanoserve.runtime.workers.messages import (
     Prepared,
     Run,
 )
+from nanoserve.runtime.workers.prefetch import PrefetchThread, Turn
 from nanoserve.runtime.workers.ranks import Ranks
-from nanoserve.runtime.workers.station import Station
 from nanoserve.scheduler.plan import StepPlan, StepResult, Swap
 from triton_ops.cpu import CpuOperators
 
@@ -39,21 +39,18 @@ _BUILDING_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class WorkerLayout:
-    """What a worker is in one parallel layout.
-
-    Attributes:
-        ranks: its place among the others.
-        mover: moves blocks of its cache; None without a host tier.
-        hybrid: computes steps of host sequences; None where the CPU attends for none.
-        layers: compiled ones, where there are any to be had.
-    """
+    """What a worker is in one parallel layout."""
 
     ranks: Ranks
+    """Its place among the others."""
     runner: ModelRunner
     activations: Activations
     mover: BlockMover | None
-    layers: CompiledLayers | None
+    """Moves blocks of its cache; None without a host tier."""
+    layers: AotInductorLayers | None
+    """Compiled ones, where there are any to be had."""
     hybrid: HybridStage | None = None
+    """Computes steps of host sequences; None where the CPU attends for none."""
 
 
 class Worker:
@@ -73,7 +70,7 @@ class Worker:
 
     def __init__(
         self,
-        station: Station,
+        endpoint: WorkerEndpoint,
         layouts: Sequence[WorkerLayout],
         *,
         current: int,
@@ -82,12 +79,12 @@ class Worker:
         coupled: bool,
         observe_times: bool,
     ) -> None:
-        self._station = station
+        self._endpoint = endpoint
         self._layouts = layouts
         self._current = layouts[current]
         self._weights = weights
         self._layers = [layout.layers for layout in layouts if layout.layers is not None]
-        self._built: list[CpuOperators | CompiledLayers] = [*self._layers]
+        self._built: list[CpuOperators | AotInductorLayers] = [*self._layers]
         if operators is not None:
             self._built.insert(0, operators)
         self._coupled = coupled
@@ -96,9 +93,9 @@ class Worker:
         self._forgotten = 0  # how often it was told to forget host sequences
         self._device = self._current.runner.device
         self._swapper: Swapper | None = None
-        self._intake = Intake(station.plans, None if coupled else self._prepare, self._device)
+        self._prefetch = PrefetchThread(endpoint.plans, None if coupled else self._prepare, self._device)
         if self._current.mover is not None:
-            self._swapper = Swapper(self._swapped, self._intake.fail)
+            self._swapper = Swapper(self._swapped, self._prefetch.fail)
         self._plan_decoder = msgspec.msgpack.Decoder(StepPlan)
 
     def run(self) -> NoReturn:
@@ -110,7 +107,7 @@ class Worker:
         """
         while True:
             free = time.monotonic()
-            message = self._intake.next(_BUILDING_SECONDS if self._preparing else None)
+            message = self._prefetch.next(_BUILDING_SECONDS if self._preparing else None)
             for built in self._built:
                 built.poll()
             self._tell_prepared()
@@ -146,7 +143,7 @@ class Worker:
         problem = f"a step of {turn.step.num_tokens} tokens does not fit"
         with memory_errors(self._device, problem, "lower --max-num-batched-tokens"):
             computed, result = self._compute(turn, entering)
-        self._intake.done()
+        self._prefetch.done()
         self._tell_host_loss()
         if not turn.step.plan.rows and turn.step.host is None:
             return  # a plan of swaps is answered by these alone
@@ -162,9 +159,9 @@ class Worker:
                 computed=computed,
                 sent=time.monotonic(),
             )
-            self._station.report(Observed(times))
+            self._endpoint.report(Observed(times))
         if result is not None:  # behind the times: with its last answer the engine may end
-            self._station.report(Answered(result))
+            self._endpoint.report(Answered(result))
 
     def _compute(self, turn: Turn, entering: Tensor | None) -> tuple[float, StepResult | None]:
         """Run its layers, and pass on or sample what comes of it; when the device was done, and what to answer."""
@@ -200,7 +197,7 @@ class Worker:
     def _tell_host_loss(self) -> None:
         stage = self._current.hybrid
         if stage is not None and (reason := stage.take_loss()) is not None:
-            self._station.report(HostLost(self._current.ranks.rank, reason, self._forgotten))
+            self._endpoint.report(HostLost(self._current.ranks.rank, reason, self._forgotten))
 
     def _forget_host(self) -> None:
         """Host sequences under way were lost, here or in another stage."""
@@ -229,7 +226,7 @@ class Worker:
         """A thread has moved a sequence's blocks."""
         rank = self._current.ranks.rank
         times = SwapTimes(swap.swap, rank, swap.direction, num_bytes, began, ended, swap.after_row)
-        self._station.report(Moved(times))
+        self._endpoint.report(Moved(times))
 
     def _reshard(self, step: int, layout: int) -> None:
         """Change the layout, with nothing in flight: put the parameters that it needs in the place of the others."""
@@ -239,7 +236,7 @@ class Worker:
         num_bytes = self._weights.fill(layout)
         self._current = self._layouts[layout]
         times = ReshardTimes(step, self._current.ranks.rank, layout, num_bytes, began, time.monotonic())
-        self._station.report(Moved(times))
+        self._endpoint.report(Moved(times))
 
     # ---- what makes it faster ---------------------------------------------------------------------------------
 
@@ -255,4 +252,4 @@ class Worker:
         if self._preparing and not any(built.pending for built in self._built):
             self._preparing = False
             compiled = all(layout.layers is not None and layout.layers.loaded for layout in self._layouts)
-            self._station.report(Prepared(self._current.ranks.rank, compiled))
+            self._endpoint.report(Prepared(self._current.ranks.rank, compiled))

@@ -15,7 +15,7 @@ from nanoserve.benchmarks.gpu.floors import AttentionRow, AttentionShape
 from nanoserve.benchmarks.gpu.markdown import to_markdown
 from nanoserve.benchmarks.gpu.operator_checks import compared, operator_cases
 from nanoserve.benchmarks.gpu.setting import Setting, find_setting
-from nanoserve.runtime.gpu_start import GpuFacts
+from nanoserve.runtime.launch.gpu_start import GpuFacts
 from nanoserve.runtime.local import LocalExecutor
 from tests.benchmarks.gpu.test_markdown import results
 from triton_ops import paged_attention

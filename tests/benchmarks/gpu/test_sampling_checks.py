@@ -8,7 +8,7 @@ import torch
 from nanoserve.benchmarks.gpu.sampling_checks import ROWS, SETTINGS, draw, random_logits, sampling_cases
 from nanoserve.benchmarks.gpu.setting import find_setting
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.sampling import Sampled, sample
+from nanoserve.runtime.sampling.sampler import Sampled, sample
 
 
 def test_every_case_compares_all_of_its_rows() -> None:

@@ -47,12 +47,12 @@ def test_everything_at_once(bench: Run, closed: list[EngineConfig], tmp_path: Pa
     found = json.loads(report.read_text())
     assert found["complete"]
     cases = ["13+9, KV 30%", "13+9, KV 100%", "13+40, KV 30%", "13+40, KV 100%"]
-    assert [(row["case"], row["contender"]) for row in found["summary"]] == [
+    assert [(row["case"], row["variant"]) for row in found["summary"]] == [
         (case, policy) for case in cases for policy in POLICIES
     ]
     assert list(found["findings"]) == cases
     assert len(found["samples"]["13+40, KV 30%, overlap"]["output_tokens_per_s"]) == 1
-    by_name = {(row["case"], row["contender"]): row for row in found["summary"]}
+    by_name = {(row["case"], row["variant"]): row for row in found["summary"]}
     overlap = by_name["13+40, KV 30%", "overlap"]
     assert overlap["output_tokens_per_s"] > by_name["13+40, KV 30%", "sarathi"]["output_tokens_per_s"]
     assert overlap["ratio"].startswith("1.") and by_name["13+40, KV 30%", "sarathi"]["ratio"] is None

@@ -12,8 +12,8 @@ from nanoserve.config import EngineConfig
 from nanoserve.costs.profile import Profile
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.hub import resolve_model
-from nanoserve.runtime.host_attention import HostAttentionLost
-from nanoserve.runtime.model_loading import read_config
+from nanoserve.runtime.host.host_attention import HostAttentionLost
+from nanoserve.runtime.launch.model_loading import read_config
 
 pytestmark = pytest.mark.slow
 
@@ -25,12 +25,12 @@ POLICIES = ("sarathi", "neo", "overlap", "hybrid")
 def _round(engine: HybridEngine, scheduling: Scheduling, case: Case, vocab_size: int) -> HybridRound:
     bench = Bench(
         case=case.name,
-        contenders=list(scheduling.contenders(case)),
+        variants=list(scheduling.variants(case)),
         make_requests=lambda number: make_requests(case.shapes, [0.0] * case.requests, vocab_size, number),
         vocab_size=vocab_size,
         probe=lambda: 1e10,
         foreign=ForeignLoad(),
-        keep=lambda contender, run: None,
+        keep=lambda variant, run: None,
         engine=engine,
         block_size=CONFIG.block_size,
     )
@@ -45,13 +45,13 @@ def test_every_case_runs_on_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         scheduling = Scheduling(engine, POLICIES, block_size=CONFIG.block_size, max_num_seqs=16, token_budget=128)
         for case in WORK.cases():
             done = _round(engine, scheduling, case, model.vocab_size)
-            for figures in done.contenders.values():
+            for figures in done.variants.values():
                 tokens = figures.latencies.device.tokens + figures.latencies.host.tokens
                 assert tokens == case.requests * (case.shape.output_tokens - 1)
                 assert figures.errors.all is not None and figures.errors.all.steps > 0
                 assert (figures.processor_share > 0) == (figures.steps.hybrid > 0)
                 assert not (case.holds_everything and figures.steps.hybrid)
-            assert (done.contenders["overlap"].steps.overlap > 0) == (not case.holds_everything)
+            assert (done.variants["overlap"].steps.overlap > 0) == (not case.holds_everything)
 
         def lost(*arguments: object) -> Profile:
             raise HostAttentionLost("the thread died")

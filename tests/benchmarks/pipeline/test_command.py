@@ -61,8 +61,8 @@ def test_everything_at_once(bench: Run, closed: list[str], tmp_path: Path) -> No
     found = json.loads(report.read_text())
     assert found["complete"]
     names = [f"{policy}, {engine}" for engine in engines for policy in ("sarathi", "throttling")]
-    assert [row["contender"] for row in found["summary"]] == names
-    first = found["rows"][0]["round"]["contenders"]
+    assert [row["variant"] for row in found["summary"]] == names
+    first = found["rows"][0]["round"]["variants"]
     assert first["sarathi, pp=2"]["simulated"]["makespan"] == pytest.approx(1, abs=0.02)
     assert first["sarathi, pp=2 coupled"]["simulated"] is None
     assert [len(first[name]["stages"]) for name in names] == [2, 2, 2, 2, 0, 0]

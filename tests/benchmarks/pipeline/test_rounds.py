@@ -1,12 +1,12 @@
-"""Ratios are formed between contenders that differ in one thing; policies are named with their parameters."""
+"""Ratios are formed between variants that differ in one thing; policies are named with their parameters."""
 
 import msgspec
 import pytest
 
-from nanoserve.benchmarks.contenders import ratios, samples, summarize
 from nanoserve.benchmarks.pipeline.policies import Scheduling
 from nanoserve.benchmarks.pipeline.rounds import RATIOS, Figures, PipelineRound, pairs
 from nanoserve.benchmarks.pipeline.stages import StageShares
+from nanoserve.benchmarks.variants import ratios, samples, summarize
 from nanoserve.errors import UsageError
 from nanoserve.measures.metrics import Distribution
 from nanoserve.scheduler.policies import parse_policies
@@ -41,10 +41,10 @@ def _figures(rate: float, ttft: float) -> Figures:
     )
 
 
-def _round(number: int, after: float = 10.0, **contenders: Figures) -> PipelineRound:
-    named = {name.replace("_", ", "): figures for name, figures in contenders.items()}
+def _round(number: int, after: float = 10.0, **variants: Figures) -> PipelineRound:
+    named = {name.replace("_", ", "): figures for name, figures in variants.items()}
     return PipelineRound(
-        case="work", number=number, bandwidth_before=10.0, bandwidth_after=after, foreign_cores=0.0, contenders=named
+        case="work", number=number, bandwidth_before=10.0, bandwidth_after=after, foreign_cores=0.0, variants=named
     )
 
 
@@ -72,11 +72,11 @@ def test_ratios_are_of_rounds_that_count() -> None:
     found = {one.metric: one for one in ratios(rounds, pairs(["a, x", "b, x"]), RATIOS)}
     assert set(found) == {"output_tokens_per_s", "ttft_ms", "e2el_ms"}
     rate = found["output_tokens_per_s"]
-    assert (rate.contenders, rate.rounds, rate.median, rate.low, rate.high) == ("b over a, x", 2, 2.5, 2.0, 3.0)
+    assert (rate.variants, rate.rounds, rate.median, rate.low, rate.high) == ("b over a, x", 2, 2.5, 2.0, 3.0)
     assert (found["ttft_ms"].low, found["ttft_ms"].high) == (1.0, 1.5)
     assert samples(rounds, RATIOS)["b, x"]["output_tokens_per_s"] == [20.0, 30.0]
     first, second = summarize(rounds)
-    assert (first["contender"], first["rounds"], first["ttft_ms"]["mean"], first["tpot_ms"]) == ("a, x", 2, 4.0, None)
+    assert (first["variant"], first["rounds"], first["ttft_ms"]["mean"], first["tpot_ms"]) == ("a, x", 2, 4.0, None)
     assert second["output_tokens_per_s"] == 25.0
     assert second["stages"]["1"]["computing"] == 0.7
 

@@ -13,7 +13,7 @@ from nanoserve.benchmarks.serving.arrivals import poisson_arrivals
 from nanoserve.config import EngineConfig
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import resolve_model
-from nanoserve.runtime.model_loading import read_config
+from nanoserve.runtime.launch.model_loading import read_config
 from nanoserve.scheduler.scheduler import Scheduler
 
 CONFIG = EngineConfig(

@@ -54,8 +54,8 @@ def test_everything_at_once(bench: Run, closed: list[str], tmp_path: Path) -> No
     assert found["complete"]
     alone = ["sarathi, P2", "throttling, P2", "sarathi, T2"]
     alone += [f"{name}, own workers" for name in alone]
-    assert [row["contender"] for row in found["summary"]] == [*alone, *RESHARDING]
-    first = found["rows"][0]["round"]["contenders"]
+    assert [row["variant"] for row in found["summary"]] == [*alone, *RESHARDING]
+    first = found["rows"][0]["round"]["variants"]
     for name in (*alone, *RESHARDING):
         assert first[name]["simulated"]["makespan"] == pytest.approx(1, abs=1e-4)
         assert name in out

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nanoserve.benchmarks.resharding.moves import merged, overlap, reshard_figures, swap_figures
 from nanoserve.benchmarks.resharding.running import ReshardRun
-from nanoserve.runtime.stage_times import ReshardTimes, StageTimes, SwapTimes
+from nanoserve.runtime.trace.stage_times import ReshardTimes, StageTimes, SwapTimes
 
 SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair))))
 

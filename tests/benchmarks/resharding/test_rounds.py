@@ -11,7 +11,7 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.request import Request
 from nanoserve.scheduler.plan import StepPlan, StepResult
-from tests.benchmarks.resharding.simulated_workers import HOST_LINK, VOCAB_SIZE, contenders, simulated_pair
+from tests.benchmarks.resharding.simulated_workers import HOST_LINK, VOCAB_SIZE, simulated_pair, variants
 from tests.fakes.moving_executor import WEIGHT_BYTES
 
 RESHARDING = [f"{name}-{kind}, P2 -> T2" for name, kind in (("prefill", "prioritizing"), ("decode", "prioritizing"))]
@@ -23,13 +23,13 @@ def _requests(count: int = 16, output: int = 9) -> list[Request]:
 
 
 def _measured(name: str, output: int = 9) -> tuple[ReshardRun, Figures]:
-    contender = contenders(simulated_pair())[name]
-    run = run_requests(contender.place, contender.make_scheduler, _requests(output=output), vocab_size=VOCAB_SIZE)
-    return run, figures_of(contender, run, VOCAB_SIZE, None)
+    variant = variants(simulated_pair())[name]
+    run = run_requests(variant.place, variant.make_scheduler, _requests(output=output), vocab_size=VOCAB_SIZE)
+    return run, figures_of(variant, run, VOCAB_SIZE, None)
 
 
 def test_who_takes_part() -> None:
-    assert list(contenders(simulated_pair())) == ["sarathi, P2", "throttling, P2", "sarathi, T2", *RESHARDING]
+    assert list(variants(simulated_pair())) == ["sarathi, P2", "throttling, P2", "sarathi, T2", *RESHARDING]
 
 
 @pytest.mark.parametrize("name", RESHARDING)
@@ -68,7 +68,7 @@ def test_the_simulator_makes_the_same_of_a_simulated_run(name: str) -> None:
 
 def test_a_layout_alone_moves_nothing_whatever_the_workers_did_before() -> None:
     group = simulated_pair()
-    named = contenders(group)
+    named = variants(group)
     for name in ("sarathi, T2", "transition-minimizing, P2 -> T2", "sarathi, P2", "sarathi, T2"):
         place = named[name].place
         run = run_requests(place, named[name].make_scheduler, _requests(), vocab_size=VOCAB_SIZE)
@@ -81,12 +81,12 @@ def test_a_layout_alone_moves_nothing_whatever_the_workers_did_before() -> None:
 def test_answers_of_one_token_never_reach_the_second_layout() -> None:
     run, figures = _measured("transition-minimizing, P2 -> T2", output=1)
     assert (figures.transitions, figures.simulated) == (0, None)
-    contender = contenders(simulated_pair())["transition-minimizing, P2 -> T2"]
-    assert compare_with_simulator(run, contender.place, contender.make_scheduler, vocab_size=VOCAB_SIZE) is None
+    variant = variants(simulated_pair())["transition-minimizing, P2 -> T2"]
+    assert compare_with_simulator(run, variant.place, variant.make_scheduler, vocab_size=VOCAB_SIZE) is None
 
 
 def test_each_way_of_resharding_is_held_against_all_before_it() -> None:
-    held = pairs(list(contenders(simulated_pair()).values()))
+    held = pairs(list(variants(simulated_pair()).values()))
     assert len(held) == 3 + 4 + 5
     assert held[0] == ("prefill-prioritizing over sarathi, P2", "prefill-prioritizing, P2 -> T2", "sarathi, P2")
 
@@ -99,23 +99,23 @@ def test_a_round_survives_its_report() -> None:
         bandwidth_before=1.0,
         bandwidth_after=1.0,
         foreign_cores=None,
-        contenders={"transition-minimizing, P2 -> T2": figures},
+        variants={"transition-minimizing, P2 -> T2": figures},
     )
     assert msgspec.convert(msgspec.to_builtins(done), ReshardRound) == done
 
 
 def test_workers_that_die_between_two_runs_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     group = simulated_pair()
-    contender = contenders(group)["sarathi, T2"]
+    variant = variants(group)["sarathi, T2"]
     monkeypatch.setattr(group.executor, "submit", lambda plan: None)
     monkeypatch.setattr(group.executor, "collect", lambda until: [StepResult(None, lost="worker 1 was killed")])
     with pytest.raises(RuntimeFailure, match="when they changed their layout: worker 1 was killed"):
-        run_requests(contender.place, contender.make_scheduler, _requests(), vocab_size=VOCAB_SIZE)
+        run_requests(variant.place, variant.make_scheduler, _requests(), vocab_size=VOCAB_SIZE)
 
 
 def test_a_run_in_which_workers_die_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     group = simulated_pair()
-    contender = contenders(group)["transition-minimizing, P2 -> T2"]
+    variant = variants(group)["transition-minimizing, P2 -> T2"]
     executor, submitted = group.executor, []
     submit, collect = executor.submit, executor.collect
 
@@ -134,4 +134,4 @@ def test_a_run_in_which_workers_die_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(executor, "submit", submit_noted)
     monkeypatch.setattr(executor, "collect", collect_dying)
     with pytest.raises(RuntimeFailure, match="a run in which workers die: worker 0 was killed"):
-        run_requests(contender.place, contender.make_scheduler, _requests(), vocab_size=VOCAB_SIZE)
+        run_requests(variant.place, variant.make_scheduler, _requests(), vocab_size=VOCAB_SIZE)

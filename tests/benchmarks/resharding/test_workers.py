@@ -7,13 +7,13 @@ import pytest
 from nanoserve.benchmarks.pipeline.running import make_requests
 from nanoserve.benchmarks.resharding.engines import open_pair
 from nanoserve.benchmarks.resharding.policies import Scheduling, Workers
-from nanoserve.benchmarks.resharding.rounds import Contender, figures_of
+from nanoserve.benchmarks.resharding.rounds import Variant, figures_of
 from nanoserve.benchmarks.resharding.running import run_requests
 from nanoserve.config import EngineConfig
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import resolve_model
-from nanoserve.runtime.model_loading import read_config
+from nanoserve.runtime.launch.model_loading import read_config
 
 CONFIG = EngineConfig(
     dtype="float32",
@@ -46,17 +46,17 @@ def workers() -> Iterator[Workers]:
     opened.close()
 
 
-def _contender(workers: Workers, name: str) -> Contender:
+def _contender(workers: Workers, name: str) -> Variant:
     scheduling = Scheduling(block_size=16, max_model_len=512, max_num_seqs=32, token_budget=128)
-    return {one.name: one for one in scheduling.contenders([workers])}[name]
+    return {one.name: one for one in scheduling.variants([workers])}[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_real_run_is_replayed_to_equal_plans(workers: Workers, name: str) -> None:
-    contender = _contender(workers, name)
+    variant = _contender(workers, name)
     requests = make_requests(SHAPES, [0.0] * len(SHAPES), MODEL.vocab_size, seed=1)
-    run = run_requests(contender.place, contender.make_scheduler, requests, vocab_size=MODEL.vocab_size)
-    figures = figures_of(contender, run, MODEL.vocab_size, None)  # which raises at another plan
+    run = run_requests(variant.place, variant.make_scheduler, requests, vocab_size=MODEL.vocab_size)
+    figures = figures_of(variant, run, MODEL.vocab_size, None)  # which raises at another plan
     assert figures.simulated is not None
     assert figures.simulated.replayed == figures.simulated.plans == len(run.record.plans)
     assert all(timing.output_tokens == 10 for timing in run.outcome.timings)

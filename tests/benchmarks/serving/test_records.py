@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from nanoserve.benchmarks.serving.doubts import doubts
 from nanoserve.benchmarks.serving.records import RequestRecord, Run, figures, peak_concurrency
+from nanoserve.benchmarks.serving.warnings import warnings
 from nanoserve.errors import UsageError
 from nanoserve.measures.slo import Slo, parse_slo
 
@@ -102,7 +102,7 @@ def test_a_row_says_where_it_is_weak() -> None:
         scheduled=0.0, started=0.0, ended=1.0, input_tokens=10, output_tokens=2, cached_tokens=5, counted=False
     )
     row = figures([Run((*RUN.records, guessed), seconds=5.0, unfinished=7)], None)
-    said = doubts({**row, "send_delay_ms": {"p99": 490.0}})
+    said = warnings({**row, "send_delay_ms": {"p99": 490.0}})
     assert said == [
         "1 requests failed: HTTP 429",
         "interrupted, 7 requests had no answer yet",
@@ -113,7 +113,7 @@ def test_a_row_says_where_it_is_weak() -> None:
         "the client was late itself: by 490 ms in the 99th percentile",
     ]
     clean = figures([Run((PROMPT,), seconds=2.0)], None)
-    assert doubts({**clean, "send_delay_ms": {"p99": 1.0}}) == []
+    assert warnings({**clean, "send_delay_ms": {"p99": 1.0}}) == []
 
 
 def test_limits_as_they_are_typed() -> None:

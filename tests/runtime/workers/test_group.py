@@ -29,27 +29,27 @@ import json, os, sys, time
 sys.path[:] = json.loads(sys.argv[1])
 from pathlib import Path
 import msgspec
-from nanoserve.lifeline import Lifeline, own_pipes, read_line
+from nanoserve.processes.watchdog import ParentWatchdog, own_pipes, read_line
 from nanoserve.runtime.workers.messages import *
-from nanoserve.runtime.workers.station import Station
+from nanoserve.runtime.workers.endpoint import WorkerEndpoint
 
 parent, pulse = own_pipes()
 directory = Path(sys.argv[2])
 start = msgspec.json.decode(read_line(parent, directory), type=WorkerStart)
-Lifeline(parent, pulse, directory).start()
-station = Station(start)
-station.report(Loaded(start.rank, "memory", (1000,), 10**9))
-station.introduce(Hello(start.rank))
+ParentWatchdog(parent, pulse, directory).start()
+endpoint = WorkerEndpoint(start)
+endpoint.report(Loaded(start.rank, "memory", (1000,), 10**9))
+endpoint.introduce(Hello(start.rank))
 while True:
-    match station.hear():
+    match endpoint.hear():
         case Allocate():
-            station.report(Ready(start.rank))
+            endpoint.report(Ready(start.rank))
         case Run(plan) if start.rank == 1:
-            station.report(Answered(StepResult(plan.step)))
+            endpoint.report(Answered(StepResult(plan.step)))
         case Prepare() if start.rank == 1:
             os.kill(os.getpid(), 9)
         case Prepare():
-            station.report(Prepared(start.rank, True))
+            endpoint.report(Prepared(start.rank, True))
 """
 
 
@@ -160,8 +160,8 @@ def test_what_workers_share_has_a_name_until_all_are_ready(monkeypatch: pytest.M
 def test_workers_that_cannot_be_started_again_are_not_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of the model are gone since the first ones read them, say."""
     with closing(two_workers()) as workers:
-        gone = "station.report(Failed(start.rank, 'small: no such model directory', 3))"
-        refusing = WORKER.replace("station.report(Loaded", f"{gone}\ntime.sleep(9)\nstation.report(Loaded")
+        gone = "endpoint.report(Failed(start.rank, 'small: no such model directory', 3))"
+        refusing = WORKER.replace("endpoint.report(Loaded", f"{gone}\ntime.sleep(9)\nstation.report(Loaded")
         monkeypatch.setattr("nanoserve.runtime.workers.child._PROGRAM", refusing)
         os.kill(processes(workers)[0], signal.SIGKILL)
         assert loss(workers) == "worker 0 was killed by SIGKILL"

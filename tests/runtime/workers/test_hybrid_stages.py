@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import pytest
 
+from nanoserve.processes.threads import cores_in_use
 from nanoserve.runtime.workers import child
 from nanoserve.runtime.workers.executor import WorkersExecutor
 from nanoserve.runtime.workers.own_cores import part_of
 from nanoserve.scheduler.plan import HostWork, StepPlan, StepResult
-from nanoserve.threads import cores_in_use
 from tests.runtime.workers.disturbances import Pair
 from tests.runtime.workers.loads import TIGHT_BLOCKS, Case, Reference, start_workers
 from tests.runtime.workers.test_layouts import reference_of
@@ -26,7 +26,7 @@ MAIN = "from nanoserve.runtime.workers.process import main"
 LOSE = "NANOSERVE_TEST_LOSE"
 DISTURBED = """
 import os, time
-from nanoserve.runtime.host_attention import HostAttention
+from nanoserve.runtime.host.host_attention import HostAttention
 attend = HostAttention._attend
 
 def disturbed(self, task):

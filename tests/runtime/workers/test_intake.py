@@ -9,8 +9,8 @@ import pytest
 import torch
 import zmq
 
-from nanoserve.runtime.workers.intake import Intake, Turn
 from nanoserve.runtime.workers.messages import Allocate, Follow, ForgetHost, Prepare, Run, ToWorker
+from nanoserve.runtime.workers.prefetch import PrefetchThread, Turn
 from nanoserve.scheduler.plan import StepPlan
 
 PATIENCE = 20.0
@@ -69,7 +69,7 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 def test_one_plan_is_prepared_ahead_and_no_more(engine: Engine) -> None:
     """The buffers of a step are those of the step before the last one."""
-    intake = Intake(engine.intake_socket, engine.prepare, CPU)
+    intake = PrefetchThread(engine.intake_socket, engine.prepare, CPU)
     engine.say(*(Run(StepPlan(step)) for step in range(4)))
     eventually(lambda: len(engine.prepared) == 2)
     for step in range(4):
@@ -84,7 +84,7 @@ def test_one_plan_is_prepared_ahead_and_no_more(engine: Engine) -> None:
 
 
 def test_everything_comes_in_order(engine: Engine) -> None:
-    intake = Intake(engine.intake_socket, engine.prepare, CPU)
+    intake = PrefetchThread(engine.intake_socket, engine.prepare, CPU)
     engine.say(Run(StepPlan(0)), Prepare(), Run(StepPlan(1)), Allocate((3,)))
     arrived = [intake.next(PATIENCE) for _ in range(4)]
     assert [type(one) for one in arrived] == [Turn, Prepare, Turn, Allocate]
@@ -92,7 +92,7 @@ def test_everything_comes_in_order(engine: Engine) -> None:
 
 def test_nothing_is_prepared_beside_the_steps_before_host_sequences_are_forgotten(engine: Engine) -> None:
     """It would forget the sequences that they answer."""
-    intake = Intake(engine.intake_socket, engine.prepare, CPU)
+    intake = PrefetchThread(engine.intake_socket, engine.prepare, CPU)
     engine.say(Run(StepPlan(0)), Run(StepPlan(1)), ForgetHost(), Run(StepPlan(2)))
     assert all(isinstance(intake.next(PATIENCE), Turn) for _ in range(2))
     for _ in range(2):
@@ -104,30 +104,30 @@ def test_nothing_is_prepared_beside_the_steps_before_host_sequences_are_forgotte
 
 
 def test_plans_of_a_coupled_worker_are_left_to_the_loop(engine: Engine) -> None:
-    intake = Intake(engine.intake_socket, None, CPU)
+    intake = PrefetchThread(engine.intake_socket, None, CPU)
     engine.say(*(Run(StepPlan(step)) for step in range(3)), Follow())
     assert [intake.next(PATIENCE) for _ in range(4)] == [*(Run(StepPlan(step)) for step in range(3)), Follow()]
 
 
 def test_a_change_of_layout_is_left_to_the_loop(engine: Engine) -> None:
-    intake = Intake(engine.intake_socket, engine.prepare, CPU)
+    intake = PrefetchThread(engine.intake_socket, engine.prepare, CPU)
     engine.say(Run(StepPlan(0, transition=1)))
     assert intake.next(PATIENCE) == Run(StepPlan(0, transition=1))
 
 
 def test_what_fails_in_another_thread_fails_in_the_loop(engine: Engine) -> None:
-    intake = Intake(engine.intake_socket, engine.prepare, CPU)
+    intake = PrefetchThread(engine.intake_socket, engine.prepare, CPU)
     intake.fail(RuntimeError("a block is gone"))
     with pytest.raises(RuntimeError, match="a block is gone"):
         intake.next(PATIENCE)
 
 
 def test_it_waits_no_longer_than_it_is_asked_to(engine: Engine) -> None:
-    assert Intake(engine.intake_socket, engine.prepare, CPU).next(0.01) is None
+    assert PrefetchThread(engine.intake_socket, engine.prepare, CPU).next(0.01) is None
 
 
 def test_what_cannot_be_prepared_fails_when_its_turn_comes(engine: Engine) -> None:
-    intake = Intake(engine.intake_socket, engine.prepare, CPU)
+    intake = PrefetchThread(engine.intake_socket, engine.prepare, CPU)
     engine.say(Run(StepPlan(0)), Run(StepPlan(-1)))
     assert isinstance(intake.next(PATIENCE), Turn)
     with pytest.raises(RuntimeError, match="such a plan cannot be prepared"):
@@ -135,7 +135,7 @@ def test_what_cannot_be_prepared_fails_when_its_turn_comes(engine: Engine) -> No
 
 
 def test_what_is_no_message_is_an_error_and_not_a_silence(engine: Engine) -> None:
-    intake = Intake(engine.intake_socket, engine.prepare, CPU)
+    intake = PrefetchThread(engine.intake_socket, engine.prepare, CPU)
     engine.say_nonsense()
     with pytest.raises(msgspec.MsgspecError):
         intake.next(PATIENCE)

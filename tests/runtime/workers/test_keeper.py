@@ -7,9 +7,9 @@ import pytest
 
 from nanoserve.errors import ModelError, RuntimeFailure
 from nanoserve.models.hub import ResolvedModel
-from nanoserve.runtime.meetings import Presence, SharedKeys, open_store
-from nanoserve.runtime.torchrun import TorchrunProcess
-from nanoserve.runtime.workers.keeper import Keeper
+from nanoserve.runtime.launch.torchrun import TorchrunProcess
+from nanoserve.runtime.launch.torchrun_rendezvous import Presence, SharedKeys, open_store
+from nanoserve.runtime.workers.agent import WorkerAgent
 
 SECOND = TorchrunProcess(1, 2, 0, 1, "127.0.0.1", 29500, "none/0")
 
@@ -36,7 +36,7 @@ def presence(keys: SharedKeys, number: int) -> Presence:
 
 def test_a_model_that_is_missing_there_is_told_to_the_engine(keys: SharedKeys) -> None:
     with pytest.raises(ModelError, match="no model at"):
-        Keeper(SECOND, keys, missing).keep()
+        WorkerAgent(SECOND, keys, missing).keep()
 
     assert presence(keys, 1).problem == "no model at ./models/x"
 
@@ -44,7 +44,7 @@ def test_a_model_that_is_missing_there_is_told_to_the_engine(keys: SharedKeys) -
 def test_another_model_is_refused_and_the_engine_can_say_so_too(keys: SharedKeys) -> None:
     other = ResolvedModel("qwen3-8b", None, Path("model"))
     with pytest.raises(RuntimeFailure, match=r"unequal models: qwen3-8b on .*, storyteller on"):
-        Keeper(SECOND, keys, lambda: other).keep()
+        WorkerAgent(SECOND, keys, lambda: other).keep()
 
     assert presence(keys, 1).model == "qwen3-8b"
 
@@ -52,7 +52,7 @@ def test_another_model_is_refused_and_the_engine_can_say_so_too(keys: SharedKeys
 def test_a_meeting_that_is_over_is_not_attended(keys: SharedKeys) -> None:
     keys.set("2/engine", msgspec.msgpack.encode(Presence.here("qwen3-8b")))  # which it attends, and then refuses
     with pytest.raises(RuntimeFailure, match="unequal models"):
-        Keeper(SECOND, keys, storyteller).keep()
+        WorkerAgent(SECOND, keys, storyteller).keep()
 
     assert not keys.has("1/present/1")
     assert presence(keys, 2).model == "storyteller"
@@ -61,7 +61,7 @@ def test_a_meeting_that_is_over_is_not_attended(keys: SharedKeys) -> None:
 @pytest.mark.parametrize(("code", "fails"), [(0, False), (2, True)])
 def test_it_ends_as_the_command_does(keys: SharedKeys, code: int, *, fails: bool) -> None:
     keys.set_finished(code)
-    keeper = Keeper(SECOND, keys, storyteller)
+    keeper = WorkerAgent(SECOND, keys, storyteller)
     if not fails:
         keeper.keep()
         return

@@ -13,12 +13,12 @@ from nanoserve.costs.profile import write_profile
 from nanoserve.errors import UsageError
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.shards import make_shards
-from nanoserve.runtime import start_profile
-from nanoserve.runtime.host_processor import HostProcessor
-from nanoserve.runtime.memory import kv_bytes_per_block
-from nanoserve.runtime.model_runner import ModelRunner
+from nanoserve.runtime.host.host_processor import HostProcessor
+from nanoserve.runtime.launch import start_profile
+from nanoserve.runtime.launch.memory import kv_bytes_per_block
+from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile
 from nanoserve.runtime.profiling.rounds import Effort
-from nanoserve.runtime.start_profile import StartingEngine, hybrid_profile
+from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.runtime.workers.stage_profile import as_whole_model, starting_engine
 from tests.runtime.small_model import small_config
 from triton_ops.cpu import cpu_operators

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.shards import make_shards
-from nanoserve.runtime.forward_pass import ForwardPass
-from nanoserve.runtime.traced_layers import TracedLayers
+from nanoserve.runtime.compile.torch_compile import TorchCompileLayers
+from nanoserve.runtime.step.forward_pass import ForwardPass
 from nanoserve.runtime.workers.ranks import Ranks, meet
 from tests.runtime.small_model import small_config
 from tests.runtime.test_traced_layers import caches, step_of
@@ -28,7 +28,7 @@ def traced_and_eager(rank: int, meeting: Path, backend: str) -> tuple[list[Tenso
     shards = make_shards(config, pipeline_parallel=1, tensor_parallel=2)
     torch.manual_seed(rank)
     decoder = Decoder(config, shard=shards[rank], group=group).eval().requires_grad_(False)
-    layers, generator = TracedLayers(decoder, backend=backend), torch.Generator().manual_seed(1)
+    layers, generator = TorchCompileLayers(decoder, backend=backend), torch.Generator().manual_seed(1)
     traced, eager = [], []
     with torch.inference_mode():
         for rows, length in SIZES:

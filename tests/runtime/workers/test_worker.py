@@ -10,9 +10,9 @@ import torch
 import zmq
 
 from nanoserve.errors import RuntimeFailure
-from nanoserve.runtime.fetching import Fetching
-from nanoserve.runtime.layer_marks import LayerMarks
-from nanoserve.runtime.model_runner import PreparedStep
+from nanoserve.runtime.moves.layer_marks import LayerMarks
+from nanoserve.runtime.step.device_to_host import DeviceToHostCopy
+from nanoserve.runtime.step.model_runner import PreparedStep
 from nanoserve.runtime.workers.activations import Activations
 from nanoserve.runtime.workers.messages import ForgetHost, HostLost, Run
 from nanoserve.runtime.workers.ranks import Ranks
@@ -162,7 +162,7 @@ class LayeredRunner(FullDevice):
         self.left_in_time: list[bool] = []
 
     def prepare(self, plan: StepPlan) -> PreparedStep:
-        return PreparedStep(plan, Fetching(CPU), copies=None, rows=None)
+        return PreparedStep(plan, DeviceToHostCopy(CPU), copies=None, rows=None)
 
     def compute(self, step: PreparedStep, entering: object) -> None:
         assert step.computed is not None

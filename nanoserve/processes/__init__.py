@@ -1,0 +1,1 @@
+"""Processes, signals, threads, sockets and files."""

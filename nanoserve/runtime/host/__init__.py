@@ -1,0 +1,1 @@
+"""Decode attention on the CPU beside the steps of the device."""

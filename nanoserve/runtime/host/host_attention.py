@@ -1,0 +1,270 @@
+"""Attention on the CPU for sequences whose KV is in host memory, beside a device that computes on (APEX).
+
+The device hands over the queries, keys and values of some rows in one layer and goes on; a thread with cores of its own
+writes the keys and values into the host pool and attends. It asks nobody for anything, and the device never has to wait
+for it. Should nothing come of it any more, whoever asks is told, and goes on without.
+"""
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from nanoserve.config import ModelConfig
+from nanoserve.errors import UsageError
+from nanoserve.runtime.host.qkv_transfer import QkvTransfer, hand_over
+from nanoserve.runtime.launch.core_division import default_host_threads as default_host_threads
+from nanoserve.scheduler.plan import HostWork
+from triton_ops import cache_write, paged_attention
+from triton_ops.cpu import cpu_operators
+
+PATIENCE = 10.0
+"""Seconds that one layer's attention may take: some hundred times what it ever does."""
+SECOND_LOOK = 1.0
+"""Seconds, at most, that it gets to go on once it was found too slow: where the whole process was stopped, the clock
+went on and nothing hangs."""
+_LOOK_EVERY = 0.05
+_CLOSING = 1.0
+
+
+class HostAttentionLost(RuntimeError):
+    """Nothing will come of attention on the CPU any more; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """Where the KV of some host sequences lies, each with one new token; on the CPU."""
+
+    block_tables: Tensor
+    """int32 [n, width], blocks of the host pool."""
+    context_lengths: Tensor
+    """int32 [n], the new token included."""
+    slot_mapping: Tensor
+    """int64 [n], where the new token's key and value go."""
+
+
+class HostTask:
+    """One layer's attention of some rows, under way.
+
+    Raises:
+        HostAttentionLost: from `ready` and `wait`, if nothing will come of it.
+    """
+
+    def __init__(
+        self, layer: int, handing_over: QkvTransfer, rows: HostRows, problem: Callable[[], str | None]
+    ) -> None:
+        self.layer = layer
+        self.handing_over = handing_over
+        self.rows = rows
+        self._problem = problem
+        self._done = threading.Event()
+        self._result: Tensor | None = None
+
+    def finish(self, result: Tensor) -> None:
+        """For the thread that attends: what `QkvTransfer.make_room` gave, filled."""
+        self._result = result
+        self._done.set()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the result is there."""
+        if (problem := self._problem()) is not None:
+            raise HostAttentionLost(problem)
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the result, at most so many seconds; whether it is there."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self.ready:
+            left = _LOOK_EVERY if until is None else min(_LOOK_EVERY, until - time.monotonic())
+            if left <= 0:
+                return False
+            self._done.wait(left)
+        return True
+
+    def result(self) -> Tensor:
+        """[n, num_heads * head_dim] on the device; once it is ready, and only for the thread that runs the device."""
+        if self._result is None:
+            raise RuntimeError("the result was asked for before it was ready")
+        return self.handing_over.bring_back(self._result)
+
+
+class HostAttention:
+    """A thread that attends for host sequences, one task after the other in the order in which they are given.
+
+    Waits for the CPU's operators first, if they are being built. Everything but the attention itself is for the one
+    thread that runs the device.
+
+    Args:
+        config: of the model whose layers they are.
+        keys, values: per layer [num_host_blocks, num_kv_heads, block_size, head_dim], in host memory; layers are
+            numbered as in the decoder.
+        device: where queries come from and results go.
+        threads: that share each task.
+        cores: numbers of the processors that they run on; None leaves that to the system.
+        patience: seconds that one task may take before it counts as hanging.
+
+    Raises:
+        UsageError: if there are fewer cores than threads, or they are not this process's.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        device: torch.device,
+        *,
+        threads: int,
+        cores: Sequence[int] | None = None,
+        patience: float = PATIENCE,
+    ) -> None:
+        if cores is not None and threads > len(cores):
+            raise UsageError(f"{threads} host threads cannot share {len(cores)} cores; choose {len(cores)} at most")
+        cpu_operators().wait()  # they would be exchanged under the running thread
+        self._config, self._device, self._patience = config, device, patience
+        self._keys, self._values = keys, values
+        self.busy_seconds = 0.0  # that it has worked so far
+        self._tasks: SimpleQueue[HostTask | None] = SimpleQueue()
+        self._work: deque[HostWork] = deque()
+        self._given = self._ended = 0
+        self._since = self._last_end = 0.0  # when the oldest task under way became that; when the last one ended
+        self._suspected: float | None = None
+        self._failure: str | None = None
+        self._problem: str | None = None
+        self._given_up = False
+        self._writing = threading.Lock()
+        self._start(threads, cores)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: HostRows) -> HostTask:
+        """Write n new keys and values and attend for n queries, one of each row; returns at once.
+
+        Args:
+            query: [n, num_heads, head_dim] on the device, key and value [n, num_kv_heads, head_dim]; views of larger
+                tensors will do. Nobody may write to them before the task is ready.
+        """
+        task = HostTask(layer, hand_over(query, key, value, self._device), rows, lambda: self.problem)
+        if self._given == self._ended:
+            self._since = time.monotonic()
+        self._given += 1
+        self._tasks.put(task)
+        return task
+
+    def take_work(self) -> tuple[HostWork, ...]:
+        """What was done since the last call, in order."""
+        return tuple([self._work.popleft() for _ in range(len(self._work))])
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing will come of it any more: it failed, or hangs, or was closed; None while all is well."""
+        if self._problem is None:
+            self._problem = self._trouble()
+            if self._problem is not None:
+                self._given_up = True
+        return self._problem
+
+    def close(self) -> None:
+        """End the thread, or give it up if it does not end within a second. What was not done yet never will be."""
+        until = time.monotonic() + _CLOSING
+        self._given_up = True
+        self._problem = self._problem or "attention on the CPU was closed"
+        self._tasks.put(None)
+        if self._writing.acquire(timeout=_CLOSING):  # what it has begun to write is complete, and nothing follows
+            self._writing.release()
+        self._thread.join(max(0.0, until - time.monotonic()))
+
+    def _trouble(self) -> str | None:
+        if self._failure is not None:
+            return self._failure
+        if not self._thread.is_alive():
+            return "the thread that attends on the CPU has ended"
+        now = time.monotonic()
+        if self._given == self._ended or now - self._since <= self._patience:
+            self._suspected = None
+            return None
+        if self._suspected is None:
+            self._suspected = now
+        if now - self._suspected < min(SECOND_LOOK, self._patience):
+            return None
+        return f"attention on the CPU has hung for {now - self._since:.0f} s"
+
+    # ------------------------------------------------------------------------------------------- the thread's part
+
+    def _start(self, threads: int, cores: Sequence[int] | None) -> None:
+        """Return when it takes tasks."""
+        settled: SimpleQueue[OSError | None] = SimpleQueue()
+        arguments = threads, cores, settled
+        self._thread = threading.Thread(target=self._run, args=arguments, name="host-attention", daemon=True)
+        self._thread.start()
+        if (error := settled.get()) is not None:
+            self._thread.join()
+            numbers = ", ".join(map(str, cores or ()))
+            raise UsageError(f"host threads cannot run on the cores {numbers}: {error.strerror}") from error
+
+    def _run(self, threads: int, cores: Sequence[int] | None, settled: "SimpleQueue[OSError | None]") -> None:
+        try:
+            if cores is not None and hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, cores)  # its team, which the first task makes, inherits them
+        except OSError as error:
+            settled.put(error)
+            return
+        set_threads_of_this_thread(threads)
+        settled.put(None)
+        try:
+            with torch.inference_mode():
+                while (task := self._tasks.get()) is not None and self._attend(task):
+                    pass
+        except BaseException as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self._failure = f"attention on the CPU failed: {reason}"
+
+    def _attend(self, task: HostTask) -> bool:
+        """Carry a task out; False if nobody wants it any more, and nothing may be written."""
+        query, key, value = task.handing_over.take()
+        layer, rows = task.layer, task.rows
+        with self._writing:
+            if self._given_up:
+                return False
+            cache_write(key, value, self._keys[layer], self._values[layer], rows.slot_mapping)
+        result = task.handing_over.make_room()
+        paged_attention(
+            result,
+            query,
+            self._keys[layer],
+            self._values[layer],
+            rows.block_tables,
+            torch.arange(query.shape[0] + 1, dtype=torch.int32),
+            rows.context_lengths,
+            scale=self._config.head_dim**-0.5,
+            sliding_window=self._config.sliding_window(layer),
+        )
+        self._count(task)
+        task.finish(result)
+        return True
+
+    def _count(self, task: HostTask) -> None:
+        now = time.monotonic()
+        seconds = now - max(task.handing_over.began, self._last_end)  # in the queue it costs nothing
+        contexts = task.rows.context_lengths
+        self._work.append(HostWork(contexts.shape[0], int(contexts.sum()), seconds))
+        self.busy_seconds += seconds
+        self._last_end = self._since = now
+        self._ended += 1
+
+
+def set_threads_of_this_thread(threads: int) -> None:
+    """How many threads share what the calling thread computes with torch, and nobody else's.
+
+    `torch.set_num_threads` would also change what threads get that begin to compute later.
+    """
+    torch.get_num_threads()  # the first call in a thread sets the number that all have
+    with contextlib.suppress(OSError, AttributeError):  # a torch without OpenMP has the same threads for everyone
+        ctypes.CDLL(torch._C.__file__).omp_set_num_threads(threads)

@@ -1,0 +1,350 @@
+"""The forward pass of a step in which the CPU attends for some sequences: those whose KV is in host memory.
+
+Their linear layers run on the device, together with those of the rows whose KV is there. What they wait for is their
+attention, which the CPU computes beside the steps (APEX, section 3.3) or in turn with the device (NEO).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from nanoserve.models.attention import PagedAttention
+from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
+from nanoserve.runtime.compile.layer_pieces import LayerPieces
+from nanoserve.runtime.host.host_attention import HostAttention, HostAttentionLost, HostRows, HostTask
+from nanoserve.runtime.moves.layer_marks import LayerComputed
+from nanoserve.scheduler.plan import CohortProgress, HostWork, Row
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """Attention that the CPU was told to compute, or some rows of it."""
+
+    task: HostTask
+    places: Tensor | None = None
+    """int64 [n], which of the task's rows; None means all."""
+
+    def of(self, places: Tensor) -> "_Pending":
+        """Some of its rows."""
+        return _Pending(self.task, places if self.places is None else self.places[places])
+
+    def result(self) -> Tensor:
+        """[n, num_heads * head_dim], once the task is ready."""
+        result = self.task.result()
+        return result if self.places is None else result[self.places.to(result.device)]
+
+
+@dataclass(slots=True, eq=False)
+class HostGroup:
+    """Host sequences that began a token in the same plan and are at the same place: n rows."""
+
+    step: int
+    """That plan."""
+    rows: Sequence[Row]
+    """Of the plan in which they began; one token each."""
+    cache: HostRows
+    """Where their keys and values are."""
+    hidden: Tensor
+    """[n, hidden_size], what enters `layer`; while its attention is pending, that layer's residual."""
+    cos: Tensor
+    sin: Tensor
+    """Of their positions, as the layers take them."""
+    layer: int = 0
+    """The next one of this stage, counted from 0."""
+    pending: _Pending | None = None
+    """Its attention, once it is asked for."""
+
+    def pick(self, chosen: Sequence[int]) -> "HostGroup":
+        """Some of its rows, by their places, as a group of their own."""
+        places = torch.tensor(chosen, dtype=torch.int64)
+        on_device = places.to(self.hidden.device)
+        return HostGroup(
+            step=self.step,
+            rows=[self.rows[place] for place in chosen],
+            cache=_rows_of(self.cache, places),
+            hidden=self.hidden[on_device],
+            cos=self.cos[on_device],
+            sin=self.sin[on_device],
+            layer=self.layer,
+            pending=None if self.pending is None else self.pending.of(places),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """The T tokens of a step whose KV is on the device."""
+
+    hidden: Tensor
+    """[T, hidden_size], what enters the first layer of the stage."""
+    cos: Tensor
+    sin: Tensor
+    """Of their positions, as the layers take them."""
+    attention: PagedAttention
+    computed: LayerComputed | None = None
+    """Told of each layer in which they have written their keys and values; None if nobody waits for that."""
+
+
+class HybridPass:
+    """Walks over the layers of a stage with the rows of a step and with the host sequences that take part.
+
+    Args:
+        make_host: starts the CPU's part; again when it has failed.
+        run_layer: for layers in which no host sequence takes part.
+        pieces: for the others.
+    """
+
+    def __init__(
+        self, decoder: Decoder, make_host: Callable[[], HostAttention], *, run_layer: LayerFunction, pieces: LayerPieces
+    ) -> None:
+        self.pending: list[HostGroup] = []  # groups whose attention the CPU was asked for, in this order
+        self._layers = list(cast(Iterable[DecoderLayer], decoder.layers))
+        self._first_layer = decoder.shard.layers.start
+        self._make_host = make_host
+        self._host = make_host()
+        self._run_layer = run_layer
+        self._pieces = pieces
+        self._loss: str | None = None
+        # How far the device has come, where it lags behind what it is told: in front of the newest attention.
+        self._mark = torch.cuda.Event() if decoder.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    # ---- what the scheduler is told ---------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> tuple[CohortProgress, ...]:
+        """How many of the model's layers are behind the groups that are under way."""
+        return tuple(CohortProgress(group.step, self._first_layer + group.layer) for group in self.pending)
+
+    @property
+    def busy_seconds(self) -> float:
+        """For which the CPU has attended so far."""
+        return self._host.busy_seconds
+
+    def take_work(self) -> tuple[HostWork, ...]:
+        """What the CPU has done since the last call."""
+        return self._host.take_work()
+
+    def take_loss(self) -> str | None:
+        """Why the CPU's part failed, if it did since the last call: no group is under way any more then.
+
+        To be asked in every step: it is how a CPU that does not come back is noticed.
+        """
+        if self._loss is None and self.pending and self._host.problem is not None:
+            self._lose(self._host.problem)
+        loss, self._loss = self._loss, None
+        return loss
+
+    def forget(self) -> None:
+        """No group is under way any more, nor does the CPU write anything for one."""
+        self._wait(self.pending)
+        self.pending.clear()
+
+    def close(self) -> None:
+        """End the CPU's part."""
+        self.pending.clear()
+        self._host.close()
+
+    def take(self, sequences: Sequence[int]) -> list[HostGroup]:
+        """Take some sequences out of the groups that are under way, as groups of their own.
+
+        Those that are not under way in this stage are passed over: another one has them.
+        """
+        wanted, taken, left = set(sequences), list[HostGroup](), list[HostGroup]()
+        for group in self.pending:
+            places = [place for place, row in enumerate(group.rows) if row.sequence in wanted]
+            if not places:
+                left.append(group)
+            elif len(places) == len(group.rows):
+                taken.append(group)
+            else:
+                taken.append(group.pick(places))
+                left.append(group.pick([place for place in range(len(group.rows)) if place not in set(places)]))
+        self.pending = left
+        return taken
+
+    # ---- asynchronous overlap ---------------------------------------------------------------------------------
+
+    def overlap(
+        self, device: DeviceRows | None, entering: Sequence[HostGroup]
+    ) -> tuple[Tensor | None, list[HostGroup]]:
+        """A step of Asynchronous Overlap (APEX, section 3.3).
+
+        A group whose attention in a layer is done when the step has come to that layer's second half joins it and the
+        first half of the next layer, whose attention is then the CPU's next task. One that is not done tries again in
+        the next step: the device never waits, unless it has nothing else to do. No group advances by more than a layer.
+
+        Args:
+            entering: groups that come to the first layer of this stage.
+
+        Returns:
+            hidden states of the device's rows behind the last layer, [T, hidden_size]; and the groups that have left
+            that layer.
+        """
+        hidden = None if device is None else device.hidden
+        if device is None and not entering and self.pending:
+            self._wait(self.pending[:1])
+        groups = list(entering)
+        for layer in self._layers:
+            candidates = [group for group in self.pending if group.layer == layer.index]
+            if not groups and not candidates:
+                if device is not None:
+                    assert hidden is not None
+                    hidden = self._run_layer(layer, hidden, device.cos, device.sin, device.attention)
+                    _tell(device, layer)
+                continue
+            attended = self._first_half(layer, device, hidden, groups)
+            self.pending += groups
+            groups = self._ready(candidates)
+            self.pending = [group for group in self.pending if group not in groups]
+            hidden = self._second_half(layer, attended, hidden, groups)
+        return hidden, groups
+
+    def _ready(self, groups: Sequence[HostGroup]) -> list[HostGroup]:
+        """Those whose attention is done when the device has come here; none of any if the CPU's part has failed."""
+        if self._mark is not None and groups:
+            self._mark.synchronize()  # meanwhile the device attends
+        try:
+            return [group for group in groups if group.pending is not None and group.pending.task.ready]
+        except HostAttentionLost as error:
+            self._lose(str(error))
+            return []
+
+    # ---- asymmetric pipelining --------------------------------------------------------------------------------
+
+    def asymmetric(
+        self, device: DeviceRows | None, first: Sequence[HostGroup], second: Sequence[HostGroup]
+    ) -> tuple[Tensor | None, list[HostGroup]]:
+        """A step of Asymmetric Pipelining (NEO, arXiv:2411.01142, as APEX, section 2.3, describes it).
+
+        Two sub-batches alternate: while the CPU attends for the one, the device computes the linear layers of the
+        other. Both end the stage. If the CPU's part fails, the device's rows do so alone.
+
+        Args:
+            device: rows of the first sub-batch.
+            first, second: groups of each, either at the first layer of the stage or taken from those under way.
+
+        Returns:
+            hidden states of the device's rows behind the last layer, [T, hidden_size]; and the groups.
+        """
+        hidden = None if device is None else device.hidden
+        halves = [list(first), list(second)]
+        for layer in self._layers:
+            attended = self._first_half(layer, device, hidden, _entering(halves[0], layer.index))
+            if layer.index:
+                self._end_layer(self._layers[layer.index - 1], halves)
+            self._first_half(layer, None, None, _entering(halves[1], layer.index))
+            joining = self._done(halves, 0, layer.index)
+            hidden = self._second_half(layer, attended, hidden, joining)
+        self._end_layer(self._layers[-1], halves)
+        return hidden, [*halves[0], *halves[1]]
+
+    def _end_layer(self, layer: DecoderLayer, halves: list[list[HostGroup]]) -> None:
+        """The second half of a layer for the second sub-batch."""
+        self._second_half(layer, None, None, self._done(halves, 1, layer.index))
+
+    def _done(self, halves: list[list[HostGroup]], number: int, layer: int) -> list[HostGroup]:
+        """Groups of a sub-batch whose attention in a layer was pending, once it is done; none is left of either
+        sub-batch if it never will be."""
+        groups = [group for group in halves[number] if group.layer == layer and group.pending is not None]
+        if not self._wait(groups):
+            halves[0], halves[1] = [], []
+            return []
+        return groups
+
+    # ---- halves of a layer ------------------------------------------------------------------------------------
+
+    def _first_half(
+        self, layer: DecoderLayer, device: DeviceRows | None, hidden: Tensor | None, groups: Sequence[HostGroup]
+    ) -> Tensor | None:
+        """Queries, keys and values of all rows; the CPU is asked for the groups' attention, then the device attends.
+
+        Returns:
+            the attention of the device's rows, [T, num_heads * head_dim].
+        """
+        parts = [(group.hidden, group.cos, group.sin) for group in groups]
+        if device is not None:
+            assert hidden is not None
+            parts.insert(0, (hidden, device.cos, device.sin))
+        if not parts:
+            return None
+        query, key, value = self._pieces.pre_attention(layer, *(_joined(part) for part in zip(*parts, strict=True)))
+        end = 0 if hidden is None or device is None else len(hidden)
+        own = slice(0, end)
+        for group in groups:
+            rows = slice(end, end := end + len(group.hidden))
+            task = self._host.attend(layer.index, query[rows], key[rows], value[rows], group.cache)
+            group.pending = _Pending(task)
+        if self._mark is not None:
+            self._mark.record()
+        if device is None:
+            return None
+        attended = device.attention(layer.index, query[own], key[own], value[own])
+        _tell(device, layer)
+        return attended
+
+    def _second_half(
+        self, layer: DecoderLayer, attended: Tensor | None, hidden: Tensor | None, groups: Sequence[HostGroup]
+    ) -> Tensor | None:
+        """Output and feed-forward part of all rows; the groups come to the next layer.
+
+        Returns:
+            hidden states of the device's rows.
+        """
+        parts = [(group.pending.result(), group.hidden) for group in groups if group.pending is not None]
+        if attended is not None and hidden is not None:
+            parts.insert(0, (attended, hidden))
+        if not parts:
+            return hidden
+        output = self._pieces.post_attention(layer, *(_joined(part) for part in zip(*parts, strict=True)))
+        end = 0 if attended is None or hidden is None else len(hidden)
+        own = output[:end] if end else hidden
+        for group in groups:
+            group.hidden = output[end : (end := end + len(group.hidden))]
+            group.layer, group.pending = layer.index + 1, None
+        return own
+
+    # ---- when the CPU does not come back ----------------------------------------------------------------------
+
+    def _wait(self, groups: Sequence[HostGroup]) -> bool:
+        """Until the attention of these is done; False if it never will be."""
+        try:
+            return all(group.pending is None or group.pending.task.wait() for group in groups)
+        except HostAttentionLost as error:
+            self._lose(str(error))
+            return False
+
+    def _lose(self, problem: str) -> None:
+        """Nothing under way will be answered; a new thread takes over what comes."""
+        self._loss = problem
+        self.pending.clear()
+        self._host.close()
+        self._host = self._make_host()
+
+
+def _rows_of(cache: HostRows, places: Tensor) -> HostRows:
+    return HostRows(cache.block_tables[places], cache.context_lengths[places], cache.slot_mapping[places])
+
+
+def _entering(groups: Sequence[HostGroup], layer: int) -> list[HostGroup]:
+    """Those that come to that layer's first half."""
+    return [group for group in groups if group.layer == layer and group.pending is None]
+
+
+def _tell(device: DeviceRows, layer: DecoderLayer) -> None:
+    """That its keys and values of this layer are in the cache."""
+    if device.computed is not None:
+        device.computed(layer.index)
+
+
+def _joined(tensors: Iterable[Tensor]) -> Tensor:
+    """One behind the other, along the first dimension."""
+    parts = list(tensors)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def host_rows(groups: Sequence[HostGroup]) -> Iterator[Row]:
+    """Rows of the groups, one group after the other."""
+    for group in groups:
+        yield from group.rows

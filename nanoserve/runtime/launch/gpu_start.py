@@ -1,0 +1,156 @@
+"""Gets a GPU ready for a model: compiles its layers, finds out what steps need, captures the decode steps."""
+
+import logging
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from nanoserve.config import EngineConfig
+from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
+from nanoserve.models.hub import ProgressCallback
+from nanoserve.runtime.compile.layer_pieces import EagerPieces, LayerPieces, whole_layer
+from nanoserve.runtime.compile.torch_compile import TorchCompileLayers
+from nanoserve.runtime.launch.devices import compiler_errors
+from nanoserve.runtime.launch.memory import memory_errors, out_of_memory
+from nanoserve.runtime.launch.memory_profile import MemoryProfileRun, measured_memory
+from nanoserve.runtime.step.decode_graphs import CudaRecorder, DecodeGraphs, StaticInputs, bucket_sizes
+from nanoserve.runtime.step.model_runner import ModelRunner
+from nanoserve.sizes import format_size
+from triton_ops.gpu.experts import never_waits
+
+COMPILING, WARMING_UP = "compiling layers", "warming up"
+GRAPH_BYTES = 16 * 2**20
+"""What a graph takes beside the tensors of its step: a driver keeps its kernels' arguments on the device."""
+CAPTURE_WORKSPACE = 64 * 2**20
+"""Products of matrices have a workspace per stream, and graphs are captured on one of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """What getting a GPU ready took."""
+
+    compiled: bool
+    """Whether layers run compiled."""
+    warm_up_seconds: float
+    """Of the first step, in which layers and kernels are compiled or loaded."""
+    step_memory: int
+    """Bytes that the largest step needs beside weights and KV cache."""
+    graphs: int = 0
+    graph_seconds: float = 0.0
+    graph_memory: int = 0
+    """Number of captured decode steps, seconds and bytes that they took."""
+
+    def __str__(self) -> str:
+        layers = "compiled" if self.compiled else "eager"
+        return (
+            f"{layers} layers, warm after {self.warm_up_seconds:.1f} s; a step needs {format_size(self.step_memory)};"
+            f" {self.graphs} decode steps captured in {self.graph_seconds:.1f} s,"
+            f" which takes {format_size(self.graph_memory)}"
+        )
+
+
+class GpuStart:
+    """Between the weights and the KV cache, `measure`; with the cache, `capture`."""
+
+    def __init__(self, decoder: Decoder, config: EngineConfig, device: torch.device) -> None:
+        self._decoder = decoder
+        self._config = config
+        self._device = device
+        self._traced = None if config.eager else TorchCompileLayers(decoder)
+        # runs the layers from now on.
+        self.run_layer: LayerFunction = DecoderLayer.__call__ if self._traced is None else self._traced
+        # run those that part of a step's rows attend in elsewhere.
+        self.pieces: LayerPieces = EagerPieces() if self._traced is None else self._traced
+        # A stage's steps begin with hidden states that come from elsewhere: they run compiled, and uncaptured.
+        captures = not config.eager and config.num_workers == 1 and _can_be_captured(decoder, device)
+        self._buckets = bucket_sizes(config.max_num_seqs) if captures else ()
+        self._warm_up_seconds = 0.0
+        self._step_memory = 0
+
+    def measure(self, longest: int, progress: ProgressCallback | None) -> int:
+        """Run the largest step twice: to compile what it needs, then to see its memory. So too in pieces of layers, if
+        the policy has steps of these.
+
+        Args:
+            longest: tokens of the longest sequence.
+
+        Returns:
+            Bytes to keep free for steps, and for capturing them.
+
+        Raises:
+            RuntimeFailure: if there is no room for it, or its kernels cannot be built.
+        """
+        config = self._config
+        num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
+        step = MemoryProfileRun(num_tokens, min(num_tokens, config.max_num_seqs), config.block_size)
+        began, stage = time.monotonic(), WARMING_UP if self._traced is None else COMPILING
+        if progress is not None:
+            progress(stage, 0, 1)
+        advice = "lower --max-num-batched-tokens or --max-num-seqs"
+        problem = f"a step of {num_tokens} tokens does not fit"
+        ways = [self.run_layer, whole_layer(self.pieces)] if config.attends_on_host else [self.run_layer]
+        with memory_errors(self._device, problem, advice), compiler_errors(self._device):
+            for run_layer in ways:
+                step.run(self._decoder, run_layer)
+            torch.cuda.synchronize(self._device)
+            self._warm_up_seconds = time.monotonic() - began
+            runs = [partial(step.run, self._decoder, run_layer) for run_layer in ways]
+            self._step_memory = max(measured_memory(self._device, run) for run in runs)
+        if progress is not None:
+            progress(stage, 1, 1)
+        if not self._buckets:
+            return self._step_memory
+        # The graphs keep the memory of the largest of their steps, whose activations grow with its tokens at most.
+        activations = -(-self._step_memory * min(self._buckets[-1], num_tokens) // num_tokens)
+        return self._step_memory + activations + CAPTURE_WORKSPACE + GRAPH_BYTES * len(self._buckets)
+
+    def capture(self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None) -> GpuFacts:
+        """Have the runner replay its decode steps from now on, unless all is to run eagerly.
+
+        Raises:
+            RuntimeFailure: if there is no room for it.
+        """
+        free, began, captured = torch.cuda.mem_get_info(self._device)[0], time.monotonic(), 0
+        if self._buckets:
+            captured = len(self._buckets) if self._captured(runner, max_model_len, progress) else 0
+        return GpuFacts(
+            compiled=self._traced is not None and self._traced.loaded,
+            warm_up_seconds=self._warm_up_seconds,
+            step_memory=self._step_memory,
+            graphs=captured,
+            graph_seconds=time.monotonic() - began if captured else 0.0,
+            graph_memory=max(0, free - torch.cuda.mem_get_info(self._device)[0]) if captured else 0,
+        )
+
+    def _captured(self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None) -> bool:
+        most_blocks = -(-max_model_len // self._config.block_size)
+        advice = "lower --max-num-seqs or --kv-cache-memory, or choose --eager"
+        problem = f"capturing {len(self._buckets)} decode steps does not fit"
+        with memory_errors(self._device, problem, advice), compiler_errors(self._device):
+            static = StaticInputs(most_rows=self._buckets[-1], most_blocks=most_blocks, device=self._device)
+            graphs = DecodeGraphs(runner.forward, static, self._buckets)
+            try:
+                graphs.capture(CudaRecorder(self._device), progress)
+            except RuntimeError as error:  # whatever cannot be captured can still be run
+                # Ending a recording that failed fails as well, and that error comes in the place of the first.
+                first = error.__context__ or error
+                for each in (first, error):
+                    if out_of_memory(each):
+                        raise each from None
+                reason = (str(first).strip().splitlines() or [""])[0]
+                notice = "nanoserve: decode steps run uncaptured, which is slower: %s"
+                logging.getLogger("nanoserve").warning(notice, reason)
+                return False
+        runner.forward = graphs
+        return True
+
+
+def _can_be_captured(decoder: Decoder, device: torch.device) -> bool:
+    """Whether nothing in a decode step waits for the device. To try is no way to find out: a recording that fails
+    leaves torch's allocator in a state in which memory cannot be given back."""
+    config = decoder.config
+    if config.moe is None or not any(config.is_sparse(layer) for layer in range(config.num_layers)):
+        return True
+    return never_waits(decoder.dtype, device, (config.hidden_size, config.moe.intermediate_size))

@@ -1,0 +1,268 @@
+"""What policies that attend in host memory predict by: a profile that is given, or one that is made at start."""
+
+import hashlib
+import logging
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+import torch
+
+from nanoserve import __version__
+from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.costs.calibration import calibrate
+from nanoserve.costs.curves import Curve
+from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.costs.measured_predictor import MeasuredPredictor
+from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, Reached, read_profile, write_profile
+from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.hub import ProgressCallback
+from nanoserve.processes.threads import physical_cores
+from nanoserve.runtime.host.host_attention import HostAttentionLost
+from nanoserve.runtime.host.host_processor import HostProcessor
+from nanoserve.runtime.launch.memory import memory_errors
+from nanoserve.runtime.profiling.parts import Sizes, cache_limits, fields_of, open_probes
+from nanoserve.runtime.profiling.rounds import Effort, take_rounds
+from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
+from nanoserve.runtime.profiling.setting import Setting
+from nanoserve.runtime.profiling.steps import linear_pieces
+from nanoserve.runtime.step.model_runner import ModelRunner
+from triton_ops.cpu import CannotBuild, cache_directory, cpu_operators
+
+SIZES = Sizes(
+    tokens=(1, 8, 64, 512),
+    prompts=(16, 128, 1024),
+    batches=(1, 8, 32),
+    contexts=(16, 128, 1024),
+    rows=(1, 8, 32),
+    copies=(2**16, 2**24),
+    kv_bytes=2**28,
+)
+EFFORT = Effort(seconds=4.0, fewest_rounds=0, most_rounds=5, longest_sample=1.0, repeat_seconds=0.02)
+STAGE = "measuring this machine"
+_SCHEDULED_ROWS = (1, 32)
+_SCHEDULED_CONTEXT, _SCHEDULED_STEPS = 16, 10
+_MOSTLY = 0.8
+_LOG = logging.getLogger("nanoserve")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartingEngine:
+    """An engine on one device of this process that has nothing to do yet, and nothing in its KV cache."""
+
+    runner: ModelRunner
+    """Computes as the device."""
+    processor: HostProcessor
+    """Attends in host memory."""
+    config: EngineConfig
+    """The engine's settings."""
+    max_model_len: int
+    """Longest sequence in tokens."""
+    speeds: MachineSpeeds
+    """Of the device."""
+    compiled: bool
+    """Whether layers run compiled just now."""
+    whole_model: ModelConfig | None = None
+    """Of whose layers the runner has some; None if it has all."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The whole one."""
+        return self.whole_model or self.runner.config
+
+    @cached_property
+    def setting(self) -> Setting:
+        """What its profile is of."""
+        return Setting.of_engine(self.runner, self.processor, self.model)
+
+    @property
+    def cache_tokens(self) -> int:
+        """That its KV cache holds."""
+        return cache_limits(self.runner, self.config.block_size)[0]
+
+    def sizes(self) -> Sizes:
+        """At which it is measured.
+
+        Raises:
+            UsageError: if its steps are too small to be measured.
+        """
+        config, shape = self.config, self.runner.config
+        tokens, rows = cache_limits(self.runner, config.block_size)
+        return SIZES.within(
+            step_tokens=min(config.max_num_batched_tokens, tokens),
+            step_rows=min(config.max_num_seqs, rows),
+            context=self.max_model_len,
+            kv_token_bytes=2 * shape.num_kv_heads * shape.head_dim * self.runner.decoder.dtype.itemsize,
+        )
+
+
+def hybrid_predictor(engine: StartingEngine, progress: ProgressCallback | None = None) -> MeasuredPredictor | None:
+    """The predictor of an engine whose policy attends in host memory; as `hybrid_profile`."""
+    profile = hybrid_profile(engine, progress)
+    return None if profile is None else MeasuredPredictor(profile)
+
+
+def hybrid_profile(engine: StartingEngine, progress: ProgressCallback | None = None) -> Profile | None:
+    """What an engine whose policy attends in host memory predicts by; None, and one line of warning, if this machine
+    cannot be measured. To be called by the thread that computes.
+
+    Raises:
+        UsageError: for a file that is no profile, or one of something else.
+    """
+    if engine.config.profile is not None:
+        return _given(Path(engine.config.profile), engine.setting)
+    try:
+        return profile_at_start(engine, progress)
+    except (NanoserveError, HostAttentionLost) as reason:
+        _LOG.warning("nanoserve: the device does everything alone: no profile of this machine can be made (%s)", reason)
+        return None
+
+
+def _given(path: Path, setting: Setting) -> Profile:
+    profile = read_profile(path)
+    if (other := setting.difference(profile)) is not None:
+        raise UsageError(
+            f"{path} is a profile of {other}: leave --profile out, or make one with nanoserve profile --host-threads"
+            f" {setting.host_threads}"
+        )
+    return profile
+
+
+def profile_at_start(engine: StartingEngine, progress: ProgressCallback | None = None) -> Profile:
+    """A short profile: what an earlier start has kept, or a new one, in less than 20 seconds and usually 3 to 6.
+
+    It times few sizes, a few times each, with the layers as they run just now: eagerly while they are still to be
+    compiled. What was measured is kept in the user's cache folder, by all that it depends on; but not if other programs
+    wanted the processors meanwhile.
+
+    Args:
+        progress: is told that something is measured.
+
+    Raises:
+        UsageError: for an engine whose steps are too small.
+        RuntimeFailure: if there is no memory for it.
+        HostAttentionLost: if attention in host memory fails.
+    """
+    sizes = engine.sizes()
+    path = _cache_file(engine, sizes)
+    if path is not None and (kept := _kept(path, engine.setting)) is not None:
+        return kept
+    if progress is not None:
+        progress(STAGE, 0, 1)
+    profile = measure_shortly(engine, sizes)
+    if progress is not None:
+        progress(STAGE, 1, 1)
+    if path is not None and profile.about["undisturbed"] >= _MOSTLY:
+        _keep(profile, path)
+    return profile
+
+
+def measure_shortly(engine: StartingEngine, sizes: Sizes) -> Profile:
+    """Measure now, whatever was kept.
+
+    Raises:
+        RuntimeFailure: if there is no memory for it.
+        HostAttentionLost: if attention in host memory fails.
+    """
+    runner, setting, speeds = engine.runner, engine.setting, engine.speeds
+    began, computed = time.perf_counter(), time.thread_time()
+    with (
+        memory_errors(runner.device, "measuring this machine does not fit", "lower --kv-cache-memory"),
+        open_probes(runner, engine.processor, sizes, block_size=engine.config.block_size) as probes,
+    ):
+        found = take_rounds(probes, lambda _: None, EFFORT)
+    seconds, computed = time.perf_counter() - began, time.thread_time() - computed
+    reached = Reached(
+        name=setting.device,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        read_bytes_per_second=speeds.memory_bandwidth,
+        operations_per_second=speeds.flops,
+    )
+    profile = Profile(
+        schema=SCHEMA,
+        about={
+            "command": "measured at start",
+            "seconds": round(seconds, 1),
+            # This thread computes all the time, if the device is the CPU and lets it.
+            "undisturbed": round(computed / seconds, 2) if runner.device.type == "cpu" else 1.0,
+        },
+        foreign_cores=None,
+        settings={
+            "model": runner.config.family,
+            "dtype": setting.dtype,
+            "operators": _operators(),
+            "layers": _layers(engine),
+            "threads": torch.get_num_threads(),
+            "host_threads": setting.host_threads,
+            "rounds": len(found["copy"][sizes.copies[:1]]),
+            "policy": engine.config.policy_name,
+        },
+        model=runner.config,
+        bits=8 * runner.decoder.dtype.itemsize,
+        device=reached,
+        host=msgspec.structs.replace(reached, name=setting.host),
+        memory=KvMemory(kv_tokens=engine.cache_tokens),
+        engine=_scheduling(runner.decoder),
+        **fields_of(found, engine.processor),
+    )
+    profile = profile.undisturbed()
+    return msgspec.structs.replace(profile.with_factors(calibrate(profile)), model=engine.model)
+
+
+def _scheduling(decoder: Decoder) -> Curve:
+    """What scheduling a step takes between two passes through the layers, which is no small part of a small model's."""
+    compute_piece = linear_pieces(decoder)
+
+    def compute() -> None:
+        for _ in decoder.layers:
+            compute_piece()
+
+    seconds = tuple(
+        measure_scheduler(rows, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute).step_ms / 1000
+        for rows in _SCHEDULED_ROWS
+    )
+    return Curve(sizes=_SCHEDULED_ROWS, seconds=seconds, low=seconds, high=seconds)
+
+
+def _operators() -> str:
+    return "C++" if cpu_operators().loaded else "plain torch"
+
+
+def _layers(engine: StartingEngine) -> str:
+    return "compiled" if engine.compiled else "eager"
+
+
+# ---------------------------------------------------------------------------------------------------- the cache folder
+
+
+def _cache_file(engine: StartingEngine, sizes: Sizes) -> Path | None:
+    """Where the profile is kept; None, and a warning, where nothing can be."""
+    versions, block_size = (SCHEMA, __version__, str(torch.__version__)), engine.config.block_size
+    measured = engine.runner.config.num_layers, _operators(), _layers(engine)
+    depends_on = [versions, engine.setting, sizes, block_size, physical_cores(), *measured]
+    key = hashlib.sha256(msgspec.json.encode(depends_on, order="deterministic")).hexdigest()[:24]
+    try:
+        return cache_directory(os.environ, "profiles") / f"{key}.json"
+    except CannotBuild as reason:
+        _LOG.warning("nanoserve: this machine is measured at every start: %s", reason)
+        return None
+
+
+def _kept(path: Path, setting: Setting) -> Profile | None:
+    """What is there, if it is whole and of this setting."""
+    with suppress(UsageError):
+        profile = read_profile(path)
+        if setting.difference(profile) is None:
+            return profile
+    return None
+
+
+def _keep(profile: Profile, path: Path) -> None:
+    """Whole or not at all; where that cannot be, the next start measures again."""
+    with suppress(RuntimeFailure):
+        write_profile(profile, path)

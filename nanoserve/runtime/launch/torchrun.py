@@ -1,0 +1,147 @@
+"""What torchrun tells the processes that it starts, and where in the network this machine stands. No torch here.
+
+torchrun starts the same command once per device, on every machine. The process of rank 0 runs it, and its engine has
+worker 0 as a child; every other process keeps one worker.
+"""
+
+import fcntl
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+from nanoserve.errors import RuntimeFailure, UsageError
+
+CONNECT_SECONDS = 60.0
+"""For the first machine to be reached: torchrun's own processes have found each other before ours start."""
+
+_POLL_SECONDS = 0.2
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+@dataclass(frozen=True, slots=True)
+class TorchrunProcess:
+    """One of the processes that torchrun started."""
+
+    rank: int
+    """Which of all; 0 runs the command."""
+    world_size: int
+    """All of them."""
+    local_rank: int
+    local_world_size: int
+    """The same for this machine."""
+    master_address: str
+    master_port: int
+    """Of torchrun's key-value store, on the first machine."""
+    run: str
+    """Tells this start of torchrun from others with the same store."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> "TorchrunProcess | None":
+        """This process, by the variables that torchrun sets; None if it was started by something else.
+
+        Raises:
+            UsageError: if torchrun was told to keep its store to itself.
+        """
+        variables = os.environ if environment is None else environment
+        if "TORCHELASTIC_RUN_ID" not in variables:  # others set RANK and its like for purposes of their own
+            return None
+        if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            raise UsageError("torchrun must share its store: unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+        return cls(
+            rank=int(variables["RANK"]),
+            world_size=int(variables["WORLD_SIZE"]),
+            local_rank=int(variables["LOCAL_RANK"]),
+            local_world_size=int(variables["LOCAL_WORLD_SIZE"]),
+            master_address=variables["MASTER_ADDR"],
+            master_port=int(variables["MASTER_PORT"]),
+            run=f"{variables['TORCHELASTIC_RUN_ID']}/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        )
+
+    def check_num_workers(self, num_workers: int) -> None:
+        """That every worker has its process.
+
+        Raises:
+            UsageError: if torchrun started another number.
+        """
+        if self.world_size != num_workers:
+            raise UsageError(
+                f"torchrun started {self.world_size} processes, but there are {num_workers} workers "
+                "(--pp times --tp, or the devices of a layout): each needs one"
+            )
+
+    def wait_for_store(self) -> None:
+        """Until the first machine's port listens.
+
+        Raises:
+            RuntimeFailure: if it does not within the time for it.
+        """
+        host, port = self.master_address, self.master_port
+        until = time.monotonic() + CONNECT_SECONDS
+        while True:
+            try:
+                socket.create_connection((host, port), timeout=max(0.1, until - time.monotonic())).close()
+                return
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise self.unreachable(error.strerror or str(error)) from None
+                time.sleep(_POLL_SECONDS)
+
+    def unreachable(self, reason: str) -> RuntimeFailure:
+        """What to say when the first machine cannot be spoken to."""
+        host, port = self.master_address, self.master_port
+        return RuntimeFailure(f"cannot reach torchrun's store at {host} port {port}: {reason}; check --master-addr")
+
+    def local_address(self) -> str:
+        """This machine's IPv4 address on the way to the first one; of that one, the address that it is reached by.
+
+        Raises:
+            RuntimeFailure: if there is no way.
+        """
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((self.master_address, self.master_port))  # chooses a way, and sends nothing
+            except OSError as error:
+                raise self.unreachable(error.strerror or str(error)) from None
+            return str(probe.getsockname()[0])
+
+    def free_addresses(self, number: int) -> list[str]:
+        """Addresses for ZeroMQ whose ports are free, reached only the way that leads to the first machine.
+
+        Raises:
+            RuntimeFailure: if there are none.
+        """
+        host = self.local_address()
+        with ExitStack() as opened:
+            try:
+                listeners = [opened.enter_context(socket.socket()) for _ in range(number)]
+                for listener in listeners:
+                    listener.bind((host, 0))
+            except OSError as error:
+                raise RuntimeFailure(f"no free port on {host}: {error.strerror}") from None
+            return [f"tcp://{host}:{listener.getsockname()[1]}" for listener in listeners]
+
+    def use_interface(self) -> None:
+        """Have workers on this machine reach the others the way that leads to the first machine.
+
+        Left to itself, gloo takes the address that the machine's name stands for, which others often cannot reach. What
+        the user has set stays.
+        """
+        name = interface_of(self.local_address())
+        if name is not None:
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, name)
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an IPv4 address; None where that cannot be told."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address; a system that is not Linux
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None

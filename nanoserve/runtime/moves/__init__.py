@@ -1,0 +1,1 @@
+"""KV blocks on their way between device and host memory."""

@@ -1,0 +1,143 @@
+"""A GPU's KV blocks on their way to the host pool or back: through pinned memory, which alone it reads and writes at
+full speed.
+
+Some blocks at a time, and two such chunks in turn: while the device fills or empties one on a stream of its own, beside
+the computing, the thread that called copies the other between pinned memory and the pool (Seesaw, section 5.2).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from nanoserve.runtime.moves.block_arrays import BlockArrays, block_arrays, copy_blocks_between
+from triton_ops import gather_blocks, scatter_blocks
+
+STAGING_BYTES = 8 * 2**20
+"""Of a chunk, on the device and again in pinned memory: enough for the full speed of the link between them."""
+
+Ready = Iterable[tuple[slice, "torch.cuda.Event | None"]]
+"""Layers whose blocks may be read, some after the others, each with what the device must have passed before that. Who
+draws from it may have to wait."""
+
+
+def staging_memory(block_bytes: int) -> int:
+    """Bytes on the device of both directions' chunks, for blocks of so many bytes."""
+    return 4 * max(1, STAGING_BYTES // block_bytes) * block_bytes
+
+
+class _Chunk:
+    """Room for some blocks on the device and in pinned memory: of all layers, or for more of them of fewer layers."""
+
+    def __init__(self, num_blocks: int, block_shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        self._block_shape = block_shape
+        size = num_blocks * block_shape.numel()
+        self._device = torch.empty(size, dtype=dtype, device=device)
+        self._pinned = torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
+        # a mark on the stream behind the last copy between the two.
+        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def views(self, num_layers: int, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """Of both memories [num_layers, 2, num_blocks, kv heads, block_size, head_dim], in one piece: one copy moves
+        it."""
+        _, two, *block = self._block_shape
+        shape = torch.Size((num_layers, two, num_blocks, *block))
+        return self._device[: shape.numel()].view(shape), self._pinned[: shape.numel()].view(shape)
+
+
+class GpuStaging:
+    """One direction's way of one layout's blocks; for one thread.
+
+    Args:
+        key_caches, value_caches: one per layer, [num_device_blocks, kv heads, block_size, head_dim].
+        block_shape: (layers, 2, kv heads, block_size, head_dim).
+    """
+
+    def __init__(
+        self,
+        key_caches: Sequence[Tensor],
+        value_caches: Sequence[Tensor],
+        block_shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = torch.Size(block_shape)
+        self._num_layers = shape[0]
+        self._blocks_per_chunk = max(1, STAGING_BYTES // (shape.numel() * dtype.itemsize))
+        self._key_caches, self._value_caches = list(key_caches), list(value_caches)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._chunks = [_Chunk(self._blocks_per_chunk, shape, dtype, device) for _ in range(2)]
+
+    def out(self, device_blocks: Sequence[int], pool: BlockArrays, host_blocks: Sequence[int], ready: Ready) -> None:
+        """The device fills a chunk while this thread empties the one before into the pool."""
+        filled: tuple[_Chunk, Sequence[int], BlockArrays] | None = None
+        chunks = cycle(self._chunks)
+        with self._issuing():
+            numbers = torch.tensor(device_blocks, dtype=torch.int64, device=self._device)
+            for layers, after in ready:
+                self._come_behind(after)
+                keys, values = self._key_caches[layers], self._value_caches[layers]
+                for places in self._parts(len(device_blocks), len(keys)):
+                    chunk, targets = next(chunks), host_blocks[places]
+                    staged, pinned = chunk.views(len(keys), len(targets))
+                    gather_blocks(staged, keys, values, numbers[places])
+                    pinned.copy_(staged, non_blocking=True)
+                    chunk.copied.record(self._stream)
+                    if filled is not None:
+                        _empty(*filled)
+                    filled = chunk, targets, pool[layers]
+        if filled is not None:
+            _empty(*filled)
+
+    def into(
+        self,
+        device_blocks: Sequence[int],
+        pool: BlockArrays,
+        host_blocks: Sequence[int],
+        after: "torch.cuda.Event | None",
+    ) -> None:
+        """This thread fills a chunk from the pool while the device empties the one before into its caches.
+
+        Args:
+            after: what the device must have passed before it writes.
+        """
+        chunks = cycle(self._chunks)
+        with self._issuing():
+            self._come_behind(after)
+            numbers = torch.tensor(device_blocks, dtype=torch.int64, device=self._device)
+            for places in self._parts(len(device_blocks), self._num_layers):
+                chunk, sources = next(chunks), host_blocks[places]
+                chunk.copied.synchronize()  # of the time before that this chunk was used
+                staged, pinned = chunk.views(self._num_layers, len(sources))
+                copy_blocks_between(pool, sources, block_arrays(pinned), range(len(sources)))
+                staged.copy_(pinned, non_blocking=True)
+                chunk.copied.record(self._stream)
+                scatter_blocks(self._key_caches, self._value_caches, staged, numbers[places])
+        self._stream.synchronize()
+
+    @contextmanager
+    def _issuing(self) -> Iterator[None]:
+        """What is issued inside goes to the stream of this direction."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            yield
+
+    def _come_behind(self, mark: "torch.cuda.Event | None") -> None:
+        """Of another stream: what is issued from now on."""
+        if mark is not None:
+            self._stream.wait_event(mark)
+
+    def _parts(self, num_blocks: int, num_layers: int) -> Iterator[slice]:
+        """Ranges of the blocks that fit in a chunk, if they are of so many layers."""
+        count = self._blocks_per_chunk * self._num_layers // num_layers
+        for start in range(0, num_blocks, count):
+            yield slice(start, min(start + count, num_blocks))
+
+
+def _empty(chunk: _Chunk, targets: Sequence[int], pool: BlockArrays) -> None:
+    """Into these layers of the pool, as soon as the device has filled it."""
+    chunk.copied.synchronize()
+    _, pinned = chunk.views(len(pool), len(targets))
+    copy_blocks_between(block_arrays(pinned), range(len(targets)), pool, targets)

@@ -1,0 +1,222 @@
+"""The host pool: complete KV blocks in memory that all workers of a machine share.
+
+One file in memory holds a number of blocks with all layers and heads of the whole model. Each worker sees a part
+of it, the layers and heads of its shard, whichever way the model is divided: what one parallel layout wrote another can
+read, and nothing is ever sent from worker to worker (Seesaw, section 5.2: the shared CPU memory holds the full KV).
+"""
+
+import errno
+import mmap
+import os
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from nanoserve.config import ModelConfig
+from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.models.shards import Shard
+from nanoserve.runtime.launch.memory import available_memory, kv_bytes_per_block, memory_errors
+from nanoserve.sizes import format_size
+
+HOST_SHARE = 0.25
+"""Of the memory that is free, for a pool whose size was not asked for: the rest is for the KV cache of
+workers that compute on the CPU, and for the page cache, which is where weights wait to be loaded again."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostPart:
+    """One worker's part of the pool."""
+
+    blocks: Tensor
+    """[layers, 2, num_blocks, kv heads, block_size, head_dim] of the worker's shard, keys at index 0 of the second
+    dimension and values at 1; a view of the pool."""
+    writes: bool
+    """Whether the worker fills it. Where several ranks hold the same heads, the first of them does so for all."""
+
+
+class HostPool:
+    """KV blocks of a whole model."""
+
+    def __init__(self, blocks: Tensor, num_kv_heads: int) -> None:
+        # [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; for each layer, keys and values lie as in a
+        # cache of the whole model (HND).
+        self.blocks = blocks
+        self._num_kv_heads = num_kv_heads
+
+    @classmethod
+    def create(
+        cls, path: Path, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> "HostPool":
+        """A pool in an empty file, every byte of which is reserved now: no write into it can fail later.
+
+        Others open it by its path. When they have, the file may be removed: the pool goes with its last user.
+
+        Raises:
+            RuntimeFailure: if the memory for it is not there.
+        """
+        shape = _shape(config, num_blocks, block_size)
+        size = prod(shape) * dtype.itemsize
+        _check_memory(size)
+        descriptor = _open_file(path)
+        try:
+            _reserve(descriptor, size)
+            return cls(_mapped(descriptor, shape, dtype), config.num_kv_heads)
+        finally:
+            os.close(descriptor)  # the mapping stays
+
+    @classmethod
+    def open(
+        cls, path: Path, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> "HostPool":
+        """The pool that another process of this machine has created with the same arguments.
+
+        Raises:
+            RuntimeFailure: if it is not there.
+        """
+        shape = _shape(config, num_blocks, block_size)
+        descriptor = _open_file(path)
+        try:
+            if os.fstat(descriptor).st_size != prod(shape) * dtype.itemsize:
+                raise RuntimeFailure(f"the host pool {path} has another size than this engine's; run one version only")
+            return cls(_mapped(descriptor, shape, dtype), config.num_kv_heads)
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def of_one_process(cls, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> Self:
+        """A pool that nobody else can open: memory of this process.
+
+        Raises:
+            RuntimeFailure: if the memory for it is not there.
+        """
+        shape = _shape(config, num_blocks, block_size)
+        _check_memory(size := prod(shape) * dtype.itemsize)
+        with memory_errors(torch.device("cpu"), f"a host pool of {format_size(size)} does not fit", _LOWER):
+            return cls(torch.empty(shape, dtype=dtype), config.num_kv_heads)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.blocks.shape[2]
+
+    def part(self, shard: Shard) -> HostPart:
+        """The layers and key-value heads of a shard."""
+        heads = shard.kv_heads(self._num_kv_heads)
+        layers = slice(shard.layers.start, shard.layers.stop)
+        before = replace(shard, rank=shard.rank - 1).kv_heads(self._num_kv_heads) if shard.rank else None
+        return HostPart(self.blocks[layers, :, :, heads.start : heads.stop], writes=heads != before)
+
+
+def check_within_reach(path: Path) -> None:
+    """That the file of a pool can be opened here: whoever cannot need not load a model first.
+
+    Raises:
+        RuntimeFailure: if not.
+    """
+    os.close(_open_file(path))
+
+
+def choose_host_blocks(
+    config: ModelConfig,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    host_kv_memory: int | None,
+    max_model_len: int | None,
+    max_num_seqs: int,
+    engines: int = 1,
+    reserved: int = 0,
+) -> int:
+    """How many blocks one engine's host pool gets.
+
+    Args:
+        config: of the whole model.
+        host_kv_memory: bytes asked for (``--host-kv-memory``), of all engines of this machine together; None: a share
+            of what is free, but no more than `max_num_seqs` sequences of full length can use.
+        max_model_len: the longest sequence, where it was asked for: the pool must hold one.
+        engines: how many share what is asked for or free, equally.
+        reserved: bytes of free memory that something else is going to take.
+
+    Raises:
+        UsageError: if more is asked for than is free, or the pool is too small to be of use.
+    """
+    per_block = kv_bytes_per_block(config, block_size, dtype)
+    memory = max(0, available_memory("cpu") - reserved)
+    if host_kv_memory is None:
+        size = int(memory * HOST_SHARE) // engines
+        longest = -(-(max_model_len or config.max_position_embeddings) // block_size)
+        blocks = min(size // per_block, max_num_seqs * longest)
+        told = f"a host pool of {format_size(size)}, {HOST_SHARE:.0%} of what is free,"
+    else:
+        size = host_kv_memory // engines
+        blocks = size // per_block
+        told = f"--host-kv-memory {format_size(host_kv_memory)}" + (f" for {engines} engines" if engines > 1 else "")
+        if size > memory:
+            raise UsageError(
+                f"{told} is more than the {format_size(memory)} of memory that is left for it; ask for less"
+            )
+    if blocks < (needed := -(-(max_model_len or 1) // block_size)):
+        one = f"one sequence may have {max_model_len}" if max_model_len else f"blocks are of {block_size}"
+        shorter = f", or lower --max-model-len to {blocks * block_size}" if max_model_len and blocks else ""
+        raise UsageError(
+            f"{told} holds {blocks * block_size} tokens of an engine, but {one}: set --host-kv-memory to"
+            f" {format_size(needed * per_block * engines)} at least{shorter}"
+        )
+    return blocks
+
+
+_LOWER = "lower --host-kv-memory"
+
+
+def _shape(config: ModelConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    return config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_dim
+
+
+def _open_file(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR)
+    except OSError as error:
+        raise RuntimeFailure(
+            f"cannot open the host pool {path}: {error.strerror}; all workers of an engine share it, so they must"
+            " run on one machine, and in one container"
+        ) from None
+
+
+def _check_memory(size: int) -> None:
+    """Raises RuntimeFailure if it is more than is free: the kernel would let us have it, and kill somebody later."""
+    if size > (free := available_memory("cpu")):
+        raise RuntimeFailure(
+            f"a host pool of {format_size(size)} does not fit into the {format_size(free)} of memory that is free;"
+            f" {_LOWER}"
+        )
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Give the file its size and all the memory for it.
+
+    A file that merely has its size gets memory when it is written, and where there is none left the writer dies of
+    SIGBUS.
+
+    Raises:
+        RuntimeFailure: if there is not so much.
+    """
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise RuntimeFailure(f"cannot reserve a host pool: {error.strerror}") from None
+        raise RuntimeFailure(f"a host pool of {format_size(size)} does not fit ({error.strerror}); {_LOWER}") from None
+
+
+def _mapped(descriptor: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The file as a tensor, which keeps it mapped; a process that is forked later shares it too."""
+    try:
+        memory = mmap.mmap(descriptor, size := prod(shape) * dtype.itemsize)
+    except OSError as error:  # a limit on addresses, say
+        raise RuntimeFailure(
+            f"a host pool of {format_size(size)} cannot be mapped: {error.strerror}; {_LOWER}"
+        ) from None
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -1,0 +1,192 @@
+"""Carries out swaps beside the computing: KV blocks between a device's cache and the host pool.
+
+A thread for each direction, so that blocks come in while others still go out. On the CPU a block is copied straight
+from cache to pool or back. On a GPU it passes through staging, see `gpu_staging`.
+
+What a step fills and is to leave the device at once goes out layer by layer, while later layers are computed.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from nanoserve.runtime.moves.block_arrays import BlockArrays, block_arrays, copy_blocks_between
+from nanoserve.runtime.moves.gpu_staging import GpuStaging, Ready
+from nanoserve.runtime.moves.host_pool import HostPart
+from nanoserve.runtime.moves.layer_marks import LayerMarks
+from nanoserve.scheduler.plan import Swap
+
+
+class BlockMover:
+    """Moves blocks between one layout's KV caches on a device and a worker's part of the host pool.
+
+    `out` or `out_by_layer` and `into` may run at the same time, each in one thread.
+
+    Args:
+        key_caches, value_caches: one per layer, [num_device_blocks, kv heads, block_size, head_dim].
+        part: of the pool, with the same layers and heads.
+        device: of the caches.
+
+    Raises:
+        ValueError: if the part does not fit the caches.
+    """
+
+    def __init__(
+        self, key_caches: Sequence[Tensor], value_caches: Sequence[Tensor], part: HostPart, device: torch.device
+    ) -> None:
+        layers, _, _, *block = part.blocks.shape
+        if len(key_caches) != layers or any(list(keys.shape[1:]) != block for keys in (*key_caches, *value_caches)):
+            raise ValueError(f"a part of {layers} layers and blocks of {block} does not fit the caches")
+        self._writes = part.writes
+        self._block_bytes = part.blocks[:, :, 0].nbytes
+        self._device = device
+        self._pool = block_arrays(part.blocks)
+        self._caches: BlockArrays = []
+        if device.type == "cuda":
+            shape, dtype = (layers, 2, *block), part.blocks.dtype
+            self._leaving = GpuStaging(key_caches, value_caches, shape, dtype, device)
+            self._coming = GpuStaging(key_caches, value_caches, shape, dtype, device)
+        else:
+            self._caches = block_arrays(zip(key_caches, value_caches, strict=True))
+
+    def issued(self) -> "torch.cuda.Event | None":
+        """A mark behind all that the device has been told to do so far; None on the CPU, which has done it."""
+        if self._device.type != "cuda":
+            return None
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
+
+    def out(
+        self, device_blocks: Sequence[int], host_blocks: Sequence[int], after: "torch.cuda.Event | None" = None
+    ) -> int:
+        """Copy device blocks into host blocks, pairwise, and return when they are there.
+
+        Where another rank writes the same heads there is nothing to do.
+
+        Args:
+            after: what the device must have passed before it reads.
+
+        Returns:
+            bytes moved.
+        """
+        return self._out(device_blocks, host_blocks, [(slice(None), after)])
+
+    def out_by_layer(self, device_blocks: Sequence[int], host_blocks: Sequence[int], marks: LayerMarks) -> int:
+        """As `out`, while a step fills the blocks: those of each layer as soon as the marks say that it is computed.
+
+        Raises:
+            RuntimeError: if the step is given up before.
+        """
+        layers = range(len(self._pool))
+        return self._out(device_blocks, host_blocks, ((slice(layer, layer + 1), marks.wait(layer)) for layer in layers))
+
+    def _out(self, device_blocks: Sequence[int], host_blocks: Sequence[int], ready: Ready) -> int:
+        if not self._writes:
+            return 0
+        if self._device.type == "cuda":
+            self._leaving.out(device_blocks, self._pool, host_blocks, ready)
+        else:
+            for layers, _ in ready:
+                copy_blocks_between(self._caches[layers], device_blocks, self._pool[layers], host_blocks)
+        return len(device_blocks) * self._block_bytes
+
+    def into(
+        self, device_blocks: Sequence[int], host_blocks: Sequence[int], after: "torch.cuda.Event | None" = None
+    ) -> int:
+        """The way back: copy host blocks into device blocks, which every rank does. Arguments and result as for
+        `out`."""
+        if self._device.type == "cuda":
+            self._coming.into(device_blocks, self._pool, host_blocks, after)
+        else:
+            copy_blocks_between(self._pool, host_blocks, self._caches, device_blocks)
+        return len(device_blocks) * self._block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Swaps of one direction that are carried out together."""
+
+    swaps: Sequence[Swap]
+    mover: BlockMover
+    after: "torch.cuda.Event | None"
+    """What the device must have passed before."""
+    marks: LayerMarks | None = None
+    """Of the step whose layers they follow, going out; None if they follow none."""
+
+    def carry_out(self) -> int:
+        """Bytes moved."""
+        device_blocks = [block for swap in self.swaps for block in swap.device_blocks]
+        host_blocks = [block for swap in self.swaps for block in swap.host_blocks]
+        if self.marks is not None:
+            return self.mover.out_by_layer(device_blocks, host_blocks, self.marks)
+        move = self.mover.out if self.swaps[0].direction == "out" else self.mover.into
+        return move(device_blocks, host_blocks, self.after)
+
+
+class Swapper:
+    """Two threads, one for each direction, that carry out swaps in the order in which they begin.
+
+    Args:
+        done: told of each swap: how many bytes were moved, and when it began and ended (monotonic seconds).
+        failed: told of each swap that failed, and with what; the others go on.
+
+    Both are called in these threads.
+    """
+
+    def __init__(
+        self, done: Callable[[Swap, int, float, float], None], failed: Callable[[BaseException], None]
+    ) -> None:
+        self._done, self._failed = done, failed
+        self._jobs: dict[str, SimpleQueue[_Job | None]] = {"out": SimpleQueue(), "in": SimpleQueue()}
+        self._threads = [
+            threading.Thread(target=self._run, args=(jobs,), name=f"swap-{direction}", daemon=True)
+            for direction, jobs in self._jobs.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def begin(self, swaps: Sequence[Swap], mover: BlockMover) -> LayerMarks | None:
+        """Have a plan's swaps carried out; returns at once.
+
+        To be called by who runs the plans, in their order: the swaps come behind all that was computed before them.
+
+        Returns:
+            what is to be told of the layers of the plan's step, for the swaps that follow its rows, or that the step is
+            given up: these swaps, and later ones that go out, wait for it. None if there is no such swap.
+        """
+        after = mover.issued()
+        behind_rows = [swap for swap in swaps if swap.after_row]
+        for swap in swaps:
+            if not swap.after_row:
+                self._jobs[swap.direction].put(_Job((swap,), mover, after))
+        if not behind_rows:
+            return None
+        marks = LayerMarks(mover.issued)
+        self._jobs["out"].put(_Job(behind_rows, mover, after, marks))
+        return marks
+
+    def close(self) -> None:
+        """Carry out what has begun, then end."""
+        for jobs in self._jobs.values():
+            jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, jobs: "SimpleQueue[_Job | None]") -> None:
+        while (job := jobs.get()) is not None:
+            began = time.monotonic()
+            try:
+                num_bytes = job.carry_out()
+            except BaseException as error:
+                for _ in job.swaps:
+                    self._failed(error)
+            else:
+                ended, num_blocks = time.monotonic(), sum(len(swap.device_blocks) for swap in job.swaps)
+                for swap in job.swaps:
+                    self._done(swap, num_bytes * len(swap.device_blocks) // max(1, num_blocks), began, ended)

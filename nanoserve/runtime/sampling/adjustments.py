@@ -1,0 +1,120 @@
+"""Logits that a request wants changed before sampling: bias, penalties, end tokens that must wait.
+
+Each sequence keeps a sparse table of the tokens concerned, so the cost follows the tokens seen and not the vocabulary:
+a dense count of 256 sequences and 150,000 tokens would be as large as the logits themselves, several times over.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoserve.runtime.step.staging import Staged, Staging
+from nanoserve.scheduler.plan import Begin
+
+_ENTRY = np.dtype([("token", "i8"), ("bias", "f4"), ("count", "f4"), ("seen", "?"), ("end", "?")])
+
+
+class TokenAdjustments:
+    """The tokens of one sequence whose logits are changed, and by what; grows by the tokens that are sampled.
+
+    Token ids outside the vocabulary can never be sampled and are left out.
+    """
+
+    def __init__(self, begin: Begin, vocab_size: int) -> None:
+        self.params = begin.params
+        self.vocab_size = vocab_size
+        self._counts_tokens = begin.params.penalizes_tokens
+        bias, possible = begin.params.logit_bias, range(vocab_size).__contains__
+        biased = list(filter(possible, bias))
+        waits = begin.params.min_tokens > 0 and begin.params.json_schema is None  # else the grammar's mask sees to it
+        ends = list(filter(possible, (*begin.end_tokens, *begin.params.stop_token_ids))) if waits else []
+        seen = begin.tokens if self._counts_tokens else ()
+        # Without a loop of ours: many samples may begin in one step, each with thousands of tokens.
+        distinct = dict.fromkeys((*biased, *ends, *seen))
+        self._place = dict(zip(distinct, range(len(distinct)), strict=True))
+        place_of = self._place.__getitem__
+        self._entries = np.zeros(len(distinct) + 16, _ENTRY)
+        self._entries["token"][: len(distinct)] = list(distinct)
+        self._entries["bias"][: len(biased)] = list(map(bias.__getitem__, biased))
+        self._entries["end"][list(map(place_of, ends))] = True
+        self._entries["seen"][list(map(place_of, seen))] = True
+        np.add.at(self._entries["count"], list(map(place_of, seen[begin.prompt_length :])), 1)
+
+    @property
+    def entries(self) -> np.ndarray:
+        """The table, one entry per distinct token."""
+        return self._entries[: len(self._place)]
+
+    def append(self, token: int) -> None:
+        """Count a token of the output."""
+        if not self._counts_tokens:
+            return
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._entries):
+            self._entries = np.concatenate((self._entries, np.zeros_like(self._entries)))
+        self._entries["token"][place] = token
+        self._entries["seen"][place] = True
+        self._entries["count"][place] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class AdjustmentRows:
+    """The tables of P of the batch's rows, padded to the longest: [P, 1] per row, [P, L] per token."""
+
+    rows: Staged
+    """int64 [P, 1], places in the batch."""
+    tokens: Staged
+    """int64; a row's padding repeats its first entry, which is harmless as it writes the same value again."""
+    bias: Staged
+    counts: Staged
+    seen: Staged
+    """The token is in the prompt or the output."""
+    forbidden: Staged
+    """An end token before min_tokens."""
+    penalties: Staged
+    """float32 [P, 3]: for repetition, presence and frequency."""
+
+    @classmethod
+    def stage(
+        cls, tables: Sequence[TokenAdjustments | None], output_lengths: Sequence[int], staging: Staging
+    ) -> "AdjustmentRows | None":
+        """Have the tables of a batch moved to the device together; None if no row has one with something in it."""
+        chosen = [(row, table) for row, table in enumerate(tables) if table is not None and len(table.entries)]
+        if not chosen:
+            return None
+        packed = np.empty((len(chosen), max(len(table.entries) for _, table in chosen)), _ENTRY)
+        penalties = np.empty((len(chosen), 3), np.float32)
+        waiting = np.empty((len(chosen), 1), np.bool_)
+        for place, (row, table) in enumerate(chosen):
+            params = table.params
+            packed[place, : len(table.entries)] = table.entries
+            packed[place, len(table.entries) :] = table.entries[0]
+            penalties[place] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+            waiting[place] = output_lengths[row] < params.min_tokens
+        return cls(
+            rows=staging.add(np.array([[row] for row, _ in chosen])),
+            tokens=staging.add(packed["token"].copy()),
+            bias=staging.add(packed["bias"].copy()),
+            counts=staging.add(packed["count"].copy()),
+            seen=staging.add(packed["seen"].copy()),
+            forbidden=staging.add(packed["end"] & waiting),
+            penalties=staging.add(penalties),
+        )
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """A changed copy of logits [R, V]: bias, then penalties, then end tokens forbidden (vLLM's order).
+
+        Repetition divides positive and multiplies negative logits (CTRL, arXiv 1909.05858, as Hugging Face has it);
+        presence and frequency subtract for tokens of the output alone (OpenAI).
+        """
+        rows, tokens, counts = self.rows.tensor, self.tokens.tensor, self.counts.tensor
+        repetition, presence, frequency = self.penalties.tensor[:, :, None].unbind(1)
+        values = logits[rows, tokens] + self.bias.tensor
+        punished = torch.where(values > 0, values / repetition, values * repetition)
+        values = torch.where(self.seen.tensor, punished, values)
+        values = values - frequency * counts - presence * (counts > 0)
+        values = values.masked_fill(self.forbidden.tensor, -torch.inf)
+        return logits.index_put((rows, tokens), values)

@@ -1,0 +1,206 @@
+"""From logits to tokens, for a whole batch at once.
+
+Order of effects: logit bias, penalties and forbidden end tokens; what a grammar forbids; temperature; top_k; top_p
+within what top_k left; min_p. From temperature on this is the order of Hugging Face. vLLM applies min_p before top_k
+and top_p: there top_p is a share of what min_p left, so the two together may keep fewer tokens than here. Then the
+Gumbel-max trick (Gumbel 1954), as a race of exponentials: the argmax of logit - log(noise) over the tokens kept is
+distributed as their softmax.
+
+Nothing sorts a vocabulary. What is kept and drawn for a row is a function of that row alone, so the same logits give
+the same token alone, in a batch, and at any place in it. Ties: top_k prefers lower token ids; top_p without top_k keeps
+all tokens that tie with the last one; greedy takes the lowest id.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoserve.request import SamplingParams
+from nanoserve.runtime.sampling.adjustments import AdjustmentRows, TokenAdjustments
+from nanoserve.runtime.sampling.counter_random import exponential, row_keys
+from nanoserve.runtime.sampling.grammars import GrammarMask, SequenceGrammar
+from nanoserve.runtime.sampling.selection import order_keys, smallest_sufficient_key, top_tokens
+from nanoserve.runtime.step.staging import Staged, Staging
+from nanoserve.scheduler.plan import Begin
+
+_SETTINGS = np.dtype(
+    [("temperature", "f4"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8"), ("seed", "i8"), ("index", "i8")]
+)
+# Probabilities are added as integers: 2^44 times a weight of at most 1, and 2^18 tokens fit into 63 bits.
+_FIXED_POINT = 2.0**44
+
+
+class SamplingState:
+    """What the sampler keeps of one sequence between its steps."""
+
+    def __init__(self, begin: Begin, vocab_size: int, grammar: SequenceGrammar | None = None) -> None:
+        params = begin.params
+        top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+        values = (params.temperature, top_k, params.top_p, params.min_p, begin.seed, begin.index)
+        self.params: SamplingParams = params
+        self.prompt_length = begin.prompt_length
+        # As bytes: to put many together costs far less than to concatenate arrays of such a dtype.
+        self.settings = np.array([values], _SETTINGS).tobytes()
+        wanted = params.adjusts_logits
+        self.adjustments = TokenAdjustments(begin, vocab_size) if wanted else None
+        self.grammar = grammar
+
+    def append(self, token: int) -> None:
+        """Take note of a sampled token."""
+        if self.adjustments is not None:
+            self.adjustments.append(token)
+        if self.grammar is not None:
+            self.grammar.append(token)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """G rows of the batch that are drawn in one way. All tensors are [G, 1] but for `rows` [G] and `keys` [G, 2]."""
+
+    rows: Tensor
+    keys: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    largest_top_k: int
+    """Candidates to look at; 0 means the whole vocabulary, and then no row has a top_k."""
+    top_p: Tensor | None
+    """None if no row of the group has one below 1."""
+    log_min_p: Tensor | None
+    """Log of min_p; None if all are 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedDraw:
+    """A Draw on its way to the device: what it is made of, each [G]."""
+
+    rows: Staged
+    seed: Staged
+    index: Staged
+    position: Staged
+    temperature: Staged
+    top_k: Staged
+    top_p: Staged
+    min_p: Staged
+    largest_top_k: int
+    uses_top_p: bool
+    uses_min_p: bool
+    """Whether a row of the group has one that changes anything."""
+
+    @classmethod
+    def stage(cls, settings: np.ndarray, positions: np.ndarray, rows: np.ndarray, staging: Staging) -> "StagedDraw":
+        chosen = settings[rows]
+        columns = {name: staging.add(chosen[name].copy()) for name in _SETTINGS.names or ()}
+        return cls(
+            rows=staging.add(rows),
+            position=staging.add(positions[rows]),
+            largest_top_k=int(chosen["top_k"].max()),
+            uses_top_p=bool((chosen["top_p"] < 1).any()),
+            uses_min_p=bool((chosen["min_p"] > 0).any()),
+            **columns,
+        )
+
+    def on_device(self) -> Draw:
+        """Once it is transferred."""
+        return Draw(
+            rows=self.rows.tensor,
+            keys=row_keys(self.seed.tensor, self.index.tensor, self.position.tensor),
+            temperature=self.temperature.tensor[:, None],
+            top_k=self.top_k.tensor[:, None],
+            largest_top_k=self.largest_top_k,
+            top_p=self.top_p.tensor[:, None] if self.uses_top_p else None,
+            log_min_p=self.min_p.tensor[:, None].log().float() if self.uses_min_p else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each row of a batch of logits is sampled. Without anything the batch is plainly greedy."""
+
+    draws: tuple[StagedDraw, ...]
+    adjustments: AdjustmentRows | None
+    grammars: GrammarMask | None
+
+    @classmethod
+    def stage(cls, states: Sequence[SamplingState], positions: Sequence[int], staging: Staging) -> "SamplingRows":
+        """Have the settings of a batch moved to the device; sample once they are transferred.
+
+        positions: of the tokens to be sampled, in their sequences.
+        """
+        settings = np.frombuffer(b"".join([state.settings for state in states]), _SETTINGS)
+        position = np.asarray(positions, np.int64)
+        random = settings["temperature"] > 0
+        by_top_k, by_top_p = settings["top_k"] > 0, settings["top_p"] < 1
+        # A row's group depends on its own settings alone, and so does the way it is computed.
+        groups = (random & by_top_k, random & ~by_top_k & by_top_p, random & ~by_top_k & ~by_top_p)
+        output_lengths = [place - state.prompt_length for place, state in zip(positions, states, strict=True)]
+        return cls(
+            draws=tuple(
+                StagedDraw.stage(settings, position, np.flatnonzero(group), staging) for group in groups if group.any()
+            ),
+            adjustments=AdjustmentRows.stage([state.adjustments for state in states], output_lengths, staging),
+            grammars=GrammarMask.stage([state.grammar for state in states], output_lengths, staging),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """tokens: int64 [R]; valid: bool [R], False if logits are not numbers or no token was left (any token then)."""
+
+    tokens: Tensor
+    valid: Tensor
+
+
+def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
+    """Sample one token for each row of logits, float32 [R, V], which stay as they are.
+
+    Nothing here waits for the device: shapes never depend on what is in a tensor.
+    """
+    if rows.adjustments is not None:
+        logits = rows.adjustments.apply(logits)
+    if rows.grammars is not None:
+        logits = rows.grammars.apply(logits)
+    maxima, tokens = logits.max(dim=1)  # NaN wins a maximum, so the maxima alone tell what is valid
+    for staged in rows.draws:
+        draw = staged.on_device()
+        scaled = (logits[draw.rows] - maxima[draw.rows, None]) / draw.temperature
+        values, ids = keep_likely(scaled, draw)
+        winners = (values - exponential(draw.keys, ids).log_()).argmax(dim=1, keepdim=True)
+        tokens = tokens.index_copy(0, draw.rows, ids.expand_as(values).gather(1, winners)[:, 0])
+    return Sampled(tokens, torch.isfinite(maxima))
+
+
+def keep_likely(scaled: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+    """Apply top_k, top_p and min_p: what is left to draw from.
+
+    scaled: logits over temperature, float32 [G, V], the largest 0. Returns K values per row [G, K], -inf where a token
+    is dropped, and their token ids, [G, K] or [1, K].
+    """
+    if draw.largest_top_k:
+        tokens = top_tokens(scaled, draw.largest_top_k)
+        rank = torch.arange(tokens.shape[1], device=tokens.device)
+        kept = scaled.gather(1, tokens).masked_fill(rank >= draw.top_k, -torch.inf)
+    else:
+        tokens = torch.arange(scaled.shape[1], device=scaled.device)[None]
+        kept = scaled
+    if draw.top_p is not None:
+        kept = _apply_top_p(kept, draw.top_p, is_sorted=draw.largest_top_k > 0)
+    if draw.log_min_p is not None:
+        kept = kept.masked_fill(kept < draw.log_min_p, -torch.inf)
+    return kept, tokens
+
+
+def _apply_top_p(scaled: Tensor, top_p: Tensor, *, is_sorted: bool) -> Tensor:
+    weights = (scaled.exp().double() * _FIXED_POINT).long()
+    total = weights.sum(1)
+    needed = torch.minimum((top_p[:, 0] * total.double()).ceil().long(), total)
+    if is_sorted:
+        better = weights.cumsum(1) - weights
+        dropped = better >= needed[:, None]
+    else:
+        keys = order_keys(scaled)
+        dropped = keys < smallest_sufficient_key(keys, weights, needed)[:, None]
+    # A row without top_p keeps what weighs nothing too, whether or not another row of the group has one.
+    return scaled.masked_fill(dropped & (top_p < 1), -torch.inf)

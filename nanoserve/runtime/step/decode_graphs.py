@@ -1,0 +1,148 @@
+"""CUDA graphs of the decode step: all its kernels are launched at once, which a host could not do one by one in time.
+
+A graph has the addresses and shapes of its tensors built in. So there is one per number of rows, up to a bucket of
+which a step is padded, and all read their inputs where `StaticInputs` keeps them.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nanoserve.models.hub import ProgressCallback
+from nanoserve.runtime.step.forward_pass import ForwardFunction
+from nanoserve.runtime.step.step_inputs import StepInputs
+from triton_ops.cache import SKIPPED_SLOT
+
+LARGEST_BUCKET = 256
+"""Rows: beyond it a step's kernels run longer than the host needs to launch them."""
+_SMALL_BUCKETS = (1, 2, 4)
+_BUCKET_STEP = 8
+STAGE = "capturing decode steps"
+
+
+def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """How many rows the graphs have, ascending: 1, 2, 4, 8, 16, 24 and so on, the last for all that may run."""
+    largest = min(max_num_seqs, LARGEST_BUCKET)
+    usual = (*_SMALL_BUCKETS, *range(_BUCKET_STEP, largest, _BUCKET_STEP))
+    return (*(size for size in usual if size < largest), largest)
+
+
+class StaticInputs:
+    """Where the graphs read a decode step: a bucket of B rows reads the first B of each tensor.
+
+    A row that pads writes nowhere (slot -1) and attends over one token of some block; what it computes is ignored. Its
+    other numbers are those of an earlier step, and valid ones.
+    """
+
+    @torch.inference_mode()  # as steps run: compiled code is made for tensors of one mode
+    def __init__(self, *, most_rows: int, most_blocks: int, device: torch.device) -> None:
+        self.most_blocks = most_blocks  # of a row, for the longest sequence
+        self._token_ids = torch.zeros(most_rows, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(most_rows, dtype=torch.int64, device=device)
+        self._slots = torch.full((most_rows,), SKIPPED_SLOT, dtype=torch.int64, device=device)
+        self._block_tables = torch.zeros(most_rows, most_blocks, dtype=torch.int32, device=device)
+        self._query_starts = torch.arange(most_rows + 1, dtype=torch.int32, device=device)
+        self._context_lengths = torch.ones(most_rows, dtype=torch.int32, device=device)
+
+    def first(self, rows: int) -> StepInputs:
+        """The inputs of the bucket of so many rows."""
+        return StepInputs(
+            token_ids=self._token_ids[:rows],
+            positions=self._positions[:rows],
+            slot_mapping=self._slots[:rows],
+            block_tables=self._block_tables[:rows],
+            query_starts=self._query_starts[: rows + 1],
+            context_lengths=self._context_lengths[:rows],
+        )
+
+
+def fill(static: StepInputs, inputs: StepInputs) -> None:
+    """Copy a decode step into a bucket's inputs, and make padding of the rows behind it."""
+    rows, width = inputs.block_tables.shape
+    torch._foreach_copy_(
+        [static.token_ids[:rows], static.positions[:rows], static.slot_mapping[:rows]],
+        [inputs.token_ids, inputs.positions, inputs.slot_mapping],
+    )
+    static.block_tables[:rows, :width].copy_(inputs.block_tables)
+    static.context_lengths[:rows].copy_(inputs.context_lengths)
+    if rows < len(static.context_lengths):
+        static.slot_mapping[rows:].fill_(SKIPPED_SLOT)
+        static.context_lengths[rows:].fill_(1)
+
+
+class Recorder(Protocol):
+    """Makes graphs."""
+
+    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Run a step whose tensors never move. Returns what replays it, and the tensor that then holds its result."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """inputs, hidden: the tensors that `replay` reads and writes."""
+
+    inputs: StepInputs
+    replay: Callable[[], None]
+    hidden: Tensor
+
+
+class DecodeGraphs:
+    """A ForwardFunction: decode steps that fit a bucket are replayed, all others run as they did before."""
+
+    def __init__(self, forward: ForwardFunction, static: StaticInputs, buckets: Sequence[int]) -> None:
+        """buckets: ascending; `static` has as many rows as the last."""
+        self._forward = forward
+        self._static = static
+        self._buckets = tuple(buckets)
+        self._graphs: dict[int, _Graph] = {}
+
+    @torch.inference_mode()
+    def capture(self, recorder: Recorder, progress: ProgressCallback | None = None) -> None:
+        """Record all buckets, the largest first: the smaller ones find room in the memory that it took."""
+        for done, rows in enumerate(reversed(self._buckets)):
+            if progress is not None:
+                progress(STAGE, done, len(self._buckets))
+            inputs = self._static.first(rows)
+            replay, hidden = recorder.record(lambda inputs=inputs: self._forward(inputs))  # type: ignore[misc]
+            self._graphs[rows] = _Graph(inputs, replay, hidden)
+        if progress is not None:
+            progress(STAGE, len(self._buckets), len(self._buckets))
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        rows, width = inputs.block_tables.shape
+        # A graph tells nobody how far it is in its layers.
+        replayable = len(inputs.token_ids) == rows and inputs.computed is None
+        if not replayable or rows > self._buckets[-1] or width > self._static.most_blocks:
+            return self._forward(inputs)
+        graph = self._graphs[self._buckets[bisect_left(self._buckets, rows)]]
+        fill(graph.inputs, inputs)
+        graph.replay()
+        return graph.hidden[:rows]
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one pool of memory: they never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        usual = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(usual)
+        with torch.cuda.stream(self._stream):
+            step()  # what happens once, such as compiling a kernel or claiming a workspace, must not be recorded
+        usual.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                hidden = step()
+        finally:
+            torch.cuda.set_stream(usual)  # a recording that fails leaves its own in place
+        return graph.replay, hidden

@@ -1,0 +1,1 @@
+"""What ran when: traces for ui.perfetto.dev, phases and stage times."""

@@ -1,0 +1,102 @@
+"""What comes to a worker from the engine, received by a thread of its own that prepares the next step meanwhile."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import msgspec
+import torch
+import zmq
+
+from nanoserve.runtime.step.model_runner import PreparedStep
+from nanoserve.runtime.workers.activations import Expected
+from nanoserve.runtime.workers.headers import Header
+from nanoserve.runtime.workers.messages import ForgetHost, Run, ToWorker
+from nanoserve.scheduler.plan import StepPlan
+
+_STEPS = 2
+"""The step that is computed, and the one prepared ahead of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A plan that is ready to be computed."""
+
+    step: PreparedStep
+    entering: Expected | None
+    """Hidden states from the stage before, being received; None where none come."""
+    received: float
+    prepared: float
+    """When the plan came and when its inputs were ready, in seconds of the monotonic clock."""
+    header: Header | None = None
+    """What came ahead of the hidden states; None in the first stage, and where no host sequence takes part."""
+
+
+class PrefetchThread:
+    """A thread between the engine's socket and the worker's loop.
+
+    Args:
+        socket: from now on the thread's.
+        prepare: makes a turn of a plan that came at that time; called in the thread, one step ahead of the loop. None
+            leaves plans to the loop, as changes of layout always are.
+        device: that inputs are prepared for.
+    """
+
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        prepare: Callable[[StepPlan, float], Turn] | None,
+        device: torch.device,
+    ) -> None:
+        self._socket = socket
+        self._device = device
+        self._prepare = prepare
+        self._arrived: SimpleQueue[Turn | ToWorker | BaseException] = SimpleQueue()
+        self._places = threading.Semaphore(_STEPS)
+        threading.Thread(target=self._receive, name="prefetch", daemon=True).start()
+
+    def next(self, seconds: float | None) -> Turn | ToWorker | None:
+        """What came next; waits for it so long, or for ever.
+
+        Raises:
+            BaseException: what preparing it raised.
+        """
+        try:
+            arrived = self._arrived.get(timeout=seconds)
+        except Empty:
+            return None
+        if isinstance(arrived, BaseException):
+            raise arrived
+        return arrived
+
+    def fail(self, error: BaseException) -> None:
+        """Another thread of the worker has failed: the loop is to raise what it raised."""
+        self._arrived.put(error)
+
+    def done(self) -> None:
+        """The loop is through with a turn: its buffers may be used again."""
+        self._places.release()
+
+    def _receive(self) -> None:
+        decoder = msgspec.msgpack.Decoder(ToWorker)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread
+        try:
+            while True:
+                message = decoder.decode(self._socket.recv())
+                if isinstance(message, Run) and self._prepare is not None and message.plan.transition is None:
+                    received = time.monotonic()
+                    self._places.acquire()
+                    self._arrived.put(self._prepare(message.plan, received))
+                elif isinstance(message, ForgetHost):
+                    # Preparing the next plan may forget sequences of which the steps before this have still to answer.
+                    for _ in range(_STEPS):
+                        self._places.acquire()
+                    self._arrived.put(message)
+                    self._places.release(_STEPS)
+                else:
+                    self._arrived.put(message)
+        except BaseException as error:  # whatever it is, it is the loop's to tell
+            self._arrived.put(error)
