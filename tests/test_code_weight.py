@@ -2,9 +2,9 @@
 
 from scripts.code_weight import repeated_class_names, rooms, visits
 
-MOST_LINES = 53_900
-MOST_REPEATED_NAMES = 43
-MOST_FILES_OF_THE_FIRST_TOKEN = 43
+MOST_LINES = 53_960
+MOST_REPEATED_NAMES = 42
+MOST_FILES_OF_THE_FIRST_TOKEN = 44
 MOST_FILES_OF_A_LATER_TOKEN = 38
 
 

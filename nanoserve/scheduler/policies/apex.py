@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from nanoserve.scheduler.load import Alternative, Decision, Load, Policy, check_parameter
-from nanoserve.scheduler.policies.placement import StepTimes, device_first, overlapped
+from nanoserve.scheduler.policies.placement import DeviceStep, device_first, overlapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class ApexAlgorithm1(Policy):
 
     def decide(self, load: Load) -> Decision:
         plan = device_first(load, self.token_budget)
-        step = StepTimes.of(load, plan)
+        step = DeviceStep.of(load, plan)
         if step is None or step.host == 0:
             return plan
         if not load.cohorts and load.host_decodes < self.minimum_ratio * step.decodes:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from nanoserve.scheduler.load import Alternative, Decision, Load, Policy, check_parameter
-from nanoserve.scheduler.policies.placement import StepTimes, device_alone, device_first, fitting_tokens
+from nanoserve.scheduler.policies.placement import DeviceStep, device_alone, device_first, fitting_tokens
 
 _COHORTS = 4
 """They share the CPU's time in a step."""
@@ -51,11 +51,11 @@ class HybridByPrediction(Policy):
 
     def decide(self, load: Load) -> Decision:
         plan = device_first(load, self.token_budget)
-        if (step := StepTimes.of(load, plan)) is None:
+        if (step := DeviceStep.of(load, plan)) is None:
             return plan
         if (plan.park or plan.swap_out) and load.first_waiting_tokens and not self._pays(load, step):
             plan = device_alone(load, self.token_budget)
-            step = StepTimes.of(load, plan) or step
+            step = DeviceStep.of(load, plan) or step
         if plan.park and step.cpu_seconds(load.host_decodes + load.moving + 1) > step.decode_only_seconds:
             plan = replace(plan, park=False, prefill_tokens=fitting_tokens(load, self.token_budget, plan))
             step = replace(step, prefill=plan.prefill_tokens)
@@ -79,7 +79,7 @@ class HybridByPrediction(Policy):
             plan = beside
         return replace(plan, alternatives=weighed)
 
-    def _pays(self, load: Load, step: StepTimes) -> bool:
+    def _pays(self, load: Load, step: DeviceStep) -> bool:
         """Whether anything would be gained with all waiting sequences on the host, or as many as the CPU serves.
 
         Steps without prompts are compared, whether or not this one has any. Otherwise decodes would leave in one step
@@ -97,7 +97,7 @@ class HybridByPrediction(Policy):
         overlap = (alone + gained) / ((alone + joining) * predictor.slowdown("overlap"))
         return max(asymmetric, overlap) > 1 + self.worthwhile
 
-    def _overlap(self, load: Load, plan: Decision, step: StepTimes) -> tuple[Decision, float, float]:
+    def _overlap(self, load: Load, plan: Decision, step: DeviceStep) -> tuple[Decision, float, float]:
         """The overlapped step with as many new host tokens as the CPU has time for; its seconds and host tokens.
 
         They begin in several cohorts, step by step. A single cohort for which the CPU takes a little more than a step

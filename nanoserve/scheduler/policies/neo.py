@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from nanoserve.scheduler.load import Alternative, Decision, Load, Policy
-from nanoserve.scheduler.policies.placement import StepTimes, device_first
+from nanoserve.scheduler.policies.placement import DeviceStep, device_first
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class AsymmetricPipelining(Policy):
 
     def decide(self, load: Load) -> Decision:
         plan = device_first(load, self.token_budget)
-        step = StepTimes.of(load, plan)
+        step = DeviceStep.of(load, plan)
         if step is None or step.host == 0 or step.rows == 0:
             return plan
         prompts = step.prefill / max(1, load.first_waiting_tokens)

@@ -142,7 +142,7 @@ def overlapped(load: Load, plan: Decision, cohorts: int) -> Decision:
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class DeviceStep:
     """Predicted times of the device-only step at hand, and the host sequences that could join it.
 
     Seconds are those of one layer unless a name says otherwise. Each prediction is made once: on small models deciding
