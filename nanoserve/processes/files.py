@@ -54,7 +54,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
         RuntimeFailure: if it cannot be written.
     """
     data = content.encode() if isinstance(content, str) else content
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.parent / f".{path.name}.{os.getpid()}"
     try:
         if path.exists() and not path.is_file():  # a device, which must not be replaced by a file
             path.write_bytes(data)

@@ -39,7 +39,12 @@ class Terminal:
         if self.process == 0:
             os.chdir(ROOT)
             termios.tcsetwinsize(0, (24, columns))
-            settings = {"XDG_STATE_HOME": str(state), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+            settings = {
+                "XDG_STATE_HOME": str(state),
+                "TERM": "xterm",
+                "PROMPT_TOOLKIT_NO_CPR": "1",
+                "COLUMNS": str(columns),
+            }
             os.execve(sys.executable, words, os.environ | settings)
 
     def type(self, keys: str) -> None:

@@ -14,7 +14,7 @@ import zmq
 
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.processes.temporary import choose_directory, make_directory
-from nanoserve.runtime import meetings, torchrun
+from nanoserve.runtime.launch import torchrun, torchrun_rendezvous
 from nanoserve.runtime.launch.rendezvous import open_rendezvous
 from nanoserve.runtime.launch.torchrun import TorchrunProcess, interface_of
 from nanoserve.runtime.launch.torchrun_rendezvous import Presence, SharedKeys, call_rendezvous, open_store
@@ -175,7 +175,7 @@ def test_a_presence_with_more_fields_is_understood() -> None:
 
 
 def test_a_process_that_does_not_come_is_one_clear_line(keys: SharedKeys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meetings, "PRESENT_SECONDS", 0.2)
+    monkeypatch.setattr(torchrun_rendezvous, "PRESENT_SECONDS", 0.2)
     _, error = called(keys, None)
 
     assert "the process of worker 1 did not come within 0.2 s" in str(error)

@@ -10,6 +10,7 @@ import pytest
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.engine import Engine
 from nanoserve.measures.chrome_trace import ChromeTraceFile
+from nanoserve.record.forecasts import Forecasts
 from nanoserve.request import Request, SamplingParams
 from nanoserve.runtime.trace.traced_executor import TracingExecutor
 from nanoserve.runtime.trace.traced_forecasts import HostTrace, facts_of
@@ -34,6 +35,7 @@ def events_of(path: Path) -> tuple[dict[str, list[dict[str, Any]]], list[dict[st
 
 @pytest.mark.parametrize("policy", ["overlap", "hybrid"])
 def test_a_hybrid_run_tells_how_each_step_was_predicted(policy: str, tmp_path: Path) -> None:
+    predictor = CorrectedPredictor(LinearPredictor(num_layers=LAYERS, linear=0.3, row=0.01, host_key=0.02))
     scheduler = Scheduler(
         make_policy(policy, 32),
         num_blocks=24,
@@ -41,7 +43,8 @@ def test_a_hybrid_run_tells_how_each_step_was_predicted(policy: str, tmp_path: P
         max_model_len=48,
         prefix_caching=False,
         host_blocks=200,
-        predictors=[CorrectedPredictor(LinearPredictor(num_layers=LAYERS, linear=0.3, row=0.01, host_key=0.02))],
+        predictors=[predictor],
+        observer=Forecasts([predictor]),
     )
     times = TierTimes(num_layers=LAYERS, layer=0.1, token=0.01, key=0.01, host_key=0.008, swap_token=0.01)
     traced = TracingExecutor(

@@ -97,7 +97,7 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(bench: Run, tmp_path:
         (("--policy", "sarathi"), "--policy: this command compares those that it names; leave it out"),
         (("--prefill-parallel", "d2p2", "--decode-parallel", "d2t2"), "one engine is measured; leave out the D"),
         (("--prefill-parallel", "p2", "--decode-parallel", "t4"), "both run on the same ones"),
-        (("--pp", 2), "replace --pp, --tp and --pp-split"),
+        (("--pp", 2), "replace --dp, --pp, --tp and --pp-split"),
         (("--device", "cuda"), "this command measures CPUs"),
         (("--input", 900, "--output", 1), "every request of 900+1 is longer than the context of 120 tokens"),
         (("--trace-out", "/none/trace.json"), "cannot write /none/trace.json"),
