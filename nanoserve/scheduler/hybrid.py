@@ -144,12 +144,15 @@ class HybridByPrediction:
 
     A prompt counts as as many sequences as the device could decode in its time. Were it one, any sequence of the host
     would seem worth a large part of the time of a step with a prompt, though the device could have decoded many after a
-    shorter one. What the host adds is counted by the sequences that are there, not by what the CPU could compute::
+    shorter one. What the host adds is counted by the sequences that are there, not by what the CPU could compute, and
+    by their keys: a token of a short one is soon computed, by the device as well, whose memory it relieves of as little.
+    Were it worth as much, the host would take the beginnings of all answers and leave their costly ends to the device::
 
         work = the step's seconds on the device alone / seconds of one of its decodes without prompts
+        worth = keys of a host sequence / keys of a decode, on average
         device alone      work / its seconds
-        overlap           (work + host sequences under way / (L + 1)) / seconds
-        asymmetric        (work + host sequences taken) / seconds
+        overlap           (work + worth * host sequences under way / (L + 1)) / seconds
+        asymmetric        (work + worth * host sequences taken) / seconds
 
     Overlap is the choice where host sequences are too few, or the CPU too slow, to pay for a second pass of the linear
     layers: cohorts begin whenever the CPU can serve one layer of each within a step. But a sequence that is under way
@@ -200,8 +203,8 @@ class HybridByPrediction:
         sizes, asymmetric_seconds = step.pipelined()
         weighed = (
             Alternative("device", step.seconds, advanced / step.seconds),
-            Alternative("overlap", overlap_seconds, (advanced + overlap_tokens) / overlap_seconds),
-            Alternative("asymmetric", asymmetric_seconds, (advanced + sum(sizes)) / asymmetric_seconds),
+            Alternative("overlap", overlap_seconds, (advanced + step.worth * overlap_tokens) / overlap_seconds),
+            Alternative("asymmetric", asymmetric_seconds, (advanced + step.worth * sum(sizes)) / asymmetric_seconds),
         )
         alone, beside, pipelined = (one.per_second for one in weighed)
         if pipelined > max(beside, (1 + self.worthwhile) * alone):
@@ -416,8 +419,17 @@ class _Step:
 
         Both rates are of equal sequences: the inequality compares two processors, not short sequences with long ones.
         """
-        keys = self.host * (self.keys // self.decodes if self.decodes else self.host_keys)
-        return self.host / self.predictor.host_attention_seconds(self.host, keys)
+        return self.host / self.predictor.host_attention_seconds(self.host, self.host * self.mean_keys)
+
+    @property
+    def mean_keys(self) -> int:
+        """Of a decode of the device; of a host sequence where nothing decodes."""
+        return self.keys // self.decodes if self.decodes else self.host_keys
+
+    @property
+    def worth(self) -> float:
+        """Of a token on the host, in decodes of the device: by their keys."""
+        return self.host_keys / max(1, self.mean_keys)
 
     @cached_property
     def seconds(self) -> float:
