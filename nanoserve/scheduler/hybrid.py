@@ -145,7 +145,7 @@ class HybridByPrediction:
     A prompt counts as as many sequences as the device could decode in its time. Were it one, any sequence of the host
     would seem worth a large part of the time of a step with a prompt, though the device could have decoded many after a
     shorter one. What the host adds is counted by the sequences that are there, not by what the CPU could compute, and
-    by their keys: a token of a short one is soon computed, by the device as well, whose memory it relieves of as little.
+    by their keys: a token of a short one is soon computed, by the device too, whose memory it relieves of as little.
     Were it worth as much, the host would take the beginnings of all answers and leave their costly ends to the device::
 
         work = the step's seconds on the device alone / seconds of one of its decodes without prompts
