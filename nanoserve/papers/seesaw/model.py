@@ -222,7 +222,7 @@ class _Rates(msgspec.Struct, frozen=True, kw_only=True):
                 ours=Spread.of([100 * self.decode_4 / self.decode_8]),
                 form="{:.0f} %",
                 at_most=25,
-                assumption=f"{self.machine}; 90 % of the memory is usable: beside the weights 4 hold 51,000 tokens",
+                assumption=f"{self.machine}; 90 % of the memory is usable: beside the weights 4 hold 43,000 tokens",
             ),
         ]
 
