@@ -116,38 +116,34 @@ def test_apex_pipelines_by_rule_3_overlaps_by_rule_2_and_finishes_by_rule_4_what
     ]
 
 
-def test_hybrid_takes_the_device_alone_asymmetric_or_overlapped_and_parks_no_more_than_the_cpu_serves() -> None:
+def test_hybrid_overlaps_what_is_short_beside_a_longer_decode_and_parks_no_more_than_the_cpu_serves() -> None:
     assert plans_of("hybrid", worthwhile=0.0) == [
         *ALIKE,
         # A second one would take the CPU 2 + 8 s a layer, more than a whole step of decodes, 4 (1 + 1) = 8 s: 2 ends
         # its prompt, but is not parked. Alone 0 and a prompt take 4 (1 + 6.9) = 31.6 s, in which steps without prompts,
-        # of 4 (1 + 0.9) = 7.6 s, would decode 4.16: 0.132 a second. With 1 asymmetric 5.16 / 35.6 = 0.145, overlapped
-        # 4.36 / 31.6 = 0.138.
-        "step 2 asymmetric: end 1 begin 1",
+        # of 4 (1 + 0.9) = 7.6 s, would decode 4.16: 0.132 a second. A token of 1 with its 4 keys is worth 4 / 9 of one
+        # of the device: asymmetric 4.6 / 35.6 = 0.129, overlapped (4.16 + 0.44 / 5) / 31.6 = 0.134.
+        "step 2 overlap: end 1 begin 1",
         "  0 at 7: 107 *",
         "  2 at 2: 3 3 +[5] *",
-        "  1 at 4: 104 +[0, 1, 2] * host second",
-        # RD 2 with 12 keys, 4 (1 + 1.2) = 8.8 s, in which the CPU can serve a layer of 1, 7 s: a fifth of a token more
-        # in no more time. But 2.2 s do not hide 7. The device has one block, for 0; 2 sits out.
-        "step 3 overlap:",
+        "  1 at 4: 104 +[0, 1, 2] * host",
+        "step 3 overlap:",  # layer 1
         "  0 at 8: 108 +[4] *",
-        "  1 at 5: 105 * host",
-        "step 4 overlap:",
+        "step 4 overlap:",  # layer 2
         "  0 at 9: 109 *",
         "step 5: end 2",  # there is no block for 0: 2 gives its two up, and moves to the host
         "  2 [6, 5]>[6, 7]",
-        "step 6 overlap:",  # until they are free, 1 goes on alone: layer 2
-        "step 7 overlap:",  # layer 3. 3 is not begun: three on the CPU are 2 + 15 s, and it has 8
+        "step 6 overlap:",  # until they are free, 1 goes on alone: layer 3
+        "step 7 overlap:",  # 1 has its token. 3 is not begun: three on the CPU are 2 + 15 s, and it has 8
         "  0 at 10: 110 +[5] *",
-        # Nothing runs, growth 0: 2 comes back and 3 has room. A decode would take 4 s: alone 7 / 28 = 0.25. Asymmetric
-        # 1 ends its token at once, 8 / (4 (7 + 1)) = 0.25, as the CPU's 2 + 5 s (the mean of 1 and 2) hide in 7.
-        # Overlapped it goes on to layer 4, which is the last: 7.2 / 28 = 0.257.
-        "step 8 overlap: end 0 begin 3",
-        "  2 [5, 6]<[6, 7]",
-        "  3 at 0: 4 4 +[4] *",
-        "step 9: end 1 begin 2",
-        "  2 at 4: 104 +[5, 6, 3] *",
-        "  3 at 2: 102 +[2] *",
-        "step 10: end 3",
+        "step 8: end 0 end 1 begin 3",  # nothing runs, growth 0: 1 and 2 come back and 3 has room
+        "  1 [5, 6, 4]<[0, 1, 2]",
+        "  2 [3, 2]<[6, 7]",
+        "  3 at 0: 4 4 +[1] *",
+        "step 9: begin 1 begin 2",
+        "  1 at 5: 105 +[5, 6, 4] *",
+        "  2 at 4: 104 +[3, 2, 0] *",
+        "step 10: end 1",
         "  2 at 5: 105 *",
+        "  3 at 2: 102 +[4] *",
     ]

@@ -284,6 +284,14 @@ def test_no_cohort_of_hybrid_takes_all_of_the_cpus_time_in_a_step() -> None:
     assert sum(cohort.sequences for cohort in begun) == 16  # together they take all of it
 
 
+def test_hybrid_values_host_tokens_by_their_keys() -> None:
+    """Twelve sequences of a tenth of the keys are no reason to compute the linear layers twice, twelve of all are."""
+    fast = replace(hosting(DECODES, 12), predictor=replace(PREDICTOR, host_key=0.0005))
+    assert HybridByPrediction(512).decide(fast).strategy == "asymmetric"  # 22 in 12 s, 10 in 8 s
+    short = HybridByPrediction(512).decide(replace(fast, host_context_tokens=120))
+    assert short.strategy != "asymmetric"  # 10 + 1.2 in 12 s
+
+
 def test_hybrid_begins_no_cohort_for_a_small_gain() -> None:
     # A token takes 5 steps: one host sequence adds a fiftieth to ten decodes, and two a twenty-fifth.
     careful = HybridByPrediction(512, least_gain=0.03)

@@ -16,12 +16,15 @@ class HybridByPrediction(Policy):
 
     A prompt counts as the number of sequences that the device could decode in its time. Were it one, any host sequence
     would seem worth a large part of a step with a prompt, though the device could have decoded many after a shorter
-    one. The host's part is counted by the sequences that are there, not by what the CPU could compute::
+    one. The host's part is counted by the sequences that are there, not by what the CPU could compute, and by their
+    keys. A token of a short sequence is soon computed on the device too, and frees little of its memory. Were it worth
+    as much, the host would take the beginnings of all answers and leave their costly ends to the device::
 
         work = the step's seconds on the device alone / seconds of one of its decodes without prompts
+        worth = keys of a host sequence / keys of a decode, on average
         device alone      work / its seconds
-        overlap           (work + host sequences under way / (L + 1)) / seconds
-        asymmetric        (work + host sequences taken) / seconds
+        overlap           (work + worth * host sequences under way / (L + 1)) / seconds
+        asymmetric        (work + worth * host sequences taken) / seconds
 
     Overlap is chosen where host sequences are too few, or the CPU is too slow, to pay for a second pass of the linear
     layers: cohorts begin whenever the CPU can serve one layer of each within a step. A sequence under way cannot come
@@ -69,8 +72,8 @@ class HybridByPrediction(Policy):
         sizes, asymmetric_seconds = step.pipelined()
         weighed = (
             Alternative("device", step.step_seconds, advanced / step.step_seconds),
-            Alternative("overlap", overlap_seconds, (advanced + overlap_tokens) / overlap_seconds),
-            Alternative("asymmetric", asymmetric_seconds, (advanced + sum(sizes)) / asymmetric_seconds),
+            Alternative("overlap", overlap_seconds, (advanced + step.worth * overlap_tokens) / overlap_seconds),
+            Alternative("asymmetric", asymmetric_seconds, (advanced + step.worth * sum(sizes)) / asymmetric_seconds),
         )
         alone, overlap, pipelined = (one.per_second for one in weighed)
         if pipelined > max(overlap, (1 + self.worthwhile) * alone):

@@ -207,8 +207,17 @@ class DeviceStep:
 
         Both rates are of equal sequences: the inequality compares two processors, not short sequences with long ones.
         """
-        keys = self.host * (self.keys // self.decodes if self.decodes else self.host_keys)
-        return self.host / self.predictor.host_attention_seconds(self.host, keys)
+        return self.host / self.predictor.host_attention_seconds(self.host, self.host * self.mean_keys)
+
+    @property
+    def mean_keys(self) -> int:
+        """Keys of a decode of the device; of a host sequence where nothing decodes."""
+        return self.keys // self.decodes if self.decodes else self.host_keys
+
+    @property
+    def worth(self) -> float:
+        """What a token on the host counts, in decodes of the device: by their keys."""
+        return self.host_keys / max(1, self.mean_keys)
 
     @cached_property
     def step_seconds(self) -> float:
