@@ -2,7 +2,7 @@
 
 from scripts.code_weight import repeated_class_names, rooms, visits
 
-MOST_LINES = 53_960
+MOST_LINES = 54_000
 MOST_REPEATED_NAMES = 42
 MOST_FILES_OF_THE_FIRST_TOKEN = 44
 MOST_FILES_OF_A_LATER_TOKEN = 38
