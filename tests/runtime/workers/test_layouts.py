@@ -36,7 +36,8 @@ def check(reference: Reference, **layout: object) -> None:
 
 def check_workers(reference: Reference, workers: WorkersExecutor, stages: object) -> None:
     seen = reference.check(workers, CASES)
-    assert min(seen.preemptions, seen.cached_tokens, seen.copies, seen.aborted, seen.chunks) > 0, seen
+    # How many run together, and so whether any is preempted, depends on how fast workers answer.
+    assert min(seen.cached_tokens, seen.copies, seen.aborted, seen.chunks) > 0, seen
     assert seen.together == stages
 
 

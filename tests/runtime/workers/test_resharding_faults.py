@@ -114,7 +114,8 @@ def test_requests_are_given_up_in_every_phase(pair: Pair, monkeypatch: pytest.Mo
     monkeypatch.setattr(Scheduler, "stop", stopping)
     seen = pair.reference.check(pair.executor, MANY_LIVES)
     assert seen.transitions > 4 * len(MANY_LIVES), seen
-    assert given_up >= {"layout 0", "layout 1", "draining", *(place.value for place in Place)}, given_up
+    lasting = {place.value for place in Place} - {Place.MOVING.value}  # a move may be over before anyone stops it
+    assert given_up >= {"layout 0", "layout 1", "draining", *lasting}, given_up
 
 
 def test_without_its_files_the_layout_changes_and_a_death_is_the_end(reference: Reference, tmp_path: Path) -> None:
