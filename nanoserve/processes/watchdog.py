@@ -44,7 +44,7 @@ class ParentWatchdog:
             os.write(self._pulse, b"\n")
         except OSError:
             self._end()
-        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+        threading.Thread(target=self._watch, name="parent-watchdog", daemon=True).start()
 
     def _watch(self) -> None:
         while True:

@@ -16,6 +16,8 @@ from nanoserve.runtime.workers.headers import Header
 from nanoserve.runtime.workers.messages import ForgetHost, Run, ToWorker
 from nanoserve.scheduler.plan import StepPlan
 
+THREAD_NAME = "prefetch"
+
 _STEPS = 2
 """The step that is computed, and the one prepared ahead of it."""
 
@@ -55,7 +57,7 @@ class PrefetchThread:
         self._prepare = prepare
         self._arrived: SimpleQueue[Turn | ToWorker | BaseException] = SimpleQueue()
         self._places = threading.Semaphore(_STEPS)
-        threading.Thread(target=self._receive, name="prefetch", daemon=True).start()
+        threading.Thread(target=self._receive, name=THREAD_NAME, daemon=True).start()
 
     def next(self, seconds: float | None) -> Turn | ToWorker | None:
         """What came next; waits for it so long, or for ever.

@@ -15,6 +15,7 @@ from nanoserve.runtime.step.device_to_host import DeviceToHostCopy
 from nanoserve.runtime.step.model_runner import PreparedStep
 from nanoserve.runtime.workers.activations import Activations
 from nanoserve.runtime.workers.messages import ForgetHost, HostLost, Run
+from nanoserve.runtime.workers.prefetch import THREAD_NAME
 from nanoserve.runtime.workers.ranks import Ranks
 from nanoserve.runtime.workers.worker import Worker, WorkerLayout
 from nanoserve.scheduler.plan import Row, StepPlan, Swap
@@ -29,9 +30,9 @@ def sockets() -> Iterator[tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]]:
         engine.bind("inproc://plans")
         plans.connect("inproc://plans")
         yield engine, plans
-        engine.send(b"\xc1 nonsense")  # ends the intake's thread, in whose hands its socket is
+        engine.send(b"\xc1 nonsense")  # ends the prefetch thread, in whose hands its socket is
         for thread in threading.enumerate():
-            if thread.name == "intake":
+            if thread.name == THREAD_NAME:
                 thread.join(20)
 
 

@@ -10,7 +10,7 @@ import torch
 import zmq
 
 from nanoserve.runtime.workers.messages import Allocate, Follow, ForgetHost, Prepare, Run, ToWorker
-from nanoserve.runtime.workers.prefetch import PrefetchThread, Turn
+from nanoserve.runtime.workers.prefetch import THREAD_NAME, PrefetchThread, Turn
 from nanoserve.scheduler.plan import StepPlan
 
 PATIENCE = 20.0
@@ -18,14 +18,14 @@ CPU = torch.device("cpu")
 
 
 class Engine:
-    """The other end of an intake's socket, and what the intake has prepared."""
+    """The other end of a prefetch thread's socket, and what the thread has prepared."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
         self._plans = self._context.socket(zmq.PAIR)
-        self.intake_socket = self._context.socket(zmq.PAIR)
+        self.prefetch_socket = self._context.socket(zmq.PAIR)
         self._plans.bind("inproc://plans")
-        self.intake_socket.connect("inproc://plans")
+        self.prefetch_socket.connect("inproc://plans")
         self.prepared: list[int] = []
         self.threads: set[int] = set()
 
@@ -41,10 +41,10 @@ class Engine:
         return Turn(plan, None, received, time.monotonic())
 
     def end(self) -> None:
-        """Have the intake's thread end, in whose hands its socket is, then close the sockets."""
+        """Have the prefetch thread end, in whose hands its socket is, then close the sockets."""
         self.say_nonsense()
         for thread in threading.enumerate():
-            if thread.name == "intake":
+            if thread.name == THREAD_NAME:
                 thread.join(PATIENCE)
                 assert not thread.is_alive()
         self._context.destroy(linger=0)
@@ -69,73 +69,73 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 def test_one_plan_is_prepared_ahead_and_no_more(engine: Engine) -> None:
     """The buffers of a step are those of the step before the last one."""
-    intake = PrefetchThread(engine.intake_socket, engine.prepare, CPU)
+    thread = PrefetchThread(engine.prefetch_socket, engine.prepare, CPU)
     engine.say(*(Run(StepPlan(step)) for step in range(4)))
     eventually(lambda: len(engine.prepared) == 2)
     for step in range(4):
-        turn = intake.next(PATIENCE)
+        turn = thread.next(PATIENCE)
         assert isinstance(turn, Turn) and turn.step.step == step
         assert turn.received <= turn.prepared
         time.sleep(0.01)
         assert len(engine.prepared) <= step + 2
-        intake.done()
+        thread.done()
     assert engine.prepared == [0, 1, 2, 3]
     assert threading.get_ident() not in engine.threads
 
 
 def test_everything_comes_in_order(engine: Engine) -> None:
-    intake = PrefetchThread(engine.intake_socket, engine.prepare, CPU)
+    thread = PrefetchThread(engine.prefetch_socket, engine.prepare, CPU)
     engine.say(Run(StepPlan(0)), Prepare(), Run(StepPlan(1)), Allocate((3,)))
-    arrived = [intake.next(PATIENCE) for _ in range(4)]
+    arrived = [thread.next(PATIENCE) for _ in range(4)]
     assert [type(one) for one in arrived] == [Turn, Prepare, Turn, Allocate]
 
 
 def test_nothing_is_prepared_beside_the_steps_before_host_sequences_are_forgotten(engine: Engine) -> None:
     """It would forget the sequences that they answer."""
-    intake = PrefetchThread(engine.intake_socket, engine.prepare, CPU)
+    thread = PrefetchThread(engine.prefetch_socket, engine.prepare, CPU)
     engine.say(Run(StepPlan(0)), Run(StepPlan(1)), ForgetHost(), Run(StepPlan(2)))
-    assert all(isinstance(intake.next(PATIENCE), Turn) for _ in range(2))
+    assert all(isinstance(thread.next(PATIENCE), Turn) for _ in range(2))
     for _ in range(2):
-        assert intake.next(0.02) is None
+        assert thread.next(0.02) is None
         assert engine.prepared == [0, 1]
-        intake.done()
-    assert intake.next(PATIENCE) == ForgetHost()
-    assert isinstance(intake.next(PATIENCE), Turn)
+        thread.done()
+    assert thread.next(PATIENCE) == ForgetHost()
+    assert isinstance(thread.next(PATIENCE), Turn)
 
 
 def test_plans_of_a_coupled_worker_are_left_to_the_loop(engine: Engine) -> None:
-    intake = PrefetchThread(engine.intake_socket, None, CPU)
+    thread = PrefetchThread(engine.prefetch_socket, None, CPU)
     engine.say(*(Run(StepPlan(step)) for step in range(3)), Follow())
-    assert [intake.next(PATIENCE) for _ in range(4)] == [*(Run(StepPlan(step)) for step in range(3)), Follow()]
+    assert [thread.next(PATIENCE) for _ in range(4)] == [*(Run(StepPlan(step)) for step in range(3)), Follow()]
 
 
 def test_a_change_of_layout_is_left_to_the_loop(engine: Engine) -> None:
-    intake = PrefetchThread(engine.intake_socket, engine.prepare, CPU)
+    thread = PrefetchThread(engine.prefetch_socket, engine.prepare, CPU)
     engine.say(Run(StepPlan(0, transition=1)))
-    assert intake.next(PATIENCE) == Run(StepPlan(0, transition=1))
+    assert thread.next(PATIENCE) == Run(StepPlan(0, transition=1))
 
 
 def test_what_fails_in_another_thread_fails_in_the_loop(engine: Engine) -> None:
-    intake = PrefetchThread(engine.intake_socket, engine.prepare, CPU)
-    intake.fail(RuntimeError("a block is gone"))
+    thread = PrefetchThread(engine.prefetch_socket, engine.prepare, CPU)
+    thread.fail(RuntimeError("a block is gone"))
     with pytest.raises(RuntimeError, match="a block is gone"):
-        intake.next(PATIENCE)
+        thread.next(PATIENCE)
 
 
 def test_it_waits_no_longer_than_it_is_asked_to(engine: Engine) -> None:
-    assert PrefetchThread(engine.intake_socket, engine.prepare, CPU).next(0.01) is None
+    assert PrefetchThread(engine.prefetch_socket, engine.prepare, CPU).next(0.01) is None
 
 
 def test_what_cannot_be_prepared_fails_when_its_turn_comes(engine: Engine) -> None:
-    intake = PrefetchThread(engine.intake_socket, engine.prepare, CPU)
+    thread = PrefetchThread(engine.prefetch_socket, engine.prepare, CPU)
     engine.say(Run(StepPlan(0)), Run(StepPlan(-1)))
-    assert isinstance(intake.next(PATIENCE), Turn)
+    assert isinstance(thread.next(PATIENCE), Turn)
     with pytest.raises(RuntimeError, match="such a plan cannot be prepared"):
-        intake.next(PATIENCE)
+        thread.next(PATIENCE)
 
 
 def test_what_is_no_message_is_an_error_and_not_a_silence(engine: Engine) -> None:
-    intake = PrefetchThread(engine.intake_socket, engine.prepare, CPU)
+    thread = PrefetchThread(engine.prefetch_socket, engine.prepare, CPU)
     engine.say_nonsense()
     with pytest.raises(msgspec.MsgspecError):
-        intake.next(PATIENCE)
+        thread.next(PATIENCE)
