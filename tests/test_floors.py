@@ -36,8 +36,8 @@ FLOORS: dict[str, set[str]] = {
     },
     "papers": {"errors", "config", "measures", "costs", "scheduler", "simulator", "benchmarks"},
     "text": {"errors", "processes"},
-    "grammar": {"errors", "installation", "text"},
-    "outputs": {"errors", "request", "text"},
+    "grammar": {"errors", "installation", "processes", "text"},
+    "outputs": {"errors", "request"},
     "models": {"errors", "processes", "config", "sizes", "costs", "triton_ops"},
     "runtime": {
         *("errors", "processes", "config", "sizes", "request", "measures", "scheduler", "record", "grammar"),

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from nanoserve.errors import UsageError
-from nanoserve.text.limited_process import LimitedProcess
+from nanoserve.processes.limited import LimitedProcess
 
 SECONDS = 0.25
 """Of processor time: as long may the engine take over it once, while others wait. Ordinary ones take milliseconds."""

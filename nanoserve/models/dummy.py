@@ -13,11 +13,11 @@ from torch import Tensor
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure
-from nanoserve.models.decoder import INITIAL_STANDARD_DEVIATION, Decoder
+from nanoserve.models.decoder import INITIAL_STANDARD_DEVIATION, Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.loading import INDEX_NAME, SINGLE_NAME, empty_decoder
 from nanoserve.models.shapes import dummy_config, dummy_shape
-from nanoserve.models.shards import Shard, TensorParallelGroup
+from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, shard_parts, tensor_parts
 from nanoserve.sizes import format_size
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import ModelError
-from nanoserve.models.decoder import Decoder
+from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import resolve_dtype
-from nanoserve.models.shards import Shard, TensorParallelGroup
+from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
-from nanoserve.models.decoder import Decoder
+from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.loading import Checkpoint, Progress, check_finite, open_checkpoint, unset_decoder
-from nanoserve.models.shards import Shard, TensorParallelGroup
+from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, shard_parts, unfilled_regions
 
 _ALIGNMENT = 256

@@ -12,15 +12,11 @@ What does not divide evenly is padded with zeros, which change no result: inner 
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
 
 from nanoserve.config import PAIR_OPTIONS, EngineConfig, ModelConfig
 from nanoserve.costs.counts import tensor_degrees
 from nanoserve.costs.stages import stage_layers
 from nanoserve.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +51,6 @@ class Shard:
         """The key-value heads that this rank's query heads use. With more ranks than heads, several use the same."""
         first = self.rank * num_kv_heads // self.degree
         return range(first, first + max(1, num_kv_heads // self.degree))
-
-
-class TensorParallelGroup(Protocol):
-    """The ranks that compute one stage together. All of them call the same methods in the same order."""
-
-    def all_reduce(self, tensor: "Tensor") -> "Tensor":
-        """The sum of the ranks' tensors, on every rank. May reuse its argument."""
-        ...
-
-    def gather(self, tensor: "Tensor") -> "Tensor | None":
-        """[N, C] of every rank -> [N, degree * C] on rank 0, side by side in the order of ranks; None elsewhere."""
-        ...
-
-
-class SingleRank:
-    """A TensorParallelGroup of one: what it computes is the result."""
-
-    def all_reduce(self, tensor: "Tensor") -> "Tensor":
-        return tensor
-
-    def gather(self, tensor: "Tensor") -> "Tensor | None":
-        return tensor
 
 
 def whole_model(config: ModelConfig) -> Shard:

@@ -6,8 +6,8 @@ import msgspec
 from starlette.responses import Response
 
 from nanoserve.errors import ModelError, NanoserveError, UsageError
+from nanoserve.processes.limited import ProcessKilled
 from nanoserve.server.engine_client import EngineUnavailable, QueueFull
-from nanoserve.text.limited_process import ProcessKilled
 
 _LONGEST_MESSAGE = 1000
 _RETRY_SECONDS = "1"

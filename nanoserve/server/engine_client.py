@@ -10,6 +10,7 @@ from enum import Enum
 from typing import NoReturn
 
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
+from nanoserve.outputs import TokenDecoder
 from nanoserve.request import FinishReason, Request
 from nanoserve.scheduler.quarantine import Quarantine
 from nanoserve.server.engine_child import ENGINE_PROGRAM, EngineChild
@@ -29,7 +30,6 @@ from nanoserve.server.messages import (
     Stop,
 )
 from nanoserve.server.streams import RequestStream
-from nanoserve.text.detokenizer import Decoder
 
 RETRY_SECONDS = 15.0
 """Until the next attempt, when engines keep dying."""
@@ -76,7 +76,7 @@ class EngineClient:
     def __init__(
         self,
         start: EngineStart,
-        tokenizer: Decoder,
+        tokenizer: TokenDecoder,
         *,
         max_queue: int,
         on_progress: Callable[[str, int, int], None] | None = None,

@@ -93,7 +93,7 @@ class ResponseFormat(_Strict, frozen=True, kw_only=True):
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
-    """``/v1/chat/completions``. Messages are checked by text.messages."""
+    """``/v1/chat/completions``. Messages are checked by text.chat_template."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None

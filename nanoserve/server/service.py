@@ -23,7 +23,7 @@ from nanoserve.server.logprobs import TokenTexts
 from nanoserve.server.messages import Ready
 from nanoserve.server.metrics import Metrics
 from nanoserve.server.streams import RequestStream
-from nanoserve.text.messages import check_text
+from nanoserve.text.chat_template import check_text
 from nanoserve.text.tokenizer import PromptTooLong, Tokenizer
 
 _INLINE_CHARACTERS = 4096

@@ -7,16 +7,15 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 from nanoserve.errors import NanoserveError
-from nanoserve.outputs import RequestTracker
+from nanoserve.outputs import RequestTracker, TokenDecoder
 from nanoserve.request import FinishReason, Request, RequestOutput, Sequence, SequenceUpdate, Status
 from nanoserve.server.messages import Add, Ending, SampleUpdate
-from nanoserve.text.detokenizer import Decoder
 
 
 class RequestStream:
     """A running request. The engine client feeds it; whoever made the request reads it."""
 
-    def __init__(self, request: Request, tokenizer: Decoder, news: asyncio.Event) -> None:
+    def __init__(self, request: Request, tokenizer: TokenDecoder, news: asyncio.Event) -> None:
         self.request = request  # as the first engine got it
         self.sent = False  # whether the engine that lives now has it
         self.gaps: list[float] = []  # seconds from each token to the next, of all samples

@@ -7,10 +7,15 @@ from typing import Any
 
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.processes.files import read_optional_json_object
-from nanoserve.text.backends import Backend, SentencePieceBackend, TokenizersBackend
-from nanoserve.text.chat_template import RESERVED_ARGUMENTS, ChatTemplate, PlainConversation, load_chat_template
-from nanoserve.text.control_tokens import ControlTokens, choose_mark
-from nanoserve.text.messages import check_messages, check_template_arguments, check_text
+from nanoserve.text.backends import Backend, ControlTokens, SentencePieceBackend, TokenizersBackend, choose_mark
+from nanoserve.text.chat_template import (
+    ChatTemplate,
+    PlainConversation,
+    check_messages,
+    check_template_arguments,
+    check_text,
+    load_chat_template,
+)
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -46,6 +51,8 @@ class Tokenizer:
         """One more than the largest token id."""
         self.special_ids = frozenset(backend.control_ids.values())
         """Ids that `decode` leaves out."""
+        self.decode = backend.decode
+        self.is_byte = backend.is_byte
         self.bos_token_id = self._named_id(named_tokens, "bos_token")
         self.eos_token_id = self._named_id(named_tokens, "eos_token")
 
@@ -119,7 +126,7 @@ class Tokenizer:
         template_arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as the text that `encode_chat` tokenizes."""
-        arguments = check_template_arguments(template_arguments, RESERVED_ARGUMENTS)
+        arguments = check_template_arguments(template_arguments)
         return self._template.render(
             check_messages(messages), add_generation_prompt=add_generation_prompt, arguments=arguments
         )
@@ -132,7 +139,7 @@ class Tokenizer:
         add_generation_prompt: bool,
     ) -> list[str | int]:
         checked = check_messages(messages)
-        arguments = check_template_arguments(template_arguments, RESERVED_ARGUMENTS)
+        arguments = check_template_arguments(template_arguments)
         conversation = json.dumps([checked, arguments], ensure_ascii=False)
         mark = choose_mark([conversation, self._template.source])
         rendered = self._template.render(
@@ -149,14 +156,6 @@ class Tokenizer:
         if message["role"] == "assistant":
             marked["content"] = self._control.mark(message["content"], mark)
         return marked | {"role": message["role"]}
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the ids; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
-        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    def is_byte(self, token_id: int) -> bool:
-        """Whether the token is one raw byte of a byte-fallback vocabulary."""
-        return self._backend.is_byte(token_id)
 
     @property
     def has_chat_template(self) -> bool:

@@ -12,7 +12,7 @@ from nanoserve.server.api_errors import ApiError
 from nanoserve.server.messages import Ready
 from nanoserve.server.sampling import chat_params, completion_params
 from nanoserve.server.schemas import ChatRequest, CompletionRequest, parse
-from nanoserve.text.messages import check_messages
+from nanoserve.text.chat_template import check_messages
 
 FACTS = Ready(1024, 4096, (0,), SamplingParams(), 256)
 NULLS = (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nanoserve.errors import RuntimeFailure
-from nanoserve.outputs import MOST_PIECES
+from nanoserve.outputs import MAX_DELTAS
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.server import generation
 from nanoserve.server.answers import Answer, ChatAnswer, CompletionAnswer, Heading
@@ -120,7 +120,7 @@ def test_steps_that_came_together_are_chunks_of_their_own() -> None:
 
 
 def test_what_a_slow_reader_has_not_taken_is_merged() -> None:
-    client, steps = Client(), 10 * MOST_PIECES
+    client, steps = Client(), 10 * MAX_DELTAS
 
     async def script() -> None:
         for step in range(steps):
@@ -128,7 +128,7 @@ def test_what_a_slow_reader_has_not_taken_is_merged() -> None:
         client.step(0, ending=FinishReason.LENGTH)
 
     choices = client.read(script)
-    assert len(choices) == MOST_PIECES
+    assert len(choices) == MAX_DELTAS
     text = "".join(delta["content"] for delta in deltas(choices))
     assert text == "".join(chr(ord("a") + step % 26) for step in range(steps)) + "a"
     assert choices[-1]["finish_reason"] == "length"

@@ -13,6 +13,8 @@ import msgspec
 import pytest
 import zmq
 
+from nanoserve import outputs
+from nanoserve.outputs import StopStrings
 from nanoserve.processes.sockets import SocketKeys, connect, listen, local_address
 from nanoserve.request import MAX_STOP_TOKENS, CompletionOutput, Request, RequestOutput, SamplingParams
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
@@ -25,8 +27,6 @@ from nanoserve.server.messages import Add, EngineSockets, Ready
 from nanoserve.server.sampling import MAX_LOGPROBS_PER_REQUEST, chat_params, completion_params
 from nanoserve.server.schemas import ChatRequest, CompletionRequest, parse
 from nanoserve.server.service import Limits, Service
-from nanoserve.text import stop_strings
-from nanoserve.text.stop_strings import StopStrings
 from nanoserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text.building import make_byte_level
 
@@ -66,8 +66,8 @@ def test_samples_and_prompts_share_stop_tokens_and_stop_strings(monkeypatch: pyt
     sequences = scheduler.table.unfinished("a")
     assert len(sequences) == 16 and len({id(sequence.stop_tokens) for sequence in sequences}) == 1
     compiled: list[str] = []
-    pattern = stop_strings._Pattern
-    monkeypatch.setattr(stop_strings, "_Pattern", lambda text: compiled.append(text) or pattern(text))
+    pattern = outputs._Pattern
+    monkeypatch.setattr(outputs, "_Pattern", lambda text: compiled.append(text) or pattern(text))
     stops = tuple(f"{index} not yet compiled" for index in range(16))
     for _ in range(128 * 16):
         StopStrings(stops)

@@ -1,29 +1,33 @@
-"""Processes of our own for work that strangers ask for: what hangs, crashes or eats memory takes no one else along.
+"""Child processes for untrusted work: one that hangs, crashes or eats memory harms nothing else.
 
-The child's side is a module with a `main` that sets its own limits (`process_limits`) and then answers lines of JSON.
+The parent holds a `LimitedProcess`. The child's side is a module whose `main` sets its limits with `limit_resources`
+and then calls `answer_requests`. Questions and answers are lines of JSON.
 """
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from nanoserve.errors import RuntimeFailure
 
-# Processor time is limited inside the process; this only catches one that neither computes nor answers.
-SILENCE_SECONDS = 20.0
-GRACE_SECONDS = 2.0
-"""For a process that has closed its stdout to end."""
-_FROM_OUTSIDE = (-9, -15)  # SIGKILL and SIGTERM: its own limits end it by other signals, or it says so
-
 ATTEMPTS = 2
-"""At a question whose process is killed from outside, as the system does where memory is short."""
+"""Tries at a question whose process is killed from outside, as the system does when memory is short."""
+SILENCE_SECONDS = 20.0
+"""Limit for a child that neither computes nor answers; its processor time is limited inside it."""
+GRACE_SECONDS = 2.0
+"""Time to end for a child that has closed its stdout."""
 
-# Where nanoserve itself is: an editable installation is found by a hook of the site, not on the path.
+_KILLED_FROM_OUTSIDE = (-9, -15)
+"""SIGKILL and SIGTERM. A child's own limits end it by other signals."""
+
+# The directory of the package: the import hook of an editable installation does not run in the child.
 _PACKAGES = str(Path(__file__).parents[2])
 _COMMAND = "import json, sys; sys.path[:] = json.loads(sys.argv[1]);from {module} import main; main()"
 
@@ -36,8 +40,8 @@ class LimitedProcess:
     """A child that answers one line of JSON with another, one at a time. Safe to use from several threads.
 
     Args:
-        module: whose `main` the child runs.
-        purpose: what the child is, for people.
+        module: the child runs the `main` of this module.
+        purpose: the child's name in messages.
         greeting: the first line that the child reads.
     """
 
@@ -49,15 +53,15 @@ class LimitedProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Have the child load while something else goes on; `ask` starts it too."""
+        """Start the child now, so that it loads in the background; otherwise `ask` starts it."""
         with self._lock:
             self._running()
 
     def ask(self, line: str) -> dict[str, Any] | None:
-        """The child's answer; None if it died over the question. The next question starts another one.
+        """The child's answer; None if it died over the question. The next question starts another child.
 
         Raises:
-            ProcessKilled: if it was killed from outside, and the one that was started for another attempt too.
+            ProcessKilled: if it was killed from outside in every attempt.
         """
         with self._lock:
             for _ in range(ATTEMPTS):
@@ -73,7 +77,7 @@ class LimitedProcess:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None:
             return self._process
-        # -I and -S: the process needs none of the site's start-up work, only the paths on which we found our packages.
+        # -I and -S: the child skips the start-up work of site and gets the paths on which this process found packages.
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", self._command, json.dumps([_PACKAGES, *sys.path])],
             stdin=subprocess.PIPE,
@@ -105,7 +109,7 @@ class LimitedProcess:
         try:
             answer = process.stdout.readline()
         except BaseException:
-            # Interrupted: the answer is still to come, and must not be taken for that of the next request.
+            # Interrupted: the answer would otherwise be read as that of the next question.
             self._discard()
             raise
         finally:
@@ -114,7 +118,7 @@ class LimitedProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS)
             self._discard()
-            if process.returncode in _FROM_OUTSIDE and not silent.is_set():
+            if process.returncode in _KILLED_FROM_OUTSIDE and not silent.is_set():
                 raise ProcessKilled
             return None
         result: dict[str, Any] = json.loads(answer)
@@ -123,7 +127,7 @@ class LimitedProcess:
 
 def _send(process: subprocess.Popen[bytes], line: str) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died; the missing answer will tell
+    with contextlib.suppress(BrokenPipeError):  # the child is dead; `_ask` notices when no answer comes
         process.stdin.write(line.encode() + b"\n")
         process.stdin.flush()
 
@@ -135,3 +139,32 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         if stream is not None:
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
+
+
+def limit_resources(memory: int, stack: int | None = None) -> None:
+    """Bound this process's memory and stack, in bytes. Ctrl-C at the terminal then reaches the parent alone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform != "win32":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if stack is not None:
+            resource.setrlimit(resource.RLIMIT_STACK, (stack, stack))
+
+
+def limit_time(seconds: float) -> None:
+    """End this process when it has computed for `seconds`; 0 lifts the limit. Waiting does not count."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def answer_requests(answer: Callable[[dict[str, Any]], dict[str, str]]) -> None:
+    """Answer the objects on stdin, one per line, until it closes. `seconds` of each is its processor time."""
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        limit_time(request["seconds"])
+        result = answer(request)
+        limit_time(0)
+        sys.stdout.buffer.write(json.dumps(result).encode() + b"\n")
+        sys.stdout.buffer.flush()
