@@ -14,7 +14,7 @@ import numpy as np
 
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.grammar.vocabulary import Vocabulary, load_vocabulary
-from nanoserve.installation import install_command
+from nanoserve.processes.installation import install_command
 
 MAX_CACHED = 16
 """Compiled grammars that are kept for the next request with the same schema; a large one takes some 10 MB."""

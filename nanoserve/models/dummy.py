@@ -19,7 +19,7 @@ from nanoserve.models.loading import INDEX_NAME, SINGLE_NAME, empty_decoder
 from nanoserve.models.shapes import dummy_config, dummy_shape
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, shard_parts, tensor_parts
-from nanoserve.sizes import format_size
+from nanoserve.processes.sizes import format_size
 
 DUMMY_SEED = 1
 """Names the weights of dummy models, also where they are kept: another one whenever they are drawn in another way."""

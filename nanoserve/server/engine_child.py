@@ -1,4 +1,4 @@
-"""One engine process as the front end sees it: started, spoken to, watched, ended."""
+"""The front end's handle of one engine process: start it, exchange messages, watch it, end it."""
 
 import asyncio
 import contextlib
@@ -19,23 +19,23 @@ from nanoserve.processes.temporary import choose_directory, make_directory, remo
 from nanoserve.server.messages import Command, EngineMessage, EngineSockets, EngineStart
 
 START_SECONDS = 60.0
-"""Until its first sign of life: Python starts and imports ZeroMQ, nothing more."""
+"""Time to the first heartbeat: Python starts and imports ZeroMQ, nothing more."""
 LOADING_SILENCE_SECONDS = 120.0
 """Importing torch can hold the interpreter for a while."""
 SILENCE_SECONDS = 10.0
 """Twenty missed heartbeats: the process is stopped, or its machine is."""
 GRACE_SECONDS = 2.0
-"""For a process to end by itself before it is killed."""
+"""Time for a process to end by itself before it is killed."""
 
-# Where nanoserve itself is: an editable installation is found by a hook of the site, not on the path.
+# The directory of the package: the import hook of an editable installation is not on sys.path.
 _PACKAGES = str(Path(__file__).parents[2])
 _PREPARE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
 ENGINE_PROGRAM = "from nanoserve.server.engine_process import main; main()"
-"""What the process runs."""
+"""The Python code of the process."""
 
 
 class EngineChild:
-    """A process that runs the engine. Made by ``start``; ``end`` it in any case."""
+    """A process that runs the engine. Make it with ``start``, and ``end`` it in any case."""
 
     def __init__(self, process: asyncio.subprocess.Process, directory: Path, sockets: EngineSockets) -> None:
         self._process = process
@@ -51,7 +51,7 @@ class EngineChild:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
         self.ready = False
-        """Set by the owner once the engine has said so: from then on silence is answered sooner."""
+        """Set by the owner when the engine is ready; from then on less silence is tolerated."""
         self.dropped = 0
 
     @classmethod
@@ -91,11 +91,11 @@ class EngineChild:
             raise
 
     def send(self, command: Command) -> None:
-        """Put a command on its way; never waits."""
+        """Queue a command; never waits."""
         self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
 
     async def messages(self) -> AsyncIterator[EngineMessage]:
-        """What the engine says, until the caller has heard enough. Messages that make no sense are counted."""
+        """Yield the engine's messages; undecodable ones are counted."""
         while True:
             data = await self._reports.recv()
             try:
@@ -104,12 +104,12 @@ class EngineChild:
                 self.dropped += 1
 
     async def death(self) -> str:
-        """Wait until the process is dead, or was silent for so long that it is killed; returns what happened."""
+        """Wait until the process is dead, or kill it after too long a silence; returns what happened."""
         assert self._process.stdout is not None
         silence = 0.0
         while silence < (SILENCE_SECONDS if self.ready else LOADING_SILENCE_SECONDS):
             try:
-                # Second by second: if the whole machine slept for a minute, that is one second of silence and no more.
+                # Second by second: if the machine was suspended for a minute, that counts as one second of silence.
                 async with asyncio.timeout(1.0):
                     if not await self._process.stdout.read(4096):
                         code = await self._process.wait()
@@ -121,7 +121,7 @@ class EngineChild:
         return f"gave no sign of life for {silence:g} s and was killed"
 
     async def end(self) -> None:
-        """Kill the process if it lives, and leave nothing of it behind."""
+        """Kill the process if it lives, and remove its sockets and directory."""
         await _kill(self._process)
         self._reports.close(linger=0)
         self._context.destroy(linger=0)
@@ -136,8 +136,8 @@ async def _end_within(process: asyncio.subprocess.Process, seconds: float) -> No
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
-    """The process and what it has started: a compiler, perhaps, which would outlive it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left; macOS: none but the dead
+    """Kill the process and its children: a compiler, for example, would outlive it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; on macOS: only dead ones
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
 
