@@ -1,4 +1,4 @@
-"""Models with random weights of a real shape: as fast and as large as the real ones, and meaningless."""
+"""Models with random weights of a real shape: as fast and as large as real models, with meaningless answers."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from nanoserve.models.weights import TensorPart, shard_parts, tensor_parts
 from nanoserve.processes.sizes import format_size
 
 DUMMY_SEED = 1
-"""Names the weights of dummy models, also where they are kept: another one whenever they are drawn in another way."""
+"""Identifies the weights of dummy models, also in caches. Change it when they are drawn in another way."""
 
 # A uniform distribution of this half-width has the standard deviation of a fresh decoder; it is drawn much faster than
 # a normal one, which matters for billions of weights.
@@ -31,7 +31,7 @@ _HALF_WIDTH = INITIAL_STANDARD_DEVIATION * math.sqrt(3.0)
 _STORED_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 _FILE_BYTES = 256 << 20
-"""A written file holds so much, or one tensor: no more of a model is in this process's memory while it is written."""
+"""Size of a written file, unless one tensor is larger. This process holds no more of a model while it writes."""
 
 
 def make_dummy_model(
@@ -44,8 +44,8 @@ def make_dummy_model(
 ) -> tuple[Decoder, ModelConfig]:
     """A decoder with random weights, ready for inference, and the whole model's config.
 
-    On a device the weights are always the same ones; a shard has the slices of the whole model's. `spec` is a name in
-    SHAPES or the path of a config.json; the rest as in `load_model`. Raises ModelError.
+    The weights are always the same on a kind of device; a shard holds slices of them. `spec` is a name in SHAPES or the
+    path of a config.json; the other arguments are as in `load_model`. Raises ModelError.
     """
     config, device = dummy_config(spec), torch.device(device)
     decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device, shard=shard, group=group)

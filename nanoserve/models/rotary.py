@@ -22,7 +22,7 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1: long wavelengths are divided by the factor, short ones kept, those between are blended."""
+    """Llama 3.1: frequencies of long wavelengths are divided by the factor, short ones kept, others blended."""
     turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)
@@ -30,8 +30,8 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """YaRN section 3.2: dimensions that turn more than beta_fast times in the trained context are kept, those that
-    turn less than beta_slow times are interpolated, with a linear ramp over the dimension's index between."""
+    """YaRN, section 3.2: dimensions with more than beta_fast turns in the trained context are kept, those with fewer
+    than beta_slow turns are interpolated, with a linear ramp over the dimension's index between them."""
     low, high = _dimension(rope.beta_fast, rope), _dimension(rope.beta_slow, rope)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)

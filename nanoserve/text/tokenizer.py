@@ -20,11 +20,11 @@ from nanoserve.text.chat_template import (
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 _CHARACTERS_PER_TOKEN = 8
-"""More than ordinary text has: what is within its limit is rarely longer."""
+"""More than ordinary text has, so that a text within its limit is rarely encoded twice."""
 
 
 class PromptTooLong(UsageError):
-    """A prompt has far more tokens than may be."""
+    """A prompt has far more tokens than the limit."""
 
 
 class Tokenizer:
@@ -63,20 +63,20 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """Token ids of a text typed by a user: spellings of special tokens in it are ordinary text.
 
-        Added tokens that are not special, such as `<think>`, are read: who writes a raw prompt chooses its format.
-        `add_special_tokens` puts around it what the model expects, usually BOS. Raises UsageError for text with NUL or
-        lone surrogates, and PromptTooLong early for one that has far more tokens than `limit`.
+        Added tokens that are not special, such as `<think>`, are recognized: the author of a raw prompt chooses its
+        format. `add_special_tokens` adds the tokens that the model expects around it, usually BOS. Raises UsageError
+        for text with NUL or lone surrogates, and PromptTooLong early for text with far more tokens than `limit`.
         """
         pieces = self._readable.split(check_text(text))
         self._check_length(pieces, limit)
         return self._encode(pieces, add_special_tokens=add_special_tokens)
 
     def _check_length(self, pieces: Sequence[str | int], limit: int | None) -> None:
-        """Raise PromptTooLong by the beginning of the pieces, if they surely have more tokens than `limit`.
+        """Raise PromptTooLong if a beginning of the pieces has more than twice `limit` tokens.
 
-        How many characters a token may stand for is not bounded: tokenizers drop characters, and join what they do not
-        know. So ever longer beginnings are tokenized. What they have too many by the cut, which changes their last
-        words at most, is far less than the limit itself.
+        The characters per token have no bound: tokenizers drop characters, and join unknown ones. So ever longer
+        beginnings are tokenized. Cutting changes at most the last words of a beginning, which adds far fewer tokens
+        than the limit.
         """
         length = _CHARACTERS_PER_TOKEN * (limit or 0)
         while limit is not None and length < sum(len(piece) if isinstance(piece, str) else 1 for piece in pieces):
@@ -105,17 +105,17 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation in the model's own chat format.
 
-        Tokens that structure the prompt, flagged special or not, come from the template alone: spellings of them in
+        Tokens that structure the prompt, flagged special or not, come only from the template: their spellings in
         messages, tool descriptions, tool calls and other arguments are ordinary text. The `content` of assistants is
-        the model's own: what is not special there, such as `<think>` or `<tool_call>`, is the token that the model
-        wrote, so that an answer comes back as it was. Put no one else's text there.
+        the model's own. There, spellings that are not special, such as `<think>` or `<tool_call>`, become tokens again,
+        so that an answer is encoded as the model wrote it. Put no other text there.
 
         Raises UsageError when the messages are malformed or the template refuses them, ModelError when the template
-        fails; and as `encode` does for a `limit`.
+        fails, and PromptTooLong as `encode` does.
         """
         pieces = self._chat_pieces(messages, template_arguments, add_generation_prompt=add_generation_prompt)
         self._check_length(pieces, limit)
-        # A template writes BOS where the model wants it; the plain format leaves that to the tokenizer.
+        # A template writes BOS itself; for the plain format the tokenizer adds it.
         return self._encode(pieces, add_special_tokens=not self.has_chat_template)
 
     def render_chat(
@@ -164,7 +164,7 @@ class Tokenizer:
 
     @property
     def notice(self) -> str | None:
-        """What a user who chats should be told about the prompt format, if anything."""
+        """What a user who chats should know about the prompt format, if anything."""
         return self._template.notice
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class Tokenizer:
 
 
 def _beginning(pieces: Sequence[str | int], length: int) -> list[str | int]:
-    """The pieces up to so many characters; a control token counts as one."""
+    """The first `length` characters of the pieces; a control token counts as one."""
     beginning: list[str | int] = []
     for piece in pieces:
         if length <= 0:
@@ -213,7 +213,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def load_backend(directory: Path) -> Backend:
-    """The vocabulary of a model directory without its chat template; raises as `load_tokenizer` does."""
+    """The vocabulary of a model directory, without its chat template; raises as `load_tokenizer` does."""
     settings = read_optional_json_object(directory / "tokenizer_config.json")
     special = read_optional_json_object(directory / "special_tokens_map.json")
     return _load_backend(directory, settings, _named_tokens(special | settings), template="")
@@ -237,7 +237,7 @@ def _load_backend(
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token and its kin, which are written as text or as an object with a `content`."""
+    """bos_token and the like, which are written as text or as an object with a `content`."""
     found = {}
     for name in _NAMED_TOKENS:
         value = settings.get(name)
