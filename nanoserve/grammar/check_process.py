@@ -18,7 +18,7 @@ import msgspec
 from nanoserve.errors import NanoserveError
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.grammar.schema import check_schema
-from nanoserve.processes.limited import answer_requests, limit_resources, limit_time
+from nanoserve.processes.children import answer_requests, limit_resources, limit_time
 
 MEMORY_LIMIT = 2 << 30
 STACK_LIMIT = 2 << 20

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from nanoserve.errors import UsageError
-from nanoserve.processes.limited import LimitedProcess
+from nanoserve.processes.children import LimitedProcess
 
 SECONDS = 0.25
 """Processor time of one check. The engine spends as much once, while others wait. Most schemas take milliseconds."""

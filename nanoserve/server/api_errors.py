@@ -6,7 +6,7 @@ import msgspec
 from starlette.responses import Response
 
 from nanoserve.errors import ModelError, NanoserveError, UsageError
-from nanoserve.processes.limited import ProcessKilled
+from nanoserve.processes.children import ProcessKilled
 from nanoserve.server.engine_client import EngineUnavailable, QueueFull
 
 _LONGEST_MESSAGE = 1000

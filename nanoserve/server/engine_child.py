@@ -2,10 +2,6 @@
 
 import asyncio
 import contextlib
-import json
-import os
-import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,6 +10,7 @@ import zmq
 import zmq.asyncio
 
 from nanoserve.errors import NanoserveError, RuntimeFailure
+from nanoserve.processes.children import describe_exit, kill_group, python_command
 from nanoserve.processes.sockets import SocketKeys, connect, listen, local_address
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 from nanoserve.server.messages import Command, EngineMessage, EngineSockets, EngineStart
@@ -27,9 +24,6 @@ SILENCE_SECONDS = 10.0
 GRACE_SECONDS = 2.0
 """Time for a process to end by itself before it is killed."""
 
-# The directory of the package: the import hook of an editable installation is not on sys.path.
-_PACKAGES = str(Path(__file__).parents[2])
-_PREPARE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
 ENGINE_PROGRAM = "from nanoserve.server.engine_process import main; main()"
 """The Python code of the process."""
 
@@ -64,11 +58,7 @@ class EngineChild:
         directory = choose_directory()
         sockets = EngineSockets(local_address(directory), local_address(directory), SocketKeys.random())
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            _PREPARE + program,
-            json.dumps([_PACKAGES, *sys.path]),
-            str(directory),
+            *python_command(program, str(directory)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             process_group=0,  # Ctrl-C is for the front end, which then ends its engine
@@ -112,8 +102,7 @@ class EngineChild:
                 # Second by second: if the machine was suspended for a minute, that counts as one second of silence.
                 async with asyncio.timeout(1.0):
                     if not await self._process.stdout.read(4096):
-                        code = await self._process.wait()
-                        return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+                        return describe_exit(await self._process.wait())
                 silence = 0.0
             except TimeoutError:
                 silence += 1.0
@@ -136,14 +125,5 @@ async def _end_within(process: asyncio.subprocess.Process, seconds: float) -> No
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill the process and its children: a compiler, for example, would outlive it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; on macOS: only dead ones
-        os.killpg(process.pid, signal.SIGKILL)
+    kill_group(process.pid)
     await process.wait()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

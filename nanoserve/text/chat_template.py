@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.errors import ModelError, UsageError
+from nanoserve.processes.children import LimitedProcess
 from nanoserve.processes.files import read_text
-from nanoserve.processes.limited import LimitedProcess
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_NESTING = 64

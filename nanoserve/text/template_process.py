@@ -14,7 +14,7 @@ from typing import Any
 
 import minijinja
 
-from nanoserve.processes.limited import answer_requests, limit_resources
+from nanoserve.processes.children import answer_requests, limit_resources
 
 MEMORY_LIMIT = 256 << 20
 

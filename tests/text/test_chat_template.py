@@ -8,7 +8,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanoserve.errors import ModelError, UsageError
-from nanoserve.processes.limited import ProcessKilled
+from nanoserve.processes.children import ProcessKilled
 from nanoserve.server.api_errors import as_api_error
 from nanoserve.text.chat_template import ChatTemplate, check_messages, load_chat_template
 from nanoserve.text.tokenizer import load_tokenizer

@@ -1,17 +1,19 @@
-"""Child processes for untrusted work: one that hangs, crashes or eats memory harms nothing else.
+"""Child processes that run nanoserve's code, and those among them that do untrusted work.
 
-The parent holds a `LimitedProcess`. The child's side is a module whose `main` sets its limits with `limit_resources`
-and then calls `answer_requests`. Questions and answers are lines of JSON.
+A `LimitedProcess` does untrusted work: if it hangs, crashes or eats memory, nothing else is harmed. The child's side is
+a module whose `main` sets its limits with `limit_resources` and then calls `answer_requests`. Questions and answers are
+lines of JSON.
 """
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,30 @@ GRACE_SECONDS = 2.0
 _KILLED_FROM_OUTSIDE = (-9, -15)
 """SIGKILL and SIGTERM. A child's own limits end it by other signals."""
 
-# The directory of the package: the import hook of an editable installation does not run in the child.
 _PACKAGES = str(Path(__file__).parents[2])
-_COMMAND = "import json, sys; sys.path[:] = json.loads(sys.argv[1]);from {module} import main; main()"
+"""The directory of the package. An editable installation is found by an import hook, which children may lack."""
+
+
+def python_command(program: str, *arguments: str, flags: Sequence[str] = ()) -> list[str]:
+    """The command of a Python process that finds the same packages; `arguments` are its sys.argv[2:]."""
+    prepare = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    return [sys.executable, *flags, "-c", prepare + program, json.dumps([_PACKAGES, *sys.path]), *arguments]
+
+
+def kill_group(leader: int) -> None:
+    """Kill a process and its children: a compiler, for example, would outlive it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; on macOS: only dead ones
+        os.killpg(leader, signal.SIGKILL)
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, from its exit code."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
 
 
 class ProcessKilled(RuntimeFailure):
@@ -46,7 +69,8 @@ class LimitedProcess:
     """
 
     def __init__(self, module: str, purpose: str, greeting: dict[str, Any]) -> None:
-        self._command = _COMMAND.format(module=module)
+        # -I and -S: the child skips the start-up work of site.
+        self._command = python_command(f"from {module} import main; main()", flags=("-I", "-S"))
         self._purpose = purpose
         self._greeting = json.dumps(greeting)
         self._lock = threading.Lock()
@@ -77,12 +101,8 @@ class LimitedProcess:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None:
             return self._process
-        # -I and -S: the child skips the start-up work of site and gets the paths on which this process found packages.
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", self._command, json.dumps([_PACKAGES, *sys.path])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         self._process = process
         self._finalizer = weakref.finalize(self, _end, process)
