@@ -242,12 +242,14 @@ def _gaps(rows: Tensor, parts: Iterable[TensorPart]) -> Iterator[Tensor]:
 
 
 class _Block(NamedTuple):
-    """Rows (or columns) of a whole parameter that are divided together: how many, those that a rank has, and how many
-    rows of the rank's own parameter are theirs; the last of these may be padding."""
+    """Rows (or columns) of a whole parameter that are divided together."""
 
     size: int
+    """Rows of the whole block."""
     kept: range
+    """Rows that the rank has."""
     width: int
+    """Rows of the rank's own parameter for this block; the last ones may be padding."""
 
 
 def _cut(part: TensorPart, config: ModelConfig, shard: Shard) -> Iterator[TensorPart]:
@@ -259,7 +261,7 @@ def _cut(part: TensorPart, config: ModelConfig, shard: Shard) -> Iterator[Tensor
     elif matrix in _FANNING_IN:
         (block,) = blocks
         if len(part.shape) == 1 and shard.rank == 0:
-            yield part  # a bias: what the ranks compute is added up, and it must be added once
+            yield part  # a bias: the results of the ranks are summed, so only one rank may add it
         elif len(part.shape) == 2 and block.kept:
             yield replace(part, columns=block.kept)
     else:
@@ -267,7 +269,7 @@ def _cut(part: TensorPart, config: ModelConfig, shard: Shard) -> Iterator[Tensor
 
 
 def _cut_rows(part: TensorPart, blocks: Iterable[_Block]) -> Iterator[TensorPart]:
-    """Of every block, the kept rows that this part fills: a fused tensor fills several blocks, another only one."""
+    """The kept rows of each block that this part fills; only a fused tensor fills several blocks."""
     whole, own = 0, 0
     for block in blocks:
         first = max(whole + block.kept.start, part.first_row)
@@ -279,7 +281,7 @@ def _cut_rows(part: TensorPart, blocks: Iterable[_Block]) -> Iterator[TensorPart
 
 
 def _blocks(matrix: str, part: TensorPart, config: ModelConfig, shard: Shard) -> tuple[_Block, ...]:
-    """How a matrix of the decoder is divided; not at all if there are no blocks."""
+    """The blocks that divide a matrix of the decoder; empty if it is not divided."""
 
     def evenly(size: int) -> _Block:
         return _Block(size, shard.share(size), divided(size, shard.degree))
