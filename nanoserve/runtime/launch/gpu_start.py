@@ -8,10 +8,9 @@ from functools import partial
 import torch
 
 from nanoserve.config import EngineConfig
-from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
+from nanoserve.models.decoder import Decoder, LayerFunction
 from nanoserve.models.hub import ProgressCallback
-from nanoserve.runtime.compile.layer_pieces import EagerPieces, LayerPieces, whole_layer
-from nanoserve.runtime.compile.torch_compile import TorchCompileLayers
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.launch.devices import compiler_errors
 from nanoserve.runtime.launch.memory import memory_errors, out_of_memory
 from nanoserve.runtime.launch.memory_profile import MemoryProfileRun, measured_memory
@@ -58,11 +57,8 @@ class GpuStart:
         self._decoder = decoder
         self._config = config
         self._device = device
-        self._traced = None if config.eager else TorchCompileLayers(decoder)
-        # runs the layers from now on.
-        self.run_layer: LayerFunction = DecoderLayer.__call__ if self._traced is None else self._traced
-        # run those that part of a step's rows attend in elsewhere.
-        self.pieces: LayerPieces = EagerPieces() if self._traced is None else self._traced
+        self.layers = LayerRunner() if config.eager else LayerRunner.torch_compile(decoder)
+        """Runs the layers from now on."""
         # A stage's steps begin with hidden states that come from elsewhere: they run compiled, and uncaptured.
         captures = not config.eager and config.num_workers == 1 and _can_be_captured(decoder, device)
         self._buckets = bucket_sizes(config.max_num_seqs) if captures else ()
@@ -85,12 +81,12 @@ class GpuStart:
         config = self._config
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
         step = MemoryProfileRun(num_tokens, min(num_tokens, config.max_num_seqs), config.block_size)
-        began, stage = time.monotonic(), WARMING_UP if self._traced is None else COMPILING
+        began, stage = time.monotonic(), WARMING_UP if config.eager else COMPILING
         if progress is not None:
             progress(stage, 0, 1)
         advice = "lower --max-num-batched-tokens or --max-num-seqs"
         problem = f"a step of {num_tokens} tokens does not fit"
-        ways = [self.run_layer, whole_layer(self.pieces)] if config.attends_on_host else [self.run_layer]
+        ways: list[LayerFunction] = [self.layers, *([self.layers.in_pieces] if config.attends_on_host else [])]
         with memory_errors(self._device, problem, advice), compiler_errors(self._device):
             for run_layer in ways:
                 step.run(self._decoder, run_layer)
@@ -116,7 +112,7 @@ class GpuStart:
         if self._buckets:
             captured = len(self._buckets) if self._captured(runner, max_model_len, progress) else 0
         return GpuFacts(
-            compiled=self._traced is not None and self._traced.loaded,
+            compiled=self.layers.loaded,
             warm_up_seconds=self._warm_up_seconds,
             step_memory=self._step_memory,
             graphs=captured,
