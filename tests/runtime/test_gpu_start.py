@@ -18,8 +18,7 @@ from nanoserve.models.shards import make_shards
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.launch import gpu_start
-from nanoserve.runtime.launch.gpu_start import GpuStart
-from nanoserve.runtime.launch.memory_profile import MemoryProfileRun
+from nanoserve.runtime.launch.gpu_start import GpuStart, MemoryProfileRun
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.step.decode_graphs import DecodeGraphs
 from nanoserve.runtime.step.forward_pass import ForwardPass

@@ -27,7 +27,7 @@ _EXAMPLE_ROWS, _EXAMPLE_TOKENS, _EXAMPLE_BLOCKS = 3, 6, 5
 
 
 @dataclass(frozen=True, slots=True)
-class LayerKind:
+class CompiledKind:
     """What compiled code depends on. Layers of the same kind share it."""
 
     part: LayerPart
@@ -35,7 +35,7 @@ class LayerKind:
     """A model with this layer alone. Fields that the part does not depend on have fixed values."""
 
 
-def layer_kind(part: LayerPart, config: ModelConfig, index: int) -> LayerKind:
+def layer_kind(part: LayerPart, config: ModelConfig, index: int) -> CompiledKind:
     """The kind of layer `index` of a model. The pieces do not depend on the layer's sliding window."""
     moe = config.moe
     if moe is not None:
@@ -56,7 +56,7 @@ def layer_kind(part: LayerPart, config: ModelConfig, index: int) -> LayerKind:
         sampling_defaults=SamplingDefaults(),
         renamed_as_chatglm=False,
     )
-    return LayerKind(part, alone)
+    return CompiledKind(part, alone)
 
 
 def step_arguments(
@@ -108,7 +108,7 @@ class FunctionalLayer(nn.Module):
 class LayerJob(Shelf):
     """What to compile, and where to keep it."""
 
-    kind: LayerKind
+    kind: CompiledKind
     dtype: str
     """torch's name of the dtype of weights, cache and hidden states."""
     block_size: int
@@ -146,7 +146,7 @@ def compile_layer(job: LayerJob, temporary: Path) -> Path:
 
 
 def _examples(
-    kind: LayerKind, dtype: torch.dtype, block_size: int
+    kind: CompiledKind, dtype: torch.dtype, block_size: int
 ) -> tuple[tuple[Tensor, ...], tuple[dict[int, Any], ...]]:
     """Example tensors for a part of a layer, and which of their sizes vary.
 

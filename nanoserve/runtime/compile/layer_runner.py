@@ -24,9 +24,9 @@ from nanoserve.errors import first_line
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.runtime.compile.aot_build import (
+    CompiledKind,
     FunctionalLayer,
     LayerJob,
-    LayerKind,
     LayerPart,
     layer_kind,
     step_arguments,
@@ -99,7 +99,7 @@ class LayerRunner:
 
     @classmethod
     def _of_kinds(
-        cls, decoder: Decoder, parts: Iterable[LayerPart], compiled: Callable[[LayerKind], CompiledPart]
+        cls, decoder: Decoder, parts: Iterable[LayerPart], compiled: Callable[[CompiledKind], CompiledPart]
     ) -> "LayerRunner":
         """Make one compiled part for each kind of layer and piece, and share it between the layers of the kind."""
         config = decoder.config
@@ -189,7 +189,7 @@ class LayerLibrary(BackgroundLibrary):
 
     without = "layers run uncompiled, which is slower"
 
-    def __init__(self, kind: LayerKind, decoder: Decoder, block_size: int, operators: CpuOperators) -> None:
+    def __init__(self, kind: CompiledKind, decoder: Decoder, block_size: int, operators: CpuOperators) -> None:
         super().__init__()
         block_size = block_size if kind.part == "layer" else 0  # pieces do not depend on it
         dtype, threads = str(decoder.dtype).removeprefix("torch."), torch.get_num_threads()
@@ -230,7 +230,7 @@ class _TorchCompiled:
     The all-reduces of a tensor-parallel group are compiled into it: Inductor knows torch's collectives.
     """
 
-    def __init__(self, kind: LayerKind, decoder: Decoder, backend: str | Callable[..., object]) -> None:
+    def __init__(self, kind: CompiledKind, decoder: Decoder, backend: str | Callable[..., object]) -> None:
         with torch.device("meta"):  # weights are arguments: these are never used
             layer = DecoderLayer(kind.config, 0, decoder.group).to(decoder.dtype).requires_grad_(False).eval()
         function = FunctionalLayer(layer, kind.part)

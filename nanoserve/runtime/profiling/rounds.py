@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from nanoserve.costs.curves import Curve, Grid
 
 Point = tuple[int, ...]
-"""The size, or the sizes, at which something is timed."""
+"""The size or sizes at which something is timed."""
 Probes = Mapping[str, Mapping[Point, Callable[[], float]]]
-"""What is timed, at which points: each call takes one sample in seconds."""
+"""Functions that take one sample in seconds, by what they time and by point."""
 Samples = dict[str, dict[Point, list[float]]]
 
 _MOST_REPEATS = 8
@@ -23,22 +23,22 @@ class Effort:
     """How much is measured."""
 
     seconds: float
-    """Samples are taken until so much time has passed, the warm-up included."""
+    """Time for all samples, the warm-up included."""
     fewest_rounds: int
     most_rounds: int
-    """However long or short that takes. What no round has come to has its warm-up alone."""
+    """Bounds for the number of rounds, whatever they take. A point that no round reaches keeps its warm-up's sample."""
     longest_sample: float
-    """In seconds; larger sizes than one that takes longer are not measured."""
+    """Seconds. If a size takes longer, larger ones are not measured."""
     repeat_seconds: float = 0.0
-    """What takes less is sampled again within a round, a few times, until so much time has passed."""
+    """Points that take less are sampled a few times within a round, until this much time has passed."""
 
 
 def take_rounds(probes: Probes, announce: Callable[[str], None], effort: Effort) -> Samples:
-    """Every point once a round, so that a busy moment spoils a little of everything and nothing whole.
+    """Sample every point once a round, so that a busy moment spoils one sample of many points and no point as a whole.
 
     Args:
         probes: the first call of each is a warm-up and does not count, unless there is no time for a second.
-        announce: is told of each round in a line.
+        announce: takes a line about each round.
     """
     announce("warming up ...")
     began = time.perf_counter()
@@ -67,7 +67,7 @@ def _repeated(probe: Callable[[], float], seconds: float) -> list[float]:
 
 
 def _within_reason(points: Mapping[Point, Callable[[], float]], longest: float) -> dict[Point, float]:
-    """Warm up; on a curve, what is larger than the first size that took too long is left out: the last line goes on."""
+    """Warm up. A curve ends at the first size that takes too long; its last line is extrapolated."""
     kept: dict[Point, float] = {}
     for point, probe in points.items():
         began = time.perf_counter()
@@ -78,7 +78,7 @@ def _within_reason(points: Mapping[Point, Callable[[], float]], longest: float) 
 
 
 def seconds_of(action: Callable[[], object]) -> float:
-    """Of wall time."""
+    """Wall time of an action."""
     began = time.perf_counter()
     action()
     return time.perf_counter() - began
@@ -91,7 +91,7 @@ def curve_of(samples: Mapping[Point, Sequence[float]]) -> Curve:
 
 
 def difference_of(samples: Mapping[Point, Sequence[float]], less: Mapping[Point, Sequence[float]]) -> Curve:
-    """The curve of ``samples`` without ``less``, a small part of them, of which the least counts: it has no noise."""
+    """The curve of ``samples`` minus ``less``, a small part of them. The least of ``less`` counts: it has no noise."""
     curve = curve_of(samples)
     part = [min(less[size,]) for size in curve.sizes]
 
