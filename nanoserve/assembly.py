@@ -11,7 +11,7 @@ import torch
 from nanoserve.config import EngineConfig, ModelConfig, SamplingDefaults
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.costs.measured_machine import MachineSpeeds, layout_predictors, measured_machine
-from nanoserve.costs.measured_predictor import MeasuredPredictor
+from nanoserve.costs.measured_times import MeasuredPredictor
 from nanoserve.costs.profile import read_profile
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine

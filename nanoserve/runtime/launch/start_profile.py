@@ -15,9 +15,9 @@ import torch
 from nanoserve import __version__
 from nanoserve.config import EngineConfig, ModelConfig, SamplingDefaults
 from nanoserve.costs.calibration import calibrate
-from nanoserve.costs.curves import Curve
+from nanoserve.costs.curves import MeasuredCurve
 from nanoserve.costs.measured_machine import MachineSpeeds
-from nanoserve.costs.measured_predictor import MeasuredPredictor
+from nanoserve.costs.measured_times import MeasuredPredictor
 from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, Reached, read_profile, write_profile
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.models.decoder import Decoder
@@ -278,7 +278,7 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
     return msgspec.structs.replace(profile.with_factors(calibrate(profile)), model=engine.model)
 
 
-def _scheduling(decoder: Decoder) -> Curve:
+def _scheduling(decoder: Decoder) -> MeasuredCurve:
     """Seconds of scheduling a step between two passes through the layers: much of a small model's step."""
     compute_piece = linear_pieces(decoder)
 
@@ -290,7 +290,7 @@ def _scheduling(decoder: Decoder) -> Curve:
         measure_scheduler(rows, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute).step_ms / 1000
         for rows in _SCHEDULED_ROWS
     )
-    return Curve(sizes=_SCHEDULED_ROWS, seconds=seconds, low=seconds, high=seconds)
+    return MeasuredCurve(sizes=_SCHEDULED_ROWS, seconds=seconds, low=seconds, high=seconds)
 
 
 def _operators() -> str:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nanoserve.costs.curves import Curve, Grid
+from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
 
 Point = tuple[int, ...]
 """The size or sizes at which something is timed."""
@@ -84,13 +84,13 @@ def seconds_of(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def curve_of(samples: Mapping[Point, Sequence[float]]) -> Curve:
+def curve_of(samples: Mapping[Point, Sequence[float]]) -> MeasuredCurve:
     """Medians and quartiles over one size."""
     low, seconds, high = zip(*(quartiles(found) for found in samples.values()), strict=True)
-    return Curve(sizes=tuple(size for (size,) in samples), seconds=seconds, low=low, high=high)
+    return MeasuredCurve(sizes=tuple(size for (size,) in samples), seconds=seconds, low=low, high=high)
 
 
-def difference_of(samples: Mapping[Point, Sequence[float]], less: Mapping[Point, Sequence[float]]) -> Curve:
+def difference_of(samples: Mapping[Point, Sequence[float]], less: Mapping[Point, Sequence[float]]) -> MeasuredCurve:
     """The curve of ``samples`` minus ``less``, a small part of them. The least of ``less`` counts: it has no noise."""
     curve = curve_of(samples)
     part = [min(less[size,]) for size in curve.sizes]
@@ -98,16 +98,18 @@ def difference_of(samples: Mapping[Point, Sequence[float]], less: Mapping[Point,
     def without(values: Sequence[float]) -> tuple[float, ...]:
         return tuple(max(_SMALLEST, value - own) for value, own in zip(values, part, strict=True))
 
-    return Curve(sizes=curve.sizes, seconds=without(curve.seconds), low=without(curve.low), high=without(curve.high))
+    return MeasuredCurve(
+        sizes=curve.sizes, seconds=without(curve.seconds), low=without(curve.low), high=without(curve.high)
+    )
 
 
-def grid_of(samples: Mapping[Point, Sequence[float]]) -> Grid:
+def grid_of(samples: Mapping[Point, Sequence[float]]) -> MeasuredGrid:
     """Medians and quartiles over batch and context."""
     batches = tuple(dict.fromkeys(batch for batch, _ in samples))
     contexts = tuple(dict.fromkeys(context for _, context in samples))
     rows = [tuple(zip(*(quartiles(samples[batch, context]) for context in contexts), strict=True)) for batch in batches]
     low, seconds, high = zip(*rows, strict=True)
-    return Grid(batches=batches, contexts=contexts, seconds=seconds, low=low, high=high)
+    return MeasuredGrid(batches=batches, contexts=contexts, seconds=seconds, low=low, high=high)
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
