@@ -11,7 +11,7 @@ import torch
 from nanoserve.config import EngineConfig, ModelConfig, SamplingDefaults
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.costs.measured_machine import MachineSpeeds, layout_predictors, measured_machine
-from nanoserve.costs.measured_predictor import MeasuredPredictor
+from nanoserve.costs.measured_times import MeasuredPredictor
 from nanoserve.costs.profile import read_profile
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
@@ -24,7 +24,7 @@ from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.models.shards import shards_of_layouts
 from nanoserve.record.forecasts import Forecasts
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.core_division import divide_cores
 from nanoserve.runtime.launch.devices import usable_device
@@ -60,7 +60,7 @@ class BuiltEngine:
     default_params: SamplingParams
     """What the model's generation_config.json recommends."""
     operators: CpuOperators | None
-    layers: "AotInductorLayers | RemoteLayers | LayersOfAll | None"
+    layers: "LayerRunner | RemoteLayers | LayersOfAll | None"
     """What is built in the background and makes steps faster; None where nothing is."""
     gpu: GpuFacts | None
     """What getting the GPU ready took; None without one."""
@@ -132,9 +132,9 @@ def _build_here(
     operators = cpu_operators() if gpu is None else None
     # Before anything is compiled for a number of threads.
     processor = HostProcessor.set_apart(config.host_threads, device) if config.attends_on_host else None
-    layers: AotInductorLayers | None = None
+    layers: LayerRunner | None = None
     if operators is not None and not config.eager:
-        layers = AotInductorLayers(
+        layers = LayerRunner.ahead_of_time(
             decoder, block_size=config.block_size, operators=operators, with_pieces=config.attends_on_host
         )
     executor = LocalExecutor(
@@ -144,12 +144,12 @@ def _build_here(
         block_size=config.block_size,
         device=device,
         layers=layers,
-        run_layer=DecoderLayer.__call__ if gpu is None else gpu.run_layer,
+        run_layer=DecoderLayer.__call__ if gpu is None else gpu.layers,
         grammars=GrammarCompiler(resolved.tokenizer_directory, model.vocab_size),
         feeds_tokens=gpu is not None and not config.eager,
         host_pool=host_pool,
         processor=processor,
-        pieces=layers if gpu is None else gpu.pieces,
+        pieces=layers if gpu is None else gpu.layers,
     )
     facts = None if gpu is None else gpu.capture(executor.runner, max_model_len, progress)
     if processor is None or speeds is None:

@@ -18,10 +18,10 @@ from nanoserve.llm import LLM
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.profiling.attention import Stopwatch
-from nanoserve.runtime.profiling.parts import Sizes, cache_limits, fields_of, open_probes
+from nanoserve.runtime.profiling.parts import ProfileSizes, cache_limits, fields_of, open_probes
 from nanoserve.runtime.profiling.rounds import Effort, curve_of, take_rounds
 
-SIZES = Sizes(
+SIZES = ProfileSizes(
     tokens=(1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096),
     prompts=(16, 32, 64, 128, 256, 512, 1024, 2048),
     batches=(1, 2, 4, 8, 16, 32, 64),
@@ -91,7 +91,7 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
     return profile.with_factors(calibrate(profile))
 
 
-def _sizes(llm: LLM, engine: EngineTimer) -> Sizes:
+def _sizes(llm: LLM, engine: EngineTimer) -> ProfileSizes:
     """As large as the engine's steps and the model's context can be."""
     config, executor = llm.engine_config, llm.engine.executor
     limits = config.max_num_batched_tokens, llm.max_model_len, config.max_num_seqs

@@ -6,7 +6,7 @@ from typing import Any
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.profiling.prediction import mean_figures
 from nanoserve.costs.counts import ModelCounts, Precision
-from nanoserve.costs.curves import Curve, Grid
+from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
 from nanoserve.costs.profile import Prediction, Profile, Reached, RunFigures
 from nanoserve.costs.work import StepWork
 
@@ -51,7 +51,7 @@ def _attention_rows(profile: Profile) -> Iterator[Fields]:
     yield from _grid_rows("attention in host memory", profile.host_attention, counts, _limits(profile.host))
 
 
-def _grid_rows(name: str, grid: Grid, counts: ModelCounts, limits: Limits) -> Iterator[Fields]:
+def _grid_rows(name: str, grid: MeasuredGrid, counts: ModelCounts, limits: Limits) -> Iterator[Fields]:
     for batch, seconds, low, high in zip(grid.batches, grid.seconds, grid.low, grid.high, strict=True):
         for place, context in enumerate(grid.contexts):
             keys = batch * context
@@ -75,7 +75,7 @@ def _other_rows(profile: Profile) -> Iterator[Fields]:
         yield _row("copy", f"{size / 2**20:g} MiB", profile.copy, place, None)
 
 
-def _row(name: str, size: str, curve: Curve, place: int, floor: float | None) -> Fields:
+def _row(name: str, size: str, curve: MeasuredCurve, place: int, floor: float | None) -> Fields:
     return _fields(name, size, (curve.seconds[place], curve.low[place], curve.high[place]), floor)
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.shards import make_shards
-from nanoserve.runtime.compile.torch_compile import TorchCompileLayers
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.step.forward_pass import ForwardPass
 from nanoserve.runtime.workers.ranks import Ranks, meet
 from tests.runtime.small_model import small_config
-from tests.runtime.test_traced_layers import caches, step_of
+from tests.runtime.test_torch_compile import caches, step_of
 
 SIZES = [(1, 5), (1, 1), (2, 1), (16, 1)]  # rows and their lengths
 
@@ -28,7 +28,7 @@ def traced_and_eager(rank: int, meeting: Path, backend: str) -> tuple[list[Tenso
     shards = make_shards(config, pipeline_parallel=1, tensor_parallel=2)
     torch.manual_seed(rank)
     decoder = Decoder(config, shard=shards[rank], group=group).eval().requires_grad_(False)
-    layers, generator = TorchCompileLayers(decoder, backend=backend), torch.Generator().manual_seed(1)
+    layers, generator = LayerRunner.torch_compile(decoder, backend=backend), torch.Generator().manual_seed(1)
     traced, eager = [], []
     with torch.inference_mode():
         for rows, length in SIZES:

@@ -12,8 +12,7 @@ from torch._dynamo.utils import counters
 from nanoserve.config import ModelConfig, MoeConfig
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.shards import make_shards
-from nanoserve.runtime.compile.layer_pieces import EagerPieces, whole_layer
-from nanoserve.runtime.compile.torch_compile import TorchCompileLayers
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.step.forward_pass import Caches, ForwardPass
 from nanoserve.runtime.step.staging import HostBuffer
 from nanoserve.runtime.step.step_inputs import StepInputs
@@ -57,7 +56,7 @@ def test_one_graph_per_kind_of_layer_equals_eager() -> None:
     options = {"qk_norm": True, "norms_per_layer": 4, "qkv_bias": True, "moe": SPARSE}
     config = replace(small_config(), num_layers=3, sliding_windows=(0, 5, 0), **options)
     decoder = small_decoder(config).requires_grad_(False)
-    layers, generator = TorchCompileLayers(decoder, backend="aot_eager"), torch.Generator().manual_seed(1)
+    layers, generator = LayerRunner.torch_compile(decoder, backend="aot_eager"), torch.Generator().manual_seed(1)
     with torch.inference_mode():
         for rows, length, num_blocks in [(1, 5, 1), (1, 1, 40), (2, 1, 40), (1, 2, 40), (1, 7, 40), (16, 1, 40)]:
             step = step_of(rows, length, generator)
@@ -74,12 +73,12 @@ def test_one_graph_per_piece_serves_batches_of_any_size() -> None:
     options = {"qk_norm": True, "norms_per_layer": 4, "qkv_bias": True, "moe": SPARSE}
     config = replace(small_config(), num_layers=3, sliding_windows=(0, 5, 5), **options)
     decoder = small_decoder(config).requires_grad_(False)
-    layers, generator = TorchCompileLayers(decoder, backend="aot_eager"), torch.Generator().manual_seed(1)
+    layers, generator = LayerRunner.torch_compile(decoder, backend="aot_eager"), torch.Generator().manual_seed(1)
     with torch.inference_mode():
         for rows, length in [(1, 5), (1, 1), (2, 1), (1, 7), (16, 1)]:
             step = step_of(rows, length, generator)
-            traced = ForwardPass(decoder, caches(config, rows * 2), whole_layer(layers))(step)
-            eager = ForwardPass(decoder, caches(config, rows * 2), whole_layer(EagerPieces()))(step)
+            traced = ForwardPass(decoder, caches(config, rows * 2), layers.in_pieces)(step)
+            eager = ForwardPass(decoder, caches(config, rows * 2), LayerRunner().in_pieces)(step)
             torch.testing.assert_close(traced, eager)
             torch.testing.assert_close(traced, ForwardPass(decoder, caches(config, rows * 2))(step))
         assert counters["stats"]["unique_graphs"] == 4
@@ -106,22 +105,22 @@ def test_sums_over_a_group_are_part_of_a_layer() -> None:
     config = replace(small_config(), num_layers=1, sliding_windows=(0,))
     (shard, _) = make_shards(config, pipeline_parallel=1, tensor_parallel=2)
     decoder = Decoder(config, shard=shard, group=Twin()).requires_grad_(False).eval()
-    layers, step = TorchCompileLayers(decoder, backend="eager"), step_of(2, 3, torch.Generator().manual_seed(1))
+    layers, step = LayerRunner.torch_compile(decoder, backend="eager"), step_of(2, 3, torch.Generator().manual_seed(1))
     with torch.inference_mode():
         traced = ForwardPass(decoder, caches(decoder.config, 4), layers)(step)
         torch.testing.assert_close(traced, ForwardPass(decoder, caches(decoder.config, 4))(step))
     assert layers.loaded
 
 
-@pytest.mark.parametrize("run_layer", [lambda layers: layers, whole_layer])
+@pytest.mark.parametrize("run_layer", [lambda layers: layers, lambda layers: layers.in_pieces])
 def test_a_compiler_that_fails_leaves_the_same_answers_and_one_notice(
-    caplog: pytest.LogCaptureFixture, run_layer: Callable[[TorchCompileLayers], LayerFunction]
+    caplog: pytest.LogCaptureFixture, run_layer: Callable[[LayerRunner], LayerFunction]
 ) -> None:
     def broken(graph: object, inputs: object) -> None:
         raise ValueError("no compiler today\nand more of it")
 
     decoder = small_decoder().requires_grad_(False)
-    layers = TorchCompileLayers(decoder, backend=broken)
+    layers = LayerRunner.torch_compile(decoder, backend=broken)
     step = step_of(2, 3, torch.Generator().manual_seed(1))
     with torch.inference_mode():
         for _ in range(2):
@@ -134,12 +133,13 @@ def test_a_compiler_that_fails_leaves_the_same_answers_and_one_notice(
 
 def test_a_lack_of_memory_is_no_reason_to_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = small_decoder().requires_grad_(False)
-    layers = TorchCompileLayers(decoder, backend="eager")
+    layers = LayerRunner.torch_compile(decoder, backend="eager")
 
     def fail(*arguments: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(layers, "_run", fail)
+    for compiled in layers._compiled["layer"]:
+        monkeypatch.setattr(compiled, "_function", fail)
     monkeypatch.setattr(DecoderLayer, "forward", fail)
     with pytest.raises(torch.OutOfMemoryError):
         ForwardPass(decoder, caches(decoder.config, 4), layers)(step_of(1, 3, torch.Generator().manual_seed(1)))
@@ -148,7 +148,7 @@ def test_a_lack_of_memory_is_no_reason_to_run_eagerly(monkeypatch: pytest.Monkey
 
 def test_what_has_run_once_and_fails_is_no_matter_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = small_decoder().requires_grad_(False)
-    layers = TorchCompileLayers(decoder, backend="eager")
+    layers = LayerRunner.torch_compile(decoder, backend="eager")
     forward = ForwardPass(decoder, caches(decoder.config, 4), layers)
     step = step_of(1, 3, torch.Generator().manual_seed(1))
     with torch.inference_mode():
@@ -157,7 +157,8 @@ def test_what_has_run_once_and_fails_is_no_matter_of_the_compiler(monkeypatch: p
         def fail(*arguments: object) -> torch.Tensor:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-        monkeypatch.setattr(layers, "_functions", dict.fromkeys(layers._functions, fail))
+        for compiled in layers._compiled["layer"]:
+            monkeypatch.setattr(compiled, "_function", fail)
         with pytest.raises(RuntimeError, match="not permitted"):
             forward(step)
     assert layers.loaded

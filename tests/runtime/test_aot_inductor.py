@@ -11,9 +11,8 @@ import torch
 from nanoserve.config import MoeConfig, RopeConfig
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
-from nanoserve.runtime.compile.layer_compiler import layer_config
-from nanoserve.runtime.compile.layer_pieces import whole_layer
+from nanoserve.runtime.compile.aot_build import layer_kind
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
 from tests.runtime.small_model import dense_greedy, small_config, small_decoder
@@ -32,17 +31,17 @@ def decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     return small_decoder().requires_grad_(False)
 
 
-def compiled_layers(decoder: Decoder, *, with_pieces: bool = False) -> AotInductorLayers:
-    return AotInductorLayers(decoder, block_size=4, operators=cpu_operators(), with_pieces=with_pieces)
+def compiled_layers(decoder: Decoder, *, with_pieces: bool = False) -> LayerRunner:
+    return LayerRunner.ahead_of_time(decoder, block_size=4, operators=cpu_operators(), with_pieces=with_pieces)
 
 
-def greedy(decoder: Decoder, layers: AotInductorLayers) -> list[int]:
+def greedy(decoder: Decoder, layers: LayerRunner) -> list[int]:
     """Three tokens behind PROMPT."""
     return greedy_of(LocalExecutor(decoder, decoder.config, num_blocks=2, block_size=4, device="cpu", layers=layers))
 
 
-def greedy_in_pieces(decoder: Decoder, layers: AotInductorLayers) -> list[int]:
-    run_layer = whole_layer(layers)
+def greedy_in_pieces(decoder: Decoder, layers: LayerRunner) -> list[int]:
+    run_layer = layers.in_pieces
     return greedy_of(
         LocalExecutor(decoder, decoder.config, num_blocks=2, block_size=4, device="cpu", run_layer=run_layer)
     )
@@ -60,7 +59,7 @@ def greedy_of(executor: LocalExecutor) -> list[int]:
     return list(tokens[len(PROMPT) :])
 
 
-def keys_of(layers: AotInductorLayers) -> set[str]:
+def keys_of(layers: LayerRunner) -> set[str]:
     return {library.shelf.key for library in layers.libraries}
 
 
@@ -131,17 +130,17 @@ def test_a_library_belongs_to_a_kind_of_layer_and_a_number_of_threads(decoder: D
 
 def test_pieces_are_compiled_only_where_they_are_wanted(decoder: Decoder) -> None:
     layers = compiled_layers(decoder, with_pieces=True)
-    assert [library.shelf.part for library in layers.libraries] == ["layer", "pre_attention", "post_attention"]
+    assert [library.shelf.kind.part for library in layers.libraries] == ["layer", "pre_attention", "post_attention"]
     assert len(keys_of(layers)) == 3
     assert keys_of(compiled_layers(decoder)) < keys_of(layers)
-    assert [library.shelf.part for library in compiled_layers(decoder).libraries] == ["layer"]
+    assert [library.shelf.kind.part for library in compiled_layers(decoder).libraries] == ["layer"]
 
 
 def test_pieces_know_of_neither_windows_nor_blocks(decoder: Decoder) -> None:
     def keys(block_size: int, *windows: int) -> set[str]:
         changed = small_decoder(replace(decoder.config, sliding_windows=windows))
-        layers = AotInductorLayers(changed, block_size=block_size, operators=cpu_operators(), with_pieces=True)
-        return {library.shelf.key for library in layers.libraries if library.shelf.part != "layer"}
+        layers = LayerRunner.ahead_of_time(changed, block_size=block_size, operators=cpu_operators(), with_pieces=True)
+        return {library.shelf.key for library in layers.libraries if library.shelf.kind.part != "layer"}
 
     assert len(keys(4, 0, 7)) == 2 and keys(4, 0, 7) == keys(16, 5, 0)
 
@@ -156,7 +155,7 @@ def test_pieces_run_eagerly_as_long_as_they_are_not_loaded(decoder: Decoder) -> 
 def test_a_kind_of_layer_holds_all_that_the_layer_depends_on() -> None:
     moe = MoeConfig(4, 2, 16, normalize_weights=True, sparse_layers=frozenset({1}))
     config = replace(small_config(sliding_window=5), moe=moe, qk_norm=True, norms_per_layer=4, qkv_bias=True)
-    dense, sparse = layer_config(config, 0), layer_config(config, 1)
+    dense, sparse = (layer_kind("layer", config, index).config for index in range(2))
     assert dense.moe is None and sparse.is_sparse(0) and sparse.sliding_window(0) == 5
     assert dense.qk_norm and dense.norms_per_layer == 4 and dense.qkv_bias
     assert msgspec.json.decode(msgspec.json.encode(sparse), type=type(sparse)) == sparse
