@@ -6,6 +6,7 @@ from functools import reduce
 from operator import add
 
 from nanoserve.errors import RuntimeFailure, UsageError, WorkersFailed
+from nanoserve.record.recorder import Recorder, TokenCounts
 from nanoserve.request import FinishReason, Request, SequenceUpdate
 from nanoserve.scheduler.plan import Executor
 from nanoserve.scheduler.scheduler import Scheduler
@@ -48,50 +49,6 @@ class EngineStatus:
         return cls(*(reduce(add, column) for column in zip(*map(astuple, statuses), strict=True)))
 
 
-@dataclass(slots=True)
-class _Unended:
-    """A request of which something goes on: its tokens, samples that have not ended, and whether any has begun."""
-
-    tokens: int
-    samples: int
-    answered: bool = False
-
-
-class TokenCounts:
-    """Tokens of an engine's requests."""
-
-    def __init__(self) -> None:
-        self.outstanding = 0  # prompts and answers so far of requests that have not ended; their rest is unknown
-        self.prompts = 0  # of requests that have their first token
-        self.outputs = 0  # all that were sampled
-        self._unended: dict[str, _Unended] = {}
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._unended
-
-    def on_request(self, request: Request) -> None:
-        """A request has come."""
-        self._unended[request.request_id] = _Unended(len(request.prompt), request.params.n)
-        self.outstanding += len(request.prompt)
-
-    def on_updates(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
-        """What sequences gained at a moment, each at most once; returns the same."""
-        for update in updates:
-            request, gained = self._unended[update.request_id], len(update.new_tokens)
-            if gained and not request.answered:
-                request.answered = True
-                self.prompts += len(update.sequence.request.prompt)
-            request.tokens += gained
-            self.outputs += gained
-            self.outstanding += gained
-            if update.finished:
-                request.samples -= 1
-                if not request.samples:
-                    self.outstanding -= request.tokens
-                    del self._unended[update.request_id]
-        return updates
-
-
 class Engine:
     """Drives one executor with one scheduler.
 
@@ -108,11 +65,24 @@ class Engine:
         if scheduler.feeds_tokens and not executor.feeds_tokens:
             raise ValueError("the scheduler feeds tokens, but the executor does not")
         self.scheduler = scheduler
-        self.executor = executor
+        self.recorder = Recorder(scheduler, executor)  # between this engine and the executor
         self.vocab_size = vocab_size
-        self.tokens = TokenCounts()  # of its requests
-        self.losses = 0  # how often the executor's workers died and new ones were started
         self.failure: str | None = None  # why the executor runs nothing any more; None while it does
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the plans, without the recorder."""
+        return self.recorder.executor
+
+    @property
+    def tokens(self) -> TokenCounts:
+        """Tokens of its requests."""
+        return self.recorder.tokens
+
+    @property
+    def losses(self) -> int:
+        """How often the executor's workers died and new ones were started."""
+        return self.recorder.losses
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -122,7 +92,7 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether a plan would be computed at once; not while workers are stopped or being started anew."""
-        return self.failure is None and bool(getattr(self.executor, "ready", True))
+        return self.failure is None and self.executor.ready
 
     @property
     def has_work(self) -> bool:
@@ -154,7 +124,7 @@ class Engine:
 
     def now(self) -> float:
         """Seconds on the executor's clock."""
-        return self.executor.now()
+        return self.recorder.now()
 
     def add(self, request: Request) -> None:
         """Take a request in; it runs from the next step on.
@@ -172,13 +142,15 @@ class Engine:
             if outside := [token for token in tokens if not 0 <= token < self.vocab_size]:
                 raise UsageError(f"{name}: token id {outside[0]} is not in the vocabulary of {self.vocab_size}")
         self.scheduler.add(request)
-        self.tokens.on_request(request)
+        self.recorder.on_request(request)
 
     def stop(
         self, request_id: str, *, index: int | None = None, reason: FinishReason = FinishReason.ABORT
     ) -> list[SequenceUpdate]:
         """End a request, or one of its samples, from outside: an abort, or a stop string seen in the text."""
-        return self.tokens.on_updates(self.scheduler.stop(request_id, self.now(), index=index, reason=reason))
+        self.recorder.on_stop(request_id, index, reason)
+        updates = self.scheduler.stop(request_id, self.now(), index=index, reason=reason)
+        return self.recorder.on_updates(self.tokens.on_updates(updates))
 
     def step(self, until: float | None = None) -> list[SequenceUpdate]:
         """Submit as many plans as may be in flight, then take in what has become known.
@@ -196,15 +168,15 @@ class Engine:
     def submit(self) -> list[SequenceUpdate]:
         """The first half of a step; returns what has ended because nothing can be submitted."""
         if self.failure is not None:
-            return self._fail(WorkersFailed(self.failure))
+            return self.recorder.on_updates(self._fail(WorkersFailed(self.failure)))
         try:
             while self.has_work and self.scheduler.steps_in_flight < self.executor.max_in_flight:
-                plan = self.scheduler.schedule(self.executor.now())
+                plan = self.scheduler.schedule(self.now())
                 if plan is None:
                     break
-                self.executor.submit(plan)
+                self.recorder.submit(plan)
         except RuntimeFailure as error:
-            return self._fail(error)
+            return self.recorder.on_updates(self._fail(error))
         return []
 
     def collect(self, until: float | None = None) -> list[SequenceUpdate]:
@@ -214,20 +186,19 @@ class Engine:
             return updates
         try:
             if self.scheduler.awaits_results or (until is not None and not self.has_work):
-                for result in self.executor.collect(until):
-                    self.losses += result.lost is not None
-                    updates += self.tokens.on_updates(self.scheduler.apply(result, self.executor.now()))
+                for result in self.recorder.collect(until):
+                    updates += self.tokens.on_updates(self.scheduler.apply(result, self.now()))
         except RuntimeFailure as error:
             updates += self._fail(error)
-        return updates
+        return self.recorder.on_updates(updates)
 
     def _fail(self, error: RuntimeFailure) -> list[SequenceUpdate]:
         """What is in flight ends with an error, or everything."""
         if isinstance(error, WorkersFailed):
             self.failure = str(error)
-            return self.tokens.on_updates(self.scheduler.fail_all(self.failure, self.executor.now()))
-        return self.tokens.on_updates(self.scheduler.fail_steps(str(error), self.executor.now()))
+            return self.tokens.on_updates(self.scheduler.fail_all(self.failure, self.now()))
+        return self.tokens.on_updates(self.scheduler.fail_steps(str(error), self.now()))
 
     def close(self) -> None:
         """Close the executor."""
-        self.executor.close()
+        self.recorder.close()

@@ -103,7 +103,6 @@ class Scheduler:
         predictors: for the policy, one per layout.
         feeds_tokens: whether the executor takes fed rows; one more plan may be in flight then. Sequences that cannot be
             fed (``SamplingParams.may_be_fed``) skip every other plan while others are.
-        observer: sees plans and results.
 
     Raises:
         ValueError: if tokens are to be fed through more than one stage.
@@ -123,12 +122,11 @@ class Scheduler:
         other_layouts: SequenceOf[LayoutCapacity] = (),
         predictors: SequenceOf[Predictor] = (),
         feeds_tokens: bool = False,
-        observer: SchedulerObserver | None = None,
     ) -> None:
         if feeds_tokens and max([pipeline_depth, *(one.pipeline_depth for one in other_layouts)]) > 1:
             raise ValueError("tokens are fed within one stage: pipeline_depth must be 1")
         self.policy = policy
-        self.observer = observer
+        self.observer: SchedulerObserver | None = None  # sees plans and results
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
@@ -146,7 +144,7 @@ class Scheduler:
         self.waiting, self.running, self.on_host = self.table.waiting, self.table.running, self.table.on_host
         self._tiers = Tiers(self.table) if host_blocks else None
         self._layouts = Layouts([LayoutCapacity(num_blocks, pipeline_depth), *other_layouts])
-        self._predictors = tuple(predictors)
+        self.predictors = tuple(predictors)
         self.held = self.table.held
         self._plans_in_flight: dict[int, StepPlan] = {}
         self._previous: Decision | None = None
@@ -234,7 +232,7 @@ class Scheduler:
         self._previous = builder.decision
         if self.observer is not None:
             self.observer.on_plan(plan, builder.decision, None if self._tiers is None else self._tiers.cohorts)
-        if plan.rows or plan.transition is not None or plan.strategy == "overlap":  # else it holds nothing but swaps
+        if plan.ends:
             self._plans_in_flight[plan.step] = plan
         if builder.host_rows and self._tiers is not None:
             self._tiers.cohorts.follow(plan, self.table.sequences)
@@ -341,7 +339,7 @@ class Scheduler:
             longest_remaining=longest,
             layout=self._layouts.current,
             layouts=len(self._layouts.capacities),
-            predictor=self._predictors[self._layouts.current] if self._predictors else None,
+            predictor=self.predictors[self._layouts.current] if self.predictors else None,
             **({} if self._tiers is None else self._survey_host(self._tiers)),
         )
         return load, decodes, prefills
