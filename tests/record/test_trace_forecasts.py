@@ -48,7 +48,7 @@ def test_a_hybrid_run_tells_how_each_step_was_predicted(policy: str, tmp_path: P
     times = TierTimes(num_layers=LAYERS, layer=0.1, token=0.01, key=0.01, host_key=0.008, swap_token=0.01)
     requests = [
         Request(f"r{number}", (1,) * 9, SamplingParams(), 12, end_tokens=(END_TOKEN,), arrival_time=number / 2)
-        for number in range(12)
+        for number in range(24)
     ]
     engine = Engine(scheduler, TieredExecutor([times], block_size=2), vocab_size=VOCAB_SIZE)
     engine.recorder.forecasts.of_all = True
