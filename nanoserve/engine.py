@@ -66,6 +66,7 @@ class Engine:
             raise ValueError("the scheduler feeds tokens, but the executor does not")
         self.scheduler = scheduler
         self.recorder = Recorder(scheduler, executor)  # between this engine and the executor
+        self.tokens: TokenCounts = self.recorder.tokens  # of its requests
         self.vocab_size = vocab_size
         self.failure: str | None = None  # why the executor runs nothing any more; None while it does
 
@@ -73,11 +74,6 @@ class Engine:
     def executor(self) -> Executor:
         """What runs the plans, without the recorder."""
         return self.recorder.executor
-
-    @property
-    def tokens(self) -> TokenCounts:
-        """Tokens of its requests."""
-        return self.recorder.tokens
 
     @property
     def losses(self) -> int:
@@ -169,12 +165,13 @@ class Engine:
         """The first half of a step; returns what has ended because nothing can be submitted."""
         if self.failure is not None:
             return self.recorder.on_updates(self._fail(WorkersFailed(self.failure)))
+        scheduler, recorder = self.scheduler, self.recorder
         try:
-            while self.has_work and self.scheduler.steps_in_flight < self.executor.max_in_flight:
-                plan = self.scheduler.schedule(self.now())
+            while scheduler.has_work and scheduler.steps_in_flight < recorder.executor.max_in_flight:
+                plan = scheduler.schedule(recorder.now())
                 if plan is None:
                     break
-                self.recorder.submit(plan)
+                recorder.submit(plan)
         except RuntimeFailure as error:
             return self.recorder.on_updates(self._fail(error))
         return []
@@ -187,7 +184,7 @@ class Engine:
         try:
             if self.scheduler.awaits_results or (until is not None and not self.has_work):
                 for result in self.recorder.collect(until):
-                    updates += self.tokens.on_updates(self.scheduler.apply(result, self.now()))
+                    updates += self.tokens.on_updates(self.scheduler.apply(result, self.recorder.now()))
         except RuntimeFailure as error:
             updates += self._fail(error)
         return self.recorder.on_updates(updates)

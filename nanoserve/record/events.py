@@ -11,7 +11,7 @@ import msgspec
 from nanoserve.record.forecasts import Forecast
 from nanoserve.record.times import Beside, StageTimes
 from nanoserve.request import FinishReason, Request, SequenceUpdate
-from nanoserve.scheduler.load import Decision
+from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 
@@ -78,8 +78,9 @@ class Planned(msgspec.Struct, frozen=True):
     clock: float
     """The same on the engine's clock: when the engine last came from waiting, if that is stepped."""
     plan: StepPlan
+    load: Load | None
     decision: Decision
-    """What the policy wanted."""
+    """What the policy was shown, and what it wanted; no load of plans that no scheduler made."""
     blocks: Blocks
     """What the plan's rows and swaps have left: what it gave and took is in the plan."""
     forecast: Forecast | None

@@ -4,7 +4,7 @@ It counts always, which costs next to nothing. It makes events as soon as someon
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
@@ -28,7 +28,7 @@ from nanoserve.record.events import (
 from nanoserve.record.forecasts import Forecasts
 from nanoserve.record.times import StageTimes, Times
 from nanoserve.request import FinishReason, Request, SequenceUpdate
-from nanoserve.scheduler.load import Decision
+from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.tiers import HostCohorts
@@ -104,19 +104,20 @@ class Recorder:
         self.executor_seconds = 0.0  # of real time that passed in the executor
         self.forecasts = Forecasts(scheduler.predictors, self._emit)
         self._scheduler = scheduler
-        self._take_times: Callable[[], Sequence[Times]] = (
-            executor.take_times if isinstance(executor, Telling) else tuple
-        )
+        self._telling = executor if isinstance(executor, Telling) else None
         self._observers: list[Observer] = []
+        self._load: Load | None = None
         self._decision = Decision(0, 0)
         self._clock: float | None = None
-        scheduler.observer = self
+        if self.forecasts.learns:
+            scheduler.observer = self
 
     # ---- who looks on -----------------------------------------------------------------------------------------
 
     def add(self, *observers: Observer) -> None:
         """Show observers everything from now on."""
         self._observers += observers
+        self._scheduler.observer = self
 
     @contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
@@ -159,7 +160,8 @@ class Recorder:
         if self._observers:
             clock = handed_over if self._clock is None else self._clock
             forecast, blocks = self.forecasts.of(plan.step), Blocks.of(self._scheduler)
-            self._emit(Planned(handed_over, clock, plan, self._decision, blocks, forecast, *step_tokens(plan)))
+            thought = self._load, self._decision, blocks, forecast
+            self._emit(Planned(handed_over, clock, plan, *thought, *step_tokens(plan)))
         self._ask_times()
 
     def collect(self, until: float | None) -> list[StepResult]:
@@ -220,6 +222,10 @@ class Recorder:
 
     # ---- the scheduler ----------------------------------------------------------------------------------------
 
+    def on_load(self, load: Load) -> None:
+        """The policy is shown this, and decides."""
+        self._load = load
+
     def on_plan(self, plan: StepPlan, decision: Decision, cohorts: HostCohorts | None) -> None:
         """A plan is made; the cohorts do not follow it yet."""
         self._decision = decision
@@ -240,7 +246,9 @@ class Recorder:
             observer(event)
 
     def _ask_times(self) -> None:
-        times = self._take_times()
+        if self._telling is None:
+            return
+        times = self._telling.take_times()
         if times and self._observers:
             stages = tuple([one for one in times if isinstance(one, StageTimes)])
             beside = tuple([one for one in times if not isinstance(one, StageTimes)])

@@ -33,6 +33,9 @@ MOST_HOST_LOSSES = 3
 class SchedulerObserver(Protocol):
     """Sees what is planned and what comes of it, and changes nothing."""
 
+    def on_load(self, load: Load) -> None:
+        """The policy is shown this, and decides."""
+
     def on_plan(self, plan: StepPlan, decision: Decision, cohorts: HostCohorts | None) -> None:
         """A plan is made; the cohorts do not follow it yet."""
 
@@ -244,6 +247,8 @@ class Scheduler:
     def _build(self, now: float, *, admits: bool = True) -> PlanBuilder:
         """Ask the policy and carry its answer out, as far as the blocks go."""
         load, decodes, prefills = self._survey()
+        if self.observer is not None:
+            self.observer.on_load(load)
         decision, tiers = self.policy.decide(load), self._tiers
         builder = PlanBuilder(self.table, tiers, decision, now, running_decodes=load.running_decodes, admits=admits)
         if self._layouts.drains_for(decision.layout):

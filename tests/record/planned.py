@@ -10,7 +10,7 @@ NO_BLOCKS = Blocks(0, 1, 0, 0, 0, 0)
 
 def planned(plan: StepPlan, time: float, blocks: Blocks = NO_BLOCKS) -> Planned:
     """A plan that was made at that time."""
-    return Planned(time, time, plan, Decision(0, 0), blocks, None, *step_tokens(plan))
+    return Planned(time, time, plan, None, Decision(0, 0), blocks, None, *step_tokens(plan))
 
 
 def stage_times(step: int, *spans: tuple[float, float]) -> tuple[StageTimes, ...]:
