@@ -6,7 +6,7 @@ from functools import reduce
 from operator import add
 
 from nanoserve.errors import RuntimeFailure, UsageError, WorkersFailed
-from nanoserve.record.recorder import Recorder, TokenCounts
+from nanoserve.record.recorder import Recorder
 from nanoserve.request import FinishReason, Request, SequenceUpdate
 from nanoserve.scheduler.plan import Executor
 from nanoserve.scheduler.scheduler import Scheduler
@@ -49,6 +49,50 @@ class EngineStatus:
         return cls(*(reduce(add, column) for column in zip(*map(astuple, statuses), strict=True)))
 
 
+@dataclass(slots=True)
+class _Unended:
+    """A request of which something goes on: its tokens, samples that have not ended, and whether any has begun."""
+
+    tokens: int
+    samples: int
+    answered: bool = False
+
+
+class TokenCounts:
+    """Tokens of an engine's requests."""
+
+    def __init__(self) -> None:
+        self.outstanding = 0  # prompts and answers so far of requests that have not ended; their rest is unknown
+        self.prompts = 0  # of requests that have their first token
+        self.outputs = 0  # all that were sampled
+        self._unended: dict[str, _Unended] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._unended
+
+    def on_request(self, request: Request) -> None:
+        """A request has come."""
+        self._unended[request.request_id] = _Unended(len(request.prompt), request.params.n)
+        self.outstanding += len(request.prompt)
+
+    def on_updates(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
+        """What sequences gained at a moment, each at most once; returns the same."""
+        for update in updates:
+            request, gained = self._unended[update.request_id], len(update.new_tokens)
+            if gained and not request.answered:
+                request.answered = True
+                self.prompts += len(update.sequence.request.prompt)
+            request.tokens += gained
+            self.outputs += gained
+            self.outstanding += gained
+            if update.finished:
+                request.samples -= 1
+                if not request.samples:
+                    self.outstanding -= request.tokens
+                    del self._unended[update.request_id]
+        return updates
+
+
 class Engine:
     """Drives one executor with one scheduler.
 
@@ -65,20 +109,24 @@ class Engine:
         if scheduler.feeds_tokens and not executor.feeds_tokens:
             raise ValueError("the scheduler feeds tokens, but the executor does not")
         self.scheduler = scheduler
-        self.recorder = Recorder(scheduler, executor)  # between this engine and the executor
-        self.tokens: TokenCounts = self.recorder.tokens  # of its requests
+        self.executor = executor
         self.vocab_size = vocab_size
+        self.tokens = TokenCounts()  # of its requests
+        self.losses = 0  # how often the executor's workers died and new ones were started
+        self._recorder = Recorder(scheduler, executor) if scheduler.predictors else None
         self.failure: str | None = None  # why the executor runs nothing any more; None while it does
 
     @property
-    def executor(self) -> Executor:
-        """What runs the plans, without the recorder."""
-        return self.recorder.executor
+    def recorder(self) -> Recorder:
+        """What shows this engine to observers. From the first call on it stands before the executor."""
+        if self._recorder is None:
+            self._recorder = Recorder(self.scheduler, self.executor)
+        return self._recorder
 
     @property
-    def losses(self) -> int:
-        """How often the executor's workers died and new ones were started."""
-        return self.recorder.losses
+    def _runs(self) -> Executor | Recorder:
+        """What plans are handed to."""
+        return self.executor if self._recorder is None else self._recorder
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -120,7 +168,7 @@ class Engine:
 
     def now(self) -> float:
         """Seconds on the executor's clock."""
-        return self.recorder.now()
+        return self._runs.now()
 
     def add(self, request: Request) -> None:
         """Take a request in; it runs from the next step on.
@@ -138,15 +186,18 @@ class Engine:
             if outside := [token for token in tokens if not 0 <= token < self.vocab_size]:
                 raise UsageError(f"{name}: token id {outside[0]} is not in the vocabulary of {self.vocab_size}")
         self.scheduler.add(request)
-        self.recorder.on_request(request)
+        self.tokens.on_request(request)
+        if self._recorder is not None:
+            self._recorder.on_request(request)
 
     def stop(
         self, request_id: str, *, index: int | None = None, reason: FinishReason = FinishReason.ABORT
     ) -> list[SequenceUpdate]:
         """End a request, or one of its samples, from outside: an abort, or a stop string seen in the text."""
-        self.recorder.on_stop(request_id, index, reason)
+        if self._recorder is not None:
+            self._recorder.on_stop(request_id, index, reason)
         updates = self.scheduler.stop(request_id, self.now(), index=index, reason=reason)
-        return self.recorder.on_updates(self.tokens.on_updates(updates))
+        return self._tell(self.tokens.on_updates(updates))
 
     def step(self, until: float | None = None) -> list[SequenceUpdate]:
         """Submit as many plans as may be in flight, then take in what has become known.
@@ -164,16 +215,16 @@ class Engine:
     def submit(self) -> list[SequenceUpdate]:
         """The first half of a step; returns what has ended because nothing can be submitted."""
         if self.failure is not None:
-            return self.recorder.on_updates(self._fail(WorkersFailed(self.failure)))
-        scheduler, recorder = self.scheduler, self.recorder
+            return self._tell(self._fail(WorkersFailed(self.failure)))
+        scheduler, runs = self.scheduler, self._runs
         try:
-            while scheduler.has_work and scheduler.steps_in_flight < recorder.executor.max_in_flight:
-                plan = scheduler.schedule(recorder.now())
+            while scheduler.has_work and scheduler.steps_in_flight < self.executor.max_in_flight:
+                plan = scheduler.schedule(runs.now())
                 if plan is None:
                     break
-                recorder.submit(plan)
+                runs.submit(plan)
         except RuntimeFailure as error:
-            return self.recorder.on_updates(self._fail(error))
+            return self._tell(self._fail(error))
         return []
 
     def collect(self, until: float | None = None) -> list[SequenceUpdate]:
@@ -183,11 +234,19 @@ class Engine:
             return updates
         try:
             if self.scheduler.awaits_results or (until is not None and not self.has_work):
-                for result in self.recorder.collect(until):
-                    updates += self.tokens.on_updates(self.scheduler.apply(result, self.recorder.now()))
+                runs = self._runs
+                for result in runs.collect(until):
+                    self.losses += result.lost is not None
+                    updates += self.tokens.on_updates(self.scheduler.apply(result, runs.now()))
         except RuntimeFailure as error:
             updates += self._fail(error)
-        return self.recorder.on_updates(updates)
+        return self._tell(updates)
+
+    def _tell(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
+        """Whoever observes this engine sees what sequences gained."""
+        if self._recorder is not None:
+            self._recorder.on_updates(updates)
+        return updates
 
     def _fail(self, error: RuntimeFailure) -> list[SequenceUpdate]:
         """What is in flight ends with an error, or everything."""
@@ -198,4 +257,4 @@ class Engine:
 
     def close(self) -> None:
         """Close the executor."""
-        self.recorder.close()
+        self._runs.close()

@@ -73,11 +73,6 @@ class Forecasts:
         self._tell = tell
 
     @property
-    def learns(self) -> bool:
-        """Whether any predictor does."""
-        return any(one is not None for one in self._predictors)
-
-    @property
     def corrections(self) -> Mapping[str, float]:
         """By which factor each part is corrected now; nothing where nobody learns."""
         return {} if self._newest is None else self._newest.corrections

@@ -1,12 +1,11 @@
 """Recorder: everything that passes between an engine, its scheduler and its executor, and nobody else wraps either.
 
-It counts always, which costs next to nothing. It makes events as soon as someone observes them.
+There is one where predictors learn or someone observes the engine; without, the engine counts and nothing else is done.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import ceil
 from typing import Protocol, runtime_checkable
 
@@ -45,50 +44,6 @@ class Telling(Protocol):
         """What it did since the last call."""
 
 
-@dataclass(slots=True)
-class _Unended:
-    """A request of which something goes on: its tokens, samples that have not ended, and whether any has begun."""
-
-    tokens: int
-    samples: int
-    answered: bool = False
-
-
-class TokenCounts:
-    """Tokens of an engine's requests."""
-
-    def __init__(self) -> None:
-        self.outstanding = 0  # prompts and answers so far of requests that have not ended; their rest is unknown
-        self.prompts = 0  # of requests that have their first token
-        self.outputs = 0  # all that were sampled
-        self._unended: dict[str, _Unended] = {}
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._unended
-
-    def on_request(self, request: Request) -> None:
-        """A request has come."""
-        self._unended[request.request_id] = _Unended(len(request.prompt), request.params.n)
-        self.outstanding += len(request.prompt)
-
-    def on_updates(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
-        """What sequences gained at a moment, each at most once; returns the same."""
-        for update in updates:
-            request, gained = self._unended[update.request_id], len(update.new_tokens)
-            if gained and not request.answered:
-                request.answered = True
-                self.prompts += len(update.sequence.request.prompt)
-            request.tokens += gained
-            self.outputs += gained
-            self.outstanding += gained
-            if update.finished:
-                request.samples -= 1
-                if not request.samples:
-                    self.outstanding -= request.tokens
-                    del self._unended[update.request_id]
-        return updates
-
-
 class Recorder:
     """Stands between an engine and its executor, observes its scheduler, and is told of arrivals and aborts.
 
@@ -99,8 +54,6 @@ class Recorder:
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.executor = executor
-        self.tokens = TokenCounts()  # of the engine's requests
-        self.losses = 0  # how often the executor's workers died and new ones were started
         self.executor_seconds = 0.0  # of real time that passed in the executor
         self.forecasts = Forecasts(scheduler.predictors, self._emit)
         self._scheduler = scheduler
@@ -109,15 +62,13 @@ class Recorder:
         self._load: Load | None = None
         self._decision = Decision(0, 0)
         self._clock: float | None = None
-        if self.forecasts.learns:
-            scheduler.observer = self
+        scheduler.observer = self
 
     # ---- who looks on -----------------------------------------------------------------------------------------
 
     def add(self, *observers: Observer) -> None:
         """Show observers everything from now on."""
         self._observers += observers
-        self._scheduler.observer = self
 
     @contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
@@ -179,8 +130,6 @@ class Recorder:
             self.executor_seconds += time.perf_counter() - began
         if self._clock is not None:
             self._tick()
-        for result in results:
-            self.losses += result.lost is not None
         if results and self._observers:
             self._emit(Collected(self.executor.now(), self.now(), tuple(results), self.forecasts.corrections))
         self._ask_times()
@@ -205,7 +154,6 @@ class Recorder:
 
     def on_request(self, request: Request) -> None:
         """The engine took a request in."""
-        self.tokens.on_request(request)
         if self._observers:
             self._emit(Arrived(self.now(), request))
 
@@ -214,11 +162,10 @@ class Recorder:
         if self._observers:
             self._emit(Stopped(self.now(), request_id, index, reason))
 
-    def on_updates(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
-        """What sequences gained; returns the same."""
+    def on_updates(self, updates: list[SequenceUpdate]) -> None:
+        """What sequences gained."""
         if updates and self._observers:
             self._emit(Gained(self.now(), tuple(updates)))
-        return updates
 
     # ---- the scheduler ----------------------------------------------------------------------------------------
 

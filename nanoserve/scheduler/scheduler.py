@@ -235,7 +235,7 @@ class Scheduler:
         self._previous = builder.decision
         if self.observer is not None:
             self.observer.on_plan(plan, builder.decision, None if self._tiers is None else self._tiers.cohorts)
-        if plan.ends:
+        if plan.rows or plan.transition is not None or plan.strategy == "overlap":  # else it holds nothing but swaps
             self._plans_in_flight[plan.step] = plan
         if builder.host_rows and self._tiers is not None:
             self._tiers.cohorts.follow(plan, self.table.sequences)

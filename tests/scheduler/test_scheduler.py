@@ -173,7 +173,7 @@ def test_a_parent_given_up_before_its_prompt_is_computed_leaves_its_siblings_to_
     plan = engine.scheduler.schedule(0.0)
     assert plan is not None
     engine.stop("r", index=0)
-    engine.recorder.submit(plan)
+    engine.executor.submit(plan)
     tokens = [token for update in _finish(engine) for token in update.new_tokens]
     assert tokens == expected_tokens(request, index=1, max_model_len=32)[0]
 
@@ -227,7 +227,7 @@ def test_an_abort_in_flight_keeps_its_blocks_until_the_answer() -> None:
     (update,) = engine.stop("r")
     assert update.sequence.finish_reason is FinishReason.ABORT
     assert engine.scheduler.pool.free_blocks == 14
-    engine.recorder.submit(plan)
+    engine.executor.submit(plan)
     assert _finish(engine) == []
     assert engine.scheduler.pool.free_blocks == 16
 
@@ -247,7 +247,7 @@ class _FailsOnce(MemoryCheckingExecutor):
 
 def test_a_failed_step_ends_its_own_sequences_and_caches_nothing() -> None:
     engine = _engine(budget=8)
-    engine.recorder.executor = _FailsOnce(16, BLOCK_SIZE)
+    engine.executor = _FailsOnce(16, BLOCK_SIZE)
     for name in ("fails", "waits"):
         engine.add(_request(name, 16, max_tokens=2))  # two chunks each; the second of the first fails
     updates = _finish(engine)

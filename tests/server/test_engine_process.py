@@ -173,7 +173,7 @@ class _Silent(MemoryCheckingExecutor):
 
 
 def test_commands_are_taken_while_no_step_ends(wire: Wire) -> None:
-    wire.engine.recorder.executor = _Silent(32, 4)
+    wire.engine.executor = _Silent(32, 4)
     wire.send(Add(_request(max_tokens=50)))
     wire.loop.turn()
     assert wire.report().stats.running == 1
@@ -187,7 +187,7 @@ def test_commands_are_taken_while_no_step_ends(wire: Wire) -> None:
 
 
 def test_the_last_word_is_why_the_engine_runs_nothing_any_more(wire: Wire) -> None:
-    wire.engine.recorder.executor, wire.engine.vocab_size = PacedExecutor(32, 4), VOCAB_SIZE
+    wire.engine.executor, wire.engine.vocab_size = PacedExecutor(32, 4), VOCAB_SIZE
     wire.send(Add(Request("r", (WORKER_POISON_TOKEN, 3), SamplingParams(), seed=0)))
     wire.loop.run()
     messages = [wire.hear()]
@@ -211,7 +211,7 @@ def test_that_workers_are_gone_and_back_is_told_while_there_is_nothing_to_do(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nanoserve.server.engine_process.WATCH_SECONDS", 0.0)
-    executor = wire.engine.recorder.executor = _Reloading(32, 4)
+    executor = wire.engine.executor = _Reloading(32, 4)
     wire.loop.turn()
     assert wire.report().stats.ready is False
     for _ in range(3):
@@ -222,7 +222,7 @@ def test_that_workers_are_gone_and_back_is_told_while_there_is_nothing_to_do(
 
 
 def test_the_last_death_is_told_before_the_last_word(wire: Wire) -> None:
-    wire.engine.recorder.executor = DyingExecutor(32, 4, deaths=[1, 3, 5], ran=0.0)
+    wire.engine.executor = DyingExecutor(32, 4, deaths=[1, 3, 5], ran=0.0)
     wire.send(Add(_request(max_tokens=50)))
     wire.loop.run()
     messages = [wire.hear()]
