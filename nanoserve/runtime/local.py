@@ -72,6 +72,7 @@ class LocalExecutor:
     ) -> None:
         self.feeds_tokens = feeds_tokens
         self.max_in_flight = 2 if feeds_tokens else 1
+        self.ready = True  # this process always is
         self._device = torch.device(device)
         size = num_blocks * kv_bytes_per_block(config, block_size, decoder.dtype)
         decoder.eval()

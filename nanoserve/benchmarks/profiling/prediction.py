@@ -11,11 +11,11 @@ from nanoserve.costs.measured_times import MeasuredTimes
 from nanoserve.costs.profile import Prediction, Profile, RunFigures
 from nanoserve.engine import Engine
 from nanoserve.measures.workloads import RequestShape
+from nanoserve.record.metrics import LatencyMetrics
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator import StepTimes, Workload, burst, poisson_arrivals, simulate
 from nanoserve.simulator.driving import drive
-from nanoserve.simulator.meters import RequestMeter
 
 LENGTHS = (RequestShape(64, 32), RequestShape(160, 64), RequestShape(320, 48), RequestShape(32, 96))
 """Of the requests, in turn."""
@@ -121,8 +121,9 @@ class _Predictor:
 
 def run_for_real(engine: Engine, draw: Callable[..., Iterator[Request]], name: str) -> RunFigures:
     """The same requests on the engine's own clock."""
-    lives, began = RequestMeter(), engine.now()
-    drive(engine, draw(after=began, name=name), lives.on_updates)
+    lives, began = LatencyMetrics(), engine.now()
+    with engine.recorder.observed_by(lives):
+        drive(engine, draw(after=began, name=name))
     ttft, tpot = lives.ttft.distribution(), lives.tpot.distribution()
     assert ttft is not None and tpot is not None, "requests ran, and had several tokens"
     return RunFigures(seconds=engine.now() - began, ttft_ms=ttft.mean, tpot_ms=tpot.mean)

@@ -17,11 +17,11 @@ from nanoserve.papers import tuning
 from nanoserve.papers.cases import BLOCK_SIZE, System, SystemCase
 from nanoserve.papers.claims import Spread
 from nanoserve.papers.framework import Outcomes, Run
+from nanoserve.record.metrics import CompletedRequest
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator import SimulationResult, Workload, burst, poisson_arrivals, simulate
 from nanoserve.simulator.length_tables import load_length_table
 from nanoserve.simulator.lengths import lognormal_lengths
-from nanoserve.simulator.meters import CompletedRequest
 
 DEVICE = System(label="device only", policy="sarathi", parameters=(("admission_reserve", False),))
 """vLLM and SwiftLLM: Sarathi-Serve's policy on the same runtime, without host memory and nanoserve's own reserve."""

@@ -5,15 +5,14 @@ from types import MappingProxyType
 
 import msgspec
 
-from nanoserve.costs import StepWork
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.papers.seesaw.settings import BLOCK_SIZE, RESHARDING, Choice, Setting
+from nanoserve.record.events import Planned, StepObserver
+from nanoserve.record.times import Beside, ReshardTimes, StageTimes
 from nanoserve.scheduler.load import Policy
-from nanoserve.scheduler.plan import StepPlan, Swap
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.scheduler.policies.transition_minimizing import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.simulator import OtherLayout, SimulationResult, Workload, burst, simulate
-from nanoserve.simulator.pipeline import Passage
 
 FREQUENT, RARE = "prefill-prioritizing", "decode-prioritizing"
 """Re-sharding without tiered buffering, figure 2 (a) and (b); policies only to compare with."""
@@ -92,7 +91,6 @@ class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
             host_blocks=layouts[0].memory.host_kv_blocks(pool, BLOCK_SIZE) if changes else 0,
             other_layouts=[OtherLayout(*pair) for pair in list(zip(layouts, blocks, strict=True))[1:]],
             predictors=[CostPredictor(costs, layouts) for costs in layouts] if changes else (),
-            tier_observers=(clock,),
         )
         return Outcome(
             result=result,
@@ -109,8 +107,8 @@ def policy_of(choice: Choice) -> Policy:
     return make_policy(choice.policy, choice.token_budget, {} if choice.policy == RESHARDING else _AS_VLLM)
 
 
-class PhaseClock:
-    """A StepObserver and TierObserver: what the stages compute, by kind, and when the layout changes."""
+class PhaseClock(StepObserver):
+    """What the stages compute, by kind, and when the layout changes."""
 
     def __init__(self) -> None:
         self._seconds = {"prefill": 0.0, "mixed": 0.0, "decode": 0.0, "transition": 0.0}
@@ -118,26 +116,20 @@ class PhaseClock:
         self._phase_begin = self._decode_rows = 0.0
         self._layout = 0
 
-    def on_step(self, now: float, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
+    def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
         """A step enters the pipeline, and it is known when it will leave."""
-        kind = "decode" if not work.chunks else "mixed" if work.decodes else "prefill"
-        seconds = sum([passage.end - passage.start for passage in passages]) / len(passages)
+        kind = "decode" if not planned.prompt_tokens else "mixed" if planned.decodes else "prefill"
+        seconds = sum([times.computed - times.started for times in stages]) / len(stages)
         self._seconds[kind] += seconds
         if kind == "decode":
-            self._decode_rows += work.decodes * seconds
+            self._decode_rows += planned.decodes * seconds
 
-    def on_transition(self, now: float, plan: StepPlan, passage: Passage) -> None:
-        """The layout changes."""
-        assert plan.transition is not None
-        self._seconds["transition"] += passage.end - passage.start
-        self._phases.append((self._phase_begin, passage.start, self._layout))
-        self._phase_begin, self._layout = passage.end, plan.transition
-
-    def on_swap(self, now: float, swap: Swap, tokens: int, passage: Passage) -> None:
-        """Swaps run beside the steps; where a step waits for one, that is other time."""
-
-    def on_host_attention(self, passage: Passage, seconds: float, rows: int) -> None:
-        """Nothing attends on the host here."""
+    def on_beside(self, planned: Planned, times: Beside) -> None:
+        """The layout changes. Swaps run beside the steps; where a step waits for one, that is other time."""
+        if isinstance(times, ReshardTimes):
+            self._seconds["transition"] += times.ended - times.began
+            self._phases.append((self._phase_begin, times.began, self._layout))
+            self._phase_begin, self._layout = times.ended, times.layout
 
     @property
     def decodes(self) -> float:

@@ -9,11 +9,11 @@ import msgspec
 from torch import Tensor
 
 from nanoserve.models.resharding import ReshardableWeights
+from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.launch.memory import memory_errors
 from nanoserve.runtime.moves.swapping import BlockMover, Swapper
 from nanoserve.runtime.step.model_runner import ModelRunner
-from nanoserve.runtime.trace.stage_times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.runtime.workers.activations import Activations
 from nanoserve.runtime.workers.endpoint import WorkerEndpoint
 from nanoserve.runtime.workers.hybrid_stage import HybridStage, joined

@@ -10,10 +10,9 @@ import pytest
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.engine import Engine
 from nanoserve.measures.chrome_trace import ChromeTraceFile
-from nanoserve.record.forecasts import Forecasts
+from nanoserve.record.events import Collected, Failed
+from nanoserve.record.trace import RunTrace, facts_of
 from nanoserve.request import Request, SamplingParams
-from nanoserve.runtime.trace.traced_executor import TracingExecutor
-from nanoserve.runtime.trace.traced_forecasts import HostTrace, facts_of
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork, Row, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
@@ -21,7 +20,8 @@ from nanoserve.simulator.driving import drive
 from nanoserve.simulator.executor import END_TOKEN, VOCAB_SIZE
 from nanoserve.simulator.tiered_executor import TieredExecutor
 from tests.fakes.linear_predictor import LinearPredictor
-from tests.runtime.tracks import tracks_of
+from tests.record.planned import planned
+from tests.record.tracks import tracks_of
 from tests.simulator.tier_times import TierTimes
 
 LAYERS = 3
@@ -44,18 +44,17 @@ def test_a_hybrid_run_tells_how_each_step_was_predicted(policy: str, tmp_path: P
         prefix_caching=False,
         host_blocks=200,
         predictors=[predictor],
-        observer=Forecasts([predictor]),
     )
     times = TierTimes(num_layers=LAYERS, layer=0.1, token=0.01, key=0.01, host_key=0.008, swap_token=0.01)
-    traced = TracingExecutor(
-        TieredExecutor([times], block_size=2), ChromeTraceFile(tmp_path / "trace.json"), scheduler=scheduler
-    )
     requests = [
         Request(f"r{number}", (1,) * 9, SamplingParams(), 12, end_tokens=(END_TOKEN,), arrival_time=number / 2)
         for number in range(24)
     ]
-    engine = Engine(scheduler, traced, vocab_size=VOCAB_SIZE)
-    drive(engine, requests, lambda now, updates: None)
+    engine = Engine(scheduler, TieredExecutor([times], block_size=2), vocab_size=VOCAB_SIZE)
+    engine.recorder.forecasts.of_all = True
+    file = ChromeTraceFile(tmp_path / "trace.json")
+    engine.recorder.add(RunTrace(file, engine.now(), close=file.close))
+    drive(engine, requests)
     engine.close()
 
     bars, counters = events_of(tmp_path / "trace.json")
@@ -83,7 +82,11 @@ def test_a_hybrid_run_tells_how_each_step_was_predicted(policy: str, tmp_path: P
 def test_a_step_that_nobody_predicted_tells_what_it_took() -> None:
     result = StepResult(7, cohorts=(CohortProgress(5, 2),), seconds=0.25)
     facts = {"strategy": "overlap", "measured_ms": 250.0, "layers_of_cohorts": {"step 5": 2}}
-    assert facts_of(StepPlan(7, strategy="overlap"), result, None) == facts
+    assert facts_of(planned(StepPlan(7, strategy="overlap"), 0.0), result) == facts
+
+
+def _result(time: float, result: StepResult) -> Collected:
+    return Collected(time, time, (result,), {})
 
 
 def on_host(*sequences: int) -> tuple[Row, ...]:
@@ -92,10 +95,10 @@ def on_host(*sequences: int) -> tuple[Row, ...]:
 
 def test_the_cpus_work_is_drawn_back_to_back_up_to_when_it_was_told(tmp_path: Path) -> None:
     with ChromeTraceFile(tmp_path / "trace.json") as file:
-        trace = HostTrace(file, 10.0, scheduler="s", workers="w")
-        trace.on_result(StepResult(None, host_work=(HostWork(2, 18, 1.0), HostWork(1, 5, 2.0))), 14.0)
-        trace.on_result(StepResult(None, host_work=(HostWork(1, 6, 3.0),)), 16.0)  # some of it was before 14
-        trace.on_result(StepResult(1, host_lost="it hangs"), 17.0)
+        trace = RunTrace(file, 10.0)
+        trace(_result(14.0, StepResult(None, host_work=(HostWork(2, 18, 1.0), HostWork(1, 5, 2.0)))))
+        trace(_result(16.0, StepResult(None, host_work=(HostWork(1, 6, 3.0),))))  # some of it was before 14
+        trace(_result(17.0, StepResult(1, host_lost="it hangs")))
     bars, _ = events_of(tmp_path / "trace.json")
     spans = [(bar["ts"] / 1e6, bar["dur"] / 1e6) for bar in bars["attention on the CPU"]]
     assert spans == [(1, 1), (2, 2), (4, 2), (7, 0)]
@@ -106,14 +109,14 @@ def test_the_cpus_work_is_drawn_back_to_back_up_to_when_it_was_told(tmp_path: Pa
 @pytest.mark.parametrize("end", ["answered", "lost", "host_lost"])
 def test_a_cohort_lasts_until_all_of_it_is_answered_or_lost(end: str, tmp_path: Path) -> None:
     with ChromeTraceFile(tmp_path / "trace.json") as file:
-        trace = HostTrace(file, 0.0, scheduler="s", workers="w")
-        trace.on_submit(StepPlan(3, rows=on_host(5, 6), strategy="overlap"), 1.0)
-        trace.on_submit(StepPlan(4, rows=on_host(7), strategy="overlap"), 2.0)
-        trace.on_result(StepResult(4, (Answer(5, (1,)),)), 3.0)
+        trace = RunTrace(file, 0.0)
+        trace(planned(StepPlan(3, rows=on_host(5, 6), strategy="overlap"), 1.0))
+        trace(planned(StepPlan(4, rows=on_host(7), strategy="overlap"), 2.0))
+        trace(_result(3.0, StepResult(4, (Answer(5, (1,)),))))
         last = StepResult(5, (Answer(6, (1,)),)) if end == "answered" else StepResult(5, **{end: "killed"})
-        trace.on_result(last, 4.0)
-        trace.on_submit(StepPlan(6, rows=on_host(8), strategy="overlap"), 5.0)
-        trace.on_result(StepResult(6, (Answer(8, (1,)),)), 6.0)
+        trace(_result(4.0, last))
+        trace(planned(StepPlan(6, rows=on_host(8), strategy="overlap"), 5.0))
+        trace(_result(6.0, StepResult(6, (Answer(8, (1,)),))))
     bars, _ = events_of(tmp_path / "trace.json")
     first, another = bars["cohort 0"]
     assert (first["name"], first["ts"], first["dur"]) == ("2 host sequences", 1e6, 3e6)
@@ -123,8 +126,8 @@ def test_a_cohort_lasts_until_all_of_it_is_answered_or_lost(end: str, tmp_path: 
 
 def test_cohorts_of_a_failed_step_are_forgotten(tmp_path: Path) -> None:
     with ChromeTraceFile(tmp_path / "trace.json") as file:
-        trace = HostTrace(file, 0.0, scheduler="s", workers="w")
-        trace.on_submit(StepPlan(3, rows=on_host(5, 6), strategy="overlap"), 1.0)
-        trace.forget_plans()
-        trace.on_result(StepResult(None, lost="killed"), 2.0)
+        trace = RunTrace(file, 0.0)
+        trace(planned(StepPlan(3, rows=on_host(5, 6), strategy="overlap"), 1.0))
+        trace(Failed(1.5))
+        trace(_result(2.0, StepResult(None, lost="killed")))
     assert "cohort 0" not in events_of(tmp_path / "trace.json")[0]

@@ -2,16 +2,17 @@
 
 import pytest
 
-from nanoserve.benchmarks.pipeline.running import PipelineRun, make_requests, run_requests
+from nanoserve.benchmarks.pipeline.running import make_requests, run_requests
 from nanoserve.benchmarks.pipeline.simulated import compare_with_simulator
-from nanoserve.benchmarks.pipeline.stages import engine_seconds, stage_shares, working_seconds
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.workloads import RequestShape
+from nanoserve.record.bubbles import engine_seconds, stage_shares, working_seconds
+from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.pipeline import Runtime
-from tests.fakes.observed_executor import ObservedExecutor
+from tests.fakes.observed_executor import ObservedExecutor, UntoldExecutor, dummy_answers
 from tests.simulator.linear_times import LinearTimes
 
 VOCAB_SIZE = 50
@@ -23,7 +24,7 @@ def _scheduler(stages: int = 2) -> Scheduler:
     )
 
 
-def _run(times: LinearTimes, arrivals: list[float], runtime: Runtime | None = None) -> PipelineRun:
+def _run(times: LinearTimes, arrivals: list[float], runtime: Runtime | None = None) -> RunRecord:
     executor = ObservedExecutor(times, runtime=runtime or Runtime())
     requests = make_requests([RequestShape(10, 6)] * len(arrivals), arrivals, VOCAB_SIZE, seed=0)
     stages = times.num_stages
@@ -33,7 +34,7 @@ def _run(times: LinearTimes, arrivals: list[float], runtime: Runtime | None = No
 def test_two_even_stages_with_two_micro_batches_are_always_busy() -> None:
     run = _run(LinearTimes(num_stages=2, step=1.0), [0.0] * 8)
     first, second = stage_shares(run)
-    steps = len(run.record.plans)
+    steps = len(run.plans)
     assert working_seconds(run) == pytest.approx(steps + 1)  # each stage idles for one step, at an end
     assert first.bubbles == pytest.approx(1 / (steps + 1))
     assert second.bubbles == pytest.approx(1 / (steps + 1))
@@ -64,19 +65,16 @@ def test_the_simulator_makes_the_same_of_a_simulated_run() -> None:
     assert compared.makespan == pytest.approx(1)
     assert compared.ttft == pytest.approx(1)
     assert compared.tpot == pytest.approx(1)
-    assert compared.replayed == compared.plans == len(run.record.plans)
+    assert compared.replayed == compared.plans == len(run.plans)
     assert compared.others == 0
 
 
 def test_one_process_tells_no_times() -> None:
-    from nanoserve.simulator.executor import SimulatedExecutor
-    from tests.fakes.observed_executor import dummy_answers
-
-    executor = SimulatedExecutor(LinearTimes(), answer=dummy_answers)
+    executor = UntoldExecutor(LinearTimes(), answer=dummy_answers)
     requests = make_requests([RequestShape(10, 1)], [0.0], VOCAB_SIZE, seed=0)
     run = run_requests(executor, lambda: _scheduler(1), requests, vocab_size=VOCAB_SIZE)
-    assert (stage_shares(run), run.stage_times) == ([], ())
-    assert run.outcome.timings[0].tpot is None
+    assert (stage_shares(run), run.stage_times) == ([], [])
+    assert run.timings[0].tpot is None
 
 
 def test_a_request_that_fails_ends_the_run() -> None:

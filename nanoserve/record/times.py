@@ -1,7 +1,7 @@
-"""What a worker did when: for one plan's rows, for a change of layout, for a swap.
+"""What an executor did when: for one plan's rows, for a change of layout, for a swap, for attention on the CPU.
 
-Traces, benchmarks and the simulator's replays are made of these. All moments are seconds of ``time.monotonic()``, one
-clock for all processes of a machine; workers on different machines have different clocks.
+Workers tell it afterwards, a simulated executor as soon as it has a plan. All moments are seconds on the executor's
+clock, which for workers is ``time.monotonic()``: one clock for all processes of a machine, and another one elsewhere.
 """
 
 from typing import Literal
@@ -47,7 +47,7 @@ class ReshardTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
     layout: int
     """The new one's number."""
     num_bytes: int
-    """Of parameters that were filled with other values."""
+    """Parameters that were filled with other values; 0 where it is simulated."""
     began: float
     ended: float
     """With nothing else going on."""
@@ -62,9 +62,26 @@ class SwapTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
     direction: Literal["out", "in"]
     """``swap``, ``direction``: as in `Swap`."""
     num_bytes: int
-    """That this worker moved."""
+    """What this worker moved; 0 where it is simulated."""
     began: float
     ended: float
-    """Of the copying."""
+    """Begin and end of the copying."""
     after_row: bool = False
     """As in `Swap`; most of that time is spent waiting for layers to be computed then."""
+
+
+class HostTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Attention on a simulated CPU: one layer, or a whole asymmetric step. Real ones tell `HostWork` with a result."""
+
+    began: float
+    ended: float
+    seconds: float
+    """How long the CPU attended between these moments."""
+    sequences: int
+
+
+Move = ReshardTimes | SwapTimes
+"""What a worker moved between device and host memory."""
+Beside = Move | HostTimes
+"""What goes on beside the stages' computing."""
+Times = StageTimes | Beside

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from nanoserve.benchmarks.pipeline.running import PipelineRun
-from nanoserve.runtime.trace.stage_times import StageTimes
+from nanoserve.record.run_record import RunRecord
+from nanoserve.record.times import StageTimes
 
 
 class StageShares(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,33 +27,24 @@ class StageShares(msgspec.Struct, frozen=True, kw_only=True):
         return 1 - self.computing
 
 
-def parts_by_stage(run: PipelineRun, tensor_parallel: int = 1) -> list[list[StageTimes]]:
-    """What the first rank of each stage did, in the order of the plans."""
-    stages: dict[int, list[StageTimes]] = {}
-    for times in sorted(run.stage_times, key=lambda times: times.step):
-        if times.rank % tensor_parallel == 0:
-            stages.setdefault(times.rank // tensor_parallel, []).append(times)
-    return [stages[stage] for stage in sorted(stages)]
-
-
-def working_seconds(run: PipelineRun) -> float:
+def working_seconds(record: RunRecord) -> float:
     """How long anything was in flight: bubbles are not the time in which there is no request."""
-    record, seconds, end = run.record, 0.0, 0.0
-    for plan in record.plans:
-        submitted, known = record.handed_over[plan.step], record.known[plan.step]
+    seconds = end = 0.0
+    for step, planned in record.planned.items():
+        submitted, known = planned.time, record.known[step]
         seconds += max(0.0, known - max(end, submitted))
         end = max(end, known)
     return seconds
 
 
-def metadata_seconds(run: PipelineRun, stages: Sequence[Sequence[StageTimes]], stage: int) -> list[float]:
+def metadata_seconds(record: RunRecord, stages: Sequence[Sequence[StageTimes]], stage: int) -> list[float]:
     """For each plan, how long the stage could have computed it already, had its inputs been prepared.
 
     It could from the moment at which it was through with the plan before and, in the first stage, the engine had
     handed the plan over, in a later one, the activations had left the stage before. That is a little too much: the way
     of the activations is in it, where preparing took as long.
     """
-    submitted = [run.record.handed_over[times.step] for times in stages[0]]
+    submitted = [record.planned[times.step].time for times in stages[0]]
     given = submitted if stage == 0 else [times.sent for times in stages[stage - 1]]
     free = [given[0], *(times.sent for times in stages[stage][:-1])]
     return [
@@ -61,14 +52,14 @@ def metadata_seconds(run: PipelineRun, stages: Sequence[Sequence[StageTimes]], s
     ]
 
 
-def stage_shares(run: PipelineRun, tensor_parallel: int = 1) -> list[StageShares]:
-    """Of every stage; none where the executor told no times."""
-    stages, working = parts_by_stage(run, tensor_parallel), working_seconds(run)
+def stage_shares(record: RunRecord, tensor_parallel: int = 1) -> list[StageShares]:
+    """Shares of every stage; none where the executor told no times."""
+    stages, working = record.stages(tensor_parallel), working_seconds(record)
     shares = []
     for stage, parts in enumerate(stages):
         computing = sum(times.computed - times.started for times in parts)
         sending = sum(times.sent - times.computed for times in parts)
-        metadata = sum(metadata_seconds(run, stages, stage))
+        metadata = sum(metadata_seconds(record, stages, stage))
         shares.append(
             StageShares(
                 computing=computing / working,
@@ -81,11 +72,10 @@ def stage_shares(run: PipelineRun, tensor_parallel: int = 1) -> list[StageShares
     return shares
 
 
-def engine_seconds(run: PipelineRun) -> list[float]:
+def engine_seconds(record: RunRecord) -> list[float]:
     """For each plan, how long the engine took to make it: taking in the result before it, and deciding."""
-    record, seconds, done = run.record, [], 0.0
-    for plan in record.plans:
-        made = record.handed_over[plan.step]
-        seconds.append(max(0.0, made - max(record.submitted[plan.step], done)))  # the former is in ticks of the record
-        done = made
+    seconds, done = [], 0.0
+    for planned in record.planned.values():
+        seconds.append(max(0.0, planned.time - max(planned.clock, done)))  # the clock is in ticks
+        done = planned.time
     return seconds

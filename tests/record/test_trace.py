@@ -9,16 +9,19 @@ import pytest
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.chrome_trace import ChromeTraceFile
+from nanoserve.record.events import Collected
+from nanoserve.record.recorder import Recorder, Telling
+from nanoserve.record.times import StageTimes
+from nanoserve.record.trace import RunTrace, bars_of
 from nanoserve.request import Request, SamplingParams
-from nanoserve.runtime.trace.stage_times import StageTimes
-from nanoserve.runtime.trace.traced_executor import RunTrace, TracingExecutor, bars_of
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.driving import drive
 from nanoserve.simulator.executor import SimulatedExecutor
-from tests.fakes.observed_executor import ObservedExecutor, dummy_answers
-from tests.runtime.tracks import tracks_of
+from tests.fakes.observed_executor import ObservedExecutor, UntoldExecutor, dummy_answers
+from tests.record.planned import planned
+from tests.record.tracks import tracks_of
 from tests.simulator.linear_times import LinearTimes
 
 
@@ -33,17 +36,23 @@ def _scheduler(executor: Executor) -> Scheduler:
     )
 
 
-def _traced(executor: Executor, path: Path) -> TracingExecutor:
-    return TracingExecutor(executor, ChromeTraceFile(path), scheduler=_scheduler(executor))
+def _traced(executor: Executor, path: Path) -> Recorder:
+    recorder = Recorder(_scheduler(executor), executor)
+    recorder.add(_trace(recorder, path))
+    return recorder
+
+
+def _trace(recorder: Recorder, path: Path) -> RunTrace:
+    file, told = ChromeTraceFile(path), isinstance(recorder.executor, Telling)
+    return RunTrace(file, recorder.now(), tells_times=told, close=file.close)
 
 
 def _run(executor: Executor, path: Path) -> None:
-    scheduler = _scheduler(executor)
-    traced = TracingExecutor(executor, ChromeTraceFile(path), scheduler=scheduler)
+    engine = Engine(_scheduler(executor), executor, vocab_size=2)
+    engine.recorder.add(_trace(engine.recorder, path))
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     requests = [Request(f"r{name}", (1,) * 7, params, seed=0, arrival_time=executor.now()) for name in range(3)]
-    engine = Engine(scheduler, traced, vocab_size=2)
-    drive(engine, requests, lambda now, updates: None)
+    drive(engine, requests)
     engine.close()
 
 
@@ -68,7 +77,7 @@ def test_bars_of_a_track_do_not_overlap_and_tell_all_tokens(tmp_path: Path) -> N
 
 def test_one_process_has_a_track_of_what_it_computed(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    _run(SimulatedExecutor(LinearTimes(), answer=dummy_answers), path)
+    _run(UntoldExecutor(LinearTimes(), answer=dummy_answers), path)
     tracks = tracks_of(json.loads(path.read_text()))
     assert set(tracks) == {"micro-batch 0", "stage 0"}
     assert [bar["dur"] for bar in tracks["stage 0"]] == [1e6] * len(tracks["micro-batch 0"])
@@ -87,10 +96,10 @@ def test_a_loss_is_shown_and_frees_the_tracks(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with ChromeTraceFile(path) as file:
         trace = RunTrace(file, 1.0)
-        trace.on_submit(StepPlan(0), 1.0)
-        trace.on_result(StepResult(None, lost="worker 1 was killed"), 2.0)
-        trace.on_submit(StepPlan(1), 3.0)
-        trace.on_result(StepResult(1), 4.0)
+        trace(planned(StepPlan(0), 1.0))
+        trace(Collected(2.0, 2.0, (StepResult(None, lost="worker 1 was killed"),), {}))
+        trace(planned(StepPlan(1), 3.0))
+        trace(Collected(4.0, 4.0, (StepResult(1),), {}))
     tracks = tracks_of(json.loads(path.read_text()))
     assert [(bar["name"], bar["ts"]) for bar in tracks["deaths"]] == [("worker 1 was killed", 1e6)]
     assert [bar["args"]["step"] for bar in tracks["micro-batch 0"]] == [1]

@@ -14,7 +14,7 @@ from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.plan import StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.record import ends, record_run, replay
+from nanoserve.simulator.replay import record_run, replay
 from tests.fakes.host_losing_executor import HostLosingExecutor
 from tests.scheduler.tier_lives import AlsoUsingTheHost
 
@@ -45,7 +45,7 @@ class RealTimeExecutor(HostLosingExecutor):
         if plan.step in self._last_plans:
             self.die()
         super().submit(plan)
-        if self._dead or not ends(plan):
+        if self._dead or not plan.ends:
             return
         self._free = max(self._free, self.now()) + self._random.uniform(0.0002, 0.002)
         self._ends.append(self._free)
@@ -114,8 +114,8 @@ def test_deaths_of_workers_are_recorded_and_replayed(depth: int) -> None:
     requests = [replace(request, arrival_time=request.arrival_time + 0.3) for request in _requests(depth)]
     executor = RealTimeExecutor(depth, seed=depth, deaths=(3, 20, 50), dies_idle=True)
     record = record_run(Engine(scheduler(), executor, vocab_size=50), requests)
-    assert sum(result.lost is not None for result in record.results.values()) == 3
-    assert sum(result.lost is not None for results in record.collected.values() for result in results) == 4
+    assert sum(result.lost is not None for result in record.result_of.values()) == 3
+    assert len(record.losses) == 4
     assert replay(record, scheduler, vocab_size=50) == record.plans
 
 
@@ -133,7 +133,7 @@ def test_what_became_of_the_host_is_recorded_and_replayed(depth: int) -> None:
 
     executor = RealTimeExecutor(depth, seed=depth, host_blocks=NUM_BLOCKS, host_losses=(70, 150))
     record = record_run(Engine(scheduler(), executor, vocab_size=50), _requests(depth))
-    told = [result for results in record.collected.values() for result in results]
+    told = list(record.results)
     assert sum(result.host_lost is not None for result in told) == 2
     assert any(result.swapped for result in told)
     assert sum(row.tier == "host" for plan in record.plans for row in plan.rows) > 10

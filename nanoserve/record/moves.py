@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import msgspec
 
-from nanoserve.benchmarks.resharding.running import ReshardRun
-from nanoserve.runtime.trace.stage_times import ReshardTimes, StageTimes, SwapTimes
+from nanoserve.record.run_record import RunRecord
+from nanoserve.record.times import Move, ReshardTimes, StageTimes, SwapTimes
 
 _GIGA = 1e9
 Span = tuple[float, float]
@@ -30,21 +30,19 @@ class MoveFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the workers' time at it in which the same worker computed a step."""
 
 
-def reshard_figures(run: ReshardRun, host_link_bandwidth: float | None) -> MoveFigures:
-    """Of all transitions."""
-    moves = [move for move in run.moves if isinstance(move, ReshardTimes)]
-    return _figures(moves, len({move.step for move in moves}), run.stage_times, host_link_bandwidth)
+def reshard_figures(record: RunRecord, host_link_bandwidth: float | None) -> MoveFigures:
+    """All transitions."""
+    moves = [move for move in record.moves if isinstance(move, ReshardTimes)]
+    return _figures(moves, len({move.step for move in moves}), record.stage_times, host_link_bandwidth)
 
 
-def swap_figures(run: ReshardRun, direction: str, host_link_bandwidth: float | None) -> MoveFigures:
-    """Of all swaps in one direction."""
-    moves = [move for move in run.moves if isinstance(move, SwapTimes) and move.direction == direction]
-    return _figures(moves, len({move.swap for move in moves}), run.stage_times, host_link_bandwidth)
+def swap_figures(record: RunRecord, direction: str, host_link_bandwidth: float | None) -> MoveFigures:
+    """All swaps in one direction."""
+    moves = [move for move in record.moves if isinstance(move, SwapTimes) and move.direction == direction]
+    return _figures(moves, len({move.swap for move in moves}), record.stage_times, host_link_bandwidth)
 
 
-def _figures(
-    moves: Sequence[ReshardTimes | SwapTimes], count: int, steps: Sequence[StageTimes], link: float | None
-) -> MoveFigures:
+def _figures(moves: Sequence[Move], count: int, steps: Sequence[StageTimes], link: float | None) -> MoveFigures:
     spans = _spans(moves)
     busy = sum(_length(of_rank) for of_rank in spans.values())
     unhindered = [move for move in moves if isinstance(move, ReshardTimes) or not move.after_row]
@@ -64,7 +62,7 @@ def _figures(
     )
 
 
-def _spans(moves: Sequence[ReshardTimes | SwapTimes]) -> dict[int, list[Span]]:
+def _spans(moves: Sequence[Move]) -> dict[int, list[Span]]:
     """When each worker was at it."""
     spans: dict[int, list[Span]] = {}
     for move in moves:

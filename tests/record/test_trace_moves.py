@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.engine import Engine
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.chrome_trace import ChromeTraceFile
+from nanoserve.record.events import Blocks, Collected, Failed, Finished, Planned, Worked
+from nanoserve.record.phases import Phase, PhaseTracker, Turn, phase_name
+from nanoserve.record.times import SwapTimes
+from nanoserve.record.trace import RunTrace
 from nanoserve.request import Request, SamplingParams
-from nanoserve.runtime.trace.phases import EngineState, Phase, PhaseTracker, Turn, phase_name
-from nanoserve.runtime.trace.stage_times import SwapTimes
-from nanoserve.runtime.trace.traced_executor import TracingExecutor
-from nanoserve.runtime.trace.traced_moves import MovesTrace
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity, Row, StepPlan, StepResult, Swap
 from nanoserve.scheduler.policies.transition_minimizing import PrefillPrioritizing, TransitionMinimizing
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.driving import drive
 from tests.fakes.moving_executor import KV_BYTES, WEIGHT_BYTES, MovingExecutor
-from tests.runtime.tracks import tracks_of
+from tests.record.planned import planned
+from tests.record.tracks import tracks_of
 from tests.simulator.tier_times import TierTimes
 
 _BLOCK_SIZE = 4
@@ -29,14 +29,8 @@ _P2_T2 = (ParallelLayout(pipeline_parallel=2), ParallelLayout(tensor_parallel=2)
 _REQUESTS, _PROMPT, _ANSWER = 12, 14, 10
 
 
-class _MeasuredExecutor(MovingExecutor):
-    """One whose workers have told how fast they are."""
-
-    speeds = MachineSpeeds(memory_bandwidth=1.0, flops=1.0, host_link_bandwidth=WEIGHT_BYTES / 2)
-
-
 def _run(policy: Policy, path: Path) -> Scheduler:
-    executor = _MeasuredExecutor(
+    executor = MovingExecutor(
         [TierTimes(num_stages=2, layer=0.5, swap_token=0.125), TierTimes(layer=0.5, swap_token=0.125)],
         block_size=_BLOCK_SIZE,
     )
@@ -51,12 +45,14 @@ def _run(policy: Policy, path: Path) -> Scheduler:
         other_layouts=[LayoutCapacity(48)],
     )
     file = ChromeTraceFile(path)
-    traced = TracingExecutor(executor, file, scheduler=scheduler, layouts=_P2_T2)
-    engine = Engine(scheduler, traced, vocab_size=2)
+    engine = Engine(scheduler, executor, vocab_size=2)
+    link = WEIGHT_BYTES / 2
+    trace = RunTrace(file, engine.now(), layouts=_P2_T2, host_link_bandwidth=link, close=file.close)
+    engine.recorder.add(trace)
     params = SamplingParams(max_tokens=_ANSWER, ignore_eos=True)
     now = engine.now()
     requests = [Request(f"r{name}", (1,) * _PROMPT, params, seed=0, arrival_time=now) for name in range(_REQUESTS)]
-    drive(engine, requests, lambda now, updates: None)
+    drive(engine, requests)
     engine.close()
     return scheduler
 
@@ -97,10 +93,9 @@ def test_swaps_stand_beside_each_worker_with_their_bytes(tmp_path: Path) -> None
 def test_a_swap_that_waits_for_layers_says_so_and_has_no_speed(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with ChromeTraceFile(path) as file:
-        options = {"layouts": ["P2"], "host_link_bandwidth": 1.0, "scheduler": "engine", "workers": "workers"}
-        trace = MovesTrace(file, 0.0, **options)
-        trace.on_move(SwapTimes(1, 0, "out", 8_000_000_000, 1.0, 3.0))
-        trace.on_move(SwapTimes(2, 0, "out", 8_000_000_000, 3.0, 5.0, after_row=True))
+        trace = RunTrace(file, 0.0, host_link_bandwidth=1.0)
+        trace(Worked((), (SwapTimes(1, 0, "out", 8_000_000_000, 1.0, 3.0),)))
+        trace(Worked((), (SwapTimes(2, 0, "out", 8_000_000_000, 3.0, 5.0, after_row=True),)))
     plain, behind_row = tracks_of(json.loads(path.read_text()))["worker 0, swaps out"]
     assert (plain["name"], plain["args"]["GB/s"]) == ("swap out", 4.0)
     assert (behind_row["name"], behind_row["args"]) == (
@@ -134,54 +129,60 @@ def test_a_turn_tells_what_became_of_decodes(tmp_path: Path) -> None:
     assert [tuple(turn[name] for name in names) for turn in turns] == [(0, 6, 0)], "nobody predicts: they end first"
 
 
-def _state(*, host: int, device: int = 3, preemptions: int = 0) -> EngineState:
-    return EngineState(10, 20, host, 20, device, preemptions)
+def _blocks(*, host: int, device: int = 3, preemptions: int = 0) -> Blocks:
+    return Blocks(10, 20, host, 20, device, preemptions)
 
 
-def _rows(step: int, layout: int) -> StepPlan:
-    return StepPlan(step, rows=(Row(0, 5, (1,), True),), layout=layout)
+def _rows(step: int, time: float, blocks: Blocks, *, layout: int) -> Planned:
+    return planned(StepPlan(step, rows=(Row(0, 5, (1,), True),), layout=layout), time, blocks)
 
 
-def _swap(step: int, layout: int) -> StepPlan:
-    return StepPlan(step, swaps=(Swap(0, 0, "out", (1,), (1,)),), layout=layout)
+def _swap(step: int, time: float, blocks: Blocks, *, layout: int) -> Planned:
+    return planned(StepPlan(step, swaps=(Swap(0, 0, "out", (1,), (1,)),), layout=layout), time, blocks)
+
+
+def _result(time: float, result: StepResult) -> Collected:
+    return Collected(time, time, (result,), {})
 
 
 def test_a_turn_is_counted_from_the_moment_at_which_the_pool_was_empty() -> None:
     tracker = PhaseTracker()
-    assert tracker.on_submit(_rows(0, layout=1), 0.0, _state(host=4, device=4)) == []
-    assert tracker.on_result(StepResult(0), 1.0) == []
-    tracker.on_submit(_rows(1, layout=1), 1.0, _state(host=0, device=5))
-    tracker.on_result(StepResult(1), 2.0)
-    tracker.on_submit(_rows(2, layout=1), 2.0, _state(host=0, device=3))
-    tracker.on_result(StepResult(2), 3.0)
-    tracker.on_submit(_swap(3, layout=1), 3.0, _state(host=1, device=0, preemptions=1))
-    tracker.on_result(StepResult(None, swapped=(0,)), 4.0)
-    over = tracker.on_submit(StepPlan(4, layout=1, transition=0), 4.0, _state(host=1, device=0, preemptions=1))
+    assert tracker.on_event(_rows(0, 0.0, _blocks(host=4, device=4), layout=1)) == []
+    assert tracker.on_event(_result(1.0, StepResult(0))) == []
+    tracker.on_event(_rows(1, 1.0, _blocks(host=0, device=5), layout=1))
+    tracker.on_event(_result(2.0, StepResult(1)))
+    tracker.on_event(_rows(2, 2.0, _blocks(host=0, device=3), layout=1))
+    tracker.on_event(_result(3.0, StepResult(2)))
+    last = _blocks(host=1, device=0, preemptions=1)
+    tracker.on_event(_swap(3, 3.0, last, layout=1))
+    tracker.on_event(_result(4.0, StepResult(None, swapped=(0,))))
+    over = tracker.on_event(planned(StepPlan(4, layout=1, transition=0), 4.0, last))
     decode, drain = over
     assert decode == Phase("compute", 1, 0.0, 3.0, plans=3, decodes=3)
     assert drain == Phase("drain", 1, 3.0, 4.0, swaps_out=1, turn=Turn(finished=3, through_pool=1, recomputed=1))
-    assert tracker.on_result(StepResult(4), 9.0) == [Phase("reshard", 0, 4.0, 9.0)]
-    assert tracker.finish(10.0) == [Phase("compute", 0, 9.0, 10.0)]
-    assert tracker.finish(11.0) == []
+    assert tracker.on_event(_result(9.0, StepResult(4))) == [Phase("reshard", 0, 4.0, 9.0)]
+    assert tracker.on_event(Finished(10.0, last)) == [Phase("compute", 0, 9.0, 10.0)]
+    assert tracker.on_event(Finished(11.0, last)) == []
 
 
 def test_a_death_in_a_transition_ends_it_and_the_next_plan_tells_the_layout() -> None:
-    tracker = PhaseTracker()
-    tracker.on_submit(_rows(0, layout=0), 0.0, _state(host=0))
-    tracker.on_submit(StepPlan(1, transition=1), 1.0, _state(host=0))
-    assert tracker.on_result(StepResult(None, lost="worker 1 was killed"), 3.0) == [Phase("reshard", 1, 1.0, 3.0)]
-    tracker.on_submit(_rows(2, layout=0), 4.0, _state(host=0))
-    assert tracker.finish(5.0) == [Phase("compute", 0, 4.0, 5.0, plans=1, decodes=1)]
+    tracker, blocks = PhaseTracker(), _blocks(host=0)
+    tracker.on_event(_rows(0, 0.0, blocks, layout=0))
+    tracker.on_event(planned(StepPlan(1, transition=1), 1.0, blocks))
+    lost = StepResult(None, lost="worker 1 was killed")
+    assert tracker.on_event(_result(3.0, lost)) == [Phase("reshard", 1, 1.0, 3.0)]
+    tracker.on_event(_rows(2, 4.0, blocks, layout=0))
+    assert tracker.on_event(Failed(5.0)) == [Phase("compute", 0, 4.0, 5.0, plans=1, decodes=1)]
 
 
 def test_an_idle_moment_is_no_drain_if_rows_follow() -> None:
-    tracker = PhaseTracker()
-    tracker.on_submit(_rows(0, layout=1), 0.0, _state(host=4))
-    tracker.on_result(StepResult(0), 1.0)
-    tracker.on_submit(_swap(1, layout=1), 1.0, _state(host=4))
-    tracker.on_result(StepResult(None, swapped=(0,)), 2.0)
-    tracker.on_submit(_rows(2, layout=1), 2.0, _state(host=4))
-    tracker.on_result(StepResult(2), 3.0)
-    decode, drain = tracker.on_submit(StepPlan(3, layout=1, transition=0), 3.5, _state(host=4))
+    tracker, blocks = PhaseTracker(), _blocks(host=4)
+    tracker.on_event(_rows(0, 0.0, blocks, layout=1))
+    tracker.on_event(_result(1.0, StepResult(0)))
+    tracker.on_event(_swap(1, 1.0, blocks, layout=1))
+    tracker.on_event(_result(2.0, StepResult(None, swapped=(0,))))
+    tracker.on_event(_rows(2, 2.0, blocks, layout=1))
+    tracker.on_event(_result(3.0, StepResult(2)))
+    decode, drain = tracker.on_event(planned(StepPlan(3, layout=1, transition=0), 3.5, blocks))
     assert (decode.ended, decode.swaps_out, drain.swaps_out, drain.began) == (3.0, 1, 0, 3.0)
     assert phase_name(drain, ["P2", "T2"]) == "draining T2"

@@ -1,42 +1,15 @@
 """Phases of an engine with two parallel layouts: computing in one, draining it, re-sharding to the other. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from nanoserve.scheduler.plan import StepPlan, StepResult
-from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.record.events import Blocks, Collected, Event, Failed, Finished, Planned
+from nanoserve.scheduler.plan import StepResult
 
 PhaseKind = Literal["compute", "drain", "reshard"]
 _PREFILL = 0
 """The layout in which prompts are computed."""
-
-
-class EngineState(NamedTuple):
-    """What a scheduler shows between two plans."""
-
-    used_device_blocks: int
-    device_blocks: int
-    """KV blocks of the current layout that have an owner, and all."""
-    used_host_blocks: int
-    host_blocks: int
-    """Of the host pool; a prompt that is still computed may have reserved some."""
-    on_device: int
-    """Sequences that run there."""
-    preemptions: int
-    """So far."""
-
-    @classmethod
-    def of(cls, scheduler: Scheduler) -> "EngineState":
-        device, host = scheduler.pool, scheduler.host_pool
-        return cls(
-            used_device_blocks=device.num_blocks - device.free_blocks,
-            device_blocks=device.num_blocks,
-            used_host_blocks=host.num_blocks - host.free_blocks,
-            host_blocks=host.num_blocks,
-            on_device=len(scheduler.running),
-            preemptions=scheduler.preemptions,
-        )
 
 
 class Turn(NamedTuple):
@@ -77,15 +50,14 @@ class Phase:
     def seconds(self) -> float:
         return self.ended - self.began
 
-    def with_plan(self, plan: StepPlan) -> "Phase":
+    def with_plan(self, planned: Planned) -> "Phase":
         """The same phase with one plan more."""
-        decodes, prompt = step_tokens(plan)
-        directions = [swap.direction for swap in plan.swaps]
+        directions = [swap.direction for swap in planned.plan.swaps]
         return replace(
             self,
-            plans=self.plans + bool(plan.rows),
-            prompt_tokens=self.prompt_tokens + prompt,
-            decodes=self.decodes + decodes,
+            plans=self.plans + bool(planned.plan.rows),
+            prompt_tokens=self.prompt_tokens + planned.prompt_tokens,
+            decodes=self.decodes + planned.decodes,
             swaps_out=self.swaps_out + directions.count("out"),
             swaps_in=self.swaps_in + directions.count("in"),
         )
@@ -110,28 +82,37 @@ class PhaseTracker:
     def __init__(self) -> None:
         self._phase: Phase | None = None
         self._idle: Phase | None = None  # what would be the drain: since a result after which no rows were planned
-        self._state: EngineState | None = None
+        self._blocks: Blocks | None = None
         self._left = 0  # on the device since the host pool was empty
 
-    def on_submit(self, plan: StepPlan, now: float, state: EngineState) -> list[Phase]:
-        """A plan goes to the executor; returns the phases that are thereby over."""
+    def on_event(self, event: Event) -> list[Phase]:
+        """Something happened; returns the phases that are thereby over."""
+        if isinstance(event, Planned):
+            return self._on_plan(event)
+        if isinstance(event, Collected):
+            return [over for result in event.results for over in self._on_result(result, event.time)]
+        if isinstance(event, Failed | Finished):
+            return self._finish(event.time)
+        return []
+
+    def _on_plan(self, planned: Planned) -> list[Phase]:
+        plan, now, blocks = planned.plan, planned.time, planned.blocks
         if self._phase is None:
             self._phase = Phase("compute", plan.layout, now, now)
         if plan.transition is not None:
-            return self._turn(plan.transition, now, state)
+            return self._turn(plan.transition, now, blocks)
         if plan.rows:
             self._idle = None
         elif self._idle is not None:
-            self._idle = self._idle.with_plan(plan)
+            self._idle = self._idle.with_plan(planned)
         if self._idle is None:
-            self._watch_pool(state)
-        self._phase = self._phase.with_plan(plan)
+            self._watch_pool(blocks)
+        self._phase = self._phase.with_plan(planned)
         return []
 
-    def on_result(self, result: StepResult, now: float) -> list[Phase]:
-        """Something became known; returns the phases that are thereby over."""
+    def _on_result(self, result: StepResult, now: float) -> list[Phase]:
         if result.lost is not None:
-            return self.finish(now)
+            return self._finish(now)
         if result.step is None or self._phase is None:
             return []
         if self._phase.kind == "reshard":
@@ -142,26 +123,26 @@ class PhaseTracker:
             self._idle = Phase("drain", self._phase.layout, now, now)
         return []
 
-    def finish(self, now: float) -> list[Phase]:
-        """Nothing follows, or all begins anew."""
+    def _finish(self, now: float) -> list[Phase]:
+        """The run is over, or nothing in flight will be answered."""
         over = [] if self._phase is None else [replace(self._phase, ended=now)]
-        self._phase = self._idle = self._state = None
+        self._phase = self._idle = self._blocks = None
         return over
 
-    def _watch_pool(self, state: EngineState) -> None:
-        emptied = self._state is not None and self._state.used_host_blocks > 0
-        if state.used_host_blocks == 0 and emptied:
-            self._left = state.on_device
-        elif state.used_host_blocks > 0:
+    def _watch_pool(self, blocks: Blocks) -> None:
+        emptied = self._blocks is not None and self._blocks.used_host > 0
+        if blocks.used_host == 0 and emptied:
+            self._left = blocks.on_device
+        elif blocks.used_host > 0:
             self._left = 0
-        self._state = state
+        self._blocks = blocks
 
-    def _turn(self, target: int, now: float, state: EngineState) -> list[Phase]:
+    def _turn(self, target: int, now: float, blocks: Blocks) -> list[Phase]:
         """The layout changes: what was computing, and draining, are over."""
         assert self._phase is not None, "a plan has been submitted"
         drain = self._idle or Phase("drain", self._phase.layout, now, now)
-        before = state.preemptions if self._state is None else self._state.preemptions
-        recomputed, through_pool = state.preemptions - before, drain.swaps_out
+        before = blocks.preemptions if self._blocks is None else self._blocks.preemptions
+        recomputed, through_pool = blocks.preemptions - before, drain.swaps_out
         left = 0 if drain.layout == _PREFILL else self._left
         turn = Turn(max(0, left - through_pool - recomputed), through_pool, recomputed)
         computed = replace(
@@ -170,12 +151,11 @@ class PhaseTracker:
             swaps_out=self._phase.swaps_out - drain.swaps_out,
             swaps_in=self._phase.swaps_in - drain.swaps_in,
         )
-        self._phase, self._idle, self._state, self._left = Phase("reshard", target, now, now), None, None, 0
+        self._phase, self._idle, self._blocks, self._left = Phase("reshard", target, now, now), None, None, 0
         return [computed, replace(drain, ended=now, turn=turn)]
 
 
-def step_tokens(plan: StepPlan) -> tuple[int, int]:
-    """Decodes, which are rows of one token, and tokens of longer rows."""
-    lengths = [len(row.tokens) for row in plan.rows]
-    decodes = lengths.count(1)
-    return decodes, sum(lengths) - decodes
+def phases_of(events: Iterable[Event]) -> list[Phase]:
+    """The phases of a run that is over."""
+    tracker = PhaseTracker()
+    return [phase for event in events for phase in tracker.on_event(event)]

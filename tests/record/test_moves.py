@@ -6,15 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.benchmarks.resharding.moves import merged, overlap, reshard_figures, swap_figures
-from nanoserve.benchmarks.resharding.running import ReshardRun
-from nanoserve.runtime.trace.stage_times import ReshardTimes, StageTimes, SwapTimes
+from nanoserve.record.events import Worked
+from nanoserve.record.moves import merged, overlap, reshard_figures, swap_figures
+from nanoserve.record.run_record import RunRecord
+from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
 
 SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair))))
 
 
-def _run(*moves: Any, steps: tuple[StageTimes, ...] = ()) -> ReshardRun:
-    return ReshardRun(None, None, steps, 0, moves, (), ())  # type: ignore[arg-type]  # nothing else is looked at
+def _run(*moves: Any, steps: tuple[StageTimes, ...] = ()) -> RunRecord:
+    return RunRecord(1, [Worked(steps, moves)])
 
 
 def _computing(rank: int, began: float, ended: float) -> StageTimes:
