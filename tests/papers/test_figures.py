@@ -12,6 +12,7 @@ from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.cases import Case, Outcome, System
 from nanoserve.papers.catalog import load_paper
 from nanoserve.papers.framework import Job, Scale
+from nanoserve.papers.gllm.code_size import LABORATORY, code_lines, lines_of_code, rooms
 from nanoserve.papers.gllm.serving import lone_request_limits
 from nanoserve.papers.lecture import BLOCK, memory_use
 
@@ -114,3 +115,18 @@ def test_what_reservations_hold_by_hand() -> None:
     assert both["contiguous"] == pytest.approx((17 + 18 + 48) / (3 * 48))
     assert both["prompt_known"] == pytest.approx((17 + 18 + 48) / (2 * 18 + 49))
     assert both["gain"] == pytest.approx(3 * 48 / (32 + 32 + 48))
+
+
+def test_table_1_puts_every_room_beside_the_papers_systems() -> None:
+    found = lines_of_code(Scale(), _Run())
+    lines = {row["code_of"]: row["lines"] for row in found.rows}
+    by_room = rooms()
+    assert {f"nanoserve/{name}" for name in LABORATORY} <= set(by_room)
+    assert {name: lines[name] for name in by_room} == {name: size.lines for name, size in by_room.items()}
+    assert lines["all of nanoserve"] == sum(size.lines for size in by_room.values())
+    assert [lines[f"{name} (paper)"] for name in ("gLLM", "SGLang", "vLLM")] == [3_874, 65_097, 226_874]
+
+
+def test_a_line_of_code_is_no_comment_docstring_or_blank() -> None:
+    source = '"""A module."""\n\n# why\nvalue = """two\nlines"""  # both count\n\n\ndef f():\n    """Do it."""\n'
+    assert code_lines(source) == 3
