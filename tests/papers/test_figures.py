@@ -9,9 +9,8 @@ from msgspec.structs import replace
 
 from nanoserve.measures.slo import Slo
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.papers.cases import Case, Outcome, System
-from nanoserve.papers.catalog import load_paper
-from nanoserve.papers.framework import Job, Scale
+from nanoserve.papers.cases import PipelineCase, PipelineOutcome, System
+from nanoserve.papers.framework import Scale, SimulationJob, load_paper
 from nanoserve.papers.gllm.code_size import LABORATORY, code_lines, lines_of_code, rooms
 from nanoserve.papers.gllm.serving import lone_request_limits
 from nanoserve.papers.lecture import BLOCK, memory_use
@@ -20,8 +19,8 @@ FIGURES = [(name, figure.number) for name in ("gllm", "lecture") for figure in l
 
 
 @cache
-def _outcome() -> Outcome:
-    case = Case(
+def _outcome() -> PipelineOutcome:
+    case = PipelineCase(
         system=System(label="any", policy="throttling"),
         model="qwen3-0.6b",
         machine="l4",
@@ -40,16 +39,16 @@ class _Run:
     """Notes the jobs and runs none of them: each takes longer the more requests come a second."""
 
     def __init__(self) -> None:
-        self.outcomes: dict[Any, Outcome] = {}
+        self.outcomes: dict[Any, PipelineOutcome] = {}
 
-    def __call__(self, jobs: Iterable[Job]) -> Mapping[Any, Any]:
+    def __call__(self, jobs: Iterable[SimulationJob]) -> Mapping[Any, Any]:
         for job in jobs:
-            assert isinstance(job, Case)
+            assert isinstance(job, PipelineCase)
             self.outcomes[job] = _slower(_outcome(), 1 + (job.rate or 0.0))
         return self.outcomes
 
 
-def _slower(outcome: Outcome, factor: float) -> Outcome:
+def _slower(outcome: PipelineOutcome, factor: float) -> PipelineOutcome:
     result = outcome.result
     assert result.ttft_ms is not None and result.e2el_ms is not None
     times = {
@@ -88,7 +87,7 @@ def test_a_full_run_holds_more_than_a_reduced_one() -> None:
 
 
 def test_limits_follow_from_what_a_lone_request_takes() -> None:
-    case = Case(
+    case = PipelineCase(
         system=System(label="any", policy="sarathi"),
         model="llama-3.1-100b",
         machine="gllm-a800",

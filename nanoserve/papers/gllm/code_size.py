@@ -9,8 +9,8 @@ from pathlib import Path
 
 import nanoserve
 from nanoserve.benchmarks.tables import Column
-from nanoserve.papers.charts import Chart, Curve, Panel
-from nanoserve.papers.claims import Claim, Spread
+from nanoserve.papers.charts import Chart, panel
+from nanoserve.papers.claims import Claim, claims
 from nanoserve.papers.framework import Finding, Run, Scale
 
 ROOT = Path(nanoserve.__file__).parent.parent
@@ -83,36 +83,31 @@ def lines_of_code(scale: Scale, run: Run) -> Finding:
     ]
     rows += [{"code_of": f"{name} (paper)", "files": None, "lines": n, "code": None} for name, n in PAPER_LINES.items()]
     bars = {**PAPER_LINES, "nanoserve,\nengine": totals[_ENGINE].code, "nanoserve,\nall": totals[_WHOLE].code}
-    curve = Curve(label="", xs=tuple(bars), ys=tuple(bars.values()))
-    panel = Panel(title="section 4.7", x="", y="lines of code", curves=(curve,), kind="bar")
+    chart = panel("section 4.7", "", "lines of code", list(bars), {"": list(bars.values())}, kind="bar")
     columns = [
         Column("code of", "code_of"),
         Column("files", "files", ",d"),
         Column("lines", "lines", ",d"),
         Column("without comments, docstrings and blank lines", "code", ",d"),
     ]
-    return Finding(_claims(totals), Chart(title="gLLM, table 1: lines of code", panels=(panel,)), rows, columns)
+    return Finding(_claims(totals), Chart("gLLM, table 1: lines of code", [chart]), rows, columns)
 
 
 def _claims(totals: dict[str, Room]) -> list[Claim]:
     """Lines without comments, docstrings and blank ones are compared; the paper does not say how it counts."""
-    return [
-        Claim(
-            figure="table 1",
-            says=f"lines of code of {what}, beside {name}'s",
-            paper=f"{PAPER_LINES[name]:,}",
-            ours=Spread.of([totals[what].code]),
-            form="{:,.0f}",
-            at_most=PAPER_LINES[name],
-            assumption=why,
+    compared = (
+        (_ENGINE, "gLLM", "needs one kind of device and one policy; CPU kernels and host attention are counted here"),
+        (_ENGINE, "SGLang", "fewer models and devices"),
+        (_WHOLE, "SGLang", "the simulator, the benchmarks and the papers' figures are counted too"),
+    )
+    rows = [
+        (
+            f"lines of code of {what}, beside {name}'s",
+            f"{PAPER_LINES[name]:,}",
+            totals[what].code,
+            ("{:,.0f}", None, PAPER_LINES[name]),
+            why,
         )
-        for what, name, why in (
-            (
-                _ENGINE,
-                "gLLM",
-                "needs one kind of device and one policy; CPU kernels and host attention are counted here",
-            ),
-            (_ENGINE, "SGLang", "fewer models and devices"),
-            (_WHOLE, "SGLang", "the simulator, the benchmarks and the papers' figures are counted too"),
-        )
+        for what, name, why in compared
     ]
+    return claims("table 1", rows)

@@ -7,7 +7,7 @@ import msgspec
 
 from nanoserve.costs import StepWork
 from nanoserve.costs.predictor import CostPredictor
-from nanoserve.papers.seesaw.settings import BLOCK_SIZE, RESHARDING, Choice, Setting
+from nanoserve.papers.seesaw.settings import BLOCK_SIZE, RESHARDING, LayoutChoice, OfflineBatch
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import StepPlan, Swap
 from nanoserve.scheduler.policies import make_policy
@@ -43,7 +43,7 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
         return self.prefill + self.mixed + self.decode + self.transition + self.other
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class BatchOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a closed batch came to."""
 
     result: SimulationResult
@@ -64,14 +64,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
     """A Job: all requests of a setting at once, under one configuration."""
 
-    setting: Setting
-    choice: Choice
+    setting: OfflineBatch
+    choice: LayoutChoice
 
     @property
     def name(self) -> str:
         return f"{self.choice.label} ({self.choice.token_budget}), {self.setting.name}"
 
-    def run(self) -> Outcome:
+    def run(self) -> BatchOutcome:
         """Simulate it; with data parallelism, until the slowest replica is done."""
         setting, choice = self.setting, self.choice
         layouts = [setting.costs(layout) for layout in (choice.prefill, choice.decode) if layout is not None]
@@ -94,7 +94,7 @@ class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
             predictors=[CostPredictor(costs, layouts) for costs in layouts] if changes else (),
             tier_observers=(clock,),
         )
-        return Outcome(
+        return BatchOutcome(
             result=result,
             breakdown=clock.breakdown(result.seconds),
             phases=clock.phases(result.seconds),
@@ -102,7 +102,7 @@ class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def policy_of(choice: Choice) -> Policy:
+def policy_of(choice: LayoutChoice) -> Policy:
     """What schedules it."""
     if choice.policy in _COMPARED:
         return _COMPARED[choice.policy](choice.token_budget)

@@ -22,7 +22,7 @@ HOST_BYTES_PER_DEVICE = 80 * GIBI
 """Section 6.1."""
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
+class OfflineBatch(msgspec.Struct, frozen=True, kw_only=True):
     """A model on a machine, and a closed batch of requests."""
 
     model: str
@@ -89,7 +89,7 @@ def _faster(link: Link, factor: float) -> Link:
     return replace(link.scaled(factor), latency=link.latency / factor)
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class LayoutChoice(msgspec.Struct, frozen=True, kw_only=True):
     """A layout, or one for prompts and one for answers, and the tokens of a step."""
 
     prefill: ParallelLayout
