@@ -136,7 +136,7 @@ class DecodeOutcome(msgspec.Struct, frozen=True, kw_only=True):
     overlapped: float
     overlapped_bound: float
     steps_per_token: float
-    """Of a host sequence under overlap."""
+    """Steps that a host sequence takes for a token under overlap."""
     layers: int
     speed_ratio: float
     break_even: float

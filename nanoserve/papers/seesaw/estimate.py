@@ -19,12 +19,12 @@ from nanoserve.papers.seesaw.settings import BLOCK_SIZE, RESHARDING, LayoutChoic
 
 
 class Shortlist(msgspec.Struct, frozen=True, kw_only=True):
-    """A Job: the configurations worth simulating, the most promising first; the same search for everybody."""
+    """A SimulationJob: the configurations worth simulating, the most promising first; the same search for everybody."""
 
     setting: OfflineBatch
     """What is to be run."""
     candidates: int
-    """Of each kind, static and re-sharding."""
+    """How many of each kind, static and re-sharding."""
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class Shortlist(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BestBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """A Job: a configuration with the token budget that suits it best; one of TOKEN_BUDGETS, as for everybody."""
+    """A SimulationJob: a configuration with that one of TOKEN_BUDGETS which suits it best."""
 
     setting: OfflineBatch
     choice: LayoutChoice
@@ -69,7 +69,7 @@ def with_budgets(choice: LayoutChoice) -> list[LayoutChoice]:
 
 
 class Shortlisted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a Shortlist found; a setting on which nothing can be re-sharded has no pairs."""
+    """What a Shortlist found. A batch for which nothing can be re-sharded has no pairs."""
 
     static: tuple[LayoutChoice, ...]
     resharding: tuple[LayoutChoice, ...]
@@ -112,7 +112,7 @@ class Estimate:
         return max(map(sum, zip(prompts, self._decode_seconds(choice.decode), strict=True)))
 
     def _decode_seconds(self, layout: ParallelLayout) -> list[float]:
-        """Of each replica: changing to this layout, and all answers."""
+        """Seconds of each replica for changing to this layout and for all answers."""
         if layout not in self._decoding:
             costs = self._setting.costs(layout)
             reload = max(map(costs.reload_seconds, range(costs.num_stages)))

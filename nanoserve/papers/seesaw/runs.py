@@ -21,9 +21,9 @@ _COMPARED: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
     {FREQUENT: PrefillPrioritizing, RARE: DecodePrioritizing}
 )
 _AS_VLLM = MappingProxyType({"admission_reserve": False, "virtual_engines": True})
-"""Of static configurations: no reserve of nanoserve's own, and each micro-batch has its share of the answers."""
+"""Parameters of static configurations: no admission reserve, and each micro-batch has its share of the answers."""
 MOST_SEQUENCES = 4096
-"""On the devices at a time: no limit, for anybody."""
+"""On the devices at a time: as good as no limit."""
 
 
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,9 +47,9 @@ class BatchOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a closed batch came to."""
 
     result: SimulationResult
-    """Of the simulation."""
+    """What the simulation measured."""
     breakdown: Breakdown
-    """Of its time; of its first replica."""
+    """Where the time of its first replica went."""
     phases: tuple[tuple[float, float, int], ...]
     """(begin, end, layout) of the times between transitions, of its first replica."""
     decodes: float
@@ -62,7 +62,7 @@ class BatchOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """A Job: all requests of a setting at once, under one configuration."""
+    """A SimulationJob: all requests of a setting at once, under one configuration."""
 
     setting: OfflineBatch
     choice: LayoutChoice
@@ -145,7 +145,7 @@ class PhaseClock:
         return self._decode_rows / self._seconds["decode"] if self._seconds["decode"] else 0.0
 
     def breakdown(self, end: float) -> Breakdown:
-        """Of the time until then."""
+        """Where the time until ``end`` went."""
         return Breakdown(**self._seconds, other=max(0.0, end - sum(self._seconds.values())))
 
     def phases(self, end: float) -> tuple[tuple[float, float, int], ...]:

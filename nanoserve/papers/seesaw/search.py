@@ -91,7 +91,7 @@ def compare(settings: Sequence[OfflineBatch], scale: Scale, run: Run) -> list[Be
 
 
 def fastest(setting: OfflineBatch, choices: Iterable[LayoutChoice], outcomes: Outcomes) -> LayoutChoice:
-    """Of those that were simulated."""
+    """The fastest of the choices that were simulated."""
     return min(choices, key=lambda choice: outcomes[ClosedBatch(setting=setting, choice=choice)].seconds)
 
 
