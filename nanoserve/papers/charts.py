@@ -24,7 +24,7 @@ _MOST_CHARACTERS = 28
 """Names below an axis are rotated if they are longer together."""
 
 
-class Series(msgspec.Struct, frozen=True):
+class ChartCurve(msgspec.Struct, frozen=True):
     """One line of a panel, or one bar of each of its groups."""
 
     label: str
@@ -48,7 +48,7 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     x: str
     y: str
     """What the axes are, with units."""
-    curves: Sequence[Series]
+    curves: Sequence[ChartCurve]
     """What is drawn."""
     kind: Literal["line", "bar", "stack"] = "line"
     """"line", or "bar": groups beside one another, or "stack": bars on top of one another, the first lowest."""
@@ -95,7 +95,7 @@ def panel(
         spreads = [one for one in ys if isinstance(one, Spread)]
         means = [one.mean if isinstance(one, Spread) else one for one in ys]
         lows, highs = [one.low for one in spreads], [one.high for one in spreads]
-        curves.append(Series(label, xs, means, lows, highs, style))
+        curves.append(ChartCurve(label, xs, means, lows, highs, style))
     return Panel(title=title, x=x, y=y, curves=curves, **options)
 
 
@@ -143,7 +143,7 @@ def _draw_panel(axes: "Axes", panel: Panel) -> None:
         axes.legend(fontsize="small", ncols=len(panel.curves) if panel.kind == "bar" else 1)
 
 
-def _draw_bars(axes: "Axes", curves: Sequence[Series]) -> None:
+def _draw_bars(axes: "Axes", curves: Sequence[ChartCurve]) -> None:
     """Groups stand at 0, 1, 2 ...; the bars of a group beside one another, in the order of the curves."""
     groups = curves[0].xs
     width = _BAR_GROUP / len(curves)
@@ -161,7 +161,7 @@ def _draw_bars(axes: "Axes", curves: Sequence[Series]) -> None:
         axes.set_ylim(top=_ROOM_FOR_LEGEND * max(max(curve.ys) for curve in curves))
 
 
-def _draw_stacks(axes: "Axes", curves: Sequence[Series]) -> None:
+def _draw_stacks(axes: "Axes", curves: Sequence[ChartCurve]) -> None:
     """One bar at 0, 1, 2 ..., made of what the curves have there."""
     groups = curves[0].xs
     tops = [0.0] * len(groups)

@@ -14,7 +14,7 @@ from nanoserve.costs.analysis import Analysis
 from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, decode_throughput, mlp_intensity
 from nanoserve.costs.counts import Operator
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.papers.charts import Chart, Panel, Series, panel
+from nanoserve.papers.charts import Chart, ChartCurve, Panel, panel
 from nanoserve.papers.claims import Claim, ClaimRow, Spread, claims
 from nanoserve.papers.framework import Finding, Paper, PaperFigure, Run, Scale
 from nanoserve.simulator.length_tables import length_tables
@@ -126,9 +126,9 @@ def _saturating_batch(costs: StepCosts, wanted: float) -> float:
 def _roofline_chart(costs: StepCosts, rows: Sequence[dict[str, float]]) -> Chart:
     device = costs.machine.device
 
-    def curve(label: str, intensities: Sequence[float], style: str) -> Series:
+    def curve(label: str, intensities: Sequence[float], style: str) -> ChartCurve:
         heights = [min(device.flops, one * device.memory_bandwidth) / 1e12 for one in intensities]
-        return Series(label, intensities, heights, style=style)
+        return ChartCurve(label, intensities, heights, style=style)
 
     panel_of_both = Panel(
         title=f"decoding, {MODEL}, batches of {BATCHES[0]} to {BATCHES[-1]}",

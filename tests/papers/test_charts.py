@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nanoserve.errors import RuntimeFailure
-from nanoserve.papers.charts import Chart, Panel, Series, draw
+from nanoserve.papers.charts import Chart, ChartCurve, Panel, draw
 
 pytest.importorskip("matplotlib")
 
@@ -14,8 +14,8 @@ LINES = Panel(
     x="requests per second",
     y="TTFT, s",
     curves=(
-        Series(label="gLLM", xs=(1.0, 2.0), ys=(3.0, 4.0), lows=(2.5, 3.5), highs=(3.5, 4.5)),
-        Series(label="vLLM", xs=(1.0, 2.0), ys=(5.0, 9.0), style="s--"),
+        ChartCurve(label="gLLM", xs=(1.0, 2.0), ys=(3.0, 4.0), lows=(2.5, 3.5), highs=(3.5, 4.5)),
+        ChartCurve(label="vLLM", xs=(1.0, 2.0), ys=(5.0, 9.0), style="s--"),
     ),
     marks=(4.0,),
 )
@@ -25,8 +25,8 @@ BARS = Panel(
     y="tokens/s",
     kind="bar",
     curves=(
-        Series(label="gLLM", xs=("1", "2"), ys=(1.0, 2.0), lows=(0.9, 1.9), highs=(1.1, 2.1)),
-        Series(label="", xs=("1", "2"), ys=(1.0, 1.5)),
+        ChartCurve(label="gLLM", xs=("1", "2"), ys=(1.0, 2.0), lows=(0.9, 1.9), highs=(1.1, 2.1)),
+        ChartCurve(label="", xs=("1", "2"), ys=(1.0, 1.5)),
     ),
 )
 

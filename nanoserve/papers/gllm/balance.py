@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from nanoserve.benchmarks.tables import Column
 from nanoserve.papers.cases import PipelineOutcome, Runs
-from nanoserve.papers.charts import Chart, Panel, Series, panel
+from nanoserve.papers.charts import Chart, ChartCurve, Panel, panel
 from nanoserve.papers.claims import Spread, claims
 from nanoserve.papers.framework import Finding, Run, Scale
 from nanoserve.papers.gllm.systems import (
@@ -231,11 +231,11 @@ def lengths(scale: Scale, run: Run) -> Finding:
     return Finding(found, Chart("gLLM, figure 11: lengths of requests", panels, columns=2))
 
 
-def _cumulative(name: str, sizes: list[int]) -> Series:
+def _cumulative(name: str, sizes: list[int]) -> ChartCurve:
     ordered = sorted(sizes)
     shares = [float(share) for share in range(101)]
     places = [min(len(ordered) - 1, round(share / 100 * (len(ordered) - 1))) for share in shares]
-    return Series(name, [float(ordered[place]) for place in places], shares, style="-")
+    return ChartCurve(name, [float(ordered[place]) for place in places], shares, style="-")
 
 
 def caps(scale: Scale, run: Run) -> Finding:

@@ -8,7 +8,7 @@ from nanoserve.benchmarks.tables import Column
 from nanoserve.costs import ParallelLayout
 from nanoserve.costs.hardware import GIBI
 from nanoserve.papers.cases import Runs
-from nanoserve.papers.charts import Chart, Panel, Series, panel
+from nanoserve.papers.charts import Chart, ChartCurve, Panel, panel
 from nanoserve.papers.claims import ClaimRow, claims
 from nanoserve.papers.framework import Finding, Run, Scale
 from nanoserve.papers.seesaw.runs import FREQUENT, RARE, BatchOutcome, ClosedBatch
@@ -119,12 +119,12 @@ def tiers(scale: Scale, run: Run) -> Finding:
         ("the devices are full as decoding begins: peak", "full", result.kv_peak, "at least 0.90", _POOL),
     ]
     curves = [
-        Series(f"{tier} KV", [time for time, _ in series], [share for _, share in series], style="-")
+        ChartCurve(f"{tier} KV", [time for time, _ in series], [share for _, share in series], style="-")
         for tier, series in result.occupancies.items()
     ]
     phases = [(time, float(layout)) for begin, end, layout in outcome.phases for time in (begin, end)]
     times, layouts = zip(*phases, strict=True)
-    curves.append(Series("0: prefill, 1: decode", times, layouts, style="k:"))
+    curves.append(ChartCurve("0: prefill, 1: decode", times, layouts, style="k:"))
     both = Panel(title=batch.setting.name, x="time (s)", y="share of blocks in use", curves=curves)
     rows = [
         {"begin": begin, "end": end, "phase": ("prefill", "decode")[layout]} for begin, end, layout in outcome.phases
