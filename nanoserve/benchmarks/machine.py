@@ -63,7 +63,7 @@ def available_cores() -> int:
 
 
 def installed_versions() -> dict[str, str]:
-    """Of the packages that matter to a benchmark, without importing them."""
+    """Versions of the packages that matter to a benchmark, without importing them."""
     versions = {}
     for name in PACKAGES:
         try:

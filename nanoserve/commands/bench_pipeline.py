@@ -117,7 +117,7 @@ class ComparisonOptions:
         Raises:
             UsageError: for what is none, or several.
         """
-        from nanoserve.benchmarks.serving.arrivals import parse_rates
+        from nanoserve.benchmarks.serving.requests import parse_rates
 
         rates = parse_rates(self.request_rate, "--request-rate")
         if len(rates) > 1:
@@ -274,7 +274,7 @@ def _bench(
     from nanoserve.benchmarks.pipeline.rounds import Bench
     from nanoserve.benchmarks.pipeline.running import make_requests
     from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
-    from nanoserve.benchmarks.serving.arrivals import poisson_arrivals
+    from nanoserve.benchmarks.serving.requests import poisson_arrivals
     from nanoserve.benchmarks.variants import KeptRun
     from nanoserve.models.dtypes import resolve_dtype
 

@@ -1,4 +1,4 @@
-"""What a figure wants to know beside a run's result: its steady state, and single steps of it."""
+"""What a figure needs beside a run's result: its steady state, and single steps of it."""
 
 import math
 from collections.abc import Sequence
@@ -18,20 +18,20 @@ class Steady(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float
     """Prompt and output tokens; a prompt counts when its first token is known, and only once."""
     bubble_share: float
-    """Of the time, the mean over stages, in which a stage computed nothing."""
+    """Share of the time in which a stage computed nothing, mean over stages."""
     step_tokens: float
     """Mean of a micro-batch."""
     variation: float
-    """Of these tokens, standard deviation over mean."""
+    """Standard deviation of a micro-batch's tokens over their mean."""
     prefill_tokens: float
     decodes: float
-    """Of a micro-batch, on average."""
+    """Prompt tokens and decodes of a micro-batch, on average."""
 
 
 class SteadyWindow(StepObserver):
-    """Measures between two moments of progress, so that a run's start and its end do not dilute the figures.
+    """Measures between two moments of progress, so that a run's start and its end do not dilute the metrics.
 
-    At the start memory is empty and nobody decodes; at the end a few long answers drain. The window lies between the
+    At the start memory is empty and nothing decodes; at the end a few long answers drain. The window lies between the
     first tokens of two requests, counted in the order in which they come: the same share of the work for every policy.
 
     Args:
@@ -92,7 +92,7 @@ class SteadyWindow(StepObserver):
         self._prefill += planned.prompt_tokens
 
     def result(self) -> Steady:
-        """Of the steps that began in the window.
+        """The steady state, from the steps that began in the window.
 
         Raises:
             ValueError: if there were too few of them.

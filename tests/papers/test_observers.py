@@ -2,14 +2,14 @@
 
 import pytest
 
-from nanoserve.papers.cases import Case, System
+from nanoserve.papers.cases import PipelineCase, System
 from nanoserve.papers.observers import SteadyWindow
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
 from tests.record.planned import planned, stage_times
 
 
-def _case(**changes: object) -> Case:
+def _case(**changes: object) -> PipelineCase:
     settings: dict[str, object] = {
         "system": System(label="any", policy="sarathi", token_budget=64),
         "model": "qwen3-0.6b",
@@ -18,7 +18,7 @@ def _case(**changes: object) -> Case:
         "lengths": "30+20",
         "requests": 400,
     }
-    return Case(**(settings | changes))  # type: ignore[arg-type]
+    return PipelineCase(**(settings | changes))  # type: ignore[arg-type]
 
 
 def test_the_window_agrees_with_the_whole_run_where_nothing_changes() -> None:

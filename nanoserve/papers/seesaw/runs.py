@@ -6,7 +6,7 @@ from types import MappingProxyType
 import msgspec
 
 from nanoserve.costs.predictor import CostPredictor
-from nanoserve.papers.seesaw.settings import BLOCK_SIZE, RESHARDING, Choice, Setting
+from nanoserve.papers.seesaw.settings import BLOCK_SIZE, RESHARDING, LayoutChoice, OfflineBatch
 from nanoserve.record.events import Planned, StepObserver
 from nanoserve.record.times import Beside, ReshardTimes, StageTimes
 from nanoserve.scheduler.load import Policy
@@ -20,9 +20,9 @@ _COMPARED: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
     {FREQUENT: PrefillPrioritizing, RARE: DecodePrioritizing}
 )
 _AS_VLLM = MappingProxyType({"admission_reserve": False, "virtual_engines": True})
-"""Of static configurations: no reserve of nanoserve's own, and each micro-batch has its share of the answers."""
+"""Parameters of static configurations: no admission reserve, and each micro-batch has its share of the answers."""
 MOST_SEQUENCES = 4096
-"""On the devices at a time: no limit, for anybody."""
+"""On the devices at a time: as good as no limit."""
 
 
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,13 +42,13 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
         return self.prefill + self.mixed + self.decode + self.transition + self.other
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class BatchOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a closed batch came to."""
 
     result: SimulationResult
-    """Of the simulation."""
+    """What the simulation measured."""
     breakdown: Breakdown
-    """Of its time; of its first replica."""
+    """Where the time of its first replica went."""
     phases: tuple[tuple[float, float, int], ...]
     """(begin, end, layout) of the times between transitions, of its first replica."""
     decodes: float
@@ -61,16 +61,16 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """A Job: all requests of a setting at once, under one configuration."""
+    """A SimulationJob: all requests of a setting at once, under one configuration."""
 
-    setting: Setting
-    choice: Choice
+    setting: OfflineBatch
+    choice: LayoutChoice
 
     @property
     def name(self) -> str:
         return f"{self.choice.label} ({self.choice.token_budget}), {self.setting.name}"
 
-    def run(self) -> Outcome:
+    def run(self) -> BatchOutcome:
         """Simulate it; with data parallelism, until the slowest replica is done."""
         setting, choice = self.setting, self.choice
         layouts = [setting.costs(layout) for layout in (choice.prefill, choice.decode) if layout is not None]
@@ -92,7 +92,7 @@ class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
             other_layouts=[OtherLayout(*pair) for pair in list(zip(layouts, blocks, strict=True))[1:]],
             predictors=[CostPredictor(costs, layouts) for costs in layouts] if changes else (),
         )
-        return Outcome(
+        return BatchOutcome(
             result=result,
             breakdown=clock.breakdown(result.seconds),
             phases=clock.phases(result.seconds),
@@ -100,7 +100,7 @@ class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def policy_of(choice: Choice) -> Policy:
+def policy_of(choice: LayoutChoice) -> Policy:
     """What schedules it."""
     if choice.policy in _COMPARED:
         return _COMPARED[choice.policy](choice.token_budget)
@@ -137,7 +137,7 @@ class PhaseClock(StepObserver):
         return self._decode_rows / self._seconds["decode"] if self._seconds["decode"] else 0.0
 
     def breakdown(self, end: float) -> Breakdown:
-        """Of the time until then."""
+        """Where the time until ``end`` went."""
         return Breakdown(**self._seconds, other=max(0.0, end - sum(self._seconds.values())))
 
     def phases(self, end: float) -> tuple[tuple[float, float, int], ...]:

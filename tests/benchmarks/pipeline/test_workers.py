@@ -8,7 +8,7 @@ from nanoserve.benchmarks.pipeline.engines import OpenEngine, common_context, op
 from nanoserve.benchmarks.pipeline.policies import Scheduling
 from nanoserve.benchmarks.pipeline.running import make_requests, run_requests
 from nanoserve.benchmarks.pipeline.simulated import compare_with_simulator
-from nanoserve.benchmarks.serving.arrivals import poisson_arrivals
+from nanoserve.benchmarks.serving.requests import poisson_arrivals
 from nanoserve.config import EngineConfig
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import resolve_model
