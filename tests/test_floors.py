@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TORCH_FREE = [
-    *("request", "layout", "config", "errors", "installation", "sizes", "processes", "outputs", "measures", "kv"),
+    *("request", "layout", "config", "engine_config", "errors", "installation", "sizes", "processes", "outputs"),
+    *("measures", "kv"),
     *("costs", "scheduler", "record", "engine", "dispatcher", "simulator", "papers", "text", "grammar", "client"),
     "commands",
 ]
@@ -23,44 +25,44 @@ FLOORS: dict[str, set[str]] = {
     "sizes": {"errors"},
     "request": {"errors"},
     "layout": {"errors"},
-    "config": {"errors", "processes", "layout"},
+    "config": {"errors", "processes"},
     "measures": {"errors", "processes", "installation"},
     "kv": {"errors", "request", "config"},
     "costs": {"errors", "processes", "layout", "config"},
     "scheduler": {"errors", "request", "config", "kv", "costs"},
+    "engine_config": {"errors", "processes", "layout", "scheduler"},
     "record": {"errors", "costs", "scheduler"},
     "engine": {"errors", "request", "config", "kv", "scheduler"},
     "dispatcher": {"errors", "request", "engine"},
     "simulator": {
-        *("errors", "request", "config", "measures", "kv", "costs", "scheduler", "record", "engine", "dispatcher"),
+        *("errors", "request", "config", "engine_config", "measures", "kv", "costs", "scheduler", "record", "engine"),
+        "dispatcher",
     },
     "papers": {"errors", "config", "measures", "costs", "scheduler", "simulator", "benchmarks"},
     "text": {"errors", "processes"},
     "grammar": {"errors", "installation", "text"},
     "outputs": {"errors", "request", "text"},
-    "models": {"errors", "processes", "config", "sizes", "costs", "triton_ops"},
+    "models": {"errors", "processes", "config", "engine_config", "sizes", "costs", "triton_ops"},
     "runtime": {
         *("errors", "processes", "config", "sizes", "request", "measures", "scheduler", "record", "grammar"),
-        *("models", "triton_ops", "costs", "layout"),
+        *("models", "triton_ops", "costs", "layout", "engine_config"),
     },
     "client": {"errors"},
     "benchmarks": {
         *("client", "errors", "processes", "config", "request", "measures", "costs", "scheduler", "record", "engine"),
         *("models", "assembly", "llm", "runtime", "simulator", "triton_ops", "layout", "installation"),
+        "engine_config",
     },
     "assembly": {
         *("errors", "processes", "config", "costs", "request", "scheduler", "record", "engine", "grammar", "models"),
-        *("runtime", "dispatcher", "measures", "triton_ops"),
+        *("runtime", "dispatcher", "measures", "triton_ops", "engine_config"),
     },
     "server": {
         *("errors", "processes", "config", "request", "scheduler", "engine", "dispatcher", "text", "grammar"),
-        *("outputs", "models", "assembly"),
+        *("outputs", "models", "assembly", "engine_config"),
     },
     "triton_ops": set(),
 }
-
-ONE_ROOM = {"config_json": "config"}
-"""A file that is a part of another's room: how a config is read from the words of Hugging Face."""
 
 FRONT_END = ["app", "serving", "service", "engine_client"]
 """Of the server: what runs beside the engine process, not in it."""
@@ -70,11 +72,7 @@ def _room(path: Path) -> str:
     parts = path.relative_to(ROOT).parts
     if parts[0] == "triton_ops":
         return "triton_ops"
-    return _named(parts[1].removesuffix(".py"))
-
-
-def _named(part: str) -> str:
-    return ONE_ROOM.get(part, part)
+    return parts[1].removesuffix(".py")
 
 
 def _imported_rooms(path: Path) -> set[str]:
@@ -90,7 +88,7 @@ def _imported_rooms(path: Path) -> set[str]:
             if parts[0] == "triton_ops":
                 rooms.add("triton_ops")
             elif parts[0] == "nanoserve" and len(parts) > 1:
-                rooms.add(_named(parts[1]))
+                rooms.add(parts[1])
     return rooms
 
 
@@ -105,6 +103,31 @@ def test_no_room_imports_a_floor_above_it(room: str) -> None:
 
 def test_no_rooms_lie_above_each_other() -> None:
     TopologicalSorter(FLOORS).prepare()  # which raises CycleError and names them
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    sources = [*(ROOT / "nanoserve").rglob("*.py"), *(ROOT / "triton_ops").rglob("*.py")]
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sources}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    TopologicalSorter({name: _imported_at_start(modules[name], modules) for name in modules}).prepare()
+
+
+def _imported_at_start(path: Path, modules: Mapping[str, Path]) -> set[str]:
+    """The modules that it imports outside of functions, when it runs."""
+    found: set[str] = set()
+    nodes: list[ast.AST] = [ast.parse(path.read_text())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            members = [f"{node.module}.{alias.name}" for alias in node.names]
+            found.update(member if member in modules else node.module for member in members)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            nodes.extend(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            nodes.extend(ast.iter_child_nodes(node))
+    return found & modules.keys()
 
 
 def test_the_torch_free_floors_work_without_torch() -> None:

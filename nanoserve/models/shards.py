@@ -14,9 +14,10 @@ What does not divide evenly is padded with zeros, which change no result: inner 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from nanoserve.config import PAIR_OPTIONS, EngineConfig, ModelConfig
+from nanoserve.config import ModelConfig
 from nanoserve.costs.counts import tensor_degrees
 from nanoserve.costs.stages import stage_layers
+from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:

@@ -5,20 +5,23 @@ looks like state (the previous decision) is in the Load too. It chooses *how man
 oldest first.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from nanoserve.costs.predictor import Predictor as Predictor
-from nanoserve.costs.step_features import Strategy as Strategy
 from nanoserve.errors import UsageError
+
+if TYPE_CHECKING:  # the registry of policies is imported for --help, which shall not load the cost model
+    from nanoserve.costs.predictor import Predictor
+    from nanoserve.costs.step_features import Strategy
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
     """A strategy that was weighed."""
 
-    strategy: Strategy
+    strategy: "Strategy"
     seconds: float
     """Predicted for the step."""
     per_second: float
@@ -35,7 +38,7 @@ class Decision:
     """Running sequences to decode at most, one token each."""
     whole_prompts: bool = False
     """Take prompts whole or not at all. The first is taken even beyond ``prefill_tokens``, or it would be stuck."""
-    strategy: Strategy = "device"
+    strategy: "Strategy" = "device"
     """How sequences in host memory take part in this step."""
     host_decodes: tuple[int, int] = (0, 0)
     """Host sequences for sub-batch 0 and 1. "asymmetric" takes sequences under way first, the most advanced first, then
@@ -127,7 +130,7 @@ class Load:
     """Host sequences whose token is under way, the most advanced first."""
     longest_remaining: int = 0
     """Tokens until the last of the running decodes ends; an estimate, as ``expected_growth``."""
-    predictor: Predictor | None = None
+    predictor: "Predictor | None" = None
     """For the current layout; None where nothing was measured."""
 
     @property
@@ -183,8 +186,6 @@ class Policy(ABC):
 
     reads_forecast: ClassVar[bool] = False
     """Whether it reads ``expected_growth`` or ``longest_remaining``. Only then does the Scheduler estimate them."""
-    attends_on_host: ClassVar[bool] = False
-    """Whether it has the CPU attend to KV in host memory."""
 
     @abstractmethod
     def decide(self, load: Load) -> Decision:
@@ -192,15 +193,15 @@ class Policy(ABC):
 
 
 def check_parameter(
-    name: str, value: float, low: float, *, below: float | None = None, up_to: float | None = None, limit: str = ""
+    name: str, value: float, low: float, *, below: float = math.inf, up_to: float = math.inf, limit: str = ""
 ) -> None:
-    """Check that a policy's parameter is at least ``low`` and below, or not above, a bound, which may have a name.
+    """Check that a policy's parameter is finite, at least ``low``, and below or not above a bound called ``limit``.
 
     Raises:
         UsageError: naming the parameter and its range.
     """
-    if value >= low and (below is None or value < below) and (up_to is None or value <= up_to):
+    if low <= value < below and value <= up_to:
         return
-    upper = "" if below is None else f" and below {below}"
-    upper += "" if up_to is None else f" and at most {limit} ({up_to})"
+    upper = "" if below == math.inf else f" and below {below}"
+    upper += "" if up_to == math.inf else f" and at most {limit} ({up_to})"
     raise UsageError(f"{name} must be at least {low}{upper}, not {value}")

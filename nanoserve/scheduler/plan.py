@@ -10,9 +10,9 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from nanoserve.costs.step_features import Strategy
 from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.request import SamplingParams, TokenLogprob
-from nanoserve.scheduler.load import Strategy
 
 Tier = Literal["device", "host"]
 

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 from itertools import islice
 
+from nanoserve.costs.step_features import Strategy
 from nanoserve.request import Place, Sequence, Status
-from nanoserve.scheduler.load import Decision, Strategy
+from nanoserve.scheduler.load import Decision
 from nanoserve.scheduler.plan import Begin, Copy, Row, StepPlan
 from nanoserve.scheduler.sequence_table import SequenceTable
 from nanoserve.scheduler.tiers import Tiers

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nanoserve.costs.predictor import Predictor
 from nanoserve.engine import Engine
 from nanoserve.record.forecasts import Forecasts
-from nanoserve.scheduler.load import Policy, Predictor
+from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.executor import VOCAB_SIZE, SimulatedExecutor, StepObserver

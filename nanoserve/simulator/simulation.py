@@ -3,10 +3,11 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from nanoserve.costs.predictor import Predictor
 from nanoserve.errors import UsageError
 from nanoserve.measures.slo import Slo
 from nanoserve.request import Request
-from nanoserve.scheduler.load import Policy, Predictor
+from nanoserve.scheduler.load import Policy
 from nanoserve.simulator.executor import StepObserver
 from nanoserve.simulator.fleet import Replica, bubble_share, check_replicas, drive_fleet, make_router
 from nanoserve.simulator.meters import RequestObserver, Sketch, SloMeter, mean_series

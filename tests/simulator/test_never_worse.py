@@ -7,8 +7,8 @@ import pytest
 from nanoserve.benchmarks.hybrid.cases import Case, Work
 from nanoserve.benchmarks.hybrid.running import HybridRun, run_requests
 from nanoserve.benchmarks.pipeline.running import make_requests
+from nanoserve.costs.predictor import Predictor
 from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.load import Predictor
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.tiered_executor import TieredExecutor
 from tests.fakes.distorted_predictor import DistortedPredictor

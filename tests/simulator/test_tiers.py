@@ -8,8 +8,9 @@ import pytest
 
 from nanoserve.costs import StepCosts, load_machine, load_shape
 from nanoserve.costs.predictor import CostPredictor
+from nanoserve.costs.step_features import Strategy
 from nanoserve.errors import UsageError
-from nanoserve.scheduler.load import Decision, Load, Policy, Strategy
+from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.simulator import OtherLayout, SimulationResult, Workload, burst, fixed_lengths, simulate
 from nanoserve.simulator.chrome_trace import ChromeTrace
 from tests.simulator.linear_times import LinearTimes

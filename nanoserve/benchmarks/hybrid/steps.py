@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from nanoserve.benchmarks.hybrid.running import HybridRun
-from nanoserve.scheduler.load import Strategy
+from nanoserve.costs.step_features import Strategy
 from nanoserve.scheduler.plan import Row, StepPlan, StepResult
 from nanoserve.simulator.record import ends
 

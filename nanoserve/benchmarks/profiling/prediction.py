@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from nanoserve.config import EngineConfig
 from nanoserve.costs.measured_times import MeasuredTimes
 from nanoserve.costs.profile import Prediction, Profile, RunFigures
 from nanoserve.engine import Engine
+from nanoserve.engine_config import EngineConfig
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.policies import make_policy

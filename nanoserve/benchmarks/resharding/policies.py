@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from nanoserve.benchmarks.resharding.rounds import Variant
 from nanoserve.benchmarks.resharding.running import LayoutsExecutor, Place
+from nanoserve.costs.predictor import Predictor
 from nanoserve.layout import ParallelLayout
-from nanoserve.scheduler.load import Policy, Predictor
+from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.scheduler.policies.transition_minimizing import (

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from nanoserve.config import EngineConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.hub import ProgressCallback
 from nanoserve.runtime.compile.layer_pieces import EagerPieces, LayerPieces, whole_layer

@@ -21,7 +21,6 @@ class AsynchronousOverlap(Policy):
     cohorts: int = 1
     """How many are under way at most: one in the paper; more is its task pool (section 6)."""
     reads_forecast: ClassVar[bool] = True
-    attends_on_host: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_parameter("cohorts", self.cohorts, 1)
@@ -53,7 +52,6 @@ class ApexAlgorithm1(Policy):
     minimum_ratio: float = 8.0
     """Measured in the paper, to amortise what a Python thread costs."""
     reads_forecast: ClassVar[bool] = True
-    attends_on_host: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_parameter("minimum_ratio", self.minimum_ratio, 0)

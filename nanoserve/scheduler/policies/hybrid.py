@@ -46,7 +46,6 @@ class HybridByPrediction(Policy):
     that rates do not show are about as large: parked prompts keep decodes out of memory, and the host's last sequences
     end late, in steps with few rows. Where the host is of use, it gains far more."""
     reads_forecast: ClassVar[bool] = True
-    attends_on_host: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_parameter("least_gain", self.least_gain, 0)

@@ -25,7 +25,6 @@ class AsymmetricPipelining(Policy):
     token_budget: int
     """Device decodes and prompt tokens of one step together."""
     reads_forecast: ClassVar[bool] = True
-    attends_on_host: ClassVar[bool] = True
 
     def decide(self, load: Load) -> Decision:
         plan = device_first(load, self.token_budget)

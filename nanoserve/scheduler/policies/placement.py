@@ -12,9 +12,12 @@ does not fit is parked in host memory. Without a host tier or a predictor they a
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
-from nanoserve.scheduler.load import Decision, Load, Policy, Predictor
+from nanoserve.scheduler.load import Decision, Load, Policy
+
+if TYPE_CHECKING:
+    from nanoserve.costs.predictor import Predictor
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,7 @@ class DeviceStep:
     is no small part of a step.
     """
 
-    predictor: Predictor
+    predictor: "Predictor"
     decodes: int
     """Rows of the device that decode."""
     prefill: int

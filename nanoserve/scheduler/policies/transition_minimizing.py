@@ -5,9 +5,12 @@ blocks of host memory; PP = ``load.pipeline_depth``; RD = ``load.running_decodes
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from nanoserve.scheduler.load import Decision, Load, Policy, Predictor
+from nanoserve.scheduler.load import Decision, Load, Policy
+
+if TYPE_CHECKING:
+    from nanoserve.costs.predictor import Predictor
 
 _PREFILL, _DECODE = 0, 1
 
@@ -137,7 +140,7 @@ def _device_fits_pool(load: Load) -> bool:
     return load.total_blocks - load.free_blocks + load.first_parked_blocks <= load.host_free_blocks
 
 
-def _wasted_seconds(load: Load, predictor: Predictor) -> float:
+def _wasted_seconds(load: Load, predictor: "Predictor") -> float:
     """T(b) - T(B) b / B: the part of a round that other sequences could have used, had they been computed.
 
     All B pass through the pool, the present decodes included, so the pool must hold them.
@@ -148,7 +151,7 @@ def _wasted_seconds(load: Load, predictor: Predictor) -> float:
     return _round_seconds(load, predictor, 1.0) - _round_seconds(load, predictor, fuller) / fuller
 
 
-def _round_seconds(load: Load, predictor: Predictor, times: float) -> float:
+def _round_seconds(load: Load, predictor: "Predictor", times: float) -> float:
     """One token for each decode, if there were so many times as many: PP micro-batches through L / PP layers each."""
     share = times / load.pipeline_depth
     linear = predictor.linear_seconds(round(load.running_decodes * share))

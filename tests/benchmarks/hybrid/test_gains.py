@@ -6,7 +6,7 @@ from nanoserve.benchmarks.hybrid.gains import GainFigures, device_slowness, gain
 from nanoserve.benchmarks.hybrid.running import HybridRun, tiers_of_tokens
 from nanoserve.benchmarks.hybrid.steps import DecodeStep, StepCounts, decode_steps
 from nanoserve.benchmarks.pipeline.running import Outcome
-from nanoserve.scheduler.load import Strategy
+from nanoserve.costs.step_features import Strategy
 from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork, Row, StepPlan, StepResult, Swap
 from nanoserve.simulator.record import Record
 from tests.fakes.linear_predictor import LinearPredictor

@@ -10,7 +10,7 @@ from nanoserve.benchmarks.pipeline.running import PipelineRun, make_requests, ru
 from nanoserve.benchmarks.pipeline.simulated import compare_with_simulator
 from nanoserve.benchmarks.pipeline.stages import parts_by_stage, stage_shares
 from nanoserve.benchmarks.serving.arrivals import poisson_arrivals
-from nanoserve.config import EngineConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import resolve_model
 from nanoserve.runtime.launch.model_loading import read_config

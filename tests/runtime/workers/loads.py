@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import pytest
 
-from nanoserve.config import EngineConfig
 from nanoserve.engine import Engine
+from nanoserve.engine_config import EngineConfig
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.loading import load_model
