@@ -298,6 +298,8 @@ class Sequence:
     preempt_when_answered: bool = False
     """Chosen as a victim while in flight; its blocks come back with its last answer."""
     begun: bool = False
+    siblings: "list[Sequence]" = field(default_factory=list)
+    """Other samples of its request that wait until its prompt is computed."""
     copy_source: int | None = None
     """A block whose first slots must be copied before this fork writes (copy-on-write), or None."""
     cached_tokens: int = 0
@@ -328,6 +330,12 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
+
+    def keep_prompt_logprobs(self, start: int, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """Keep those of the positions after ``start``; a request's first sample keeps them for all."""
+        if self.index == 0:
+            already = len(self.prompt_logprobs) - start  # a recomputed prompt is scored again
+            self.prompt_logprobs += logprobs[already:]
 
     def extend(
         self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]

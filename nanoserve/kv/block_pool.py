@@ -37,9 +37,6 @@ class PrefixCache:
     def __contains__(self, block: int) -> bool:
         return block in self._by_block
 
-    def __len__(self) -> int:
-        return len(self._by_block)
-
     def match(self, tokens: Sequence[int], salt: str) -> list[CachedBlock]:
         """The longest cached chain for ``tokens``, leaving at least one token to compute."""
         found: list[CachedBlock] = []
@@ -54,9 +51,9 @@ class PrefixCache:
         return found
 
     def insert(self, block: int, previous: ChainLink, tokens: tuple[int, ...]) -> int:
-        """Say that ``block`` holds these tokens after that chain; returns the entry that stands for the content.
+        """Record that ``block`` holds these tokens after that chain; returns the entry of this content.
 
-        If the content is cached in another block already, that one stays the shared one.
+        If another block holds the same content already, that one stays the shared one.
         """
         address = (previous, tokens)
         cached = self._by_address.get(address)
@@ -67,9 +64,9 @@ class PrefixCache:
         return cached.entry
 
     def forget(self, block: int) -> None:
-        """The block is about to be written over."""
-        cached = self._by_block.pop(block)
-        del self._by_address[cached.address]
+        """The block is about to be overwritten; nothing happens if it is not cached."""
+        if (cached := self._by_block.pop(block, None)) is not None:
+            del self._by_address[cached.address]
 
     def clear(self) -> None:
         """Forget every block; the numbers of entries go on."""
@@ -80,14 +77,14 @@ class PrefixCache:
 class BlockPool:
     """Hands out blocks ``0..num_blocks-1``.
 
-    A block is *owned* while its count of references is positive. A free block without content of use is reused first;
-    then cached ones, least recently used first.
+    A block is *owned* while its reference count is positive. Free blocks without cached content are reused first, then
+    cached ones, least recently used first.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self._cache = PrefixCache(block_size) if prefix_caching else None
+        self._cache = PrefixCache(block_size)  # stays empty without prefix caching
         self._fill(num_blocks)
 
     def _fill(self, num_blocks: int) -> None:
@@ -104,8 +101,7 @@ class BlockPool:
         """
         if self.free_blocks != self.num_blocks:
             raise RuntimeError(f"{self.num_blocks - self.free_blocks} blocks still have an owner")
-        if self._cache is not None:
-            self._cache.clear()
+        self._cache.clear()
         self._fill(num_blocks)
 
     @property
@@ -114,7 +110,7 @@ class BlockPool:
         return len(self._blank) + len(self._reusable)
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks so many tokens take."""
+        """Blocks that this many tokens fill, rounded up."""
         return -(-tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
@@ -132,13 +128,12 @@ class BlockPool:
             block = self._blank.popleft()
         else:
             block, _ = self._reusable.popitem(last=False)
-            assert self._cache is not None  # only cached blocks are reusable
             self._cache.forget(block)
         self._references[block] = 1
         return block
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add an owner to each block; one that was free but cached is free no more."""
+        """Add an owner to each block; a free cached block is then no longer free."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._reusable[block]
@@ -149,7 +144,7 @@ class BlockPool:
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
-                if self._cache is not None and block in self._cache:
+                if block in self._cache:
                     self._reusable[block] = None
                 else:
                     self._blank.append(block)
@@ -159,28 +154,25 @@ class BlockPool:
         return self._references[block] == 1
 
     def uncache(self, block: int) -> None:
-        """An owned block is about to be written by its only owner: nobody may find it by its old content."""
-        if self._cache is not None and block in self._cache:
-            self._cache.forget(block)
+        """The only owner of a block is about to overwrite it, so it must not be found by its old content."""
+        self._cache.forget(block)
 
     def forget_cache(self) -> None:
-        """No block may be found by its content any more; owners keep theirs."""
-        if self._cache is not None:
-            self._cache.clear()
-            self._blank.extend(self._reusable)
-            self._reusable.clear()
+        """No block may be found by its content any longer; owners keep theirs."""
+        self._cache.clear()
+        self._blank.extend(self._reusable)
+        self._reusable.clear()
 
     def match_prefix(self, tokens: Sequence[int], salt: str) -> list[CachedBlock]:
         """Cached blocks that begin ``tokens``; at least one token is left to compute. They are not owned yet."""
-        return [] if self._cache is None else self._cache.match(tokens, salt)
+        return self._cache.match(tokens, salt) if self.prefix_caching else []
 
     def cache_block(self, block: int, previous: ChainLink, tokens: Sequence[int]) -> int:
         """Let a full block be shared; returns its link in the chain. Only with prefix caching."""
-        assert self._cache is not None
         return self._cache.insert(block, previous, tuple(tokens))
 
     def check_integrity(self, owners: Counter[int]) -> None:
-        """Compare with the owners that the caller knows of.
+        """Compare with the caller's count of owners for each block.
 
         Raises:
             RuntimeError: if a block is leaked, used twice, or both free and owned.
@@ -193,5 +185,5 @@ class BlockPool:
                 raise RuntimeError(f"block {block}: {self._references[block]} references, {owners[block]} owners")
         if set(free) != {block for block, count in enumerate(self._references) if count == 0}:
             raise RuntimeError("free blocks and blocks without an owner differ")
-        if self._cache is not None and any(block in self._cache for block in self._blank):
+        if any(block in self._cache for block in self._blank):
             raise RuntimeError("a cached block is listed as blank")

@@ -19,34 +19,26 @@ class SequenceBlocks:
         cached = self.pool.match_prefix(sequence.tokens, sequence.request.cache_salt)
         sequence.block_table = [entry.block for entry in cached]
         sequence.chain = [entry.entry for entry in cached]
-        sequence.computed = len(cached) * self.pool.block_size
+        sequence.computed = len(cached) * self._block_size
         self.pool.share(sequence.block_table)
 
     def capacity(self, sequence: Sequence) -> int:
         """Positions to compute that fit into the sequence's blocks and all free ones."""
         adopted = sequence.copy_source is not None and self.pool.owned_once(sequence.copy_source)
         blocks = len(sequence.block_table) + self.pool.free_blocks + adopted
-        return blocks * self.pool.block_size - sequence.computed
+        return blocks * self._block_size - sequence.computed
 
     def fits(self, sequence: Sequence, count: int) -> bool:
-        """Whether ``count`` more positions fit; mostly the last block has room, and the pool need not be asked."""
+        """Whether ``count`` more positions fit; usually the last block has room, and the pool need not be asked."""
         held = len(sequence.block_table) * self._block_size
         return sequence.computed + count <= held or count <= self.capacity(sequence)
-
-    def fits_its_own(self, sequence: Sequence, count: int) -> bool:
-        """Whether ``count`` more positions fit into the blocks it has."""
-        return sequence.computed + count <= len(sequence.block_table) * self._block_size
-
-    def fits_with(self, sequence: Sequence, count: int, blocks: int) -> bool:
-        """Whether ``count`` more positions would fit if so many more blocks were free, which is one at least."""
-        return blocks > 0 and count <= self.capacity(sequence) + blocks * self._block_size
 
     def grow(self, sequence: Sequence, count: int) -> tuple[list[int], tuple[int, int] | None]:
         """Append the blocks that ``count`` more positions need; they must be free.
 
         Returns:
-            The new blocks, and the (source, target) of a block to copy before the first of them is written: a fork
-            that writes for the first time copies the block in which its prompt ends, unless it is left alone with it.
+            The new blocks, and the (source, target) of a block to copy before the first of them is written: at its
+            first write a fork copies the block in which its prompt ends, unless it is the only owner.
         """
         held, end = len(sequence.block_table), sequence.computed + count
         if end <= held * self._block_size:  # a fork that has not written yet misses one block at least
@@ -57,7 +49,7 @@ class SequenceBlocks:
         if source is None:
             new_blocks = self.pool.allocate(missing)
         elif self.pool.owned_once(source):
-            self.pool.uncache(source)  # it may be known as a full block of the parent that is gone
+            self.pool.uncache(source)  # it may still be cached as a full block of the parent
             new_blocks = [source, *self.pool.allocate(missing - 1)]
         else:
             new_blocks = self.pool.allocate(missing)
@@ -67,7 +59,7 @@ class SequenceBlocks:
         return new_blocks, copy
 
     def share_full(self, sequence: Sequence, computed: int) -> None:
-        """Let every full block of the first ``computed`` tokens, which are known, be found by other sequences."""
+        """Let other sequences find every full block of the first ``computed`` tokens, which are known."""
         size = self._block_size
         shared, full = len(sequence.chain), computed // size
         if shared == full or not self.pool.prefix_caching:  # nothing new, as for most decodes
@@ -80,18 +72,18 @@ class SequenceBlocks:
     def fork(self, parent: Sequence, sibling: Sequence) -> None:
         """Share all of the parent's prompt but its last token, whose logits the sibling samples for itself."""
         sibling.computed = parent.prompt_length - 1
-        full, partial = divmod(sibling.computed, self.pool.block_size)
+        full, partial = divmod(sibling.computed, self._block_size)
         sibling.block_table = parent.block_table[:full]
         sibling.chain = parent.chain[:full]
         self.pool.share(sibling.block_table)
         if partial:
-            # Copied when the sibling first writes. Until then the parent may go on writing to the block: only
-            # behind the prompt, where the sibling does not look.
+            # Copied when the sibling first writes. Until then the parent may write to the block: only after the
+            # prompt, where the sibling does not read.
             sibling.copy_source = parent.block_table[full]
             self.pool.share([sibling.copy_source])
 
     def restore(self, sequence: Sequence) -> None:
-        """A new table for what is computed of a sequence that comes from the host; its blocks must be free."""
+        """Make a new table for a sequence that comes from the host; the blocks must be free."""
         sequence.block_table = self.pool.allocate(self.pool.blocks_for(sequence.computed))
 
     def release_table(self, sequence: Sequence) -> None:
@@ -116,30 +108,26 @@ class SequenceBlocks:
             owners.update(sequence.block_table)
             if sequence.copy_source is not None:
                 owners[sequence.copy_source] += 1
-            elif (
-                sequence.place is not Place.HOST
-                and len(sequence.block_table) * self.pool.block_size < sequence.computed
-            ):
+            elif sequence.place is not Place.HOST and len(sequence.block_table) * self._block_size < sequence.computed:
                 raise RuntimeError(f"sequence {sequence.sequence_id} has fewer blocks than computed tokens")
         self.pool.check_integrity(owners)
 
 
 class HostTier:
-    """Tables of host blocks over one pool. Nothing is shared here: each block has one owner.
+    """Tables of host blocks over one pool; each block has one owner.
 
-    A sequence may hold host blocks before it moves there (a prompt that is to be parked reserves them), and both
-    tables while it moves.
+    A sequence holds host blocks before it moves if it is a prompt to be parked, and both tables while it moves.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=False)
 
     def can_reserve(self, sequence: Sequence, tokens: int) -> bool:
-        """Whether the sequence's blocks and the free ones hold so many of its tokens."""
+        """Whether the sequence's blocks and the free ones hold this many of its tokens."""
         return self.pool.blocks_for(tokens) - len(sequence.host_table) <= self.pool.free_blocks
 
     def reserve(self, sequence: Sequence, tokens: int) -> list[int]:
-        """Let the table hold that many tokens; returns the blocks that it gained. They must be free."""
+        """Grow the table to hold this many tokens; returns the new blocks, which must be free."""
         missing = self.pool.blocks_for(tokens) - len(sequence.host_table)
         new_blocks = self.pool.allocate(max(0, missing))
         sequence.host_table += new_blocks

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from nanoserve.errors import UsageError
 from nanoserve.kv.sequence_blocks import HostTier, SequenceBlocks
-from nanoserve.request import FinishReason, Place, Request, Sequence, Status, TokenLogprob
+from nanoserve.request import FinishReason, Place, Request, Sequence, Status
 from nanoserve.scheduler.quarantine import Quarantine
 
 _DECODE, _FINISHED = Status.DECODE, Status.FINISHED  # Enum lookup is slow in Python 3.11; hoist it.
@@ -17,7 +17,7 @@ def _age(sequence: Sequence) -> int:
 
 
 class AgeOrdered:
-    """A set of sequences, oldest first. Work at either end is cheap, which is where the scheduler works."""
+    """A set of sequences, oldest first. It is fast at both ends, where the scheduler works."""
 
     def __init__(self) -> None:
         self._items: list[Sequence] = []
@@ -51,7 +51,7 @@ class AgeOrdered:
 
 
 class WaitingQueue(AgeOrdered):
-    """Sequences that hold no blocks, and the sum of their tokens: #WP without the partly prefilled."""
+    """Sequences that hold no blocks, and the sum of their tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ class WaitingQueue(AgeOrdered):
 class SequenceTable:
     """All sequences that have not ended, or that have ended but are still in flight.
 
-    A sequence waits, runs on the device (holding blocks), perhaps is preempted and waits again, or moves to host memory
-    and perhaps back, and ends.
+    A sequence waits, runs on the device (holding blocks), may be preempted and wait again, may move to host memory and
+    back, and ends.
 
     Args:
         blocks: the block tables of the device.
@@ -102,9 +102,8 @@ class SequenceTable:
         self.running = AgeOrdered()  # hold KV on the device
         self.on_host = AgeOrdered()  # hold KV in host memory
         self.moving = AgeOrdered()  # move between the two; finished ones stay until they arrive
-        self._requests: dict[str, list[Sequence]] = {}
-        self._siblings: dict[int, list[Sequence]] = {}
-        self._ended: list[int] = []
+        self._requests: dict[str, list[Sequence]] = {}  # all samples of each
+        self._ended: list[int] = []  # that the executor has not been told
         self._short_of_blocks: tuple[Sequence, int] | None = None
         self._next_sequence = 0
 
@@ -127,8 +126,7 @@ class SequenceTable:
         family = [self._new_sequence(request, index, stop_tokens) for index in range(request.params.n)]
         self._requests[request.request_id] = family
         self._wait(family[0])
-        if len(family) > 1:
-            self._siblings[family[0].sequence_id] = family[1:]
+        family[0].siblings = family[1:]
 
     def _check_admissible(self, request: Request, num_blocks: int) -> None:
         length, params, longest = len(request.prompt), request.params, self.max_model_len
@@ -174,19 +172,19 @@ class SequenceTable:
         (self.waiting if self.quarantine.admits(sequence.request.request_id) else self.held).add(sequence)
 
     def _sort_waiting(self) -> None:
-        """Hold sequences back or let them wait, as the quarantine says now."""
+        """The quarantine's suspect has changed: hold sequences back or let them wait."""
         for queue in (self.waiting, self.held):
             for sequence in reversed(list(queue)):
                 queue.remove(sequence)
                 self._wait(sequence)
 
     def unfinished(self, request_id: str) -> list[Sequence]:
-        """The samples of a request that go on; none of an unknown or finished one."""
+        """The unfinished samples of a request; none if it is unknown or finished."""
         return [sequence for sequence in self._requests.get(request_id, []) if not sequence.finished]
 
     @property
     def requests_in_flight(self) -> list[str]:
-        """Of which the executor has rows or swaps that it has not answered, oldest first."""
+        """Requests with rows or swaps that the executor has not answered, oldest first."""
         under_way = (one for one in self.sequences.values() if one.in_flight or one.place is _MOVING)
         return list(dict.fromkeys(one.request.request_id for one in under_way))
 
@@ -203,13 +201,17 @@ class SequenceTable:
         """How many more sequences may run."""
         return self.max_num_seqs - len(self.running) - len(self.moving)
 
-    def may_take_next_chunk(self, prompt: Sequence) -> bool:
-        """Whether a prompt in flight may enter the next plan: plans run in order, and feeding means one stage.
+    def may_go_on(self, sequence: Sequence) -> bool:
+        """Whether a sequence in flight may enter the next plan too, because the executor feeds tokens.
 
-        Prompts whose log probabilities are wanted wait: an answer belongs to their only row in flight.
+        A decode is then fed; a prompt's chunks follow each other, as plans run in order. Prompts whose log
+        probabilities are wanted wait: an answer belongs to their only row in flight.
         """
-        waits = prompt.preempt_when_answered or prompt.request.params.prompt_logprobs is not None
-        return self.feeds_tokens and prompt.remaining > 0 and not waits
+        if not self.feeds_tokens or sequence.preempt_when_answered:
+            return False
+        if sequence.status is _DECODE:
+            return len(sequence.tokens) < sequence.fed_below
+        return sequence.remaining > 0 and sequence.request.params.prompt_logprobs is None
 
     # ---- admission and preemption -----------------------------------------------------------------------------
 
@@ -267,7 +269,7 @@ class SequenceTable:
             self.preempt(sequence)
 
     def wait_for_blocks(self, sequence: Sequence) -> None:
-        """Skip it until the blocks of its victims are free; no waiting prompt may take them."""
+        """Blocks for it will be free soon; no waiting prompt may take them."""
         self._short_of_blocks = sequence, sequence.computed
 
     @property
@@ -283,7 +285,8 @@ class SequenceTable:
         """The parent's prompt is computed, or the parent is gone: its siblings may start."""
         # A moving parent has its blocks on the device until it arrives.
         prompt_is_computed = parent.first_token_time is not None and parent.place in (_DEVICE, _MOVING)
-        for sibling in self._siblings.pop(parent.sequence_id, []):
+        siblings, parent.siblings = parent.siblings, []
+        for sibling in siblings:
             if sibling.finished:
                 continue
             if prompt_is_computed and self.free_slots > 0:
@@ -298,7 +301,7 @@ class SequenceTable:
     def depart(self, sequence: Sequence) -> None:
         """A sequence leaves its tier, with nothing in flight or with its last row.
 
-        The executor forgets it, at once unless that row is still to be computed, and is told of it again on arrival.
+        The executor forgets it, after that row if there is one, and it begins again on arrival.
         """
         (self.running if sequence.place is _DEVICE else self.on_host).remove(sequence)
         self.moving.add(sequence)
@@ -322,19 +325,13 @@ class SequenceTable:
 
     # ---- answer and end ---------------------------------------------------------------------------------------
 
-    def keep_prompt_logprobs(self, sequence: Sequence, start: int, logprobs: tuple[TokenLogprob, ...]) -> None:
-        """Keep those behind position ``start``; a request's first sample keeps them for all."""
-        if sequence.index == 0:
-            already = len(sequence.prompt_logprobs) - start  # a recomputed prompt is scored again
-            sequence.prompt_logprobs += logprobs[already:]
-
     def answered(self, sequence: Sequence) -> None:
         """Its oldest row in flight is answered. Finish or preempt it only after its last row."""
         sequence.in_flight.popleft()
         status = sequence.status
         if status is not _FINISHED and sequence.place is _DEVICE:
             self.blocks.share_full(sequence, sequence.computed - len(sequence.in_flight))
-        if sequence.sequence_id in self._siblings and (status is _DECODE or status is _FINISHED):
+        if sequence.siblings and (status is _DECODE or status is _FINISHED):
             self.release_siblings(sequence)
         if sequence.in_flight or sequence.place is _MOVING:
             return
@@ -380,7 +377,7 @@ class SequenceTable:
             sequence.begun = False
 
     def take_ended(self) -> tuple[int, ...]:
-        """Ids that the executor may forget, each told once."""
+        """Ids that the executor may forget, each once."""
         ended = tuple(self._ended)
         self._ended.clear()
         return ended
@@ -397,7 +394,7 @@ class SequenceTable:
             raise RuntimeError("the count of waiting tokens is wrong")
         for queue in (self.waiting, self.running, self.on_host, self.moving, self.held):
             if any(self.quarantine.admits(one.request.request_id) == (queue is self.held) for one in queue):
-                raise RuntimeError("who may run is not who the quarantine admits")
+                raise RuntimeError("a sequence that the quarantine holds back may run, or another one may not")
         if self.held and self.quarantine.suspect not in self._requests:
             raise RuntimeError("sequences are held back for a request that is gone")
 

@@ -263,6 +263,6 @@ def test_a_replay_learns_the_same_and_so_decides_the_same(policy: str) -> None:
     assert executor.host_tokens > 20
     assert sum(len(result.host_work) for result in record.results.values()) > 20
     assert replay(record, scheduler, vocab_size=VOCAB_SIZE) == record.plans
-    corrections = [one._predictors[0].corrections for one in made]  # type: ignore[attr-defined]
+    corrections = [one.predictors[0].corrections for one in made]  # type: ignore[attr-defined]
     assert corrections[0] == corrections[1]
     assert corrections[0]["linear"] < 0.8
