@@ -15,12 +15,12 @@ is discarded. A prompt's chunks follow each other in the same way.
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
+from nanoserve.costs.growth import GrowthForecast
 from nanoserve.costs.predictor import Predictor
 from nanoserve.errors import WorkersFailed
 from nanoserve.kv.block_pool import BlockPool
 from nanoserve.kv.sequence_blocks import HostTier, SequenceBlocks
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate, Status
-from nanoserve.scheduler.growth import GrowthForecast
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import Answer, LayoutCapacity, StepPlan, StepResult
 from nanoserve.scheduler.plan_builder import PlanBuilder

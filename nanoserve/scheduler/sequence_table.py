@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from nanoserve.errors import UsageError
 from nanoserve.kv.sequence_blocks import HostTier, SequenceBlocks
+from nanoserve.processes.quarantine import Quarantine
 from nanoserve.request import FinishReason, Place, Request, Sequence, Status
-from nanoserve.scheduler.quarantine import Quarantine
 
 _DECODE, _FINISHED = Status.DECODE, Status.FINISHED  # Enum lookup is slow in Python 3.11; hoist it.
 _DEVICE, _MOVING = Place.DEVICE, Place.MOVING

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.engine import Engine
+from nanoserve.processes.quarantine import Quarantine
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.plan import Begin, Row
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
-from nanoserve.scheduler.quarantine import Quarantine
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.dying_executor import CAUSE, DyingExecutor
 from tests.fakes.reference import expected_tokens
