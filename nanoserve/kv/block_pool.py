@@ -1,6 +1,6 @@
 """The KV blocks of one tier: reference counts, the order in which free ones are reused, and which hold which prefix."""
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -170,20 +170,3 @@ class BlockPool:
     def cache_block(self, block: int, previous: ChainLink, tokens: Sequence[int]) -> int:
         """Let a full block be shared; returns its link in the chain. Only with prefix caching."""
         return self._cache.insert(block, previous, tuple(tokens))
-
-    def check_integrity(self, owners: Counter[int]) -> None:
-        """Compare with the caller's count of owners for each block.
-
-        Raises:
-            RuntimeError: if a block is leaked, used twice, or both free and owned.
-        """
-        free = list(self._blank) + list(self._reusable)
-        if len(free) != len(set(free)):
-            raise RuntimeError("a block is free twice")
-        for block in range(self.num_blocks):
-            if self._references[block] != owners[block]:
-                raise RuntimeError(f"block {block}: {self._references[block]} references, {owners[block]} owners")
-        if set(free) != {block for block, count in enumerate(self._references) if count == 0}:
-            raise RuntimeError("free blocks and blocks without an owner differ")
-        if any(block in self._cache for block in self._blank):
-            raise RuntimeError("a cached block is listed as blank")

@@ -1,8 +1,5 @@
 """Block tables: gives sequences their blocks on the device and in host memory, and takes them back."""
 
-from collections import Counter
-from collections.abc import Iterable
-
 from nanoserve.kv.block_pool import BlockPool
 from nanoserve.request import Place, Sequence
 
@@ -101,17 +98,6 @@ class SequenceBlocks:
         sequence.computed = 0
         sequence.place = Place.NONE
 
-    def check_integrity(self, sequences: list[Sequence]) -> None:
-        """Raise RuntimeError unless the pool's owners are exactly these sequences' tables."""
-        owners: Counter[int] = Counter()
-        for sequence in sequences:
-            owners.update(sequence.block_table)
-            if sequence.copy_source is not None:
-                owners[sequence.copy_source] += 1
-            elif sequence.place is not Place.HOST and len(sequence.block_table) * self._block_size < sequence.computed:
-                raise RuntimeError(f"sequence {sequence.sequence_id} has fewer blocks than computed tokens")
-        self.pool.check_integrity(owners)
-
 
 class HostTier:
     """Tables of host blocks over one pool; each block has one owner.
@@ -137,14 +123,3 @@ class HostTier:
         """Give all of the sequence's host blocks back."""
         self.pool.release(sequence.host_table)
         sequence.host_table = []
-
-    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raise RuntimeError unless the pool's owners are exactly these sequences' tables."""
-        owners: Counter[int] = Counter()
-        for sequence in sequences:
-            owners.update(sequence.host_table)
-            if sequence.place is Place.HOST and self.pool.blocks_for(sequence.computed) > len(sequence.host_table):
-                raise RuntimeError(f"sequence {sequence.sequence_id} has fewer host blocks than computed tokens")
-        self.pool.check_integrity(owners)
-        if max(owners.values(), default=0) > 1:
-            raise RuntimeError("a host block has two owners")

@@ -462,11 +462,3 @@ class Scheduler:
         if reason is not None:
             self.table.finish(sequence, reason, now)
         return SequenceUpdate(sequence.request.request_id, sequence.index, new_tokens, sequence)
-
-    # ---- invariants -------------------------------------------------------------------------------------------
-
-    def check_integrity(self) -> None:
-        """Raise RuntimeError if blocks, queues and states contradict each other. Tests call it after every step."""
-        self.table.check_integrity()
-        if self._tiers is not None:
-            self._tiers.check_integrity()

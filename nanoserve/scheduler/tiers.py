@@ -207,12 +207,6 @@ class Tiers:
         for move in list(self._moves.values()):
             self._arrive(move)
 
-    def check_integrity(self) -> None:
-        """Raise RuntimeError unless exactly the sequences of swaps are moving."""
-        moving = sorted(move.sequence.sequence_id for move in self._moves.values())
-        if moving != [sequence.sequence_id for sequence in self._table.moving]:
-            raise RuntimeError("the sequences of swaps and those that move differ")
-
 
 @dataclass(slots=True)
 class _HostCohort:

@@ -27,6 +27,7 @@ from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity, StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
+from tests.fakes.integrity import check_integrity
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 
@@ -121,7 +122,7 @@ def play(
                 engine.add(Request(name, to_come.pop(name).tokens, params, seed=0))
         assert engine.has_work, "everything has ended before the next prompt comes"
         engine.step()
-        scheduler.check_integrity()
+        check_integrity(scheduler)
     assert scheduler.forced_steps == 0, "no decision moved anything"
     return [line for plan in executor.plans for line in _spell_out(plan)]
 
