@@ -1,17 +1,16 @@
 """Ours, after APEX: the device alone, asymmetric pipelining or asynchronous overlap, whichever is predicted best."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-from nanoserve.scheduler.load import Alternative, Decision, Load, Policy, check_parameter
-from nanoserve.scheduler.policies.placement import DeviceStep, device_alone, device_first, fitting_tokens
+from nanoserve.scheduler.load import Alternative, Decision, Load, check_parameter
+from nanoserve.scheduler.policies.placement import DeviceStep, HybridPolicy, device_alone, device_first, fitting_tokens
 
 _COHORTS = 4
 """They share the CPU's time in a step."""
 
 
 @dataclass(frozen=True, slots=True)
-class HybridByPrediction(Policy):
+class HybridByPrediction(HybridPolicy):
     """Takes the strategy that is predicted to advance most sequences per second.
 
     A prompt counts as the number of sequences that the device could decode in its time. Were it one, any host sequence
@@ -37,15 +36,12 @@ class HybridByPrediction(Policy):
     Preempted sequences move to the host all the same, and come back.
     """
 
-    token_budget: int
-    """Device decodes and prompt tokens of one step together."""
     least_gain: float = 0.02
     """By overlap, as a share of what the device advances, for which cohorts begin."""
     worthwhile: float = 0.1
     """By asymmetric steps, for which they are taken, and by the host at its best, for which prompts are parked. Costs
     that rates do not show are about as large: parked prompts keep decodes out of memory, and the host's last sequences
     end late, in steps with few rows. Where the host is of use, it gains far more."""
-    reads_forecast: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_parameter("least_gain", self.least_gain, 0)

@@ -60,6 +60,15 @@ def _swapping_is_cheaper(load: Load) -> bool:
     return 2 * predictor.swap_seconds(tokens) < recompute
 
 
+@dataclass(frozen=True, slots=True)
+class HybridPolicy(Policy):
+    """What the policies share that have the CPU attend to KV in host memory."""
+
+    token_budget: int
+    """Device decodes and prompt tokens of one step together."""
+    reads_forecast: ClassVar[bool] = True
+
+
 def device_first(load: Load, token_budget: int) -> Decision:
     """Rule 1: the step on the device alone, and where new prompts and host sequences go.
 

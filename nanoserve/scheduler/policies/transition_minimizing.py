@@ -93,49 +93,13 @@ class TransitionMinimizing(Policy):
 
     def _turns_back(self, load: Load) -> bool:
         """Whether to send what still decodes back through the pool, rather than finish it."""
-        if load.predictor is None or not _device_fits_pool(load):
+        if load.predictor is None or not device_fits_pool(load):
             return False
         one_way = load.predictor.swap_seconds(load.context_tokens) + load.predictor.transition_seconds(_PREFILL)
         return load.longest_remaining * _wasted_seconds(load, load.predictor) > 2 * one_way
 
 
-@dataclass(frozen=True, slots=True)
-class DecodePrioritizing(TransitionMinimizing):
-    """Seesaw, figure 2 (b), a baseline: re-sharding without tiered buffering, every batch decoded to its end.
-
-    It computes as many prompts as the device will hold, and the next ones when the last answer has ended. Transitions
-    are few, and batches shrink.
-    """
-
-    def _pool_room(self, load: Load) -> int:
-        return _device_room(load)
-
-    def _turns_back(self, load: Load) -> bool:
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillPrioritizing(TransitionMinimizing):
-    """Seesaw, figure 2 (a), a baseline: re-sharding without tiered buffering, for every prompt that fits.
-
-    It computes the next prompt as soon as the device has room for it, and running decodes pass through the pool twice.
-    Batches are full, and every few answers that end cost a transition.
-    """
-
-    def _pool_room(self, load: Load) -> int:
-        return _device_room(load)
-
-    def _turns_back(self, load: Load) -> bool:
-        return load.first_waiting_blocks + load.running_decodes <= load.free_blocks and _device_fits_pool(load)
-
-
-def _device_room(load: Load) -> int:
-    """Blocks left for further prompts once the device holds all parked sequences, each with a block to grow into."""
-    held = load.host_blocks - load.host_free_blocks + load.host_decodes + load.moving
-    return min(load.host_free_blocks, load.total_blocks - held)
-
-
-def _device_fits_pool(load: Load) -> bool:
+def device_fits_pool(load: Load) -> bool:
     """Whether the pool holds what is on the device, and the next prompt."""
     return load.total_blocks - load.free_blocks + load.first_parked_blocks <= load.host_free_blocks
 
