@@ -1,6 +1,7 @@
 """The plan builder: turns a Decision into a StepPlan, oldest sequences first."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 
 from nanoserve.request import Sequence, Status
@@ -12,35 +13,36 @@ _PREFILL = Status.PREFILL  # Enum lookup is slow in Python 3.11; hoist it.
 _FED = (0,)
 
 
+@dataclass(kw_only=True)
 class PlanBuilder:
     """A plan that is being put together. Its rows are in flight as soon as they are added.
 
     A sequence is skipped in this plan if older ones need its blocks: it is preempted, or will be when it is answered.
     Once a sequence is skipped or short of blocks no waiting prompt is admitted, so that blocks taken from one sequence
     never go to a newer one.
-
-    Args:
-        table: the sequences, their queues and blocks; the builder admits and preempts.
-        decision: how much the plan shall hold.
-        now: seconds on the executor's clock.
-        running_decodes: decodes on the device, in flight or not.
-        admits: whether waiting prompts may begin.
     """
 
-    def __init__(
-        self, table: SequenceTable, decision: Decision, now: float, *, running_decodes: int, admits: bool
-    ) -> None:
-        self.decision = decision
-        self.rows: dict[int, Row] = {}  # by sequence
-        self.transition: int | None = None  # the layout to change to, in a plan that holds nothing else
-        self._table = table
-        self._blocks = table.blocks
-        self._now = now
-        self._begin: list[Begin] = []
-        self._copies: list[Copy] = []
-        self._running_decodes = running_decodes
-        self._skipped: set[int] = set()
-        self._admits = admits and not table.waits_for_blocks
+    table: SequenceTable
+    """The sequences, their queues and blocks; the builder admits and preempts."""
+    decision: Decision
+    """How much the plan shall hold."""
+    now: float
+    """Seconds on the executor's clock."""
+    running_decodes: int
+    """Decodes on the device, in flight or not."""
+    admits: bool
+    """Whether waiting prompts may begin."""
+    transition: int | None = None
+    """The layout to change to, in a plan that holds nothing else."""
+    rows: dict[int, Row] = field(default_factory=dict)
+    """Rows on the device, by sequence."""
+    _begin: list[Begin] = field(default_factory=list)
+    _copies: list[Copy] = field(default_factory=list)
+    _skipped: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.admits = self.admits and not self.table.waits_for_blocks
+        self._blocks = self.table.blocks
 
     @property
     def does_something(self) -> bool:
@@ -64,7 +66,7 @@ class PlanBuilder:
             begin=tuple(self._begin),
             rows=tuple(self.rows.values()),
             copies=tuple(self._copies),
-            end=self._table.take_ended(),
+            end=self.table.take_ended(),
             layout=layout,
             transition=self.transition,
         )
@@ -80,11 +82,11 @@ class PlanBuilder:
 
     def _add_prefills(self, ready: Iterable[Sequence]) -> None:
         """Prompts within the budget: first those partly computed, then waiting ones."""
-        budget, table = self.decision.prefill_tokens, self._table
+        budget, table = self.decision.prefill_tokens, self.table
         for sequence in ready:
             if sequence.sequence_id not in self._skipped:
                 budget -= self._add_chunk(sequence, budget)
-        if not self._admits or self._skipped:
+        if not self.admits or self._skipped:
             return
         while budget > 0 and self._blocks.pool.free_blocks and table.free_slots > 0:
             if (oldest := table.waiting.oldest) is None or not self._may_begin(oldest):
@@ -106,7 +108,7 @@ class PlanBuilder:
         Without that reserve the newest would soon be preempted and recomputed, over and over. A policy can switch it
         off, to show what it is worth.
         """
-        kept = self._running_decodes * self._blocks.pool.block_size if self.decision.admission_reserve else 0
+        kept = self.running_decodes * self._blocks.pool.block_size if self.decision.admission_reserve else 0
         return self._blocks.fits(prompt, prompt.remaining + kept)
 
     def _add_chunk(self, sequence: Sequence, budget: int) -> int:
@@ -127,17 +129,17 @@ class PlanBuilder:
 
     def drain(self) -> None:
         """Preempt everything on the device, as soon as nothing of it is in flight."""
-        running = self._table.running
+        running = self.table.running
         if not any(sequence.in_flight for sequence in running):
             for sequence in list(running):
                 self._preempt(sequence, to_host=True)
 
     def force_oldest(self) -> None:
         """Nothing is in flight and the decision moved nothing: run the oldest sequence, whatever that takes."""
-        sequence = self._table.oldest
+        sequence = self.table.oldest
         assert sequence is not None, "a sequence is neither running, on the host nor waiting, with nothing in flight"
         if sequence.status is Status.WAITING:
-            self._table.admit(sequence)
+            self.table.admit(sequence)
         block_size = self._blocks.pool.block_size
         if self._make_room(sequence, min(sequence.remaining, block_size)):
             budget = max(self.decision.prefill_tokens, block_size)
@@ -150,9 +152,9 @@ class PlanBuilder:
         while not self._blocks.fits(sequence, count):
             leaving = self._blocks_leaving()
             if leaving and count <= self._blocks.capacity(sequence) + leaving * self._blocks.pool.block_size:
-                self._table.wait_for_blocks(sequence)
+                self.table.wait_for_blocks(sequence)
                 return False
-            victim = self._table.running.newest
+            victim = self.table.running.newest
             if victim is None or victim.sequence_id <= sequence.sequence_id:
                 return False
             if victim.in_flight:
@@ -160,7 +162,7 @@ class PlanBuilder:
                 # next one decides again.
                 self._skipped.add(victim.sequence_id)
                 victim.preempt_when_answered = not self.decision.preempt_to_host
-                self._table.wait_for_blocks(sequence)
+                self.table.wait_for_blocks(sequence)
                 return False
             self._preempt(victim, to_host=self.decision.preempt_to_host)
         return True
@@ -172,7 +174,7 @@ class PlanBuilder:
     def _preempt(self, victim: Sequence, *, to_host: bool) -> None:
         """Take its blocks; without a host tier it is always recomputed."""
         self._skipped.add(victim.sequence_id)
-        self._table.preempt(victim)
+        self.table.preempt(victim)
 
     # ---- rows -------------------------------------------------------------------------------------------------
 
@@ -200,7 +202,7 @@ class PlanBuilder:
     def _begin_sequence(self, sequence: Sequence) -> None:
         sequence.begun = True
         if sequence.first_scheduled_time is None:
-            sequence.first_scheduled_time = self._now
+            sequence.first_scheduled_time = self.now
         request = sequence.request
         begin = Begin(
             sequence=sequence.sequence_id,

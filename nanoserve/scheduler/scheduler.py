@@ -12,14 +12,15 @@ token is still being sampled. That token is never its last by length; if it ends
 is discarded. A prompt's chunks follow each other in the same way.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from typing import Protocol
 
 from nanoserve.costs.growth import GrowthForecast
 from nanoserve.costs.predictor import Predictor
 from nanoserve.errors import WorkersFailed
-from nanoserve.kv.block_pool import BlockPool
-from nanoserve.kv.sequence_blocks import HostTier, SequenceBlocks
+from nanoserve.kv import BlockPool, HostTier, SequenceBlocks
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate, Status
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import Answer, LayoutCapacity, StepPlan, StepResult
@@ -145,9 +146,14 @@ class Scheduler:
         self.held = self.table.held
         self.predictors = tuple(predictors)
         self._fewest_blocks = min([num_blocks, *(one.num_blocks for one in other_layouts)])
-        self._tiers = Tiers(self.table) if host_blocks else None
         self._layouts = Layouts([LayoutCapacity(num_blocks, pipeline_depth), *other_layouts]) if other_layouts else None
         self._plans_in_flight: dict[int, StepPlan] = {}
+        self._tiers: Tiers | None = None
+        self._make_builder: Callable[..., PlanBuilder] = PlanBuilder
+        if host_blocks:
+            self._tiers = Tiers(self.table)
+            in_flight = self._plans_in_flight.values()
+            self._make_builder = partial(TieredPlanBuilder, tiers=self._tiers, in_flight=in_flight)
         self._previous: Decision | None = None
         self._growth = GrowthForecast() if policy.reads_forecast else None
 
@@ -248,7 +254,9 @@ class Scheduler:
         """Ask the policy and carry its answer out, as far as the blocks go."""
         load, decodes, prefills = self._survey()
         decision = self.policy.decide(load)
-        builder = self._builder(decision, now, running_decodes=load.running_decodes, admits=admits)
+        builder = self._make_builder(
+            table=self.table, decision=decision, now=now, running_decodes=load.running_decodes, admits=admits
+        )
         if self._layouts is None or not self._layouts.drains_for(decision.layout):
             builder.build(decodes, prefills)
             return builder
@@ -256,19 +264,6 @@ class Scheduler:
         if not (len(self.running) or self.awaits_results or self._any_under_way):
             builder.transition = decision.layout
         return builder
-
-    def _builder(self, decision: Decision, now: float, *, running_decodes: int, admits: bool) -> PlanBuilder:
-        if self._tiers is None:
-            return PlanBuilder(self.table, decision, now, running_decodes=running_decodes, admits=admits)
-        return TieredPlanBuilder(
-            self.table,
-            decision,
-            now,
-            running_decodes=running_decodes,
-            admits=admits,
-            tiers=self._tiers,
-            in_flight=self._plans_in_flight.values(),
-        )
 
     def _break_deadlock(self, now: float, builder: PlanBuilder) -> PlanBuilder:
         """Nothing is in flight and the decision moved nothing, so nothing would ever change.

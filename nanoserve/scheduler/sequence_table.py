@@ -4,7 +4,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 from nanoserve.errors import UsageError
-from nanoserve.kv.sequence_blocks import HostTier, SequenceBlocks
+from nanoserve.kv import HostTier, SequenceBlocks
 from nanoserve.processes.quarantine import Quarantine
 from nanoserve.request import FinishReason, Place, Request, Sequence, Status
 

@@ -6,7 +6,7 @@ same plan, and the sequence has arrived when both are answered, in any order.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ import msgspec
 
 from nanoserve.costs.step_features import Strategy
 from nanoserve.request import Place, Sequence, Status
-from nanoserve.scheduler.load import Cohort, Decision
+from nanoserve.scheduler.load import Cohort
 from nanoserve.scheduler.plan import Row, StepPlan, Swap
 from nanoserve.scheduler.plan_builder import PlanBuilder
 from nanoserve.scheduler.sequence_table import SequenceTable
@@ -283,38 +283,24 @@ class HostCohorts:
         }
 
 
+@dataclass(kw_only=True)
 class TieredPlanBuilder(PlanBuilder):
-    """A plan whose sequences may move to the host, come back or decode there.
+    """A plan whose sequences may move to the host, come back or decode there."""
 
-    Args:
-        tiers: begins the swaps.
-        in_flight: the plans that have not ended.
-    """
-
-    def __init__(
-        self,
-        table: SequenceTable,
-        decision: Decision,
-        now: float,
-        *,
-        running_decodes: int,
-        admits: bool,
-        tiers: Tiers,
-        in_flight: Collection[StepPlan],
-    ) -> None:
-        super().__init__(table, decision, now, running_decodes=running_decodes, admits=admits)
-        self._host_rows: dict[int, Row] = {}  # by sequence
-        self._tiers = tiers
-        self._in_flight = in_flight
-        self._kept_free = 0
+    tiers: Tiers
+    """Begins the swaps."""
+    in_flight: Collection[StepPlan]
+    """The plans that have not ended."""
+    _host_rows: dict[int, Row] = field(default_factory=dict)
+    _kept_free: int = 0
 
     @property
     def does_something(self) -> bool:
-        return super().does_something or bool(self._host_rows) or self._tiers.has_begun_swaps
+        return super().does_something or bool(self._host_rows) or self.tiers.has_begun_swaps
 
     def build(self, decodes: list[Sequence], prefills: list[Sequence]) -> None:
         """Swaps first, then decodes on the device and on the host, then prompts."""
-        decision, tiers = self.decision, self._tiers
+        decision, tiers = self.decision, self.tiers
         if decision.swap_out:
             decodes = tiers.swap_out(decodes, decision.swap_out)
         tiers.swap_in(decision.swap_in)
@@ -327,14 +313,14 @@ class TieredPlanBuilder(PlanBuilder):
                 self._add_host_row(sequence, 0)
         elif decision.strategy == "asymmetric":
             # A plan in flight may finish the tokens under way: none of them can be named again before it ends.
-            overlapping = any(plan.strategy == "overlap" for plan in self._in_flight)
+            overlapping = any(plan.strategy == "overlap" for plan in self.in_flight)
             self._finish_host_tokens(() if overlapping else tiers.cohorts.most_advanced(), ready_host)
         self._add_prefills(prefills)
 
     def plan(self, step: int, layout: int) -> StepPlan:
         strategy, plan = self._strategy(), super().plan(step, layout)
         rows = (*plan.rows, *self._host_rows.values())
-        return msgspec.structs.replace(plan, rows=rows, swaps=self._tiers.take_begun(), strategy=strategy)
+        return msgspec.structs.replace(plan, rows=rows, swaps=self.tiers.take_begun(), strategy=strategy)
 
     def _strategy(self) -> Strategy:
         """The decided one if a host row begins; otherwise host sequences under way go on, even on an idle device.
@@ -345,17 +331,17 @@ class TieredPlanBuilder(PlanBuilder):
             return "overlap"
         if self._host_rows:
             return self.decision.strategy
-        return "overlap" if self.rows and len(self._tiers.cohorts) else "device"
+        return "overlap" if self.rows and len(self.tiers.cohorts) else "device"
 
     # ---- on the device ----------------------------------------------------------------------------------------
 
     def _keep_room_for_prompts(self, partial: list[Sequence]) -> None:
         """Where prompts only pass through the device, its decodes must not grow into the room for the next one."""
-        prompt = partial[0] if partial else self._table.waiting.oldest
+        prompt = partial[0] if partial else self.table.waiting.oldest
         if prompt is None or self.decision.prefill_tokens <= 0:
             return
-        may_begin = self._admits and self._table.free_slots > 0
-        if partial or (may_begin and self._tiers.has_room_to_park(prompt)):
+        may_begin = self.admits and self.table.free_slots > 0
+        if partial or (may_begin and self.tiers.has_room_to_park(prompt)):
             self._kept_free = self._blocks.pool.blocks_for(len(prompt.tokens)) - len(prompt.block_table)
 
     def _add_decodes(self, ready: Iterable[Sequence]) -> None:
@@ -368,12 +354,12 @@ class TieredPlanBuilder(PlanBuilder):
         pool = self._blocks.pool
         return (
             sequence.computed < len(sequence.block_table) * pool.block_size
-            or sequence is self._table.running.oldest
+            or sequence is self.table.running.oldest
             or pool.free_blocks > self._kept_free
         )
 
     def _may_begin(self, prompt: Sequence) -> bool:
-        return not self.decision.park or self._tiers.has_room_to_park(prompt)
+        return not self.decision.park or self.tiers.has_room_to_park(prompt)
 
     def _fits_beside_decodes(self, prompt: Sequence) -> bool:
         """Decodes keep room already for a prompt that only passes through to the host."""
@@ -381,25 +367,25 @@ class TieredPlanBuilder(PlanBuilder):
 
     def _add_row(self, sequence: Sequence, count: int) -> None:
         if sequence.status is Status.PREFILL:
-            (self._tiers.reserve if self.decision.park else self._tiers.cancel_reservation)(sequence)
+            (self.tiers.reserve if self.decision.park else self.tiers.cancel_reservation)(sequence)
         super()._add_row(sequence, count)
         if sequence.status is Status.PREFILL and sequence.remaining == 0:
-            self._tiers.park_after_row(sequence)
+            self.tiers.park_after_row(sequence)
 
     def force_oldest(self) -> None:
-        oldest = self._table.oldest
+        oldest = self.table.oldest
         if oldest is not None and oldest.place is Place.HOST:
-            self._tiers.move_in(oldest)  # nothing runs, so the device is empty
+            self.tiers.move_in(oldest)  # nothing runs, so the device is empty
         else:
             super().force_oldest()
 
     def _blocks_leaving(self) -> int:
-        return self._tiers.blocks_leaving_device
+        return self.tiers.blocks_leaving_device
 
     def _preempt(self, victim: Sequence, *, to_host: bool) -> None:
         """Take its blocks; it moves to the host if it decodes and there is room, else it is recomputed."""
         moves = to_host and victim.status is Status.DECODE and victim.place is Place.DEVICE
-        if moves and self._tiers.move_out(victim):
+        if moves and self.tiers.move_out(victim):
             self._skipped.add(victim.sequence_id)
         else:
             super()._preempt(victim, to_host=False)
@@ -421,7 +407,7 @@ class TieredPlanBuilder(PlanBuilder):
         if sequence.sequence_id in self._skipped or not self._make_host_room(sequence):
             return
         start, length = sequence.computed, len(sequence.tokens)
-        new_blocks = self._table.host_tier.reserve(sequence, length)
+        new_blocks = self.table.host_tier.reserve(sequence, length)
         if not sequence.begun:
             self._begin_sequence(sequence)
             new_blocks = sequence.host_table
@@ -440,9 +426,9 @@ class TieredPlanBuilder(PlanBuilder):
 
     def _make_host_room(self, sequence: Sequence) -> bool:
         """As on the device: preempt newer host sequences, newest first."""
-        while not self._table.host_tier.can_reserve(sequence, len(sequence.tokens)):
-            victim = self._table.on_host.newest
-            if self._tiers.any_leaving_host or victim is None or victim.sequence_id <= sequence.sequence_id:
+        while not self.table.host_tier.can_reserve(sequence, len(sequence.tokens)):
+            victim = self.table.on_host.newest
+            if self.tiers.any_leaving_host or victim is None or victim.sequence_id <= sequence.sequence_id:
                 return False
             if victim.in_flight:
                 victim.preempt_when_answered = True

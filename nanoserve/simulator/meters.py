@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, Self, TypeVar
 
 from nanoserve.costs.work import StepWork
-from nanoserve.kv.block_pool import BlockPool
+from nanoserve.kv import BlockPool
 from nanoserve.measures.metrics import MILLISECONDS, Distribution
 from nanoserve.measures.slo import Slo
 from nanoserve.request import SequenceUpdate

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from nanoserve.costs.work import StepWork
-from nanoserve.kv.block_pool import BlockPool
+from nanoserve.kv import BlockPool
 from nanoserve.scheduler.plan import StepPlan, Swap
 from nanoserve.simulator.host_link import Direction
 from nanoserve.simulator.meters import Occupancy, StepMeter

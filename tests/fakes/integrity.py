@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from nanoserve.kv.block_pool import BlockPool
+from nanoserve.kv import BlockPool
 from nanoserve.request import Place, Sequence, Status
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.sequence_table import SequenceTable

@@ -7,8 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from nanoserve.kv.block_pool import BlockPool, PrefixCache
-from nanoserve.kv.sequence_blocks import SequenceBlocks
+from nanoserve.kv import BlockPool, PrefixCache, SequenceBlocks
 from nanoserve.request import Request, SamplingParams, Sequence
 from tests.fakes.integrity import check_pool
 
