@@ -13,11 +13,11 @@ _COHORTS = 4
 class HybridByPrediction(HybridPolicy):
     """Takes the strategy that is predicted to advance most sequences per second.
 
-    A prompt counts as the number of sequences that the device could decode in its time. Were it one, any host sequence
-    would seem worth a large part of a step with a prompt, though the device could have decoded many after a shorter
-    one. The host's part is counted by the sequences that are there, not by what the CPU could compute, and by their
-    keys. A token of a short sequence is soon computed on the device too, and frees little of its memory. Were it worth
-    as much, the host would take the beginnings of all answers and leave their costly ends to the device::
+    A prompt counts as the number of sequences that the device could decode in its time. If it counted as one, a host
+    sequence would seem worth a large part of a step with a prompt. The host's part counts the sequences that are there,
+    not what the CPU could compute, and weighs them by their keys: a token of a short sequence is cheap on the device
+    too and frees little of its memory. Otherwise the host would take the cheap beginnings of all answers and leave
+    their costly ends to the device::
 
         work = the step's seconds on the device alone / seconds of one of its decodes without prompts
         worth = keys of a host sequence / keys of a decode, on average
@@ -29,11 +29,11 @@ class HybridByPrediction(HybridPolicy):
     layers: cohorts begin whenever the CPU can serve one layer of each within a step. A sequence under way cannot come
     back to the device, where it would be L + 1 times as fast, so a small gain counts as none.
 
-    A prompt for which the device has no room is computed and parked as long as the CPU could serve one more sequence
-    under overlap without prompts: it costs no more now than later, and yields tokens meanwhile. Beyond that, prompts
-    wait for room on the device. Where too little would be gained with all host sequences, or all that the CPU can
-    serve, prompts and decodes keep to the device as if there were no host: parked prompts take room from decodes.
-    Preempted sequences move to the host all the same, and come back.
+    A prompt for which the device has no room is computed and parked if the CPU could serve one more sequence under
+    overlap without prompts: it costs no more now than later, and yields tokens meanwhile. Otherwise prompts wait for
+    room on the device. If even all host sequences that the CPU can serve would gain too little, prompts and decodes
+    stay on the device as if there were no host, because parked prompts take room from decodes. Preempted sequences
+    still move to the host and come back.
     """
 
     least_gain: float = 0.02
@@ -78,10 +78,10 @@ class HybridByPrediction(HybridPolicy):
         return replace(plan, alternatives=weighed)
 
     def _pays(self, load: Load, step: DeviceStep) -> bool:
-        """Whether anything would be gained with all waiting sequences on the host, or as many as the CPU serves.
+        """Whether there is a gain with all waiting sequences on the host, or as many as the CPU serves.
 
-        Steps without prompts are compared, whether or not this one has any. Otherwise decodes would leave in one step
-        to make room for a prompt, and come back in the next.
+        Steps without prompts are compared, even if this one has some. Otherwise decodes would leave in one step to make
+        room for a prompt, and come back in the next.
         """
         step = replace(step, prefill=0) if step.decodes else step
         predictor, alone = step.predictor, step.decode_only_seconds

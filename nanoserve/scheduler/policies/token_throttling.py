@@ -61,7 +61,7 @@ class TokenThrottling(_Throttling):
         decodes = RD / P
 
     Two readings are ours. The threshold is tested first, as section 3.1.3 says and equation 3 does not. RD / P is
-    rounded up, or sequences would be left over. A prompt that alone holds blocks is let past the threshold: there is no
+    rounded up, or sequences would be left over. A prompt that alone holds blocks may pass the threshold: there is no
     decode to keep room for, and nothing would ever free a block.
     """
 
