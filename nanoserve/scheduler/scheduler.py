@@ -136,8 +136,9 @@ class Scheduler:
         self.steps = self.forced_steps = self.transitions = self.host_losses = 0
         self.host_pool = (host_tier := HostTier(host_blocks, block_size)).pool
         self.table = SequenceTable(
-            SequenceBlocks(self.pool),
-            host_tier,
+            blocks=SequenceBlocks(self.pool),
+            host_tier=host_tier,
+            fewest_blocks=min([num_blocks, *(one.num_blocks for one in other_layouts)]),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             feeds_tokens=feeds_tokens,
@@ -145,7 +146,6 @@ class Scheduler:
         self.waiting, self.running, self.on_host = self.table.waiting, self.table.running, self.table.on_host
         self.held = self.table.held
         self.predictors = tuple(predictors)
-        self._fewest_blocks = min([num_blocks, *(one.num_blocks for one in other_layouts)])
         self._layouts = Layouts([LayoutCapacity(num_blocks, pipeline_depth), *other_layouts]) if other_layouts else None
         self._plans_in_flight: dict[int, StepPlan] = {}
         self._tiers: Tiers | None = None
@@ -193,7 +193,7 @@ class Scheduler:
         Raises:
             UsageError: if it can never run here, or its id is in use.
         """
-        self.table.add(request, num_blocks=self._fewest_blocks)
+        self.table.add(request)
 
     def stop(
         self, request_id: str, now: float, *, index: int | None = None, reason: FinishReason = FinishReason.ABORT

@@ -2,6 +2,8 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
 
 from nanoserve.errors import UsageError
 from nanoserve.kv import HostTier, SequenceBlocks
@@ -66,34 +68,28 @@ class WaitingQueue(AgeOrdered):
         self.tokens -= len(sequence.tokens)
 
 
+@dataclass(kw_only=True)
 class SequenceTable:
     """All sequences that have not ended, or that have ended but are still in flight.
 
     A sequence waits, runs on the device (holding blocks), may be preempted and wait again, may move to host memory and
     back, and ends.
-
-    Args:
-        blocks: the block tables of the device.
-        host_tier: those of host memory.
-        max_model_len: longest sequence, prompt and output together.
-        max_num_seqs: sequences that run on the device at a time, moving ones included.
-        feeds_tokens: whether the executor takes fed rows.
     """
 
-    def __init__(
-        self,
-        blocks: SequenceBlocks,
-        host_tier: HostTier,
-        *,
-        max_model_len: int,
-        max_num_seqs: int,
-        feeds_tokens: bool = False,
-    ) -> None:
-        self.blocks = blocks
-        self.host_tier = host_tier
-        self.max_model_len = max_model_len
-        self.max_num_seqs = max_num_seqs
-        self.feeds_tokens = feeds_tokens
+    blocks: SequenceBlocks
+    """The block tables of the device."""
+    host_tier: HostTier
+    """Those of host memory."""
+    fewest_blocks: int
+    """Blocks on the device, in the layout that has fewest."""
+    max_model_len: int
+    """Longest sequence, prompt and output together."""
+    max_num_seqs: int
+    """Sequences that run on the device at a time, moving ones included."""
+    feeds_tokens: bool
+    """Whether the executor takes fed rows."""
+
+    def __post_init__(self) -> None:
         self.quarantine = Quarantine()
         self.preemptions = 0
         self.sequences: dict[int, Sequence] = {}
@@ -105,22 +101,19 @@ class SequenceTable:
         self._requests: dict[str, list[Sequence]] = {}  # all samples of each
         self._ended: list[int] = []  # that the executor has not been told
         self._short_of_blocks: tuple[Sequence, int] | None = None
-        self._next_sequence = 0
+        self._ids = count()
 
     # ---- intake -----------------------------------------------------------------------------------------------
 
-    def add(self, request: Request, *, num_blocks: int) -> None:
+    def add(self, request: Request) -> None:
         """Queue the first sample of a request; the others wait until its prompt is computed.
-
-        Args:
-            num_blocks: blocks on the device, in the layout that has fewest.
 
         Raises:
             UsageError: if it can never run to its end, or its id is in use.
         """
         if request.request_id in self._requests:
             raise UsageError(f"request id {request.request_id!r} is in use")
-        self._check_admissible(request, num_blocks)
+        self._check_admissible(request)
         end_tokens = () if request.params.ignore_eos else request.end_tokens
         stop_tokens = frozenset((*end_tokens, *request.params.stop_token_ids))  # one set for all samples
         family = [self._new_sequence(request, index, stop_tokens) for index in range(request.params.n)]
@@ -128,7 +121,7 @@ class SequenceTable:
         self._wait(family[0])
         family[0].siblings = family[1:]
 
-    def _check_admissible(self, request: Request, num_blocks: int) -> None:
+    def _check_admissible(self, request: Request) -> None:
         length, params, longest = len(request.prompt), request.params, self.max_model_len
         if length == 0:
             raise UsageError("the prompt is empty: give at least one token")
@@ -144,17 +137,17 @@ class SequenceTable:
             )
         tokens = min(longest, length + (params.max_tokens or longest))
         # Attention never reads the last token, so its KV is never written.
-        if (needed := self.blocks.pool.blocks_for(tokens - 1)) > num_blocks:
+        if (needed := self.blocks.pool.blocks_for(tokens - 1)) > self.fewest_blocks:
             raise UsageError(
                 f"the request may grow to {tokens} tokens, which take {needed} KV blocks, but there are "
-                f"{num_blocks}; lower max_tokens or raise --kv-cache-memory"
+                f"{self.fewest_blocks}; lower max_tokens or raise --kv-cache-memory"
             )
 
     def _new_sequence(self, request: Request, index: int, stop_tokens: frozenset[int]) -> Sequence:
         params, length = request.params, len(request.prompt)
         max_length = min(self.max_model_len, length + (params.max_tokens or self.max_model_len))
         sequence = Sequence(
-            self._next_sequence,
+            next(self._ids),
             request,
             index,
             tokens=[*request.prompt, *(request.resumed[index] if request.resumed else ())],
@@ -164,7 +157,6 @@ class SequenceTable:
             # The token it waits for must not be its last one.
             fed_below=max_length - 1 if self.feeds_tokens and params.may_be_fed else 0,
         )
-        self._next_sequence += 1
         self.sequences[sequence.sequence_id] = sequence
         return sequence
 
