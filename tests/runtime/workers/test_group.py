@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.config import EngineConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, WorkersFailed
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import ResolvedModel

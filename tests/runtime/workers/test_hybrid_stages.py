@@ -125,7 +125,7 @@ def losing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch().context() as patch:
         patch.setenv(LOSE, str(path))
         patch.setattr(child, "_PROGRAM", child._PROGRAM.replace(MAIN, DISTURBED + MAIN))
-        patch.setattr("nanoserve.scheduler.quarantine.DEATHS_SECONDS", 0.0)
+        patch.setattr("nanoserve.processes.quarantine.DEATHS_SECONDS", 0.0)
         yield path
 
 

@@ -46,7 +46,7 @@ def marked_as(mark: str) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def pair(reference: Reference) -> Iterator[Pair]:
     with pytest.MonkeyPatch().context() as patch:
-        patch.setattr("nanoserve.scheduler.quarantine.DEATHS_SECONDS", 0.0)
+        patch.setattr("nanoserve.processes.quarantine.DEATHS_SECONDS", 0.0)
         mark = new_mark()
         with marked_as(mark), closing(start_pair(reference, "P2", "T2")) as executor:
             yield Pair(executor, reference)
