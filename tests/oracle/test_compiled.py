@@ -21,8 +21,8 @@ Checkpoint = Callable[[str], tuple[Path, PreTrainedModel]]
 
 BLOCK_SIZE = 16
 FAMILIES = ["llama-tied-biased", "glm4", "qwen3_moe"]
-"""All that a layer may be made of: biases, four norms and interleaved rotation, norms of heads and experts. `test_engine`
-runs every family eagerly."""
+"""All that a layer may be made of: biases, four norms and interleaved rotation, norms of heads and experts.
+`test_engine` runs every family eagerly."""
 WITH_PIECES = {"glm4", "qwen3_moe"}
 """Whose pieces are compiled too."""
 COUNTS = [(1, 1), (1, 2), (2, 2), (1, 7), (16, 16), (17, 17), (3, 39), (1, 64)]
