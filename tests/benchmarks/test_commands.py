@@ -25,8 +25,7 @@ def bench(run_command: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     """Runs ``nanoserve bench ARGUMENTS`` here, which looks at the machine but briefly."""
     monkeypatch.setenv("CXX", str(tmp_path / "none"))  # nothing is built for the processes that a benchmark starts
     monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZES", (64,))
-    monkeypatch.setattr("nanoserve.benchmarks.local.BandwidthProbe", lambda: BandwidthProbe(2**20))
-    monkeypatch.setattr("nanoserve.benchmarks.roofline.READ_BYTES", 2**20)
+    monkeypatch.setattr(BandwidthProbe.__init__, "__defaults__", (2**20,))
     return partial(run_command, "bench")
 
 
