@@ -206,7 +206,7 @@ def test_many_lives(stages: WorkersExecutor, reference: Reference, policy: str) 
         for seed in range(10)
     ]
     seen = reference.check(stages, cases)
-    assert min(seen.preemptions, seen.cached_tokens, seen.copies, seen.aborted, seen.chunks, seen.swaps) > 0, seen
+    assert min(seen.cached_tokens, seen.copies, seen.aborted, seen.chunks, seen.swaps) > 0, seen
 
 
 @pytest.mark.slow
