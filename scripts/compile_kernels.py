@@ -78,7 +78,7 @@ class Build:
 
 
 def prepare(cache_folder: str) -> None:
-    """Make `triton_ops` importable without its operators, which need torch, and have Triton compile everything anew."""
+    """Make `triton_ops` importable without its operators, which need torch, and give Triton an empty cache."""
     package = types.ModuleType("triton_ops")
     package.__path__ = [str(ROOT / "triton_ops")]
     sys.modules["triton_ops"] = package
