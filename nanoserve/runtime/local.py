@@ -14,6 +14,7 @@ from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
+from nanoserve.processes.sizes import format_size
 from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
 from nanoserve.runtime.compile.layer_pieces import EagerPieces, LayerPieces
 from nanoserve.runtime.host.host_processor import HostProcessor
@@ -25,7 +26,6 @@ from nanoserve.runtime.moves.local_swaps import LocalSwaps
 from nanoserve.runtime.step.launched_step import LaunchedStep
 from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.scheduler.plan import StepPlan, StepResult, Swap
-from nanoserve.sizes import format_size
 from triton_ops.cpu import CpuOperators, cpu_operators
 
 

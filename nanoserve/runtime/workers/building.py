@@ -14,6 +14,7 @@ from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shards import shards_of_layouts
+from nanoserve.processes.sizes import format_size
 from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
 from nanoserve.runtime.compile.layer_pieces import EagerPieces, LayerPieces
 from nanoserve.runtime.host.host_processor import HostProcessor
@@ -37,7 +38,6 @@ from nanoserve.runtime.workers.own_cores import keep_to_own_cores
 from nanoserve.runtime.workers.ranks import Ranks, meet
 from nanoserve.runtime.workers.stage_profile import starting_engine
 from nanoserve.runtime.workers.worker import Worker, WorkerLayout
-from nanoserve.sizes import format_size
 from triton_ops.cpu import cpu_operators
 
 
