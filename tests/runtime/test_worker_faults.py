@@ -78,7 +78,7 @@ def two_stages() -> Iterator[Workers]:
     running.close()
 
 
-@pytest.mark.parametrize(("rank", "after_tokens"), [(0, 60), (1, 3)])
+@pytest.mark.parametrize(("rank", "after_tokens"), [pytest.param(0, 60, marks=pytest.mark.slow), (1, 3)])
 def test_tokens_are_the_same_when_a_worker_is_killed(two_stages: Workers, rank: int, after_tokens: int) -> None:
     answers, _ = two_stages.answers_while_dying(rank, after_tokens)
     assert answers == two_stages.expected
