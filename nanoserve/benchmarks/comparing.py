@@ -13,7 +13,7 @@ from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.peers.protocol import Batch, Peer
 from nanoserve.benchmarks.rounds import GIGA, Bracketed, bandwidth_states, until_enough_count
 from nanoserve.measures.metrics import BatchRates
-from nanoserve.measures.workloads import Case, random_prompts
+from nanoserve.measures.workloads import BatchCase, random_prompts
 
 METRICS = ("decode", "prefill", "output")
 
@@ -47,7 +47,13 @@ class PeerRatio(msgspec.Struct, frozen=True):
 
 
 def run_rounds(
-    case: Case, peers: Sequence[Peer], *, rounds: int, vocab_size: int, probe: Callable[[], float], foreign: ForeignLoad
+    case: BatchCase,
+    peers: Sequence[Peer],
+    *,
+    rounds: int,
+    vocab_size: int,
+    probe: Callable[[], float],
+    foreign: ForeignLoad,
 ) -> Iterator[Round]:
     """Rounds of one case as they are done, until enough count or too many were tried.
 
@@ -64,13 +70,13 @@ def run_rounds(
     return until_enough_count(one_round, rounds)
 
 
-def _batch(case: Case, vocab_size: int, seed: int) -> Batch:
+def _batch(case: BatchCase, vocab_size: int, seed: int) -> Batch:
     prompts = random_prompts([case.input_tokens] * case.batch, vocab_size, seed)
     return Batch(tuple(prompts), case.output_tokens)
 
 
 def _one_round(
-    case: Case, peers: Sequence[Peer], number: int, batch: Batch, probe: Callable[[], float], foreign: ForeignLoad
+    case: BatchCase, peers: Sequence[Peer], number: int, batch: Batch, probe: Callable[[], float], foreign: ForeignLoad
 ) -> Round:
     before = probe() / GIGA
     engines: dict[str, EngineRound] = {}

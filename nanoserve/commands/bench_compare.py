@@ -23,7 +23,7 @@ from nanoserve.errors import NanoserveError, UsageError
 if TYPE_CHECKING:
     from nanoserve.benchmarks.peers.protocol import Opening
     from nanoserve.benchmarks.report import Report
-    from nanoserve.measures.workloads import Case
+    from nanoserve.measures.workloads import BatchCase
 
 DEFAULT_MODEL = "dummy:qwen3-0.6b"
 OURS = "nanoserve"
@@ -89,7 +89,7 @@ def _needed(name: str) -> Iterator[None]:
 
 
 def _openings(
-    names: Sequence[str], cases: Sequence["Case"], engine: EngineOptions
+    names: Sequence[str], cases: Sequence["BatchCase"], engine: EngineOptions
 ) -> tuple[list["Opening"], dict[str, Any]]:
     """How each engine is opened, and what they share; weights are written for those that read other files."""
     from nanoserve.benchmarks.machine import available_cores
@@ -129,7 +129,7 @@ def _openings(
 
 def _measure(
     openings: Sequence["Opening"],
-    cases: Sequence["Case"],
+    cases: Sequence["BatchCase"],
     rounds: int,
     report: "Report",
     opened: ExitStack,

@@ -22,9 +22,9 @@ from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from nanoserve.benchmarks.hybrid.cases import Case, Work
+    from nanoserve.benchmarks.hybrid.cases import HybridCase, HybridCases
     from nanoserve.benchmarks.hybrid.policies import HybridEngine
-    from nanoserve.benchmarks.hybrid.rounds import Bench
+    from nanoserve.benchmarks.hybrid.rounds import HybridBench
     from nanoserve.benchmarks.report import Report
     from nanoserve.benchmarks.variants import KeptRuns
     from nanoserve.config import ModelConfig
@@ -85,16 +85,16 @@ class HybridWorkOptions:
     ] = "0.25,0.5,1"
     rounds: Annotated[int, work_option("--rounds", help="Rounds of each case that count.", min=1)] = 3
 
-    def read(self, block_size: int) -> "Work":
+    def read(self, block_size: int) -> "HybridCases":
         """All cases.
 
         Raises:
             UsageError: for what is no list of lengths or shares, and for shares that hold no request.
         """
-        from nanoserve.benchmarks.hybrid.cases import Work, parse_shares
+        from nanoserve.benchmarks.hybrid.cases import HybridCases, parse_shares
         from nanoserve.measures.workloads import parse_sizes
 
-        work = Work(
+        work = HybridCases(
             input_tokens=self.input_tokens,
             outputs=sorted(parse_sizes(self.outputs, "--output")),
             requests=self.requests,
@@ -145,7 +145,7 @@ def hybrid(*, asked: HybridWorkOptions, engine: HybridOptions, results: ResultOp
     return EXIT_OK
 
 
-def _settings(work: "Work", asked: HybridWorkOptions, engine: HybridOptions) -> dict[str, Any]:
+def _settings(work: "HybridCases", asked: HybridWorkOptions, engine: HybridOptions) -> dict[str, Any]:
     """For the report."""
     return {
         "work": work.name,
@@ -163,7 +163,7 @@ def _settings(work: "Work", asked: HybridWorkOptions, engine: HybridOptions) -> 
     }
 
 
-def _check_fits(work: "Work", config: EngineConfig, model: "ModelConfig") -> None:
+def _check_fits(work: "HybridCases", config: EngineConfig, model: "ModelConfig") -> None:
     longest, context = work.longest.total_tokens, config.max_model_len or model.max_position_embeddings
     if longest > context:
         raise UsageError(
@@ -173,7 +173,7 @@ def _check_fits(work: "Work", config: EngineConfig, model: "ModelConfig") -> Non
 
 
 def _open(
-    resolved: "ResolvedModel", config: EngineConfig, model: "ModelConfig", work: "Work", opened: ExitStack
+    resolved: "ResolvedModel", config: EngineConfig, model: "ModelConfig", work: "HybridCases", opened: ExitStack
 ) -> "HybridEngine":
     """Once, for all runs."""
     from nanoserve.benchmarks.hybrid.engines import open_engine
@@ -187,21 +187,21 @@ def _open(
 def _benches(
     running: "HybridEngine",
     policies: Sequence[str],
-    work: "Work",
+    work: "HybridCases",
     config: EngineConfig,
     model: "ModelConfig",
     keeper: "KeptRuns",
     seed: int,
-) -> "list[Bench]":
+) -> "list[HybridBench]":
     """One for each case."""
     from nanoserve.benchmarks.cpu_load import ForeignLoad
-    from nanoserve.benchmarks.hybrid.policies import Scheduling
-    from nanoserve.benchmarks.hybrid.rounds import Bench
+    from nanoserve.benchmarks.hybrid.policies import HybridScheduling
+    from nanoserve.benchmarks.hybrid.rounds import HybridBench
     from nanoserve.benchmarks.pipeline.running import make_requests
     from nanoserve.benchmarks.roofline import BandwidthProbe
     from nanoserve.benchmarks.variants import KeptRun
 
-    scheduling = Scheduling(
+    scheduling = HybridScheduling(
         running,
         policies,
         block_size=config.block_size,
@@ -210,11 +210,11 @@ def _benches(
     )
     probe, foreign = BandwidthProbe(), ForeignLoad()
 
-    def bench(case: "Case") -> Bench:
+    def bench(case: "HybridCase") -> HybridBench:
         def requests(number: int) -> "list[Request]":
             return make_requests(case.shapes, [0.0] * case.requests, model.vocab_size, 1000 * seed + number)
 
-        return Bench(
+        return HybridBench(
             case=case.name,
             variants=list(scheduling.variants(case)),
             make_requests=requests,

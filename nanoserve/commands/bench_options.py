@@ -15,7 +15,7 @@ from nanoserve.processes.threads import prepare_threads
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
-    from nanoserve.measures.workloads import Case
+    from nanoserve.measures.workloads import BatchCase
 
 WORK_PANEL = "Work"
 RESULTS_PANEL = "Results"
@@ -47,7 +47,7 @@ class GridOptions:
     input_lengths: Annotated[str, work_option("--input", help="Prompt lengths.", metavar="N,N,...")] = "128"
     output_lengths: Annotated[str, work_option("--output", help="Answer lengths.", metavar="N,N,...")] = "32"
 
-    def cases(self) -> "list[Case]":
+    def cases(self) -> "list[BatchCase]":
         """Batch sizes vary slowest.
 
         Raises:

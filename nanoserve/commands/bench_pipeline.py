@@ -27,8 +27,8 @@ from nanoserve.runtime.launch.torchrun import TorchrunProcess
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.pipeline.engines import Metadata, OpenEngine
-    from nanoserve.benchmarks.pipeline.policies import Scheduling
-    from nanoserve.benchmarks.pipeline.rounds import Bench, Variant
+    from nanoserve.benchmarks.pipeline.policies import PipelineScheduling
+    from nanoserve.benchmarks.pipeline.rounds import PipelineBench, PipelineVariant
     from nanoserve.benchmarks.report import Report
     from nanoserve.benchmarks.serving.work import Work
     from nanoserve.benchmarks.variants import KeptRuns
@@ -224,13 +224,13 @@ def _open_engines(
 
 def _scheduling(
     engines: "Sequence[OpenEngine]", config: EngineConfig, model: "ModelConfig", work: "Work", report: "Report"
-) -> "tuple[Scheduling, Work]":
+) -> "tuple[PipelineScheduling, Work]":
     """What all schedulers share, and the requests that fit."""
     from nanoserve.benchmarks.pipeline.engines import common_context
-    from nanoserve.benchmarks.pipeline.policies import Scheduling
+    from nanoserve.benchmarks.pipeline.policies import PipelineScheduling
 
     num_blocks, context = common_context(engines, config, model)
-    scheduling = Scheduling(
+    scheduling = PipelineScheduling(
         num_blocks=num_blocks,
         block_size=config.block_size,
         max_model_len=context,
@@ -240,11 +240,13 @@ def _scheduling(
     return scheduling, fitting_work(work, context, report)
 
 
-def _contenders(engines: "Sequence[OpenEngine]", policies: Sequence[str], scheduling: "Scheduling") -> "list[Variant]":
-    from nanoserve.benchmarks.pipeline.rounds import Variant
+def _contenders(
+    engines: "Sequence[OpenEngine]", policies: Sequence[str], scheduling: "PipelineScheduling"
+) -> "list[PipelineVariant]":
+    from nanoserve.benchmarks.pipeline.rounds import PipelineVariant
 
     return [
-        Variant(
+        PipelineVariant(
             policy=policy,
             engine=engine.name,
             executor=engine.executor,
@@ -259,19 +261,19 @@ def _contenders(engines: "Sequence[OpenEngine]", policies: Sequence[str], schedu
 
 
 def _bench(
-    variants: "Sequence[Variant]",
+    variants: "Sequence[PipelineVariant]",
     work: "Work",
     rate: float,
     seed: int,
     config: EngineConfig,
     model: "ModelConfig",
     keeper: "KeptRuns",
-) -> "Bench":
+) -> "PipelineBench":
     import torch
 
     from nanoserve.benchmarks.cpu_load import ForeignLoad
     from nanoserve.benchmarks.floors import ModelCost
-    from nanoserve.benchmarks.pipeline.rounds import Bench
+    from nanoserve.benchmarks.pipeline.rounds import PipelineBench
     from nanoserve.benchmarks.pipeline.running import make_requests
     from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
     from nanoserve.benchmarks.serving.requests import poisson_arrivals
@@ -289,7 +291,7 @@ def _bench(
         arrivals = poisson_arrivals(rate, len(work.shapes), own)
         return make_requests(work.shapes, arrivals, model.vocab_size, own)
 
-    return Bench(
+    return PipelineBench(
         case=work.name,
         variants=variants,
         make_requests=requests,
@@ -307,7 +309,7 @@ def _facts(
     config: EngineConfig,
     model: "ModelConfig",
     engines: "Sequence[OpenEngine]",
-    bench: "Bench",
+    bench: "PipelineBench",
     operators: str,
 ) -> dict[str, Any]:
     import torch

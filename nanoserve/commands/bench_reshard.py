@@ -22,7 +22,7 @@ from nanoserve.runtime.launch.torchrun import TorchrunProcess
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
     from nanoserve.benchmarks.resharding.policies import Workers
-    from nanoserve.benchmarks.resharding.rounds import Bench, Variant
+    from nanoserve.benchmarks.resharding.rounds import ReshardBench, ReshardVariant
     from nanoserve.benchmarks.serving.work import Work
     from nanoserve.benchmarks.variants import KeptRuns
     from nanoserve.config import ModelConfig
@@ -171,14 +171,14 @@ def _open_workers(
 
 def _contenders(
     groups: "Sequence[Workers]", config: EngineConfig, model: "ModelConfig", work: "Work", report: "Report"
-) -> "tuple[list[Variant], Work]":
+) -> "tuple[list[ReshardVariant], Work]":
     """Who takes part, and the requests that fit all of them."""
-    from nanoserve.benchmarks.resharding.policies import Scheduling
+    from nanoserve.benchmarks.resharding.policies import ReshardScheduling
 
     blocks = min(capacity.num_blocks for group in groups for capacity in group.capacities)
     blocks = min(blocks, groups[0].host_blocks)
     context = min(config.max_model_len or model.max_position_embeddings, blocks * config.block_size)
-    scheduling = Scheduling(
+    scheduling = ReshardScheduling(
         block_size=config.block_size,
         max_model_len=context,
         max_num_seqs=config.max_num_seqs,
@@ -187,17 +187,19 @@ def _contenders(
     return list(scheduling.variants(groups)), fitting_work(work, context, report)
 
 
-def _bench(variants: "Sequence[Variant]", work: "Work", seed: int, model: "ModelConfig", keeper: "KeptRuns") -> "Bench":
+def _bench(
+    variants: "Sequence[ReshardVariant]", work: "Work", seed: int, model: "ModelConfig", keeper: "KeptRuns"
+) -> "ReshardBench":
     from nanoserve.benchmarks.cpu_load import ForeignLoad
     from nanoserve.benchmarks.pipeline.running import make_requests
-    from nanoserve.benchmarks.resharding.rounds import Bench
+    from nanoserve.benchmarks.resharding.rounds import ReshardBench
     from nanoserve.benchmarks.roofline import BandwidthProbe
     from nanoserve.benchmarks.variants import KeptRun
 
     def requests(number: int) -> "list[Request]":
         return make_requests(work.shapes, [0.0] * len(work.shapes), model.vocab_size, 1000 * seed + number)
 
-    return Bench(
+    return ReshardBench(
         case=work.name,
         variants=variants,
         make_requests=requests,

@@ -30,7 +30,7 @@ class RequestShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class BatchCase:
     """A batch of equal requests that are issued together."""
 
     batch: int
@@ -90,9 +90,9 @@ def parse_sizes(text: str, flag: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def grid(batches: Sequence[int], inputs: Sequence[int], outputs: Sequence[int]) -> list[Case]:
+def grid(batches: Sequence[int], inputs: Sequence[int], outputs: Sequence[int]) -> list[BatchCase]:
     """Every combination, batch sizes varying slowest."""
-    return [Case(batch, length, output) for batch in batches for length in inputs for output in outputs]
+    return [BatchCase(batch, length, output) for batch in batches for length in inputs for output in outputs]
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[tuple[int, ...]]:

@@ -112,7 +112,7 @@ class Collected(msgspec.Struct, frozen=True):
     """By which factor each part of a prediction is corrected, before anything is learned from these results."""
 
 
-class Failed(msgspec.Struct, frozen=True):
+class ExecutorFailed(msgspec.Struct, frozen=True):
     """Nothing that is in flight will be answered: the executor said so instead of a result."""
 
     time: float
@@ -133,7 +133,7 @@ class Finished(msgspec.Struct, frozen=True):
     blocks: Blocks
 
 
-Event = Arrived | Stopped | Planned | Worked | Collected | Failed | Gained | Finished | Forecast
+Event = Arrived | Stopped | Planned | Worked | Collected | ExecutorFailed | Gained | Finished | Forecast
 """A Forecast is an event when its step was measured."""
 Observer = Callable[[Event], None]
 

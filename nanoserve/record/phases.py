@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from nanoserve.record.events import Blocks, Collected, Event, Failed, Finished, Planned
+from nanoserve.record.events import Blocks, Collected, Event, ExecutorFailed, Finished, Planned
 from nanoserve.scheduler.plan import StepResult
 
 PhaseKind = Literal["compute", "drain", "reshard"]
@@ -12,7 +12,7 @@ _PREFILL = 0
 """The layout in which prompts are computed."""
 
 
-class Turn(NamedTuple):
+class PhaseTurn(NamedTuple):
     """What became of sequences that were on the device when the layout was to change."""
 
     finished: int
@@ -43,7 +43,7 @@ class Phase:
     swaps_out: int = 0
     swaps_in: int = 0
     """Begun in it."""
-    turn: Turn | None = None
+    turn: PhaseTurn | None = None
     """Of a drain."""
 
     @property
@@ -91,7 +91,7 @@ class PhaseTracker:
             return self._on_plan(event)
         if isinstance(event, Collected):
             return [over for result in event.results for over in self._on_result(result, event.time)]
-        if isinstance(event, Failed | Finished):
+        if isinstance(event, ExecutorFailed | Finished):
             return self._finish(event.time)
         return []
 
@@ -144,7 +144,7 @@ class PhaseTracker:
         before = blocks.preemptions if self._blocks is None else self._blocks.preemptions
         recomputed, through_pool = blocks.preemptions - before, drain.swaps_out
         left = 0 if drain.layout == _PREFILL else self._left
-        turn = Turn(max(0, left - through_pool - recomputed), through_pool, recomputed)
+        turn = PhaseTurn(max(0, left - through_pool - recomputed), through_pool, recomputed)
         computed = replace(
             self._phase,
             ended=drain.began,

@@ -15,7 +15,7 @@ from nanoserve.record.events import (
     Blocks,
     Collected,
     Event,
-    Failed,
+    ExecutorFailed,
     Finished,
     Gained,
     Observer,
@@ -104,7 +104,7 @@ class Recorder:
         try:
             self.executor.submit(plan)
         except RuntimeFailure:
-            self._emit(Failed(self.executor.now()))
+            self._emit(ExecutorFailed(self.executor.now()))
             raise
         finally:
             self.executor_seconds += time.perf_counter() - began
@@ -124,7 +124,7 @@ class Recorder:
         try:
             results = self.executor.collect(until)
         except RuntimeFailure:
-            self._emit(Failed(self.executor.now()))
+            self._emit(ExecutorFailed(self.executor.now()))
             raise
         finally:
             self.executor_seconds += time.perf_counter() - began

@@ -7,7 +7,7 @@ from itertools import count
 from nanoserve.errors import RuntimeFailure
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.chrome_trace import ChromeTraceFile, Track
-from nanoserve.record.events import Blocks, Collected, Event, Failed, Finished, Planned, StepObserver, Worked
+from nanoserve.record.events import Blocks, Collected, Event, ExecutorFailed, Finished, Planned, StepObserver, Worked
 from nanoserve.record.forecasts import Forecast
 from nanoserve.record.phases import Phase, PhaseTracker, phase_name
 from nanoserve.record.times import Beside, HostTimes, Move, ReshardTimes, StageTimes, SwapTimes
@@ -103,7 +103,7 @@ class RunTrace:
             for beside in event.beside:
                 if not isinstance(beside, HostTimes):
                     self._on_move(beside)
-        elif isinstance(event, Failed):
+        elif isinstance(event, ExecutorFailed):
             self._forget_plans()
             self._cohorts.clear()
         for phase in self._phases.on_event(event):

@@ -17,7 +17,7 @@ _WORTH_SAYING = 1.05
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class LayoutForecast:
     """What a layout or a pair is predicted to reach."""
 
     layouts: tuple[ParallelLayout, ...]
@@ -46,13 +46,13 @@ class Forecast:
 class Advice:
     """Forecasts for the same requests."""
 
-    chosen: Forecast
+    chosen: LayoutForecast
     """Of what was asked for."""
-    others: tuple[Forecast, ...]
+    others: tuple[LayoutForecast, ...]
     """The most promising alternatives, the fastest first."""
 
     @property
-    def better(self) -> Forecast | None:
+    def better(self) -> LayoutForecast | None:
         """What is predicted to be more than 5 % faster than what was asked for."""
         best = max(self.others, key=lambda one: one.tokens_per_second, default=self.chosen)
         return best if best.tokens_per_second > _WORTH_SAYING * self.chosen.tokens_per_second else None
@@ -110,12 +110,12 @@ def advise(
     mine = candidates.named("->".join(layout.name for layout in chosen))
     alone = DEFAULT_POLICY if policy == POLICY_OF_TWO_LAYOUTS else policy
 
-    def forecast(candidate: Candidate) -> Forecast:
+    def forecast(candidate: Candidate) -> LayoutForecast:
         part = replace(candidate, work=sampled)
         rules = make_policy(POLICY_OF_TWO_LAYOUTS if candidate.is_pair else alone, token_budget)
         simulated = sampled.tokens / part.simulate(rules, max_num_seqs).seconds
         layouts = tuple(replace(costs.layout, data_parallel=candidate.replicas) for costs in candidate.layouts)
-        return Forecast(layouts, candidate.tokens_per_second * simulated / part.tokens_per_second)
+        return LayoutForecast(layouts, candidate.tokens_per_second * simulated / part.tokens_per_second)
 
     others = [forecast(one) for one in _most_promising(candidates, mine)]
     others.sort(key=lambda one: one.tokens_per_second, reverse=True)

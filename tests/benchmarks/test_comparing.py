@@ -9,10 +9,10 @@ from nanoserve.benchmarks.comparing import Round, ratios, run_rounds, samples, s
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.peers.protocol import Peer
 from nanoserve.benchmarks.rounds import bandwidth_states
-from nanoserve.measures.workloads import Case
+from nanoserve.measures.workloads import BatchCase
 from tests.benchmarks.fakes import FakePeer
 
-CASE = Case(batch=2, input_tokens=3, output_tokens=5)
+CASE = BatchCase(batch=2, input_tokens=3, output_tokens=5)
 
 
 def compared(peers: list[Peer], bandwidths: Iterable[float], rounds: int, tmp_path: Path) -> list[Round]:

@@ -7,7 +7,7 @@ import pytest
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import (
     PRESETS,
-    Case,
+    BatchCase,
     RequestShape,
     grid,
     parse_sizes,
@@ -28,7 +28,7 @@ def test_sizes_keep_their_order_and_drop_repetitions() -> None:
 
 def test_a_grid_is_every_combination() -> None:
     assert [case.name for case in grid((1, 2), (8,), (4, 5))] == ["1 x 8+4", "1 x 8+5", "2 x 8+4", "2 x 8+5"]
-    assert grid((3,), (8,), (4,)) == [Case(3, 8, 4)]
+    assert grid((3,), (8,), (4,)) == [BatchCase(3, 8, 4)]
 
 
 def test_the_nano_vllm_preset_is_that_project_s_setting() -> None:

@@ -8,7 +8,7 @@ from nanoserve.record.events import (
     Arrived,
     Collected,
     Event,
-    Failed,
+    ExecutorFailed,
     Finished,
     Gained,
     Planned,
@@ -108,6 +108,6 @@ def test_a_failed_step_is_told() -> None:
     engine, record = Engine(_scheduler(), _OutOfMemory(NUM_BLOCKS, BLOCK_SIZE), vocab_size=50), RunRecord(1)
     engine.recorder.add(record)
     drive(engine, _requests()[:1])
-    assert [type(event) for event in record.events] == [Arrived, Failed, Gained]
+    assert [type(event) for event in record.events] == [Arrived, ExecutorFailed, Gained]
     with pytest.raises(RuntimeFailure, match="out of memory"):
         record.check()

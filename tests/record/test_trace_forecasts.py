@@ -10,7 +10,7 @@ import pytest
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.engine import Engine
 from nanoserve.measures.chrome_trace import ChromeTraceFile
-from nanoserve.record.events import Collected, Failed
+from nanoserve.record.events import Collected, ExecutorFailed
 from nanoserve.record.trace import RunTrace, facts_of
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
@@ -128,6 +128,6 @@ def test_cohorts_of_a_failed_step_are_forgotten(tmp_path: Path) -> None:
     with ChromeTraceFile(tmp_path / "trace.json") as file:
         trace = RunTrace(file, 0.0)
         trace(planned(StepPlan(3, rows=on_host(5, 6), strategy="overlap"), 1.0))
-        trace(Failed(1.5))
+        trace(ExecutorFailed(1.5))
         trace(_result(2.0, StepResult(None, lost="killed")))
     assert "cohort 0" not in events_of(tmp_path / "trace.json")[0]

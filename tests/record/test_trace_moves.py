@@ -10,8 +10,8 @@ from nanoserve.benchmarks.resharding.baselines import PrefillPrioritizing
 from nanoserve.engine import Engine
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.chrome_trace import ChromeTraceFile
-from nanoserve.record.events import Blocks, Collected, Failed, Finished, Planned, Worked
-from nanoserve.record.phases import Phase, PhaseTracker, Turn, phase_name
+from nanoserve.record.events import Blocks, Collected, ExecutorFailed, Finished, Planned, Worked
+from nanoserve.record.phases import Phase, PhaseTracker, PhaseTurn, phase_name
 from nanoserve.record.times import SwapTimes
 from nanoserve.record.trace import RunTrace
 from nanoserve.request import Request, SamplingParams
@@ -160,7 +160,7 @@ def test_a_turn_is_counted_from_the_moment_at_which_the_pool_was_empty() -> None
     over = tracker.on_event(planned(StepPlan(4, layout=1, transition=0), 4.0, last))
     decode, drain = over
     assert decode == Phase("compute", 1, 0.0, 3.0, plans=3, decodes=3)
-    assert drain == Phase("drain", 1, 3.0, 4.0, swaps_out=1, turn=Turn(finished=3, through_pool=1, recomputed=1))
+    assert drain == Phase("drain", 1, 3.0, 4.0, swaps_out=1, turn=PhaseTurn(finished=3, through_pool=1, recomputed=1))
     assert tracker.on_event(_result(9.0, StepResult(4))) == [Phase("reshard", 0, 4.0, 9.0)]
     assert tracker.on_event(Finished(10.0, last)) == [Phase("compute", 0, 9.0, 10.0)]
     assert tracker.on_event(Finished(11.0, last)) == []
@@ -173,7 +173,7 @@ def test_a_death_in_a_transition_ends_it_and_the_next_plan_tells_the_layout() ->
     lost = StepResult(None, lost="worker 1 was killed")
     assert tracker.on_event(_result(3.0, lost)) == [Phase("reshard", 1, 1.0, 3.0)]
     tracker.on_event(_rows(2, 4.0, blocks, layout=0))
-    assert tracker.on_event(Failed(5.0)) == [Phase("compute", 0, 4.0, 5.0, plans=1, decodes=1)]
+    assert tracker.on_event(ExecutorFailed(5.0)) == [Phase("compute", 0, 4.0, 5.0, plans=1, decodes=1)]
 
 
 def test_an_idle_moment_is_no_drain_if_rows_follow() -> None:

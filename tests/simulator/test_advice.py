@@ -9,7 +9,7 @@ from nanoserve.costs import DoesNotFit, ParallelLayout, Precision, load_machine,
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.simulator import advice
-from nanoserve.simulator.advice import Advice, Forecast, advise
+from nanoserve.simulator.advice import Advice, LayoutForecast, advise
 from nanoserve.simulator.planning import CacheLimits
 
 GENERATOR = random.Random(0)
@@ -100,5 +100,5 @@ def test_what_does_not_fit_says_why() -> None:
 )
 def test_every_layout_can_be_asked_for(names: str, options: str) -> None:
     layouts = tuple(ParallelLayout.parse(name) for name in names.split("->"))
-    assert Forecast(layouts, 1.0).options == options
-    assert Forecast(tuple(replace(layout) for layout in layouts), 1.0).name == names
+    assert LayoutForecast(layouts, 1.0).options == options
+    assert LayoutForecast(tuple(replace(layout) for layout in layouts), 1.0).name == names

@@ -11,7 +11,7 @@ EVERYTHING = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class HybridCase:
     """Equal requests, and the KV blocks that the device has for them."""
 
     shape: RequestShape
@@ -36,7 +36,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class HybridCases:
     """All cases."""
 
     input_tokens: int
@@ -73,7 +73,7 @@ class Work:
         """Blocks of host memory that hold every sequence to its end."""
         return self.requests * self.sequence_blocks(shape)
 
-    def cases(self) -> Iterator[Case]:
+    def cases(self) -> Iterator[HybridCase]:
         """By output length, and within it by share.
 
         Raises:
@@ -89,7 +89,7 @@ class Work:
                         f"--kv-limits {share:g}: {blocks} of {everything} KV blocks do not hold one request of "
                         f"{shape.input_tokens}+{shape.output_tokens}; give at least {needed / everything:.3f}"
                     )
-                yield Case(shape, self.requests, share, blocks)
+                yield HybridCase(shape, self.requests, share, blocks)
 
 
 def parse_shares(text: str) -> tuple[float, ...]:

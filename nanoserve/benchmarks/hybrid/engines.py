@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import torch
 
-from nanoserve.benchmarks.hybrid.cases import Work
+from nanoserve.benchmarks.hybrid.cases import HybridCases
 from nanoserve.benchmarks.hybrid.policies import HybridEngine
 from nanoserve.config import ModelConfig
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
@@ -22,7 +22,11 @@ from nanoserve.runtime.local import LocalExecutor
 
 
 def open_engine(
-    resolved: ResolvedModel, config: EngineConfig, model: ModelConfig, work: Work, progress: ProgressCallback | None
+    resolved: ResolvedModel,
+    config: EngineConfig,
+    model: ModelConfig,
+    work: HybridCases,
+    progress: ProgressCallback | None,
 ) -> HybridEngine:
     """Open an engine with memory for the largest case, wait until its layers are compiled, and have its profile.
 
@@ -40,7 +44,7 @@ def open_engine(
         raise
 
 
-def _with_memory_for(work: Work, config: EngineConfig, model: ModelConfig) -> EngineConfig:
+def _with_memory_for(work: HybridCases, config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """The settings, with KV blocks that hold everything on both sides; on the host, fewer if they say so."""
     dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
     size = kv_bytes_per_block(model, config.block_size, dtype)

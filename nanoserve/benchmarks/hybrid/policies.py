@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from nanoserve.benchmarks.hybrid.cases import Case
+from nanoserve.benchmarks.hybrid.cases import HybridCase
 from nanoserve.costs.predictor import Predictor
 from nanoserve.errors import UsageError
 from nanoserve.scheduler.plan import Executor
@@ -39,7 +39,7 @@ class HybridEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class HybridVariant:
     """A policy in a case."""
 
     policy: str
@@ -53,7 +53,7 @@ class Variant:
         return self.policy
 
 
-class Scheduling:
+class HybridScheduling:
     """Makes the schedulers. Each policy's predictor goes on learning from run to run, as that of a server does.
 
     Args:
@@ -70,17 +70,19 @@ class Scheduling:
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
 
-    def variants(self, case: Case) -> Iterator[Variant]:
+    def variants(self, case: HybridCase) -> Iterator[HybridVariant]:
         """Every policy with the case's KV memory."""
         feeds = self._engine.executor.feeds_tokens
         for policy, predictor in self._predictors.items():
-            yield Variant(
+            yield HybridVariant(
                 policy,
                 self._maker(case, policy, predictor, feeds_tokens=feeds),
                 self._maker(case, policy, self._engine.predictor, feeds_tokens=False),
             )
 
-    def _maker(self, case: Case, policy: str, predictor: Predictor, *, feeds_tokens: bool) -> Callable[[], Scheduler]:
+    def _maker(
+        self, case: HybridCase, policy: str, predictor: Predictor, *, feeds_tokens: bool
+    ) -> Callable[[], Scheduler]:
         """Prompts are random: nothing is shared."""
         return lambda: Scheduler(
             named_policy(policy, self._token_budget),

@@ -8,7 +8,7 @@ import msgspec
 
 from nanoserve.benchmarks.hybrid.gains import Gains, device_slowness, gains, host_rate
 from nanoserve.benchmarks.hybrid.latencies import Latencies
-from nanoserve.benchmarks.hybrid.policies import HybridEngine, Variant
+from nanoserve.benchmarks.hybrid.policies import HybridEngine, HybridVariant
 from nanoserve.benchmarks.hybrid.prediction import PredictionErrors
 from nanoserve.benchmarks.hybrid.simulated import Simulation, simulate_run
 from nanoserve.benchmarks.hybrid.steps import StepCounts, decode_steps
@@ -23,7 +23,7 @@ _TOLERANCE = 0.02
 and the closed form takes the second pass through the linear layers to be as long as the first, which has more rows."""
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class HybridMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """What came of one variant's run."""
 
     seconds: float
@@ -56,12 +56,12 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         return value
 
 
-HybridRound = VariantsRound[Figures]
+HybridRound = VariantsRound[HybridMetrics]
 """Every variant once, with the same requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench(VariantsBench[Variant, Figures]):
+class HybridBench(VariantsBench[HybridVariant, HybridMetrics]):
     """What the rounds of one case share."""
 
     engine: HybridEngine
@@ -71,13 +71,13 @@ class Bench(VariantsBench[Variant, Figures]):
     _runs: dict[str, RunRecord] = field(default_factory=dict, init=False)
     _times: list[TieredTimes] = field(default_factory=list, init=False)
 
-    def run(self, variant: Variant, number: int) -> RunRecord:
+    def run(self, variant: HybridVariant, number: int) -> RunRecord:
         requests = self.make_requests(number)
         record = run_requests(self.engine.executor, variant.make_scheduler, requests, vocab_size=self.vocab_size)
         self._runs[variant.name] = record
         return record
 
-    def figures(self, variant: Variant, record: RunRecord, foreign_cores: float | None) -> Figures:
+    def figures(self, variant: HybridVariant, record: RunRecord, foreign_cores: float | None) -> HybridMetrics:
         simulated = simulate_run(
             record, self._times[-1], variant.make_simulated, block_size=self.block_size, vocab_size=self.vocab_size
         )
@@ -96,8 +96,8 @@ class Bench(VariantsBench[Variant, Figures]):
 
 
 def _with_gains(
-    figures: dict[str, Figures], runs: dict[str, RunRecord], device_only: str, engine: HybridEngine
-) -> dict[str, Figures]:
+    figures: dict[str, HybridMetrics], runs: dict[str, RunRecord], device_only: str, engine: HybridEngine
+) -> dict[str, HybridMetrics]:
     predictor = engine.predictor
     slowness = device_slowness(decode_steps(runs[device_only], predictor.num_layers), predictor)
     if slowness is None:
@@ -111,12 +111,12 @@ def _with_gains(
     return found
 
 
-def figures_of(record: RunRecord, simulated: Simulation, foreign_cores: float | None) -> Figures:
+def figures_of(record: RunRecord, simulated: Simulation, foreign_cores: float | None) -> HybridMetrics:
     """What came of a run."""
     seconds, plans = record.makespan, record.plans
     directions = [swap.direction for plan in plans for swap in plan.swaps]
     attending = sum(work.seconds for result in record.results for work in result.host_work)
-    return Figures(
+    return HybridMetrics(
         seconds=seconds,
         output_tokens_per_s=sum(one.output_tokens for one in record.timings) / seconds,
         latencies=Latencies.of(record),
@@ -168,7 +168,7 @@ def _names(names: Iterator[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _is_beyond(figures: Figures) -> bool:
+def _is_beyond(figures: HybridMetrics) -> bool:
     held = figures.gains
     parts = () if held is None else (held.asymmetric, held.overlap)
     return any(part is not None and part.gain > part.bound + _TOLERANCE for part in parts)

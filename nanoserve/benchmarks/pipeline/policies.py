@@ -9,7 +9,7 @@ from nanoserve.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scheduling:
+class PipelineScheduling:
     """What the schedulers of all engines and policies have in common."""
 
     num_blocks: int

@@ -23,7 +23,7 @@ RATIOS = ("output_tokens_per_s", "ttft_ms", "tpot_ms", "e2el_ms")
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class PipelineVariant:
     """A policy on an engine."""
 
     policy: str
@@ -46,7 +46,7 @@ class Variant:
         return (ParallelLayout(tensor_parallel=self.tensor_parallel),)
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class PipelineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """What came of one variant's run."""
 
     seconds: float
@@ -90,19 +90,19 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         return value.mean if isinstance(value, Distribution) else value
 
 
-PipelineRound = VariantsRound[Figures]
+PipelineRound = VariantsRound[PipelineMetrics]
 """Every variant once, with the same requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench(VariantsBench[Variant, Figures]):
+class PipelineBench(VariantsBench[PipelineVariant, PipelineMetrics]):
     """What the rounds of pipelines share."""
 
     cost: ModelCost
     limits: Limits
     """Of the model and of this machine, for the floor of each run."""
 
-    def run(self, variant: Variant, number: int) -> RunRecord:
+    def run(self, variant: PipelineVariant, number: int) -> RunRecord:
         return run_requests(
             variant.executor,
             variant.make_scheduler,
@@ -111,7 +111,7 @@ class Bench(VariantsBench[Variant, Figures]):
             workers=variant.workers,
         )
 
-    def figures(self, variant: Variant, record: RunRecord, foreign_cores: float | None) -> Figures:
+    def figures(self, variant: PipelineVariant, record: RunRecord, foreign_cores: float | None) -> PipelineMetrics:
         timings, seconds, plans = record.timings, record.makespan, record.plans
         outputs, inputs = sum(one.output_tokens for one in timings), sum(one.input_tokens for one in timings)
         shapes = [StepShape.of(plan) for plan in plans]
@@ -125,7 +125,7 @@ class Bench(VariantsBench[Variant, Figures]):
                 vocab_size=self.vocab_size,
                 tensor_parallel=variant.tensor_parallel,
             )
-        return Figures(
+        return PipelineMetrics(
             seconds=seconds,
             output_tokens_per_s=outputs / seconds,
             total_tokens_per_s=(inputs + outputs) / seconds,

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nanoserve.benchmarks.resharding.baselines import DecodePrioritizing, PrefillPrioritizing
-from nanoserve.benchmarks.resharding.rounds import Variant
-from nanoserve.benchmarks.resharding.running import LayoutsExecutor, Place
+from nanoserve.benchmarks.resharding.rounds import ReshardVariant
+from nanoserve.benchmarks.resharding.running import LayoutsExecutor, WorkerPlacement
 from nanoserve.costs.predictor import Predictor
 from nanoserve.layout import ParallelLayout
 from nanoserve.scheduler.load import Policy
@@ -44,7 +44,7 @@ class Workers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scheduling:
+class ReshardScheduling:
     """What all schedulers have in common."""
 
     block_size: int
@@ -53,7 +53,7 @@ class Scheduling:
     token_budget: int
     """Of a step."""
 
-    def variants(self, workers: Sequence[Workers]) -> Iterator[Variant]:
+    def variants(self, workers: Sequence[Workers]) -> Iterator[ReshardVariant]:
         """Each layout alone, on all workers that have it, before the ways of going from one to the other."""
         for group in workers:
             for number, layout in enumerate(group.layouts):
@@ -63,22 +63,22 @@ class Scheduling:
             for policy, kind in RESHARDING.items() if len(group.layouts) == 2 else ():
                 yield self._in_turn(group, kind(self.token_budget), policy)
 
-    def _alone(self, group: Workers, number: int, policy: Policy, called: str) -> Variant:
+    def _alone(self, group: Workers, number: int, policy: Policy, called: str) -> ReshardVariant:
         """On workers that stay in one of their layouts; nothing is moved to host memory."""
         layout, capacity = group.layouts[number], group.capacities[number]
         where = layout.name if len(group.layouts) == 2 else f"{layout.name}, {group.name}"
-        return Variant(
+        return ReshardVariant(
             called, where, self._place(group, number, (layout,)), lambda: self._scheduler(policy, [capacity])
         )
 
-    def _in_turn(self, group: Workers, policy: Policy, called: str) -> Variant:
+    def _in_turn(self, group: Workers, policy: Policy, called: str) -> ReshardVariant:
         def scheduler() -> Scheduler:
             return self._scheduler(policy, group.capacities, group.host_blocks, group.predictors)
 
-        return Variant(called, group.name, self._place(group, 0, group.layouts), scheduler)
+        return ReshardVariant(called, group.name, self._place(group, 0, group.layouts), scheduler)
 
-    def _place(self, group: Workers, first: int, layouts: tuple[ParallelLayout, ...]) -> Place:
-        return Place(
+    def _place(self, group: Workers, first: int, layouts: tuple[ParallelLayout, ...]) -> WorkerPlacement:
+        return WorkerPlacement(
             executor=group.executor,
             layouts=layouts,
             first=first,

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import msgspec
 
-from nanoserve.benchmarks.resharding.running import Place, run_in_layouts
+from nanoserve.benchmarks.resharding.running import WorkerPlacement, run_in_layouts
 from nanoserve.benchmarks.resharding.simulated import ReshardComparison, compare_with_simulator
 from nanoserve.benchmarks.variants import VariantsBench, VariantsRound
 from nanoserve.layout import ParallelLayout
@@ -20,14 +20,14 @@ _PREFILL, _DECODE = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class ReshardVariant:
     """A policy on workers in one layout, or in two."""
 
     policy: str
     """What it is called."""
     where: str
     """What tells its workers and layouts from others."""
-    place: Place
+    place: WorkerPlacement
     make_scheduler: Callable[[], Scheduler]
 
     @property
@@ -56,10 +56,10 @@ class PhaseFigures(msgspec.Struct, frozen=True, kw_only=True):
     through_pool: int
     finished: int
     recomputed: int
-    """Sequences at the end of decode phases: see Turn."""
+    """Sequences at the end of decode phases; PhaseTurn says what each count means."""
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class ReshardMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """What came of one variant's run."""
 
     seconds: float
@@ -90,23 +90,25 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         return value
 
 
-ReshardRound = VariantsRound[Figures]
+ReshardRound = VariantsRound[ReshardMetrics]
 """Every variant once, with the same requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench(VariantsBench[Variant, Figures]):
+class ReshardBench(VariantsBench[ReshardVariant, ReshardMetrics]):
     """What the rounds of layouts share."""
 
-    def run(self, variant: Variant, number: int) -> RunRecord:
+    def run(self, variant: ReshardVariant, number: int) -> RunRecord:
         requests = self.make_requests(number)
         return run_in_layouts(variant.place, variant.make_scheduler, requests, vocab_size=self.vocab_size)
 
-    def figures(self, variant: Variant, record: RunRecord, foreign_cores: float | None) -> Figures:
+    def figures(self, variant: ReshardVariant, record: RunRecord, foreign_cores: float | None) -> ReshardMetrics:
         return figures_of(variant, record, self.vocab_size, foreign_cores)
 
 
-def figures_of(variant: Variant, record: RunRecord, vocab_size: int, foreign_cores: float | None) -> Figures:
+def figures_of(
+    variant: ReshardVariant, record: RunRecord, vocab_size: int, foreign_cores: float | None
+) -> ReshardMetrics:
     """What came of a run.
 
     Raises:
@@ -116,7 +118,7 @@ def figures_of(variant: Variant, record: RunRecord, vocab_size: int, foreign_cor
     outputs, inputs = sum(one.output_tokens for one in timings), sum(one.input_tokens for one in timings)
     two, link = len(place.layouts) == 2, place.host_link_bandwidth
     used = [blocks.used_host / blocks.host for _, blocks in record.blocks if blocks.host]
-    return Figures(
+    return ReshardMetrics(
         seconds=seconds,
         output_tokens_per_s=outputs / seconds,
         total_tokens_per_s=(inputs + outputs) / seconds,
@@ -160,7 +162,7 @@ def _rate(phases: Sequence[Phase]) -> float | None:
     return sum(phase.prompt_tokens + phase.decodes for phase in phases) / seconds if seconds > 0 else None
 
 
-def pairs(variants: Sequence[Variant]) -> list[tuple[str, str, str]]:
+def pairs(variants: Sequence[ReshardVariant]) -> list[tuple[str, str, str]]:
     """What is held against what, and what that is called: each way of re-sharding against everyone before it."""
     return [
         (f"{other.policy} over {one.name}", other.name, one.name)

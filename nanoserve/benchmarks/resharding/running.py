@@ -24,7 +24,7 @@ class LayoutsExecutor(Executor, Telling, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerPlacement:
     """Workers, and how a variant uses them."""
 
     executor: LayoutsExecutor
@@ -73,7 +73,7 @@ def enter_layout(executor: LayoutsExecutor, layout: int) -> None:
 
 
 def run_in_layouts(
-    place: Place, make_scheduler: Callable[[], Scheduler], requests: Sequence[Request], *, vocab_size: int
+    place: WorkerPlacement, make_scheduler: Callable[[], Scheduler], requests: Sequence[Request], *, vocab_size: int
 ) -> RunRecord:
     """Run requests to their ends, beginning in the place's first layout.
 

@@ -6,7 +6,7 @@ from statistics import fmean
 import msgspec
 
 from nanoserve.benchmarks.pipeline.simulated import answers, measured_steps, rerun
-from nanoserve.benchmarks.resharding.running import Place
+from nanoserve.benchmarks.resharding.running import WorkerPlacement
 from nanoserve.engine import Engine
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler.scheduler import Scheduler
@@ -55,7 +55,7 @@ class MeasuredMoves(MeasuredStages):
 
 
 def compare_with_simulator(
-    record: RunRecord, place: Place, make_scheduler: Callable[[], Scheduler], *, vocab_size: int
+    record: RunRecord, place: WorkerPlacement, make_scheduler: Callable[[], Scheduler], *, vocab_size: int
 ) -> ReshardComparison | None:
     """Replay the record, and simulate the requests in the times that steps and moves of the run took.
 
@@ -85,7 +85,7 @@ def compare_with_simulator(
     )
 
 
-def measured_layouts(record: RunRecord, place: Place) -> list[MeasuredMoves]:
+def measured_layouts(record: RunRecord, place: WorkerPlacement) -> list[MeasuredMoves]:
     """The times of each layout that computed anything."""
     found = []
     for number, layout in enumerate(place.layouts):

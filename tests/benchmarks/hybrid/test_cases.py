@@ -2,13 +2,13 @@
 
 import pytest
 
-from nanoserve.benchmarks.hybrid.cases import Work, parse_shares
+from nanoserve.benchmarks.hybrid.cases import HybridCases, parse_shares
 from nanoserve.benchmarks.hybrid.policies import parse_contenders
 from nanoserve.errors import UsageError
 
 
-def _work(*shares: float) -> Work:
-    return Work(input_tokens=13, outputs=(7, 40), requests=10, shares=shares, block_size=4)
+def _work(*shares: float) -> HybridCases:
+    return HybridCases(input_tokens=13, outputs=(7, 40), requests=10, shares=shares, block_size=4)
 
 
 def test_the_whole_holds_every_sequence_and_what_policies_keep_free() -> None:

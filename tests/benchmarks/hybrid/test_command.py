@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanoserve.benchmarks.hybrid import rounds
-from nanoserve.benchmarks.hybrid.cases import Work
+from nanoserve.benchmarks.hybrid.cases import HybridCases
 from nanoserve.benchmarks.hybrid.policies import HybridEngine
 from nanoserve.engine_config import EngineConfig
 from tests.benchmarks.conftest import Run, interrupt
@@ -24,7 +24,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     """Puts a simulated engine in the place of a real one; the list fills with the settings of those closed."""
     configs: list[EngineConfig] = []
 
-    def open_engine(resolved: Any, config: EngineConfig, model: Any, work: Work, progress: Any) -> HybridEngine:
+    def open_engine(resolved: Any, config: EngineConfig, model: Any, work: HybridCases, progress: Any) -> HybridEngine:
         return replace(simulated_engine(), close=lambda: configs.append(config))
 
     monkeypatch.setattr("nanoserve.benchmarks.hybrid.engines.open_engine", open_engine)
@@ -85,7 +85,7 @@ def test_what_was_promised_and_does_not_hold_is_said(
     bench: Run, closed: list[EngineConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a whole that is less than what the requests need, there are hybrid steps."""
-    monkeypatch.setattr(Work, "device_blocks", lambda self, shape: 50)
+    monkeypatch.setattr(HybridCases, "device_blocks", lambda self, shape: 50)
     code, out, _ = bench(*SMALL, "--policy", "sarathi,overlap", "--output", 40, "--kv-limits", 1, "--rounds", 1)
     assert code == 0
     assert "HYBRID STEPS although the device holds everything: overlap in 13+40, KV 100%" in out

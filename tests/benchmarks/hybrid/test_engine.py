@@ -3,10 +3,10 @@
 import pytest
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.hybrid.cases import Case, Work
+from nanoserve.benchmarks.hybrid.cases import HybridCase, HybridCases
 from nanoserve.benchmarks.hybrid.engines import open_engine
-from nanoserve.benchmarks.hybrid.policies import HybridEngine, Scheduling
-from nanoserve.benchmarks.hybrid.rounds import Bench, HybridRound
+from nanoserve.benchmarks.hybrid.policies import HybridEngine, HybridScheduling
+from nanoserve.benchmarks.hybrid.rounds import HybridBench, HybridRound
 from nanoserve.benchmarks.pipeline.running import make_requests
 from nanoserve.costs.profile import Profile
 from nanoserve.engine_config import EngineConfig
@@ -18,12 +18,12 @@ from nanoserve.runtime.launch.model_loading import read_config
 pytestmark = pytest.mark.slow
 
 CONFIG = EngineConfig(dtype="float32", eager=True, max_model_len=256, max_num_seqs=16, policy="hybrid", host_threads=1)
-WORK = Work(input_tokens=40, outputs=(12, 30), requests=6, shares=(0.35, 1.0), block_size=CONFIG.block_size)
+WORK = HybridCases(input_tokens=40, outputs=(12, 30), requests=6, shares=(0.35, 1.0), block_size=CONFIG.block_size)
 POLICIES = ("sarathi", "neo", "overlap", "hybrid")
 
 
-def _round(engine: HybridEngine, scheduling: Scheduling, case: Case, vocab_size: int) -> HybridRound:
-    bench = Bench(
+def _round(engine: HybridEngine, scheduling: HybridScheduling, case: HybridCase, vocab_size: int) -> HybridRound:
+    bench = HybridBench(
         case=case.name,
         variants=list(scheduling.variants(case)),
         make_requests=lambda number: make_requests(case.shapes, [0.0] * case.requests, vocab_size, number),
@@ -42,7 +42,7 @@ def test_every_case_runs_on_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     model = read_config(resolved)
     engine = open_engine(resolved, CONFIG, model, WORK, None)
     try:
-        scheduling = Scheduling(engine, POLICIES, block_size=CONFIG.block_size, max_num_seqs=16, token_budget=128)
+        scheduling = HybridScheduling(engine, POLICIES, block_size=CONFIG.block_size, max_num_seqs=16, token_budget=128)
         for case in WORK.cases():
             done = _round(engine, scheduling, case, model.vocab_size)
             for figures in done.variants.values():

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.hybrid.cases import Case, Work
-from nanoserve.benchmarks.hybrid.policies import HybridEngine, Scheduling
-from nanoserve.benchmarks.hybrid.rounds import Bench, Figures, HybridRound, findings, pairs
+from nanoserve.benchmarks.hybrid.cases import HybridCase, HybridCases
+from nanoserve.benchmarks.hybrid.policies import HybridEngine, HybridScheduling
+from nanoserve.benchmarks.hybrid.rounds import HybridBench, HybridMetrics, HybridRound, findings, pairs
 from nanoserve.benchmarks.pipeline.running import make_requests, run_requests
 from nanoserve.errors import RuntimeFailure
 from nanoserve.scheduler.plan import StepResult
@@ -18,15 +18,15 @@ POLICIES = ("sarathi", "neo", "overlap", "apex:minimum_ratio=0", "hybrid")
 OUTPUT, REQUESTS = 40, 12
 
 
-def _case(share: float) -> Case:
-    work = Work(input_tokens=13, outputs=(OUTPUT,), requests=REQUESTS, shares=(share,), block_size=BLOCK_SIZE)
+def _case(share: float) -> HybridCase:
+    work = HybridCases(input_tokens=13, outputs=(OUTPUT,), requests=REQUESTS, shares=(share,), block_size=BLOCK_SIZE)
     return next(work.cases())
 
 
-def _bench(engine: HybridEngine, share: float) -> Bench:
-    scheduling = Scheduling(engine, POLICIES, block_size=BLOCK_SIZE, max_num_seqs=64, token_budget=32)
+def _bench(engine: HybridEngine, share: float) -> HybridBench:
+    scheduling = HybridScheduling(engine, POLICIES, block_size=BLOCK_SIZE, max_num_seqs=64, token_budget=32)
     case = _case(share)
-    return Bench(
+    return HybridBench(
         case=case.name,
         variants=list(scheduling.variants(case)),
         make_requests=lambda number: make_requests(case.shapes, [0.0] * REQUESTS, VOCAB_SIZE, number),
@@ -105,7 +105,7 @@ def test_a_machine_slower_than_its_profile_shows_in_the_simulators_error() -> No
     slow = replace(TIMES, layer=2 * TIMES.layer, token=2 * TIMES.token, key=2 * TIMES.key)
     bench = _bench(simulated_engine(slow), 1.0)
     first, second = bench.rounds(2)
-    figures: list[Figures] = [done.variants["hybrid"] for done in (first, second)]
+    figures: list[HybridMetrics] = [done.variants["hybrid"] for done in (first, second)]
     assert figures[0].simulation_error == pytest.approx(1.0, abs=0.05), "the profile promises twice the throughput"
     errors = [one.errors.all.median for one in figures if one.errors.all is not None]
     assert errors[1] < 0.1, "what the predictor learned in one round it knows in the next"

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from nanoserve.benchmarks.pipeline.policies import Scheduling
-from nanoserve.benchmarks.pipeline.rounds import RATIOS, Figures, PipelineRound, pairs
+from nanoserve.benchmarks.pipeline.policies import PipelineScheduling
+from nanoserve.benchmarks.pipeline.rounds import RATIOS, PipelineMetrics, PipelineRound, pairs
 from nanoserve.benchmarks.variants import ratios, samples, summarize
 from nanoserve.errors import UsageError
 from nanoserve.measures.metrics import Distribution
@@ -15,9 +15,9 @@ from nanoserve.simulator.executor import SimulatedExecutor
 from tests.simulator.linear_times import LinearTimes
 
 
-def _figures(rate: float, ttft: float) -> Figures:
+def _figures(rate: float, ttft: float) -> PipelineMetrics:
     share = StageShares(computing=0.7, sending=0.1, metadata=0.0, waiting=0.2, metadata_of_step=0.0)
-    return Figures(
+    return PipelineMetrics(
         seconds=1.0,
         output_tokens_per_s=rate,
         total_tokens_per_s=2 * rate,
@@ -41,7 +41,7 @@ def _figures(rate: float, ttft: float) -> Figures:
     )
 
 
-def _round(number: int, after: float = 10.0, **variants: Figures) -> PipelineRound:
+def _round(number: int, after: float = 10.0, **variants: PipelineMetrics) -> PipelineRound:
     named = {name.replace("_", ", "): figures for name, figures in variants.items()}
     return PipelineRound(
         case="work", number=number, bandwidth_before=10.0, bandwidth_after=after, foreign_cores=0.0, variants=named
@@ -88,7 +88,7 @@ def test_a_round_survives_its_report() -> None:
 
 def test_policies_have_parameters_of_their_own() -> None:
     assert tuple(parse_policies("sarathi, throttling:without_wt", 64)) == ("sarathi", "throttling:without_wt")
-    scheduling = Scheduling(num_blocks=9, block_size=4, max_model_len=30, max_num_seqs=3, token_budget=64)
+    scheduling = PipelineScheduling(num_blocks=9, block_size=4, max_model_len=30, max_num_seqs=3, token_budget=64)
     executor = SimulatedExecutor(LinearTimes(num_stages=3))
     scheduler = scheduling.maker("throttling:without_wt:iterations=4", executor)()
     assert scheduler.policy == TokenThrottling(max_prefill=64, without_wt=True, iterations=4)

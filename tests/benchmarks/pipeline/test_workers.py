@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from nanoserve.benchmarks.pipeline.engines import OpenEngine, common_context, open_workers
-from nanoserve.benchmarks.pipeline.policies import Scheduling
+from nanoserve.benchmarks.pipeline.policies import PipelineScheduling
 from nanoserve.benchmarks.pipeline.running import make_requests, run_requests
 from nanoserve.benchmarks.pipeline.simulated import compare_with_simulator
 from nanoserve.benchmarks.serving.requests import poisson_arrivals
@@ -33,7 +33,7 @@ def engine() -> Iterator[OpenEngine]:
 
 def _maker(engine: OpenEngine, policy: str, budget: int = 64) -> Callable[[], Scheduler]:
     num_blocks, context = common_context([engine], CONFIG, MODEL)
-    scheduling = Scheduling(
+    scheduling = PipelineScheduling(
         num_blocks=num_blocks, block_size=16, max_model_len=context, max_num_seqs=32, token_budget=budget
     )
     return scheduling.maker(policy, engine.executor)

@@ -1,7 +1,7 @@
 """Workers that are simulated, for the benchmark to measure: P2 for prompts, T2 for decodes."""
 
-from nanoserve.benchmarks.resharding.policies import Scheduling, Workers
-from nanoserve.benchmarks.resharding.rounds import Variant
+from nanoserve.benchmarks.resharding.policies import ReshardScheduling, Workers
+from nanoserve.benchmarks.resharding.rounds import ReshardVariant
 from nanoserve.layout import ParallelLayout
 from nanoserve.scheduler.plan import LayoutCapacity
 from tests.fakes.moving_executor import MovingExecutor
@@ -50,7 +50,7 @@ def simulated_alone(layout: int) -> Workers:
     )
 
 
-def variants(*groups: Workers) -> dict[str, Variant]:
+def variants(*groups: Workers) -> dict[str, ReshardVariant]:
     """By name."""
-    scheduling = Scheduling(block_size=BLOCK_SIZE, max_model_len=100, max_num_seqs=64, token_budget=32)
+    scheduling = ReshardScheduling(block_size=BLOCK_SIZE, max_model_len=100, max_num_seqs=64, token_budget=32)
     return {one.name: one for one in scheduling.variants(groups)}

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from nanoserve.benchmarks.pipeline.running import make_requests
-from nanoserve.benchmarks.resharding.rounds import Figures, ReshardRound, figures_of, pairs
+from nanoserve.benchmarks.resharding.rounds import ReshardMetrics, ReshardRound, figures_of, pairs
 from nanoserve.benchmarks.resharding.running import run_in_layouts
 from nanoserve.benchmarks.resharding.simulated import compare_with_simulator
 from nanoserve.errors import RuntimeFailure
@@ -23,7 +23,7 @@ def _requests(count: int = 16, output: int = 9) -> list[Request]:
     return make_requests([RequestShape(13, output)] * count, [0.0] * count, VOCAB_SIZE, seed=0)
 
 
-def _measured(name: str, output: int = 9) -> tuple[RunRecord, Figures]:
+def _measured(name: str, output: int = 9) -> tuple[RunRecord, ReshardMetrics]:
     variant = variants(simulated_pair())[name]
     run = run_in_layouts(variant.place, variant.make_scheduler, _requests(output=output), vocab_size=VOCAB_SIZE)
     return run, figures_of(variant, run, VOCAB_SIZE, None)

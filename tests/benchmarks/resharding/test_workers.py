@@ -6,8 +6,8 @@ import pytest
 
 from nanoserve.benchmarks.pipeline.running import make_requests
 from nanoserve.benchmarks.resharding.engines import open_pair
-from nanoserve.benchmarks.resharding.policies import Scheduling, Workers
-from nanoserve.benchmarks.resharding.rounds import Variant, figures_of
+from nanoserve.benchmarks.resharding.policies import ReshardScheduling, Workers
+from nanoserve.benchmarks.resharding.rounds import ReshardVariant, figures_of
 from nanoserve.benchmarks.resharding.running import run_in_layouts
 from nanoserve.engine_config import EngineConfig
 from nanoserve.layout import ParallelLayout
@@ -46,8 +46,8 @@ def workers() -> Iterator[Workers]:
     opened.close()
 
 
-def _contender(workers: Workers, name: str) -> Variant:
-    scheduling = Scheduling(block_size=16, max_model_len=512, max_num_seqs=32, token_budget=128)
+def _contender(workers: Workers, name: str) -> ReshardVariant:
+    scheduling = ReshardScheduling(block_size=16, max_model_len=512, max_num_seqs=32, token_budget=128)
     return {one.name: one for one in scheduling.variants([workers])}[name]
 
 
