@@ -14,12 +14,12 @@ from nanoserve.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """What an engine holds at a moment and has done so far; or what several do together."""
+    """What one engine, or several together, hold at a moment and have done so far."""
 
     layouts: tuple[int, ...]
-    """Number of the parallel layout that runs, of each engine."""
+    """Number of each engine's current parallel layout."""
     changing: tuple[bool, ...]
-    """Of each engine, whether that layout is being left: its devices are emptied, or change."""
+    """Whether each engine is leaving its layout: its devices are being emptied, or are changing."""
     running: int
     on_host: int
     waiting: int
@@ -31,27 +31,27 @@ class EngineStatus:
     total_host_blocks: int
     """KV blocks in host memory."""
     prompt_tokens: int
-    """Of requests whose first token is there."""
+    """Prompt tokens of requests that have their first token."""
     output_tokens: int
-    """Of all samples."""
+    """Tokens sampled for all samples."""
     preemptions: int
     steps: int
     transitions: int
-    """So far."""
+    """Preemptions, steps and changes of the layout so far."""
     losses: int
-    """How often workers died and were started anew."""
+    """How often workers died and were restarted."""
     host_losses: int
     """How often attention on the CPU was lost, and its sequences computed again."""
 
     @classmethod
     def together(cls, statuses: Iterable["EngineStatus"]) -> "EngineStatus":
-        """The sums, and what each has for itself one after the other; of one engine at least."""
+        """Add up the counts, and concatenate the tuples, of at least one engine."""
         return cls(*(reduce(add, column) for column in zip(*map(astuple, statuses), strict=True)))
 
 
 @dataclass(slots=True)
 class _Unended:
-    """A request of which something goes on: its tokens, samples that have not ended, and whether any has begun."""
+    """An unfinished request: its tokens, its unfinished samples, and whether any sample has begun."""
 
     tokens: int
     samples: int
@@ -63,7 +63,7 @@ class TokenCounts:
 
     def __init__(self) -> None:
         self.outstanding = 0  # prompts and answers so far of requests that have not ended; their rest is unknown
-        self.prompts = 0  # of requests that have their first token
+        self.prompts = 0  # prompt tokens of requests that have their first token
         self.outputs = 0  # all that were sampled
         self._unended: dict[str, _Unended] = {}
 
@@ -111,7 +111,7 @@ class Engine:
         self.scheduler = scheduler
         self.executor = executor
         self.vocab_size = vocab_size
-        self.tokens = TokenCounts()  # of its requests
+        self.tokens = TokenCounts()  # token counts of this engine's requests
         self.losses = 0  # how often the executor's workers died and new ones were started
         self._recorder = Recorder(scheduler, executor) if scheduler.predictors else None
         self.failure: str | None = None  # why the executor runs nothing any more; None while it does
@@ -135,7 +135,7 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether a plan would be computed at once; not while workers are stopped or being started anew."""
+        """Whether a plan would be computed at once; not while workers are stopped or being restarted."""
         return self.failure is None and self.executor.ready
 
     @property
@@ -208,7 +208,7 @@ class Engine:
 
         Args:
             until: wait for a result at most until this time; None waits for one. With nothing to do, time passes until
-                then: workers may die meanwhile, and be started anew.
+                then: workers may die meanwhile, and be restarted.
         """
         return self.submit() or self.collect(until)
 
@@ -243,7 +243,7 @@ class Engine:
         return self._tell(updates)
 
     def _tell(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
-        """Whoever observes this engine sees what sequences gained."""
+        """Show observers of this engine what sequences gained."""
         if self._recorder is not None:
             self._recorder.on_updates(updates)
         return updates

@@ -58,7 +58,7 @@ class ForeignLoad:
                     found |= children
                     pending += children
         for process in found - set(self._own):
-            with suppress(OSError):  # ended: what it did is now counted with whoever waited for it
+            with suppress(OSError):  # it has ended: its ticks now count with the process that waited for it
                 ticks += self._process_ticks(process)
         return ticks
 

@@ -74,7 +74,7 @@ def compare_reports(before: dict[str, Any], after: dict[str, Any]) -> list[Chang
 
 
 def _repeated(report: dict[str, Any]) -> Samples:
-    """What was measured at least twice: of a single value nobody knows how much chance is in it."""
+    """Samples with at least two measurements: a single value does not show how much it scatters."""
     try:
         found = msgspec.convert(report, _Sampled)
     except msgspec.ValidationError as error:

@@ -67,7 +67,7 @@ class _FinishedSteps:
 class EngineDriver:
     """Issues requests to an engine all at once and waits for the last token.
 
-    Prefixes are never shared between runs: each has a cache salt of its own. ``on_step`` is told of each step.
+    Prefixes are never shared between runs: each run has its own cache salt. ``on_step`` is called for each step.
     """
 
     def __init__(self, engine: Engine, on_step: Callable[[StepShape], None] = lambda _: None) -> None:

@@ -70,7 +70,7 @@ class Limits:
         return Limits(max(self.bytes_per_second, *bytes_per_second), self.operations_per_second)
 
     def seconds(self, num_bytes: float, operations: float) -> float:
-        """The longer of moving so much and computing so much."""
+        """The longer of the time to move these bytes and the time to compute these operations, in seconds."""
         return max(num_bytes / self.bytes_per_second, operations / self.operations_per_second)
 
 

@@ -20,7 +20,7 @@ from nanoserve.models.hub import ProgressCallback
 
 _WARM_UP = RequestShape(8, 4)
 _STEP_TOKENS = 32
-"""A step reads all weights, which takes about as long as computing so many tokens: the measure of what is done."""
+"""Reading all weights in a step takes about as long as computing this many tokens; progress counts both."""
 
 _TELL_SECONDS = 1.0
 """To draw takes a millisecond or two, which the run has to bear."""

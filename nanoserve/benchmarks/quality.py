@@ -27,7 +27,7 @@ class Reader(Protocol):
         """Sum of the natural log probabilities of all tokens but the first, each given those before it."""
 
     def answer(self, tokens: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-        """The greedy continuation, at most so long, without the end token."""
+        """The greedy continuation of at most ``max_tokens`` tokens, without the end token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A benchmark's results on disk: one JSON object, written anew after every row so that nothing measured is lost."""
+"""A benchmark's results on disk: one JSON object, rewritten after every row so that nothing measured is lost."""
 
 import json
 from pathlib import Path

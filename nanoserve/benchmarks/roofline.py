@@ -52,7 +52,7 @@ class BandwidthProbe:
 def machine_limits(
     dtype: torch.dtype, probe: BandwidthProbe, path: Path | None = None, *, progress: ProgressCallback | None = None
 ) -> Limits:
-    """The best ever seen on this machine: measured anew each time, and kept if better than what was kept before.
+    """The best limits ever seen on this machine: measured each time, and kept if better than the stored ones.
 
     Each time, the best of several looks counts, taken in turn so that a busy moment does not spoil all of one kind; and
     if the machine was busy throughout, any later run on a quiet one replaces what was kept. 16-bit numbers may also be

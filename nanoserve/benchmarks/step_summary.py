@@ -17,9 +17,9 @@ class StepSummary(msgspec.Struct, frozen=True):
     """Steps of one kind; rates and shares are of their sums, so that long steps weigh more."""
 
     steps: int
-    """How many there were."""
+    """Number of steps."""
     step_ms: Distribution | None
-    """Their durations."""
+    """Durations of the steps, in milliseconds."""
     read_gb_per_s: float
     gflops: float
     """The bytes and the operations that they cannot do without, over their durations."""
@@ -34,7 +34,7 @@ class StepSummary(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, steps: Sequence[StepRecord], cost: ModelCost, limits: Limits | None) -> "StepSummary":
-        """Of at least one step."""
+        """Summarize at least one step."""
         seconds = sum(step.step_seconds for step in steps)
         floors = [] if limits is None else [cost.floor_seconds(step.shape, limits) for step in steps]
         shares = [floor / step.step_seconds for floor, step in zip(floors, steps, strict=False)]

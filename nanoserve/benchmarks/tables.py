@@ -55,7 +55,7 @@ def print_table(title: str, columns: Sequence[Column], rows: Iterable[Mapping[st
         title: above the first table.
         columns: from left to right.
         rows: from top to bottom.
-        keys: so many columns from the left say which row it is: each further table begins with them, too.
+        keys: number of leftmost columns that identify a row; each further table begins with them, too.
     """
     console = Console()
     if not console.is_terminal:

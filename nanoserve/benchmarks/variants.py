@@ -1,4 +1,4 @@
-"""Several variants in interleaved rounds: running them, figures of each, medians, and ratios in a round. No torch."""
+"""Several variants in interleaved rounds: running them, metrics of each, medians, and ratios in a round. No torch."""
 
 import statistics
 from abc import ABC, abstractmethod
@@ -18,10 +18,10 @@ from nanoserve.request import Request
 
 
 class ComparedFigures(Protocol):
-    """What came of one variant's run: a struct of numbers, perhaps nested."""
+    """Metrics of one variant's run: a struct of numbers, perhaps nested."""
 
     def metric(self, name: str) -> float | None:
-        """One of those that ratios are formed of; None where the run has none."""
+        """A metric that ratios are formed of; None if the run has none."""
 
 
 class Named(Protocol):
@@ -29,7 +29,7 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """What its figures are filed under."""
+        """Name that its metrics are filed under."""
 
 
 F = TypeVar("F", bound=ComparedFigures)
@@ -86,19 +86,19 @@ class VariantsRound(Bracketed, Generic[F], frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantsBench(ABC, Generic[C, F]):
-    """What all rounds share."""
+    """Everything that all rounds share."""
 
     case: str
-    """What the requests are, in a few words."""
+    """Description of the requests, in a few words."""
     variants: Sequence[C]
     make_requests: Callable[[int], list[Request]]
-    """Those of a round, by its number; 0 is the warm-up."""
+    """Makes the requests of a round from its number; 0 is the warm-up."""
     vocab_size: int
     probe: Callable[[], float]
     """A reading of the machine's read bandwidth, in bytes per second."""
     foreign: ForeignLoad
     keep: Callable[[C, RunRecord], None]
-    """Is given each measured run as it is done."""
+    """Receives each measured run as it ends."""
 
     @abstractmethod
     def run(self, variant: C, number: int) -> RunRecord:
@@ -106,7 +106,7 @@ class VariantsBench(ABC, Generic[C, F]):
 
     @abstractmethod
     def figures(self, variant: C, record: RunRecord, foreign_cores: float | None) -> F:
-        """What came of its run, beside which others kept so many cores busy."""
+        """Metrics of a variant's run; other processes kept ``foreign_cores`` cores busy meanwhile."""
 
     def warm_up(self) -> None:
         """Run every variant once, unmeasured."""
@@ -114,7 +114,7 @@ class VariantsBench(ABC, Generic[C, F]):
             self.run(variant, 0)
 
     def rounds(self, wanted: int) -> Iterator[VariantsRound[F]]:
-        """As they are done, until enough count or too many were tried; each begins with another variant."""
+        """Yield rounds until enough count or too many were tried; each begins with another variant."""
         return until_enough_count(self._round, wanted)
 
     def _round(self, number: int) -> VariantsRound[F]:
@@ -173,7 +173,7 @@ def ratios(
 def ratios_within(
     variants: Mapping[str, ComparedFigures], held: Sequence[tuple[str, str, str]], metrics: Sequence[str]
 ) -> dict[tuple[str, str], float]:
-    """Of one round: by what a pair is called and metric; without those that one of the two does not have."""
+    """Ratios of one round, by the pair's name and metric; metrics that one of the two lacks are left out."""
     found = {}
     for called, over, under in held:
         for metric in metrics:
@@ -184,7 +184,7 @@ def ratios_within(
 
 
 def samples(rounds: Sequence[VariantsRound[F]], metrics: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    """The figures of every counting round, for ``bench diff``."""
+    """The metrics of every counting round, for ``bench diff``."""
     found: dict[str, dict[str, list[float]]] = {}
     for done in rounds:
         for name, figures in done.variants.items() if done.counts else ():
@@ -209,7 +209,7 @@ def _medians(found: Sequence[ComparedFigures]) -> dict[str, Any]:
 
 
 def _median(values: Sequence[Any]) -> Any:
-    """Of equally built values, number by number; what lies in a list is found by its place, as "0"."""
+    """Medians of equally built values, number by number; a list becomes a dict with its indices as keys, as in "0"."""
     known = [value for value in values if value is not None]
     if not known:
         return None

@@ -99,7 +99,7 @@ class CorrectedPredictor:
     """
 
     def __init__(self, base: Predictor) -> None:
-        self.num_layers = base.num_layers  # of the model
+        self.num_layers = base.num_layers  # layers of the model
         self._base = base
         self._filter = FactorFilter(_prior())
         self._noise, self._host_noise = Noise(), Noise()

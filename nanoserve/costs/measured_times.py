@@ -13,8 +13,8 @@ class MeasuredTimes:
 
     def __init__(self, profile: Profile) -> None:
         model = profile.model
-        self.profile, self.memory = profile, profile.memory  # of the KV cache that the engine had
-        self.num_stages, self.num_layers = 1, model.num_layers  # one; a pipeline was not measured; of the model
+        self.profile, self.memory = profile, profile.memory  # memory is that of the engine's KV cache
+        self.num_stages, self.num_layers = 1, model.num_layers  # a pipeline is not measured; all layers of the model
         # How many layers have each sliding window; a window of 0 sees all.
         self._layers = dict(Counter(model.sliding_window(layer) for layer in range(model.num_layers)))
         self._windows = tuple(sorted(window for window in self._layers if window))
@@ -96,7 +96,10 @@ class MeasuredPredictor:
     """
 
     def __init__(self, profile: Profile) -> None:
-        self.num_layers, self.profile = profile.model.num_layers, profile  # of the model; as it was measured
+        self.num_layers, self.profile = (
+            profile.model.num_layers,
+            profile,
+        )  # layers of the model; the profile as it was measured
         self._profile = profile = profile.rising()
         self._times = MeasuredTimes(profile)
         self._attention = profile.decode_attention.over_keys().rising()

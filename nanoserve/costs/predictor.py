@@ -62,7 +62,7 @@ class CostPredictor:
     """
 
     def __init__(self, costs: StepCosts, layouts: Sequence[StepCosts] = ()) -> None:
-        self.num_layers = costs.num_layers  # of the model, whatever the number of stages
+        self.num_layers = costs.num_layers  # layers of the model, whatever the number of stages
         self._costs = costs
         self._layouts = tuple(layouts)
         self._layers = costs.counts.layers(0)

@@ -56,7 +56,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Self | None:
-        """Of the values that are there; None if none is."""
+        """Summarize the values that are not None; None if there are none."""
         known = np.array([value for value in values if value is not None], dtype=np.float64)
         if not known.size:
             return None

@@ -27,7 +27,7 @@ class Sketch:
         self._classes: Counter[int] = Counter()
 
     def add(self, value: float, times: int = 1) -> None:
-        """One more value, not negative, or so many of them."""
+        """Add a value ``times`` times; it must not be negative."""
         self._count += times
         self._sum += value * times
         self._sum_of_squares += value * value * times
@@ -37,7 +37,7 @@ class Sketch:
 
     @classmethod
     def merged(cls, sketches: Iterable[Self]) -> Self:
-        """What one would hold that had been given all their values."""
+        """One sketch of all the values that these sketches hold."""
         whole = cls()
         for sketch in sketches:
             whole._count += sketch._count
@@ -112,7 +112,7 @@ class Occupancy:
         self._time = self._share = 0.0
 
     def add(self, time: float, share: float) -> None:
-        """From this moment on it is so much."""
+        """Set the share that holds from this time on, in seconds."""
         self.seconds += self._share * (time - self._time)
         self._time, self._share = time, share
         self.peak = max(self.peak, share)

@@ -84,7 +84,7 @@ class Planned(msgspec.Struct, frozen=True):
     blocks: Blocks
     """What the plan's rows and swaps have left: what it gave and took is in the plan."""
     forecast: Forecast | None
-    """What was predicted of it; None where nobody predicted it."""
+    """The prediction for the plan; None if it was not predicted."""
     decodes: int
     prompt_tokens: int
     """Rows of one token, and tokens of longer rows."""

@@ -19,26 +19,26 @@ from nanoserve.scheduler.plan import HostWork, Row, StepPlan, StepResult, work_o
 from nanoserve.scheduler.tiers import HostCohorts
 
 _MANY, _ONE_IN = 256, 5
-"""So many results are all learned from; of those after them, one in so many. Every second or fourth would always be the
-same one of micro-batches that take turns."""
+"""The predictor learns from the first _MANY results, and then from one result in _ONE_IN. Every second or fourth would
+always pick the same one of micro-batches that take turns."""
 
 
 @runtime_checkable
 class LearningPredictor(Protocol):
-    """A Predictor that predicts whole steps and is told what they took; ``CorrectedPredictor`` is one."""
+    """A Predictor that predicts whole steps and observes how long they took; ``CorrectedPredictor`` is one."""
 
     def step_seconds(self, work: StepFeatures) -> float:
-        """The device's time of a step."""
+        """Predict the device's time of a step, in seconds."""
 
     def observe(self, work: StepFeatures, seconds: float) -> None:
-        """A step took so long."""
+        """Learn that a step took ``seconds`` seconds."""
 
     def observe_host(self, sequences: int, context_tokens: int, seconds: float) -> None:
-        """Attention of one layer on the CPU took so long."""
+        """Learn that one layer's attention on the CPU took ``seconds`` seconds."""
 
     @property
     def corrections(self) -> Mapping[str, float]:
-        """By which factor each part is corrected."""
+        """The correction factor of each part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class Forecast:
     """What the plan carries out, with the alternatives."""
     work: StepFeatures
     predicted: float
-    """Seconds of the device."""
+    """Predicted time on the device, in seconds."""
     measured: float | None = None
-    """Seconds that it took; None while it is in flight."""
+    """Measured time on the device, in seconds; None while the step is in flight."""
 
 
 class Forecasts:
@@ -69,17 +69,17 @@ class Forecasts:
         self._predictors = [one if isinstance(one, LearningPredictor) else None for one in predictors]
         self.of_all = False  # whether every plan is predicted, as a trace wants it; else only those learned from
         self._in_flight: dict[int, tuple[Forecast, LearningPredictor | None]] = {}
-        self._newest: LearningPredictor | None = None  # of the last plan
+        self._newest: LearningPredictor | None = None  # predictor of the newest plan
         self._plans, self._host_results = _Lessons(), _Lessons()
         self._tell = tell
 
     @property
     def corrections(self) -> Mapping[str, float]:
-        """By which factor each part is corrected now; nothing where nobody learns."""
+        """The current correction factor of each part; empty without a learning predictor."""
         return {} if self._newest is None else self._newest.corrections
 
     def of(self, step: int) -> Forecast | None:
-        """That of a plan in flight; None where nobody predicted it."""
+        """The forecast of a plan in flight; None if it was not predicted."""
         forecast, _ = self._in_flight.get(step, (None, None))
         return forecast
 
@@ -164,7 +164,7 @@ def _passing(cohort: Cohort) -> HostBatch:
 
 
 def _joined(work: StepFeatures, result: StepResult, step: int, cohorts: HostCohorts) -> tuple[HostBatch, ...]:
-    """Who took part in an overlapped step: those that began in it, and cohorts that are further now, or through."""
+    """Host batches that took part in an overlapped step: they began in it, or their cohort advanced or finished."""
     beginning = [batch for batch in work.host if batch.attended == 0]
     layers = {progress.step: progress.layers for progress in result.cohorts}
     joined = [

@@ -129,7 +129,7 @@ class StepMetrics(StepObserver):
     """
 
     def __init__(self, block_size: int, layouts: int = 1) -> None:
-        self.tokens = Sketch()  # of a step
+        self.tokens = Sketch()  # tokens of each step
         self.counts = Series[tuple[int, int, int]]()  # number, decodes and prompt tokens of a step, over time
         self.occupancy, self.host_occupancy = Occupancy(), Occupancy()  # shares of KV blocks in use
         self.strategy_steps: Counter[str] = Counter()  # how many steps had which strategy

@@ -18,16 +18,16 @@ class MoveFigures(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     """Transitions, or swaps in one direction."""
     num_bytes: int
-    """Of all workers together."""
+    """Bytes moved by all workers together."""
     seconds: float
-    """In which any worker was at it."""
+    """Time in which any worker was moving."""
     gb_per_s: float | None
-    """Of one worker while it was at it, in the mean; None where nothing was moved. Swaps that follow the row of a step
-    wait for its layers most of the time, and are left out."""
+    """Mean bandwidth of one worker while it was moving; None if nothing was moved. Swaps that follow the row of a step
+    mostly wait for its layers and do not count."""
     share_of_link: float | None
-    """That over the measured bandwidth between device and host memory of one worker."""
+    """``gb_per_s`` over the measured bandwidth between device and host memory of one worker."""
     hidden: float | None
-    """Share of the workers' time at it in which the same worker computed a step."""
+    """Share of the workers' moving time in which the same worker also computed a step."""
 
 
 def reshard_figures(record: RunRecord, host_link_bandwidth: float | None) -> MoveFigures:

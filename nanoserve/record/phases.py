@@ -16,12 +16,12 @@ class PhaseTurn(NamedTuple):
     """What became of sequences that were on the device when the layout was to change."""
 
     finished: int
-    """Decoded to their ends, of those that were on the device when the host pool had run empty: the policy waited for
-    them. 0 where it never was empty, and at the end of a prefill phase."""
+    """Sequences that were on the device when the host pool ran empty, and decoded to their ends: the policy waited for
+    them. 0 if the pool never ran empty, and at the end of a prefill phase."""
     through_pool: int
-    """Went to the host pool, to come back under the other layout."""
+    """Sequences that went to the host pool, to come back under the other layout."""
     recomputed: int
-    """Gave their blocks up."""
+    """Sequences that gave up their blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +32,19 @@ class Phase:
     """"compute" in a layout; "drain": from the first result after which no more rows were planned, until nothing was in
     flight or on the device; "reshard" to a layout."""
     layout: int
-    """Its number."""
+    """Number of the layout."""
     began: float
     ended: float
-    """On the executor's clock."""
+    """Start and end on the executor's clock, in seconds."""
     plans: int = 0
     prompt_tokens: int = 0
     decodes: int = 0
-    """Planned in it."""
+    """Plans with rows, prompt tokens and decodes that were planned in this phase."""
     swaps_out: int = 0
     swaps_in: int = 0
-    """Begun in it."""
+    """Swaps that began in this phase."""
     turn: PhaseTurn | None = None
-    """Of a drain."""
+    """What became of the sequences on the device; None unless the phase is a drain."""
 
     @property
     def seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""Recorder: everything that passes between an engine, its scheduler and its executor, and nobody else wraps either.
+"""Recorder: the only wrapper around an engine's scheduler and executor; it sees everything that passes between them.
 
 There is one where predictors learn or someone observes the engine; without, the engine counts and nothing else is done.
 """
@@ -45,7 +45,7 @@ class Telling(Protocol):
 
 
 class Recorder:
-    """Stands between an engine and its executor, observes its scheduler, and is told of arrivals and aborts.
+    """Stands between an engine and its executor, observes its scheduler, and receives arrivals and aborts.
 
     Args:
         scheduler: learns from what happens through the recorder's `forecasts`.
@@ -54,7 +54,7 @@ class Recorder:
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.executor = executor
-        self.executor_seconds = 0.0  # of real time that passed in the executor
+        self.executor_seconds = 0.0  # real time spent in the executor
         self.forecasts = Forecasts(scheduler.predictors, self._emit)
         self._scheduler = scheduler
         self._telling = executor if isinstance(executor, Telling) else None
@@ -64,7 +64,7 @@ class Recorder:
         self._clock: float | None = None
         scheduler.observer = self
 
-    # ---- who looks on -----------------------------------------------------------------------------------------
+    # ---- observers --------------------------------------------------------------------------------------------
 
     def add(self, *observers: Observer) -> None:
         """Show observers everything from now on."""

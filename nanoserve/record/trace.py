@@ -43,7 +43,7 @@ class RunTrace:
         layouts: the parallel layouts there are, by number.
         tells_times: whether workers tell what they do; without, the only one there is is drawn by its results.
         host_link_bandwidth: bytes per second of one worker to or from host memory while all others do the same, as
-            measured; None where nobody did.
+            measured; None if it was not measured.
         name: of the run or engine, where several are written into the file.
         close: is called at the end of the run, to close the file, say.
     """
@@ -219,7 +219,7 @@ class RunTrace:
         """An executor says how long the CPU took and not when.
 
         The CPU takes one piece of work after the other, so they are drawn one behind the other, the last one up to the
-        moment at which the executor told of it.
+        moment at which the executor reported it.
         """
         start = max(self._cpu_free, now - sum(work.seconds for work in works))
         for work in works:

@@ -1,4 +1,4 @@
-"""The scheduler on a virtual clock: the same Scheduler, Engine and policies over hardware nobody here has. No torch.
+"""The scheduler on a virtual clock: the same Scheduler, Engine and policies over simulated hardware. No torch.
 
     workload = Workload(poisson_arrivals(4.0, seed=0), lognormal_lengths(222, 127, 1.2, 1.0, seed=0), limit=1000)
     result = simulate(make_policy("throttling", 2048), costs, workload, num_blocks=costs.memory.kv_blocks(16))

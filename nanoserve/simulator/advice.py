@@ -1,4 +1,4 @@
-"""Advice: what the layouts that somebody chose are predicted to reach with his requests, and what others would."""
+"""Advice: the predicted throughput of the chosen layouts for given requests, and of the best other layouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,28 +11,28 @@ from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator.planning import CacheLimits, Candidate, Candidates, PlannedWork, find_candidates
 
 _SAMPLED_REQUESTS, _SAMPLED_TOKENS = 200, 16_000
-"""Of answers, that are simulated at most: a few tenths of a second for each candidate."""
+"""Most requests and answer tokens that are simulated: each candidate takes a few tenths of a second."""
 _TOP = 2
 _WORTH_SAYING = 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutForecast:
-    """What a layout or a pair is predicted to reach."""
+    """The predicted throughput of a layout or a pair of layouts."""
 
     layouts: tuple[ParallelLayout, ...]
-    """One, or that of prompts and that of answers; the data parallel degree is in both."""
+    """One layout, or the layouts of prompts and of answers; both contain the data parallel degree."""
     tokens_per_second: float
-    """Of prompts and answers together, by all devices."""
+    """Throughput of all devices; prompt and answer tokens both count."""
 
     @property
     def name(self) -> str:
-        """As the papers write it: P4->T4."""
+        """The name in the papers' notation, such as P4->T4."""
         return "->".join(layout.name for layout in self.layouts)
 
     @property
     def options(self) -> str:
-        """How to ask for it."""
+        """The command-line options that select these layouts."""
         if len(self.layouts) > 1:
             prompts, answers = (layout.name.lower() for layout in self.layouts)
             return f"--prefill-parallel {prompts} --decode-parallel {answers}"
@@ -47,19 +47,19 @@ class Advice:
     """Forecasts for the same requests."""
 
     chosen: LayoutForecast
-    """Of what was asked for."""
+    """Forecast for the layouts that were asked for."""
     others: tuple[LayoutForecast, ...]
     """The most promising alternatives, the fastest first."""
 
     @property
     def better(self) -> LayoutForecast | None:
-        """What is predicted to be more than 5 % faster than what was asked for."""
+        """The fastest alternative, if it is predicted to be more than 5 % faster than the chosen layouts."""
         best = max(self.others, key=lambda one: one.tokens_per_second, default=self.chosen)
         return best if best.tokens_per_second > _WORTH_SAYING * self.chosen.tokens_per_second else None
 
     @property
     def text(self) -> str:
-        """Two or three lines."""
+        """The advice for the user, in one to three lines."""
         lines = [
             f"predicted: {self.chosen.tokens_per_second:,.0f} tokens/s under {self.chosen.name},"
             " prompts and answers together, if every answer is as long as it may be"
@@ -127,7 +127,7 @@ def _most_promising(candidates: Candidates, mine: Candidate) -> list[Candidate]:
 
 
 def _sample(shapes: tuple[RequestShape, ...]) -> tuple[RequestShape, ...]:
-    """As many as can be simulated, evenly over all of them."""
+    """Take as many shapes as can be simulated, evenly over all of them."""
     mean = sum(shape.output_tokens for shape in shapes) / len(shapes)
     count = max(1, min(len(shapes), _SAMPLED_REQUESTS, int(_SAMPLED_TOKENS / mean)))
     return tuple(shapes[place * len(shapes) // count] for place in range(count))

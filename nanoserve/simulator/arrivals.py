@@ -16,7 +16,7 @@ def burst() -> Iterator[float]:
 
 
 def poisson_arrivals(rate: float, seed: int) -> Iterator[float]:
-    """Independent arrivals, so many a second on average.
+    """Independent arrivals with a mean of ``rate`` requests per second.
 
     Raises:
         UsageError: for a rate that is not above 0, or absurd.

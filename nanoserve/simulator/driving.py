@@ -24,7 +24,7 @@ def admit(engine: Engine, request: Request) -> None:
 
 
 def drive(engine: Engine, requests: Iterable[Request]) -> None:
-    """Run requests to their ends; whoever wants to know what comes of them observes the engine's recorder.
+    """Run requests to their ends; observers of the engine's recorder see the results.
 
     Args:
         engine: over an executor with a real or a virtual clock.

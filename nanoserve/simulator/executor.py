@@ -10,7 +10,7 @@ from nanoserve.simulator.pipeline import DECOUPLED, Passage, Pipeline, Runtime, 
 
 END_TOKEN, DUMMY_TOKEN = 0, 1
 VOCAB_SIZE = 2
-"""Of what is answered: a token that ends the sequence, and one that does not."""
+"""Number of different answer tokens: END_TOKEN ends the sequence, DUMMY_TOKEN does not."""
 
 
 class DummyModel:
@@ -56,7 +56,7 @@ class SimulatedExecutor:
         self.feeds_tokens = False
         self.ready = True
         self.pipeline = Pipeline(times, runtime)  # in which plans run now
-        self.pipelines: tuple[Pipeline, ...] = (self.pipeline,)  # of every parallel layout there is
+        self.pipelines: tuple[Pipeline, ...] = (self.pipeline,)  # one for each parallel layout
         self.host_tokens = 0  # sampled so far for sequences in host memory
         self._times = times
         self._answer = answer or DummyModel()
@@ -115,7 +115,7 @@ class SimulatedExecutor:
             all results that are known then.
 
         Raises:
-            RuntimeError: if nothing is in flight and no moment is given, for that would be for ever.
+            RuntimeError: if nothing is in flight and no moment is given, because the wait would never end.
         """
         moments = [self._pending[0][0]] if self._pending else []
         if until is not None:

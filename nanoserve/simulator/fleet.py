@@ -28,7 +28,7 @@ class StageTime(NamedTuple):
 
 
 def bubble_share(stages: Iterable[StageTime]) -> float:
-    """Of several stages' time with something in flight, the share in which they computed nothing; 0 without any."""
+    """Share of the stages' working time in which they computed nothing; 0 if nothing was ever in flight."""
     busy, working = map(sum, zip(*stages, strict=True))
     return 1 - busy / working if working else 0.0
 
@@ -50,7 +50,7 @@ class Replica:
 
     @property
     def stages(self) -> list[StageTime]:
-        """Of every layout in turn."""
+        """Times of the stages of every layout, one layout after the other."""
         return [
             StageTime(busy, time.working)
             for pipeline, time in zip(self.executor.pipelines, self.layout_times, strict=True)
@@ -62,7 +62,7 @@ class Replica:
         admit(self.engine, request)
 
     def figures(self, seconds: float) -> ReplicaFigures:
-        """What it did in the time of the whole fleet."""
+        """Metrics of this engine over the time of the whole fleet."""
         stages = self.stages
         return ReplicaFigures(
             requests=self.lives.requests,
@@ -80,7 +80,7 @@ class Replica:
 
 
 def round_robin() -> Router:
-    """One after the other, whatever they have to do."""
+    """Return a router that picks the engines in turn, whatever their load."""
     turns = count()
     return lambda outstanding: next(turns) % len(outstanding)
 
@@ -103,10 +103,10 @@ def make_router(name: str) -> Router:
 
 
 def check_replicas(number: int) -> None:
-    """That a fleet can have so many.
+    """Check the number of replicas of a fleet.
 
     Raises:
-        UsageError: if not.
+        UsageError: if the number is out of range.
     """
     if not 1 <= number <= MOST_REPLICAS:
         raise UsageError(f"a fleet has 1 to {MOST_REPLICAS} replicas, not {number}")

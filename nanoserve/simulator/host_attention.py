@@ -40,13 +40,13 @@ class _Cohort:
     """Host sequences that began a token in the same step."""
 
     step: int
-    """That one."""
+    """Number of that step."""
     rows: dict[int, HostRow]
-    """By sequence."""
+    """Rows by sequence id."""
     layers: int
-    """How many are behind them."""
+    """Number of layers that the cohort has passed."""
     ready: float
-    """When the CPU is done with their attention in the next layer."""
+    """Time at which the CPU finishes their attention in the next layer, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Processor:
         return self.free
 
     def occupy(self, passage: Passage, seconds: float, rows: int) -> None:
-        """Work for so many seconds between these two moments, and be free behind them."""
+        """Compute for this number of seconds within the passage, and be free at its end."""
         self.free = passage.end
         self._tell(HostTimes(passage.start, passage.end, seconds, rows))
 
@@ -110,7 +110,7 @@ class HostAttention:
 
     @property
     def progress(self) -> tuple[CohortProgress, ...]:
-        """Of the cohorts under way, the oldest first."""
+        """Progress of the cohorts under way, the oldest first."""
         return tuple([CohortProgress(cohort.step, cohort.layers) for cohort in self._cohorts])
 
     def take(self, sequence: int) -> HostRow:
@@ -140,7 +140,7 @@ class HostAttention:
         all that a step without device rows computes.
 
         Args:
-            step: its number names the cohort of those who begin.
+            step: number of the step; it names the cohort that begins in it.
             device: rows whose KV is on the device.
             beginning: host sequences that begin a token, with the first half of layer 0.
             start: when the stage could begin.
@@ -189,7 +189,7 @@ class HostAttention:
         return longer / (2 * self._layers)
 
     def _additional_ends(self, device: StepWork, beginning: int, sampled: int) -> float:
-        """By how much embedding and head take longer for those who begin and those who end."""
+        """Extra seconds of embedding and head for the host sequences that begin or end a token in this step."""
         if not beginning and not sampled:
             return 0.0
         together = msgspec.structs.replace(device, decodes=device.decodes + beginning, sampled=device.sampled + sampled)
@@ -236,7 +236,7 @@ class HostAttention:
         return passage
 
     def _device_attention(self, work: StepWork) -> float:
-        """Of one layer."""
+        """Seconds of one layer's attention on the device."""
         return self._times.attention_seconds(work, 0) / self._layers if work.tokens else 0.0
 
     def _linear(self, batch: SubBatch, layer: int) -> float:

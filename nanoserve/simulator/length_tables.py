@@ -26,17 +26,17 @@ class LengthTable(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     """Where the trace is from."""
     licence: str
-    """Of the trace."""
+    """Licence of the trace."""
     requests: int
-    """How many it has."""
+    """Number of requests in the trace."""
     mean_input: float
     mean_output: float
-    """Tokens."""
+    """Mean lengths, in tokens."""
     rank_correlation: float
-    """Spearman's, of input and output lengths."""
+    """Spearman's rank correlation of input and output lengths."""
     input_quantiles: tuple[int, ...]
     output_quantiles: tuple[int, ...]
-    """Tokens, from the shortest to the longest."""
+    """Quantiles of the lengths in tokens, ascending, [NUM_QUANTILES]."""
 
     def draw(self, seed: int) -> Iterator[RequestShape]:
         """Lengths with these distributions and this rank correlation, joined by a Gaussian copula: an endless stream.

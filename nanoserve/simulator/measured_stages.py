@@ -35,7 +35,7 @@ class MeasuredStages:
     """
 
     def __init__(self, steps: Sequence[MeasuredStep]) -> None:
-        self.num_stages = len(steps[0].stages)  # of the pipeline
+        self.num_stages = len(steps[0].stages)  # stages of the pipeline
         self.others = 0  # micro-batches that were not those of the real run
         self._steps = steps
         self._places = count()
@@ -54,7 +54,7 @@ class MeasuredStages:
         return work
 
     def _nearest(self, tokens: int, place: int) -> MeasuredStep:
-        """The nearest to this place with about so many tokens, or as near to that as there is."""
+        """Return the nearest step in order with about ``tokens`` tokens; if none has, the closest number counts."""
         factors = [_factor(step.work.tokens, tokens) for step in self._steps]
         accepted = max(_ABOUT, min(factors))
         nearest = min((abs(other - place), other) for other, factor in enumerate(factors) if factor <= accepted)

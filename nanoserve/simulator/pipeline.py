@@ -15,7 +15,7 @@ class StepTimes(Protocol):
     """How long things take; ``nanoserve.costs.StepCosts`` is one. Times are seconds."""
 
     num_stages: int
-    """Of the pipeline."""
+    """Number of stages in the pipeline."""
 
     def work(
         self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
@@ -23,23 +23,23 @@ class StepTimes(Protocol):
         """Sum a micro-batch up."""
 
     def stage_seconds(self, work: StepWork, stage: int) -> float:
-        """What one stage computes on it."""
+        """Time that one stage computes on a micro-batch."""
 
     def send_seconds(self, work: StepWork, stage: int) -> float:
-        """Its activations, from this stage to the next; not asked of the last one."""
+        """Time to send the activations from this stage to the next; the last stage is never asked."""
 
     def host_seconds(self, work: StepWork) -> float:
-        """The CPU's part: preparing the inputs of a stage."""
+        """Time that the CPU takes to prepare the inputs of a stage."""
 
 
 class MovingTimes(StepTimes, Protocol):
     """Step times that also know what moves between device and host memory."""
 
     def swap_seconds(self, tokens: int, stage: int) -> float:
-        """The KV of so many tokens of one stage between device and host, one way."""
+        """Time to move the KV of ``tokens`` tokens of one stage between device and host, one way."""
 
     def reload_seconds(self, stage: int) -> float:
-        """A stage's weights from host memory."""
+        """Time to load a stage's weights from host memory."""
 
 
 @runtime_checkable
@@ -47,22 +47,22 @@ class TieredTimes(MovingTimes, Protocol):
     """Step times that also know the host's memory and processor; ``nanoserve.costs.StepCosts`` are such."""
 
     num_layers: int
-    """Of the model."""
+    """Number of layers in the model."""
 
     def layers_seconds(self, tokens: int, stage: int) -> float:
-        """The linear part of a stage's layers for so many tokens."""
+        """Time of the linear part of a stage's layers for ``tokens`` tokens."""
 
     def attention_seconds(self, work: StepWork, stage: int) -> float:
-        """The attention of a stage's layers on the device."""
+        """Time of the attention of a stage's layers on the device."""
 
     def ends_seconds(self, work: StepWork, stage: int) -> float:
-        """What a stage computes outside its layers; with the two above, what ``stage_seconds`` says."""
+        """Time of a stage outside its layers; the sum with the two above is ``stage_seconds``."""
 
     def host_attention_seconds(self, context: int) -> float:
-        """One layer's decode attention on the CPU over so many keys."""
+        """Time of one layer's decode attention on the CPU over ``context`` keys."""
 
     def host_exchange_seconds(self, rows: int) -> float:
-        """One layer's queries, keys, values and results of so many rows between device and host."""
+        """Time to move one layer's queries, keys, values and results of ``rows`` rows between device and host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class Pipeline:
         return self._start(0, now, now, self._preparation(work, self._times.stage_seconds(work, 0)))
 
     def occupy(self, passage: Passage) -> None:
-        """Compute in its one stage from when to when another said."""
+        """Mark the only stage as computing during this passage."""
         self._stage_free[0] = passage.end
         self.busy_seconds[0] += passage.end - passage.start
 

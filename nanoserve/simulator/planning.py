@@ -1,4 +1,4 @@
-"""Which parallel layout, or pair of layouts, serves a workload best on so many devices: counted first, then simulated.
+"""Which parallel layout, or pair of layouts, serves a workload best on given devices: counted, then simulated.
 
 ``find_candidates`` makes all layouts D x T x P of the devices, and the pairs of layouts of which one computes prompts
 and the other one answers (Seesaw), as far as they suit the model, the machine and its memory. Each has an estimate from
@@ -28,7 +28,7 @@ from nanoserve.simulator.workload import Workload
 MOST_DEVICES = 4096
 _LITTLE_ITERATIONS = 20
 _QUANTILES = 64
-"""Of the answers' lengths, to estimate how a batch shrinks."""
+"""Number of quantiles of the answer lengths that estimate how a batch shrinks."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class PlannedWork:
     """
 
     shapes: tuple[RequestShape, ...]
-    """How long each is."""
+    """Length of each request, in tokens."""
     rate: float | None = None
-    """Requests per second, by Poisson; None stands for a closed batch, all at once."""
+    """Requests per second of Poisson arrivals; None means a closed batch that arrives all at once."""
     seed: int = 0
-    """Of the arrivals."""
+    """Seed of the arrivals."""
 
     def __post_init__(self) -> None:
         self.workload()  # refuses the rate
 
     def share(self, replicas: int) -> "PlannedWork":
-        """What one of so many replicas gets that take turns: the one with the longest answer, which is ready last."""
+        """Requests of one of ``replicas`` replicas that take turns: the one with the longest answer finishes last."""
         shares = [self.shapes[turn::replicas] for turn in range(min(replicas, len(self.shapes)))]
         longest = max(shares, key=lambda shapes: max(shape.output_tokens for shape in shapes))
         return PlannedWork(longest, None if self.rate is None else self.rate / replicas, self.seed)
@@ -62,28 +62,28 @@ class PlannedWork:
 
     @cached_property
     def mean_input(self) -> float:
-        """Tokens of a prompt."""
+        """Mean tokens of a prompt."""
         return self.input_tokens / len(self.shapes)
 
     @cached_property
     def mean_output(self) -> float:
-        """Tokens of an answer."""
+        """Mean tokens of an answer."""
         return sum(shape.output_tokens for shape in self.shapes) / len(self.shapes)
 
     @cached_property
     def input_tokens(self) -> int:
-        """Of all prompts."""
+        """Tokens of all prompts."""
         return sum(shape.input_tokens for shape in self.shapes)
 
     def output_quantiles(self, number: int) -> list[int]:
-        """So many lengths of answers at most, evenly over the requests, ascending; the longest is the last."""
+        """At most ``number`` lengths of answers, evenly over the requests, ascending; the longest is the last."""
         ordered = sorted(shape.output_tokens for shape in self.shapes)
         count = min(number, len(ordered))
         return [ordered[(place + 1) * len(ordered) // count - 1] for place in range(count)]
 
     @cached_property
     def tokens(self) -> int:
-        """Of all prompts and answers."""
+        """Tokens of all prompts and answers."""
         return sum(shape.total_tokens for shape in self.shapes)
 
     @cached_property
@@ -97,9 +97,9 @@ class CacheLimits:
     """What KV caches may take; None stands for all that weights leave."""
 
     device_bytes: float | None = None
-    """Of the devices of one replica together."""
+    """Bytes on all devices of one replica together."""
     host_bytes: float | None = None
-    """Of host memory, all replicas together."""
+    """Bytes of host memory for all replicas together."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Candidate:
     layouts: tuple[StepCosts, ...]
     """The step times of a replica in its layout, or in both."""
     kv_blocks: tuple[int, ...]
-    """Of a replica in each."""
+    """KV blocks of a replica in each layout."""
     host_blocks: int
     """KV blocks of a replica in host memory; 0 with one layout."""
     replicas: int
@@ -225,7 +225,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """All layouts and pairs of so many devices."""
+    """All layouts and pairs of layouts of the given devices."""
 
     fitting: tuple[Candidate, ...]
     left_out: tuple[LeftOut, ...]
@@ -243,7 +243,7 @@ class Candidates:
         return found[name]
 
     def best(self, top: int) -> "Candidates":
-        """The so many layouts and so many pairs with the best estimates, the best first; the others are left out."""
+        """Keep the ``top`` layouts and the ``top`` pairs with the best estimates, best first; leave the others out."""
         ranked = sorted(self.fitting, key=Candidate.estimate)
         chosen = [
             *[one for one in ranked if not one.is_pair][:top],
@@ -265,12 +265,12 @@ def find_candidates(
 ) -> Candidates:
     """Every way to use all of the devices.
 
-    Pairs are for closed batches: who changes layouts lets those wait who come meanwhile.
+    Pairs are for closed batches: requests that arrive during a change of layout would wait.
 
     Args:
         precision: bits of weights and KV cache.
         limits: of caches; None for none but the memory there is.
-        step_tokens: of the largest step, for which memory stays free; 0 if nobody asks.
+        step_tokens: of the largest step, for which memory stays free; 0 keeps none free.
 
     Raises:
         UsageError: if there is none, saying what the layout lacks that comes closest, and what would fit; and for
@@ -309,7 +309,7 @@ def find_candidates(
 
 
 def all_layouts(devices: int) -> Iterator[ParallelLayout]:
-    """All D x T x P that take exactly so many devices, few replicas first."""
+    """Yield all D x T x P that take exactly ``devices`` devices, few replicas first."""
     divisors = [number for number in range(1, devices + 1) if devices % number == 0]
     for replicas in divisors:
         for tensor in divisors:

@@ -21,11 +21,11 @@ _LINES = (
 )
 """Paul Tol's muted scheme, made for the same eyes, and black."""
 _STYLES = ("-", "--", ":")
-"""Of the tiers, in their order."""
+"""Line styles of the KV tiers, in their order."""
 _BAR_HEIGHT = 0.84
 _NUMBER_BOX = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
 _DIGIT_SHARE = 0.011
-"""Of the window's time: a bar that is as wide for each digit has room for its step's number."""
+"""Width that one digit of a step's number needs, as a share of the window's time. Narrower bars get no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def plot_simulation(path: Path, title: str, runs: Sequence[PlottedRun]) -> None:
 
 
 def draw_simulation(title: str, runs: Sequence[PlottedRun]) -> "Figure":
-    """A row for each policy, and below a panel in which their KV caches are compared."""
+    """Draw one row for each policy, and below them one panel that compares their KV caches."""
     figure = titled_figure(title, 15, 3.6 + 2.7 * len(runs))
     grid = figure.add_gridspec(len(runs) + 1, 2)
     most = max(decodes + prompt for run in runs for _, _, decodes, prompt in run.result.tokens_series)
@@ -104,7 +104,7 @@ def draw_stages(axes: "Axes", window: StepWindow, title: str) -> None:
 
 
 def _draw_passage(axes: "Axes", stage: int, left: float, width: float, step: WindowStep) -> None:
-    """Its height is split as its tokens are."""
+    """Draw one step in one stage; the bar's height is split between prompt tokens and decodes."""
     top, height = stage - _BAR_HEIGHT / 2, _BAR_HEIGHT
     tokens = step.decodes + step.prompt_tokens
     if not tokens:  # it lets the host go on

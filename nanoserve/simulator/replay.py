@@ -52,7 +52,7 @@ class _RecordedTimes:
     def work(
         self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
     ) -> StepWork:
-        return StepWork.of()  # nobody asks what it was
+        return StepWork.of()  # the times do not depend on the work
 
     def stage_seconds(self, work: StepWork, stage: int) -> float:
         return next(self._durations)

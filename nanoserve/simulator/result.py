@@ -9,10 +9,10 @@ class ReplicaFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine of a fleet did; None where it had no request to do it with."""
 
     requests: int
-    """How many came to it."""
+    """Number of requests routed to this engine."""
     input_tokens: int
     output_tokens: int
-    """Of all of them."""
+    """Prompt and answer tokens of all its requests."""
     seconds: float
     """Until its last token was known."""
     ttft_ms: float | None
@@ -20,31 +20,31 @@ class ReplicaFigures(msgspec.Struct, frozen=True, kw_only=True):
     e2el_ms: float | None
     """Means over its requests."""
     bubble_share: float | None
-    """The mean over its stages."""
+    """Mean bubble share over the stages of this engine."""
     kv_occupancy: float
     """Share of its KV blocks in use, averaged over the time of the whole fleet."""
     kv_peak: float
-    """The highest."""
+    """Highest share of its KV blocks in use."""
     preemptions: int
     """Its sequences that lost their blocks and were computed again."""
 
 
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one run, in virtual time; docs/benchmarks.md defines the metrics.
+    """Metrics of one run, in virtual time; docs/benchmarks.md defines them.
 
-    Of a fleet they are those of all engines together.
+    For a fleet, each metric covers all engines together.
     """
 
     requests: int
-    """How many ran, all to their ends."""
+    """Number of requests; all ran to their ends."""
     input_tokens: int
     output_tokens: int
-    """Of all of them."""
+    """Prompt and answer tokens of all requests."""
     seconds: float
     """Until the last token was known."""
     requests_per_second: float
     output_tokens_per_second: float
-    """Over that time."""
+    """Rates over ``seconds``."""
     tokens_per_second: float
     """Input and output tokens, as the papers count throughput."""
     ttft_ms: Distribution | None
@@ -58,11 +58,11 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     """For each stage (of one layout after the other), the share of time in which it computed nothing though something
     was in flight."""
     steps: int
-    """How many."""
+    """Number of steps."""
     tokens_per_step: Distribution | None
     """Decodes and prompt tokens of a step."""
     tokens_variation: float
-    """Their standard deviation over their mean."""
+    """Standard deviation of the tokens per step over their mean."""
     preemptions: int
     """Sequences that lost their blocks and were computed again."""
     forced_steps: int
@@ -70,16 +70,16 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     kv_occupancy: float
     """Share of KV blocks in use, averaged over time."""
     kv_peak: float
-    """The highest."""
+    """Highest share of KV blocks in use."""
     kv_series: tuple[tuple[float, float], ...]
-    """The share over time, as (seconds, share), thinned to a thousand points at most."""
+    """Share of KV blocks in use over time, as (seconds, share), thinned to at most a thousand points."""
     tokens_series: tuple[tuple[float, int, int, int], ...]
     """Steps over time, as (seconds, number of the step, decodes, prompt tokens), thinned likewise; of a fleet's first
     engine."""
     slo_attainment: float | None
     """Share of requests within the limits that were given; None without limits."""
     goodput: float | None
-    """Such requests per second."""
+    """Requests within the limits, per second."""
     replicas: tuple[ReplicaFigures, ...]
     """What each engine did."""
     strategy_steps: dict[str, int]
@@ -87,22 +87,22 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     transitions: int
     """Changes of the parallel layout."""
     transition_seconds: float
-    """In which weights were reloaded for them."""
+    """Time spent on reloading weights for transitions."""
     layout_seconds: tuple[float, ...]
     """For each layout, how long it was current; transitions belong to none."""
     swapped_out_tokens: int
     swapped_in_tokens: int
-    """What the blocks hold that moved to host memory and back."""
+    """Tokens in the KV blocks that moved to host memory, and back."""
     host_occupancy: float
     """Share of the host's KV blocks in use, averaged over time; 0 without any."""
     host_peak: float
-    """The highest."""
+    """Highest share of the host's KV blocks in use."""
     host_series: tuple[tuple[float, float], ...]
-    """The share over time, as kv_series."""
+    """Share of the host's KV blocks in use over time, in the form of ``kv_series``."""
     host_tokens: int
-    """Sampled for sequences in host memory."""
+    """Tokens sampled for sequences in host memory."""
     processor_share: float
-    """Share of time in which the CPU attended for them."""
+    """Share of time in which the CPU computed attention for sequences in host memory."""
 
     @property
     def bubble_share(self) -> float:

@@ -21,7 +21,7 @@ class OtherLayout:
     """A parallel layout beside the first one."""
 
     times: TieredTimes
-    """Of its stages, its links and the host."""
+    """Times of its stages, its links and the host."""
     num_blocks: int
     """KV blocks on its devices."""
 
@@ -31,9 +31,9 @@ class EngineSetting:
     """One engine."""
 
     policy: Policy
-    """Decides, as it would for real."""
+    """The policy that decides, as in a real engine."""
     times: StepTimes
-    """Of stages, links and the host; there are as many micro-batches in flight as it has stages."""
+    """Times of stages, links and the host; each stage allows one micro-batch in flight."""
     num_blocks: int
     """KV blocks; all stages share one block table."""
     block_size: int

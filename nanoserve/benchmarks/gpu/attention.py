@@ -60,7 +60,7 @@ def decode_rows(batch: int, context: int) -> tuple[AttentionRow, ...]:
 
 
 def moved_bytes(tokens: int, num_kv_heads: int, head_dim: int, bytes_per_number: int) -> int:
-    """Keys and values of so many tokens, each read once and written once."""
+    """Bytes moved for the keys and values of ``tokens`` tokens, each read once and written once."""
     return 2 * 2 * tokens * num_kv_heads * head_dim * bytes_per_number
 
 

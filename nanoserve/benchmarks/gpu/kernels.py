@@ -58,7 +58,7 @@ def attention_name(kind: str, size: str, group: int) -> str:
 def kernel_cases(bench: KernelBench) -> Iterator[GpuCase]:
     """The moves, then attention as in prompts, in decoding, and mixed.
 
-    The moves take a moment. For each shape of prompts and of decoding torch compiles a peer anew (flex_attention),
+    The moves take a moment. For each shape of prompts and of decoding torch recompiles a peer (flex_attention),
     which may use up the budget, so what has a target comes before what has none.
     """
     yield from _move_cases(bench)

@@ -160,7 +160,7 @@ class PartRunner:
 
 
 def _ended(process: "subprocess.Popen[bytes]", seconds: float) -> int | None:
-    """The exit code if the process ends within so many seconds."""
+    """The exit code if the process ends within ``seconds`` seconds; else None."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:

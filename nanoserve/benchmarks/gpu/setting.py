@@ -70,7 +70,7 @@ def find_setting(*, dry_run: bool) -> GpuSetting:
 
 
 def check_gpu() -> None:
-    """See that there is a GPU, and leave its memory to those who measure.
+    """Check that there is a GPU, and leave its memory free for the measurements.
 
     Raises:
         UsageError: if there is none.

@@ -81,7 +81,7 @@ def _correctness(setting: "GpuSetting", report: Report) -> Iterator[Iterable[Gpu
     from nanoserve.benchmarks.gpu.sampling_checks import sampling_cases
 
     with EngineShelf(setting) as shelf:
-        yield chain(  # Triton compiles so much for the operators that the budget may end there
+        yield chain(  # Triton may compile so long for the operators that the budget ends there
             engine_check_cases(shelf, CHECKED[:1]),
             sampling_cases(setting),
             operator_cases(setting),

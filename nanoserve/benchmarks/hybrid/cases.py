@@ -16,11 +16,11 @@ class HybridCase:
 
     shape: RequestShape
     requests: int
-    """How many, all at once."""
+    """Number of requests, which arrive all at once."""
     share: float
-    """Of the blocks that hold everything."""
+    """Share of the blocks that would hold everything."""
     num_blocks: int
-    """That are."""
+    """KV blocks on the device."""
 
     @property
     def name(self) -> str:
@@ -37,19 +37,19 @@ class HybridCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridCases:
-    """All cases."""
+    """The grid of cases: every length of answers with every share of the KV memory."""
 
     input_tokens: int
     outputs: Sequence[int]
     """The lengths of the answers, ascending."""
     requests: int
     shares: Sequence[float]
-    """Of the blocks that hold everything, ascending."""
+    """Shares of the blocks that would hold everything, ascending."""
     block_size: int
 
     @property
     def name(self) -> str:
-        """As titles call it."""
+        """Name for titles."""
         return f"{self.requests} requests of {self.input_tokens}+{','.join(map(str, self.outputs))}"
 
     @property
@@ -74,7 +74,7 @@ class HybridCases:
         return self.requests * self.sequence_blocks(shape)
 
     def cases(self) -> Iterator[HybridCase]:
-        """By output length, and within it by share.
+        """Yield the cases by output length, and within one length by share.
 
         Raises:
             UsageError: for a share that does not hold one request.

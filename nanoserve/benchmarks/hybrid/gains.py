@@ -12,10 +12,10 @@ from nanoserve.scheduler.plan import HostWork
 
 
 class GainFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the steps of one strategy that hold decodes on the device and no prompts."""
+    """Gain of one strategy's steps that hold decodes on the device and no prompts."""
 
     steps: int
-    """How many."""
+    """Number of such steps."""
     gain: float
     """Tokens per second over those of the device alone with the same rows, less 1; the mean over time."""
     bound: float
@@ -25,14 +25,14 @@ class GainFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gains(msgspec.Struct, frozen=True, kw_only=True):
-    """By strategy; None where there are no such steps."""
+    """Gains by strategy; None for a strategy without such steps."""
 
     asymmetric: GainFigures | None
     overlap: GainFigures | None
 
 
 def device_slowness(steps: Iterable[DecodeStep], predictor: Predictor) -> float | None:
-    """What steps on the device alone take over what is predicted of them, in the median; None of no steps."""
+    """Median ratio of measured to predicted seconds of steps on the device alone; None without such steps."""
     ratios = [step.seconds / _alone(step, predictor) for step in steps if step.strategy == "device"]
     return median(ratios) if ratios else None
 
@@ -80,7 +80,7 @@ def _layer(step: DecodeStep, predictor: Predictor) -> tuple[float, float]:
 
 
 def _bound(step: DecodeStep, predictor: Predictor, slowness: float, rate: float) -> float:
-    """Of the step's strategy, for as many host sequences as there were."""
+    """Largest possible gain of the step's strategy, for its number of host sequences."""
     linear, attention = (slowness * part for part in _layer(step, predictor))
     speed_ratio = rate * attention / step.decodes
     if step.strategy == "overlap":

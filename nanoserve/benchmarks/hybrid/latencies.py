@@ -13,21 +13,21 @@ class TierFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that were computed with their KV in one memory."""
 
     tokens: int
-    """How many, those behind a request's first."""
+    """Number of tokens, without the first of each request."""
     itl_ms: Distribution | None
-    """From the token before to each of them."""
+    """Time from the previous token to each of them, in milliseconds."""
 
 
 class Latencies(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one run, in milliseconds."""
+    """Latencies of one run, in milliseconds."""
 
     ttft_ms: Distribution | None
-    """Over requests."""
+    """Time to first token, over requests."""
     token_ms: Distribution | None
     """A request's whole latency over its output tokens (APEX, figure 6)."""
     device: TierFigures
     host: TierFigures
-    """By where the KV of each token's sequence was."""
+    """Tokens grouped by the memory that held their sequence's KV."""
 
     @classmethod
     def of(cls, record: RunRecord) -> "Latencies":
@@ -41,7 +41,7 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _of_tier(record: RunRecord, tier: Tier) -> TierFigures:
-    """A token follows the one before in the same request; the first one, computed with the prompt, follows none."""
+    """Gaps between tokens of a request that were computed in this tier; a request's first token has no gap."""
     gaps = [
         gap
         for timing, tiers in zip(record.timings, record.tiers, strict=True)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLOURS = ("#000000", "#E69F00", "#56B4E9", "#CC79A7", "#009E73", "#D55E00", "#0072B2", "#F0E442")
-"""Of Okabe and Ito's palette, which the colour-blind can tell apart."""
+"""Colours from Okabe and Ito's palette, which the colour-blind can tell apart."""
 _MARKERS = "osv^Dx+*"
 
 
@@ -23,11 +23,11 @@ class Measured:
     """All rounds of a case."""
 
     share: float
-    """Of the KV memory that holds everything."""
+    """Share of the KV memory that would hold everything."""
     output_tokens: int
     """Length of the answers."""
     throughputs: Mapping[str, Sequence[float]]
-    """Of each variant in each round, in output tokens per second."""
+    """Output tokens per second of each variant, one value per round."""
 
 
 def plot_throughputs(path: Path, title: str, measured: Sequence[Measured]) -> None:
@@ -41,7 +41,7 @@ def plot_throughputs(path: Path, title: str, measured: Sequence[Measured]) -> No
     panels = figure.subplots(1, len(limits), squeeze=False, sharey=True)[0]
     for panel, cases in zip(panels, limits, strict=True):
         _draw(panel, sorted(cases, key=attrgetter("output_tokens")))
-    panels[0].set_ylim(bottom=0)  # of all, and only now: from here on they do not grow with what is drawn
+    panels[0].set_ylim(bottom=0)  # applies to all panels; only now, because the limits stop growing with the data
     panels[0].set_ylabel("output tokens per second")
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names))

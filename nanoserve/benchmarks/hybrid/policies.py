@@ -1,4 +1,4 @@
-"""Who takes part: policies on one engine, whose schedulers have as much KV memory as the case allows. No torch."""
+"""The compared variants: policies on one engine, whose schedulers have the KV memory of the case. No torch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.pipeline import TieredTimes
 
 DEVICE_ONLY = "sarathi"
-"""What the others are held against."""
+"""The policy that the others are compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,19 +20,19 @@ class HybridEngine:
     """An engine that is ready, started once for all runs."""
 
     executor: Executor
-    """With host memory, and a CPU that attends to what is there."""
+    """An executor with host memory, and a CPU that attends there."""
     host_blocks: int
-    """Of that memory."""
+    """KV blocks in host memory."""
     max_model_len: int
     """Longest sequence in tokens."""
     measure_times: Callable[[], TieredTimes]
     """Measures what things take now, for the simulator."""
     predictor: Predictor
-    """The same for policies, by its profile; nothing corrects it."""
+    """Predictor from the engine's profile, for the policies; nothing corrects it."""
     make_predictor: Callable[[], Predictor]
-    """Makes one that corrects itself, as policies have it."""
+    """Makes a predictor that corrects itself, as policies use it."""
     host_threads: int
-    """Of the CPU."""
+    """CPU threads that compute attention."""
     compiled: bool
     """Whether its layers run compiled."""
     close: Callable[[], None]
@@ -43,10 +43,10 @@ class HybridVariant:
     """A policy in a case."""
 
     policy: str
-    """What it is called."""
+    """Name of the policy."""
     make_scheduler: Callable[[], Scheduler]
     make_simulated: Callable[[], Scheduler]
-    """Makes a scheduler for the simulator, which is told of the profile alone."""
+    """Makes a scheduler for the simulator, with the uncorrected predictor of the profile."""
 
     @property
     def name(self) -> str:

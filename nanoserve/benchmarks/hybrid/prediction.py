@@ -10,19 +10,19 @@ from nanoserve.record.forecasts import Forecast
 
 
 class ErrorFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of steps of one strategy: errors are shares of what they took."""
+    """Errors of one strategy's steps, as shares of the measured time."""
 
     steps: int
-    """How many."""
+    """Number of steps."""
     median: float
     p90: float
-    """Of the errors' sizes."""
+    """Percentiles of the absolute errors."""
     bias: float
     """The median with its sign; above 0, too much is predicted."""
 
     @classmethod
     def of(cls, forecasts: Sequence[Forecast]) -> "ErrorFigures | None":
-        """None of no steps."""
+        """Summarize the errors of these forecasts; None without measured steps."""
         errors = np.array([one.predicted / one.measured - 1 for one in forecasts if one.measured])
         if not errors.size:
             return None
@@ -31,7 +31,7 @@ class ErrorFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PredictionErrors(msgspec.Struct, frozen=True, kw_only=True):
-    """By strategy, and of all steps; None where there are none."""
+    """Errors of all steps and of each strategy; None where there are no steps."""
 
     all: ErrorFigures | None
     device: ErrorFigures | None
@@ -40,7 +40,7 @@ class PredictionErrors(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, forecasts: Sequence[Forecast]) -> "PredictionErrors":
-        """Of a run."""
+        """Summarize the errors of a run's forecasts."""
 
         def figures(strategy: Strategy) -> ErrorFigures | None:
             return ErrorFigures.of([one for one in forecasts if one.work.strategy == strategy])

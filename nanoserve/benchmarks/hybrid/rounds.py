@@ -1,4 +1,4 @@
-"""The device alone and with the CPU's help, in interleaved rounds: what each made of the same requests. No torch."""
+"""The device alone and with the CPU's help, in interleaved rounds over the same requests. No torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,16 +24,16 @@ and the closed form takes the second pass through the linear layers to be as lon
 
 
 class HybridMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one variant's run."""
+    """Metrics of one variant's run."""
 
     seconds: float
-    """From the first arrival to the last token."""
+    """Time from the first arrival to the last token."""
     output_tokens_per_s: float
     latencies: Latencies
     steps: StepCounts
     device_share: float
     processor_share: float
-    """Of that time, in which a step was under way, and in which the CPU attended."""
+    """Shares of that time in which a step was under way, and in which the CPU computed attention."""
     engine_ms: float
     """The engine's part of a step, the median: from when results are known until the next plan is made."""
     swaps_out: int
@@ -41,9 +41,9 @@ class HybridMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences that moved from device to host memory, and back."""
     preemptions: int
     errors: PredictionErrors
-    """Of what was predicted of the steps."""
+    """Errors of the predictions for the steps."""
     gains: Gains | None
-    """Of steps without prompts, over the device alone; None until the round is over."""
+    """Gains of steps without prompts over the device alone; None until the round is over."""
     simulated: Simulation
     """What the simulator makes of the same requests, in the times that were measured in the round."""
     simulation_error: float
@@ -65,7 +65,7 @@ class HybridBench(VariantsBench[HybridVariant, HybridMetrics]):
     """What the rounds of one case share."""
 
     engine: HybridEngine
-    """Runs all of them."""
+    """The engine that runs all variants."""
     block_size: int
     """Tokens of a KV block."""
     _runs: dict[str, RunRecord] = field(default_factory=dict, init=False)
@@ -84,7 +84,7 @@ class HybridBench(VariantsBench[HybridVariant, HybridMetrics]):
         return figures_of(record, simulated, foreign_cores)
 
     def rounds(self, wanted: int) -> Iterator[HybridRound]:
-        """As they are done. Gains are known when the device alone has run too, in whatever turn."""
+        """Yield rounds as they end. Gains are known once the device alone has run too, in whatever order."""
         for done in VariantsBench.rounds(self, wanted):
             held = _with_gains(done.variants, self._runs, self.variants[0].name, self.engine)
             yield msgspec.structs.replace(done, variants=held)
@@ -112,7 +112,7 @@ def _with_gains(
 
 
 def figures_of(record: RunRecord, simulated: Simulation, foreign_cores: float | None) -> HybridMetrics:
-    """What came of a run."""
+    """Metrics of a run."""
     seconds, plans = record.makespan, record.plans
     directions = [swap.direction for plan in plans for swap in plan.swaps]
     attending = sum(work.seconds for result in record.results for work in result.host_work)
@@ -136,7 +136,7 @@ def figures_of(record: RunRecord, simulated: Simulation, foreign_cores: float | 
 
 
 def pairs(policies: Sequence[str]) -> list[tuple[str, str, str]]:
-    """What is held against what, and what that is called: everyone against the first."""
+    """Pairs to compare, as (title, over, under): every policy against the first."""
     first, *others = policies
     return [(f"{other} over {first}", other, first) for other in others]
 
@@ -164,7 +164,7 @@ def findings(rounds: Sequence[HybridRound], *, holds_everything: bool) -> Findin
 
 
 def _names(names: Iterator[str]) -> tuple[str, ...]:
-    """Each once."""
+    """Keep each name once, in order."""
     return tuple(dict.fromkeys(names))
 
 

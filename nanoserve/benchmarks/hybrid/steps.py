@@ -20,12 +20,12 @@ class StepCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hybrid(self) -> int:
-        """Those in which the CPU attends."""
+        """Steps in which the CPU computes attention."""
         return self.asymmetric + self.overlap
 
     @classmethod
     def of(cls, plans: Sequence[StepPlan]) -> "StepCounts":
-        """Of all plans that are steps; those of nothing but swaps are none."""
+        """Count the plans that are steps; plans that only swap are not."""
         counts = Counter(plan.strategy for plan in plans if plan.ends)
         return cls(device=counts["device"], asymmetric=counts["asymmetric"], overlap=counts["overlap"])
 
@@ -36,27 +36,27 @@ class DecodeStep:
 
     strategy: Strategy
     seconds: float
-    """Of the device."""
+    """Time on the device, in seconds."""
     decodes: int
     keys: int
-    """Device rows, and what they read in a layer."""
+    """Device rows, and the keys that they read in one layer."""
     host_sequences: int
-    """Whose KV was in host memory, or on its way there."""
+    """Sequences whose KV was in host memory, or on its way there."""
     host_tokens: float
-    """What these gained: each of the L + 1 passes that a token takes is as much of it, even where the token is not
-    ready yet."""
+    """Tokens that these sequences gained: each of the L + 1 passes of a token counts as an equal part, even if the
+    token is not finished yet."""
 
 
 @dataclass(slots=True)
 class _HostFollower:
-    """Who is in host memory, and how far the tokens under way there are."""
+    """Follows the sequences in host memory and the progress of their tokens under way."""
 
     layers: int
-    """Of the model."""
+    """Number of layers in the model."""
     resident: set[int] = field(default_factory=set)
     """Sequences in host memory or on their way there."""
     passed: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Of each token under way, the layers behind it; by the plan that it began in, then by sequence."""
+    """Layers that each token under way has passed, by the plan that it began in and then by sequence."""
 
     def on_plan(self, plan: StepPlan) -> float:
         """The plan's step is computed; returns passes of host sequences that begin or finish a token in it."""
@@ -75,7 +75,7 @@ class _HostFollower:
         return self.layers + 1 if row.tokens else self._finished(row.sequence)
 
     def on_result(self, result: StepResult) -> int:
-        """Returns passes of those whose tokens are under way, or end with it."""
+        """Take in a result; returns passes of sequences whose tokens are under way, or end with it."""
         passes = sum([self._finished(answer.sequence) for answer in result.answers])
         for progress in result.cohorts:
             members = self.passed.get(progress.step, {})

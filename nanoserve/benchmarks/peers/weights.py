@@ -23,7 +23,7 @@ from nanoserve.models.shapes import DUMMY_PREFIX, dummy_config, dummy_shape
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 
 _FILES = 2
-"""Names how files are written, where they are kept: another one whenever a peer is to find them written anew."""
+"""Version of the file format in the cache's names; raise it to make peers' files be rewritten."""
 
 
 def checkpoint_directory(model: ResolvedModel, dtype: str) -> Path:

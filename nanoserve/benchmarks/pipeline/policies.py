@@ -10,15 +10,15 @@ from nanoserve.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineScheduling:
-    """What the schedulers of all engines and policies have in common."""
+    """Settings that the schedulers of all engines and policies share."""
 
     num_blocks: int
-    """KV blocks, as many for each engine; so that none has more to work with than another."""
+    """KV blocks; every engine has the same number, so that none has more to work with."""
     block_size: int
     max_model_len: int
     max_num_seqs: int
     token_budget: int
-    """Of a step."""
+    """Most tokens of a step."""
 
     def maker(self, policy: str, executor: Executor) -> Callable[[], Scheduler]:
         """Makes a new scheduler that follows this policy on this executor. Prompts are random: nothing is shared."""

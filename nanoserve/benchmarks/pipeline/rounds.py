@@ -19,7 +19,7 @@ from nanoserve.scheduler.plan import Executor
 from nanoserve.scheduler.scheduler import Scheduler
 
 RATIOS = ("output_tokens_per_s", "ttft_ms", "tpot_ms", "e2el_ms")
-"""Of the latencies, those of the means."""
+"""Metrics that are compared; latencies count by their means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class PipelineVariant:
 
     policy: str
     engine: str
-    """What it is called."""
+    """Name of the engine."""
     executor: Executor
     make_scheduler: Callable[[], Scheduler]
     workers: int
     tensor_parallel: int
     simulated: bool
-    """As OpenEngine has them."""
+    """The same as the fields of OpenEngine."""
 
     @property
     def name(self) -> str:
@@ -42,15 +42,15 @@ class PipelineVariant:
 
     @property
     def layouts(self) -> tuple[ParallelLayout, ...]:
-        """Its parallel layout, as far as traces show it."""
+        """The parallel layout that traces show."""
         return (ParallelLayout(tensor_parallel=self.tensor_parallel),)
 
 
 class PipelineMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one variant's run."""
+    """Metrics of one variant's run."""
 
     seconds: float
-    """From the first arrival to the last token."""
+    """Time from the first arrival to the last token."""
     output_tokens_per_s: float
     total_tokens_per_s: float
     requests: int
@@ -58,7 +58,7 @@ class PipelineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     tpot_ms: Distribution | None
     itl_ms: Distribution | None
     e2el_ms: Distribution | None
-    """Over requests."""
+    """Latencies over requests."""
     steps: int
     """Micro-batches, and how their tokens, prompt tokens and decodes are distributed over them."""
     tokens: Distribution | None
@@ -68,9 +68,9 @@ class PipelineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Standard deviation of a micro-batch's tokens over their mean."""
     preemptions: int
     stages: tuple[StageShares, ...]
-    """What each stage's time went into; none of one process."""
+    """Shares of each stage's time; empty for a single process."""
     engine_ms: float
-    """That the engine took to make a plan, in the median."""
+    """Median time that the engine took to make a plan."""
     engine_share: float
     """The sum of these over the time with something in flight."""
     floor_seconds: float
@@ -81,7 +81,7 @@ class PipelineMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bubbles(self) -> float | None:
-        """Mean over the stages; None of one process."""
+        """Mean bubble share over the stages; None for a single process."""
         return statistics.fmean(stage.bubbles for stage in self.stages) if self.stages else None
 
     def metric(self, name: str) -> float | None:
@@ -100,7 +100,7 @@ class PipelineBench(VariantsBench[PipelineVariant, PipelineMetrics]):
 
     cost: ModelCost
     limits: Limits
-    """Of the model and of this machine, for the floor of each run."""
+    """Cost of the model and limits of this machine, for the floor of each run."""
 
     def run(self, variant: PipelineVariant, number: int) -> RunRecord:
         return run_requests(

@@ -52,14 +52,14 @@ def run_requests(
     Args:
         executor: with nothing in flight; it is not closed.
         requests: with arrival times from the beginning of the run on, in order.
-        workers: how many there are that say what they do; 0 where nobody does.
+        workers: number of workers that report their times; 0 without any.
 
     Raises:
         UsageError: if a request can never run.
         RuntimeFailure: if one fails, workers die, attention on the CPU is lost, or a worker does not say what it did.
     """
     if isinstance(executor, Telling):
-        executor.take_times()  # of what was before
+        executor.take_times()  # discard the times of earlier runs
     began = executor.now()
     moved = [replace(request, arrival_time=began + request.arrival_time) for request in requests]
     engine = Engine(make_scheduler(), executor, vocab_size=vocab_size)

@@ -22,7 +22,7 @@ _TOKEN = 0
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of the same requests, simulated over real."""
+    """Simulated metrics of a run's requests over the real ones."""
 
     makespan: float
     ttft: float
@@ -31,9 +31,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     simulated_seconds: float
     simulated_ttft_ms: float
     simulated_tpot_ms: float | None
-    """What the ratios are of."""
+    """Simulated values that the ratios come from."""
     plans: int
-    """Of the real run."""
+    """Plans of the real run."""
     replayed: int
     """How many of these a replay of the record made again: all."""
     others: int

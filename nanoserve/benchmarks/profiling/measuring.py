@@ -41,7 +41,7 @@ class EngineTimer:
         self.most_rows = pool.num_blocks // -(-(_PROMPT + _ANSWER) // pool.block_size)
 
     def seconds(self, rows: int) -> float:
-        """What the engine adds to a step of so many decodes: the median over the steps of a short run."""
+        """Seconds that the engine adds to a step of ``rows`` decodes: the median over the steps of a short run."""
         engine, recorder = self._engine, self._engine.recorder
         for _ in range(rows):
             name = f"profile-{next(self._names)}"

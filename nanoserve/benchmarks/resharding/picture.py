@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLOURS = {"prefill": "#E69F00", "decode": "#56B4E9", "draining": "#999999", "re-sharding": "#CC79A7"}
-"""Of Okabe and Ito's palette, which the colour-blind can tell apart."""
+"""Colours from Okabe and Ito's palette, which the colour-blind can tell apart."""
 _POOL, _DEVICE = "#000000", "#D55E00"
 _STRIP, _TOP = (103.0, 118.0), 122.0
 """Between which heights of the panel, whose lines end at 100 %, the phases are drawn, and where it ends."""

@@ -1,4 +1,4 @@
-"""Who takes part: each layout alone with the policies that suit it, and the ways of going from one to the other."""
+"""The compared variants: each layout alone with its policies, and the ways of changing between two layouts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,17 +27,17 @@ class Workers:
     """Workers that are ready, in one layout or two."""
 
     name: str
-    """What tells them from others."""
+    """Name that tells these workers from others."""
     executor: LayoutsExecutor
-    """Theirs; started once for all runs."""
+    """The workers' executor; it is started once for all runs."""
     layouts: tuple[ParallelLayout, ...]
     capacities: tuple[LayoutCapacity, ...]
     predictors: tuple[Predictor, ...]
-    """By layout; no predictors with one."""
+    """One entry per layout; there are no predictors with a single layout."""
     host_blocks: int
-    """Of the pool."""
+    """KV blocks of the host pool."""
     host_link_bandwidth: float | None
-    """As it was measured, in bytes per second of one worker; None where it was not."""
+    """Measured bandwidth of one worker to or from host memory, in bytes per second; None if not measured."""
     compiled: bool
     """Whether their layers run compiled."""
     close: Callable[[], None]
@@ -45,13 +45,13 @@ class Workers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardScheduling:
-    """What all schedulers have in common."""
+    """Settings that all schedulers of the benchmark share."""
 
     block_size: int
     max_model_len: int
     max_num_seqs: int
     token_budget: int
-    """Of a step."""
+    """Most tokens of a step."""
 
     def variants(self, workers: Sequence[Workers]) -> Iterator[ReshardVariant]:
         """Each layout alone, on all workers that have it, before the ways of going from one to the other."""

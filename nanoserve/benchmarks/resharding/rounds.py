@@ -24,9 +24,9 @@ class ReshardVariant:
     """A policy on workers in one layout, or in two."""
 
     policy: str
-    """What it is called."""
+    """Name of the policy."""
     where: str
-    """What tells its workers and layouts from others."""
+    """Name of its workers and layouts."""
     place: WorkerPlacement
     make_scheduler: Callable[[], Scheduler]
 
@@ -36,7 +36,7 @@ class ReshardVariant:
 
     @property
     def layouts(self) -> tuple[ParallelLayout, ...]:
-        """One, or that of prompts and that of decodes."""
+        """One layout, or the layouts of prompts and of decodes."""
         return self.place.layouts
 
 
@@ -45,11 +45,11 @@ class PhaseFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill: float
     decode: float
-    """In the layout of each, from the first plan to the last answer."""
+    """Time in the layout of each, from the first plan to the last answer."""
     draining: float
-    """Until nothing was in flight or on the device."""
+    """Time until nothing was in flight or on the device."""
     resharding: float
-    """From telling the workers to hearing that all are done."""
+    """Time from telling the workers until all have finished."""
     prefill_tokens_per_s: float | None
     decode_tokens_per_s: float | None
     """Tokens planned in each phase over its time; None without."""
@@ -60,10 +60,10 @@ class PhaseFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReshardMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one variant's run."""
+    """Metrics of one variant's run."""
 
     seconds: float
-    """From the first arrival to the last token."""
+    """Time from the first arrival to the last token."""
     output_tokens_per_s: float
     total_tokens_per_s: float
     requests: int
@@ -109,7 +109,7 @@ class ReshardBench(VariantsBench[ReshardVariant, ReshardMetrics]):
 def figures_of(
     variant: ReshardVariant, record: RunRecord, vocab_size: int, foreign_cores: float | None
 ) -> ReshardMetrics:
-    """What came of a run.
+    """Metrics of a run.
 
     Raises:
         ValueError: if a replay of it makes other plans.

@@ -20,7 +20,7 @@ class LayoutsExecutor(Executor, Telling, Protocol):
     """What workers with one parallel layout or several are to a benchmark."""
 
     layout: int
-    """Number of the one that runs."""
+    """Number of the current layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,15 @@ class WorkerPlacement:
 
     executor: LayoutsExecutor
     layouts: tuple[ParallelLayout, ...]
-    """By the numbers of its schedulers: one, or that of prompts and that of decodes."""
+    """Layouts by the scheduler's numbers: one, or the layouts of prompts and of decodes."""
     first: int
-    """The workers' number of the first of these."""
+    """The workers' number of the first layout."""
     workers: int
-    """How many there are."""
+    """Number of workers."""
     block_size: int
     """Tokens of a KV block."""
     host_link_bandwidth: float | None
-    """As it was measured, in bytes per second of one worker; None where it was not."""
+    """Measured bandwidth of one worker to or from host memory, in bytes per second; None if not measured."""
 
 
 class _InLayout:

@@ -16,15 +16,15 @@ from nanoserve.simulator.tiered_executor import TieredExecutor
 
 
 class ReshardComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The same requests, simulated over real."""
+    """Simulated metrics of a run's requests over the real ones."""
 
     makespan: float
     """Ratio of the whole times."""
     simulated_seconds: float
     simulated_transitions: int
-    """Of the simulation."""
+    """Changes of the layout in the simulation."""
     plans: int
-    """Of the real run."""
+    """Plans of the real run."""
     replayed: int
     """How many of these a replay of the record made again: all."""
     others: int
@@ -60,7 +60,7 @@ def compare_with_simulator(
     """Replay the record, and simulate the requests in the times that steps and moves of the run took.
 
     Returns:
-        None where a layout computed nothing: nobody knows what that would take.
+        None if a layout computed nothing: its step times are unknown.
 
     Args:
         record: of a run at that place.
@@ -99,7 +99,7 @@ def measured_layouts(record: RunRecord, place: WorkerPlacement) -> list[Measured
 
 
 def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> float:
-    """Of a token, from plan to answer, of the swaps begun in that layout; those of a direction follow each other.
+    """Seconds per token, from plan to answer, of swaps that began in this layout; each direction is a queue.
 
     A swap that follows its row begins when the step does. One that is answered with the step may have been over sooner:
     it counts only as what came before those of the same plan that took longer.

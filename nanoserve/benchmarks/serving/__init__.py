@@ -1,1 +1,1 @@
-"""Load for an OpenAI-compatible server: when requests come, what they ask, what is told of the answers. No torch."""
+"""Load for an OpenAI-compatible server: arrival times, requests, and metrics of the answers. No torch."""

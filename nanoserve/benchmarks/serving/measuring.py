@@ -30,7 +30,7 @@ class Point(msgspec.Struct, frozen=True):
     """How requests come."""
 
     concurrency: int | None = None
-    """Closed loop with so many clients; None is an open loop."""
+    """Number of clients of a closed loop; None means an open loop."""
     rate: float | None = None
     """Requests per second of an open loop; None takes the times of a trace as they are."""
     traced: bool = False
@@ -56,7 +56,7 @@ class ServeBench:
     Args:
         seed: of the Poisson arrivals. Prompts are never repeated, whatever the seed.
         slo: what a good answer keeps to.
-        foreign: tells the load of others; None if the server's own process is unknown, so that nobody can tell.
+        foreign: measures the load of other processes; None if the server's own process is unknown.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ class OwnServer:
         raise RuntimeFailure(f"the server did not start: {last.removeprefix(_PREFIX)}")
 
     def close(self) -> None:
-        """End it, whatever it is doing: nobody waits for its answers any more."""
+        """End the server, whatever it is doing: its answers are not needed any more."""
         for _ in range(2):  # the second one says not to wait for running requests
             self._process.send_signal(signal.SIGTERM)
         try:

@@ -157,7 +157,7 @@ def _goodput(runs: Sequence[LoadRun], slo: Slo) -> dict[str, Any]:
 
 
 def _samples(runs: Sequence[LoadRun], slo: Slo | None) -> dict[str, list[float]]:
-    """The figures of each whole run in which an answer came, for ``bench diff``."""
+    """The metrics of each whole run in which an answer came, for ``bench diff``."""
     full = [run for run in runs if run.complete and not run.unfinished]
     samples = {
         f"{name}_ms": [MILLISECONDS * _mean([getattr(one, name) for one in run.complete]) for run in full]

@@ -18,7 +18,7 @@ class Work:
     """When the requests of a trace came, one for each."""
 
     def fitting(self, context: int | None) -> "Work":
-        """The requests that fit into a context of so many tokens; all of them if it is not known.
+        """The requests that fit into a context of ``context`` tokens; all requests if it is None.
 
         Raises:
             UsageError: if none does.
