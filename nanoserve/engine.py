@@ -76,7 +76,7 @@ class TokenCounts:
         self.outstanding += len(request.prompt)
 
     def on_updates(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
-        """What sequences gained at a moment, each at most once; returns the same."""
+        """Count what sequences gained at one moment, each at most once; returns the same updates."""
         for update in updates:
             request, gained = self._unended[update.request_id], len(update.new_tokens)
             if gained and not request.answered:
@@ -125,7 +125,7 @@ class Engine:
 
     @property
     def _runs(self) -> Executor | Recorder:
-        """What plans are handed to."""
+        """The executor, or the recorder before it, to which plans go."""
         return self.executor if self._recorder is None else self._recorder
 
     @property
@@ -145,7 +145,7 @@ class Engine:
 
     @property
     def status(self) -> EngineStatus:
-        """How it is doing."""
+        """A snapshot of what the engine holds and has done."""
         scheduler = self.scheduler
         return EngineStatus(
             layouts=(scheduler.layout,),
@@ -249,7 +249,7 @@ class Engine:
         return updates
 
     def _fail(self, error: RuntimeFailure) -> list[SequenceUpdate]:
-        """What is in flight ends with an error, or everything."""
+        """End what is in flight with an error, or all sequences if the workers are gone."""
         if isinstance(error, WorkersFailed):
             self.failure = str(error)
             return self.tokens.on_updates(self.scheduler.fail_all(self.failure, self.now()))

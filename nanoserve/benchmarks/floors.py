@@ -66,7 +66,7 @@ class Limits:
     """A multiply-add counts as two."""
 
     def at_least(self, *bytes_per_second: float) -> "Limits":
-        """The same with the best of these readings, where one was better."""
+        """Limits with the best bandwidth of these readings, if one is better."""
         return Limits(max(self.bytes_per_second, *bytes_per_second), self.operations_per_second)
 
     def seconds(self, num_bytes: float, operations: float) -> float:
@@ -107,5 +107,5 @@ class ModelCost:
 
 
 def _work(step: StepShape) -> StepWork:
-    """As far as matrix products go, which do not see where a token stands."""
+    """Sum a step up for its matrix products, which do not depend on token positions."""
     return StepWork(decodes=step.tokens, sampled=step.sampled)

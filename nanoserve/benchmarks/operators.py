@@ -178,12 +178,12 @@ def linear_cases(rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCa
 
 
 def count_linear_cases(rows: Sequence[int], dtype: torch.dtype) -> int:
-    """How many `linear_cases` yields."""
+    """Number of cases that `linear_cases` yields."""
     return sum(len(_rows_of(name, rows, dtype)) for name, *_ in _matrices())
 
 
 def _rows_of(matrix: str, rows: Sequence[int], dtype: torch.dtype) -> list[int]:
-    """Those that this matrix is multiplied with; for weights of 32 bits there is no operator of our own."""
+    """Numbers of rows that this matrix is measured with; 32-bit weights have no operator of our own."""
     return [] if dtype == torch.float32 else [count for count in rows if matrix != "head" or count <= HEAD_ROWS]
 
 
@@ -224,7 +224,7 @@ def _cold(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _copies(tensor: Tensor) -> list[Tensor]:
-    """As many as no cache holds."""
+    """Copies of a tensor, too many for any cache to hold."""
     return [tensor, *(tensor.clone() for _ in range(max(2, math.ceil(COLD_BYTES / tensor.nbytes)) - 1))]
 
 
@@ -261,7 +261,7 @@ def measure_case(
 
 
 def _calls_in_a_turn(route: Route) -> int:
-    """As many as take about `_TURN_SECONDS`; the route has run twice then and is warm."""
+    """Number of calls that take about `_TURN_SECONDS`; the route has run twice by then and is warm."""
     with torch.inference_mode(), route.context():
         route.call()
         return min(_MOST_CALLS, max(1, round(_TURN_SECONDS / _seconds(route.call))))

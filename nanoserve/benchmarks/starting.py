@@ -59,7 +59,7 @@ def start_once(model: str | None, settings: dict[str, object], threads: int | No
 
 
 def stage_lengths(marks: dict[str, float]) -> dict[str, float]:
-    """From times since the start to the length of each stage, in order."""
+    """Turn times since the start into the length of each stage, in order."""
     ends = [marks[name] for name in STAGES]
     return {name: end - before for name, before, end in zip(STAGES, [0.0, *ends], ends, strict=False)}
 
@@ -92,6 +92,6 @@ def _drop(file: Path) -> int:
 
 
 def library_directories() -> list[Path]:
-    """Where torch and nanoserve lie."""
+    """Directories of torch and nanoserve."""
     found = [find_spec(name) for name in ("torch", "nanoserve")]
     return [Path(spec.origin).parent for spec in found if spec is not None and spec.origin is not None]

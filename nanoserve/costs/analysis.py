@@ -23,7 +23,7 @@ class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
     phase: str
     """Prefill or decode."""
     operator: str
-    """Its name."""
+    """Name of the operator."""
     flops: float
     bytes: float
     """What it computes and moves; for communication, the bytes of the tensors."""

@@ -56,7 +56,7 @@ class AppendixA:
     def of(
         cls, model: ModelConfig, *, bandwidth: float, flops: float, all_reduce_bandwidth: float = float("inf")
     ) -> "AppendixA":
-        """For a dense model."""
+        """The closed forms of a dense model."""
         attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
         return cls(
             layers=model.num_layers,

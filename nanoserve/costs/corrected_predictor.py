@@ -22,9 +22,9 @@ class _Part:
     """Something that steps spend time on. Its factor is a line over the logarithm of its size."""
 
     first: int
-    """The number of its first factor."""
+    """Number of the part's first factor."""
     factors: int
-    """How many it has."""
+    """Number of factors in the part."""
     smallest: int
     """The logarithm (base 16) of the size of the first one."""
 

@@ -72,11 +72,11 @@ class Operator(msgspec.Struct, frozen=True):
     weight_bytes: float
     kv_bytes: float
     activation_bytes: float
-    """What it reads and writes."""
+    """Bytes that the operator reads and writes."""
 
     @property
     def bytes(self) -> float:
-        """All that moves between memory and processor."""
+        """All bytes that move between memory and processor."""
         return self.weight_bytes + self.kv_bytes + self.activation_bytes
 
     @property

@@ -61,7 +61,7 @@ class MeasuredGrid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The medians, one row for each batch."""
     low: tuple[tuple[float, ...], ...]
     high: tuple[tuple[float, ...], ...]
-    """Their quartiles."""
+    """The lower and upper quartiles, in the shape of ``seconds``."""
 
     def __post_init__(self) -> None:
         check_sizes("batches", self.batches)

@@ -94,7 +94,7 @@ class Machine:
     host_memory_bytes: float
     """Host memory of a node; 0 if unknown."""
     source: str
-    """Where the figures of the device come from."""
+    """Source of the device's data."""
 
     def link_among(self, first: int, count: int) -> Link:
         """What joins ``count`` devices from the one numbered ``first``: the node's link, or the network between nodes.

@@ -70,7 +70,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     workload: str
     """Description in words."""
     real: tuple[RunFigures, ...]
-    """Each run."""
+    """Metrics of each run."""
     by_profile: RunFigures
     """The simulator over the measured times."""
     by_factors: RunFigures
@@ -92,7 +92,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Model, number format, operators, threads of the device and of attention in host memory, whether layers are
     compiled."""
     foreign_cores: float | None
-    """How many other programs kept busy meanwhile; None where the system does not tell."""
+    """Cores that other programs kept busy meanwhile; None if the system does not tell."""
     model: ModelConfig
     """The model's shape."""
     bits: int
@@ -107,16 +107,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     decode_attention: MeasuredGrid
     """Attention of single tokens in one layer, on the device."""
     host_attention: MeasuredGrid
-    """The same by the threads that attend in host memory, beside a busy device, from handing over queries, keys and
-    values until the result is there."""
+    """Attention by the threads in host memory, beside a busy device, from handing over queries, keys and values until
+    the result is there."""
     host_exchange: MeasuredCurve
-    """Over rows, the same for sequences of one key each: it is mostly handing over."""
+    """Host attention for sequences of one key each, over rows: mostly the time of handing over."""
     prefill_attention: MeasuredCurve
     """Attention of one whole prompt in one layer, over its tokens."""
     copy: MeasuredCurve
     """Between device memory and the CPU's, over bytes; one place to another where both are the same."""
     inputs: MeasuredCurve
-    """What an executor does in a step before its layers, over rows."""
+    """Work of an executor in a step before the layers, over rows."""
     head: MeasuredCurve
     """Logits and greedy sampling, over sampled rows."""
     engine: MeasuredCurve

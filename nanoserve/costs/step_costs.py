@@ -28,7 +28,7 @@ class Channel:
         return cls(link.bandwidth * (1.0 if link.measured else efficiency.link), link.latency)
 
     def send_seconds(self, num_bytes: float) -> float:
-        """One message from one device to another."""
+        """Seconds to send one message from one device to another."""
         return self.latency + num_bytes / self.bandwidth
 
     def all_reduce_seconds(self, num_bytes: float, devices: int) -> float:

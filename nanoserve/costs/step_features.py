@@ -17,7 +17,7 @@ class HostBatch(msgspec.Struct, frozen=True):
     """Host sequences that take part in a step and are equally far."""
 
     sequences: int
-    """How many."""
+    """Number of sequences."""
     context_tokens: int
     """Keys that their attention reads in each layer, summed over them."""
     attended: int = 0

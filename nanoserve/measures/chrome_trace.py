@@ -81,7 +81,7 @@ class ChromeTraceFile:
             raise self._failure(error) from error
 
     def _group(self, name: str) -> int:
-        """Its number; what a group is called is written before its first event."""
+        """Number of the group; its name is written before its first event."""
         if name not in self._groups:
             self._groups[name] = number = len(self._groups)
             self._write({"name": "process_name", "ph": "M", "pid": number, "args": {"name": name}})

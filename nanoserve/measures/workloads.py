@@ -137,7 +137,7 @@ def read_arrivals(path: Path, limit: int | None = None, *, in_order: bool = Fals
 
 
 Row = tuple[str, dict[str, str | None], Sequence[str]]
-"""Where it is, its fields, and which of them are wanted."""
+"""A row of a trace: its place in the file, its fields, and the names of the wanted fields."""
 
 
 def _rows(path: Path, limit: int | None, choose: Callable[[Sequence[str]], Sequence[str]]) -> list[Row]:

@@ -95,7 +95,7 @@ class Comparisons(Runs[Place, PipelineCase]):
 
     @property
     def places(self) -> list[Place]:
-        """All but those of throttling."""
+        """All entries and labels except those of throttling."""
         return [(entry, label) for entry, label in self.jobs if label != THROTTLING.label]
 
     def over_throttling(self, place: Place, metric: Metric) -> Spread:

@@ -24,9 +24,9 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     """A serving system as far as the simulator knows one."""
 
     label: str
-    """Its name in tables and pictures."""
+    """Name of the system in tables and pictures."""
     policy: str
-    """By its name in the registry."""
+    """Name of its policy in the registry."""
     token_budget: int = 2048
     """Tokens of a step at most."""
     parameters: tuple[tuple[str, Any], ...] = ()
@@ -43,7 +43,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
         return ParallelLayout(pipeline_parallel=devices)
 
     def with_(self, label: str, **parameters: Any) -> "System":
-        """The same with other parameters of its policy."""
+        """The same system with other parameters of its policy."""
         return replace(self, label=label, parameters=(*self.parameters, *parameters.items()))
 
 
@@ -57,7 +57,7 @@ class SystemCase(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """For the line of progress."""
+        """Name for the progress line."""
         raise NotImplementedError
 
     def run(self) -> Any:
@@ -143,7 +143,7 @@ class PipelineCase(SystemCase, frozen=True, kw_only=True):
     lengths: str
     """Name of a distribution of lengths."""
     requests: int
-    """How many."""
+    """Number of requests."""
     rate: float | None = None
     """Requests per second, Poisson arrivals; None means all at once."""
     max_num_seqs: int = 4096

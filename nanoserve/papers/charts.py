@@ -32,7 +32,7 @@ class ChartCurve(msgspec.Struct, frozen=True):
     xs: Sequence[float] | Sequence[str]
     """Numbers for lines; for bars the names of the groups, equal for all curves of a panel."""
     ys: Sequence[float]
-    """As many."""
+    """One value for each of ``xs``."""
     lows: Sequence[float] = ()
     highs: Sequence[float] = ()
     """How far ys spread over seeds; empty where that is not shown."""
@@ -65,9 +65,9 @@ class Chart(msgspec.Struct, frozen=True):
     """A picture: panels in rows."""
 
     title: str
-    """Above all."""
+    """Title above all panels."""
     panels: Sequence[Panel]
-    """From left to right, row by row."""
+    """Panels from left to right, row by row."""
     columns: int = 4
     """Panels in a row."""
 

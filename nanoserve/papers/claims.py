@@ -49,7 +49,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     paper: str
     """The paper's number."""
     ours: Spread
-    """The same, simulated."""
+    """Our simulated number, over the seeds."""
     form: str = "{:.2f}"
     """How ours is written, for str.format: "{:.2f}x"."""
     at_least: float | None = None
@@ -91,7 +91,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         return f"at least {low}" if low else f"at most {high}" if high else "-"
 
     def row(self) -> dict[str, object]:
-        """For a report and a table."""
+        """The claim as a row of a report and of a table."""
         return {
             **msgspec.to_builtins(self),
             "ours_text": self.ours.text(self.form),

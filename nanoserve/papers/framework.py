@@ -23,7 +23,7 @@ class SimulationJob(Hashable, Protocol):
 
     @property
     def name(self) -> str:
-        """For the line of progress."""
+        """Name for the progress line."""
 
     def run(self) -> Any:
         """The outcome, which pickles."""
@@ -46,7 +46,7 @@ class Scale:
 
     @property
     def first_seed(self) -> "Scale":
-        """The same with one seed, for what is searched for or swept on the side."""
+        """The same scale with one seed, for searches and additional sweeps."""
         return Scale(self.seeds[:1], self.full)
 
     def pick(self, reduced: Value, full: Value) -> Value:
@@ -61,9 +61,9 @@ class Finding:
     claims: Sequence[Claim] = ()
     """Rows of the claims table."""
     chart: Chart | None = None
-    """Its picture; None where the figure is numbers only."""
+    """Picture of the figure; None if it consists of numbers only."""
     rows: Sequence[Mapping[str, Any]] = ()
-    """All numbers, for the report."""
+    """All numbers of the figure, for the report."""
     columns: Sequence[Column] = ()
     """Which of them make a table on the terminal; none for no table."""
 
@@ -86,7 +86,7 @@ class Paper:
     """A paper, as ``nanoserve bench paper`` knows it."""
 
     title: str
-    """Its name."""
+    """Title of the paper."""
     setting: tuple[str, str]
     """What is done at the reduced and at the full size, in a line each."""
     figures: Sequence[PaperFigure]

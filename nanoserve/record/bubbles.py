@@ -12,15 +12,15 @@ class StageShares(msgspec.Struct, frozen=True, kw_only=True):
     """One stage's time with something in flight, divided; the four shares add up to 1."""
 
     computing: float
-    """Its device's work. 1 less this is the stage's share of bubbles."""
+    """Share in which the device computed; 1 minus this is the stage's share of bubbles."""
     sending: float
-    """From there until the activations, or the answer, were on their way."""
+    """Share from the end of computing until the activations, or the answer, were on their way."""
     metadata: float
-    """It was free and its work was there, but its inputs were not prepared: what ``metadata_seconds`` says."""
+    """Share in which only the inputs were missing, as ``metadata_seconds`` defines it."""
     waiting: float
-    """The rest: for activations, or for a plan."""
+    """Share in which the stage waited for activations, or for a plan: the rest."""
     metadata_of_step: float
-    """Waiting for inputs, as a share of waiting for inputs, computing and sending."""
+    """Time waiting for inputs, as a share of the time waiting for inputs, computing and sending."""
 
     @property
     def bubbles(self) -> float:

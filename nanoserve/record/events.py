@@ -21,14 +21,14 @@ class Blocks(msgspec.Struct, frozen=True):
 
     used_device: int
     device: int
-    """KV blocks of the current layout that have an owner, and all."""
+    """Used KV blocks of the current layout, and all of its KV blocks."""
     used_host: int
     host: int
-    """The same of the host pool; a prompt that is still computed may have reserved some."""
+    """Used KV blocks of the host pool, and all of them; a prompt that is still computed may have reserved some."""
     on_device: int
-    """Sequences that run there."""
+    """Sequences that run on the device."""
     preemptions: int
-    """How many there were so far."""
+    """Number of preemptions so far."""
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> "Blocks":
@@ -57,7 +57,7 @@ class Arrived(msgspec.Struct, frozen=True):
     """The engine took a request in."""
 
     time: float
-    """On the engine's clock."""
+    """Time on the engine's clock, in seconds."""
     request: Request
 
 
@@ -80,9 +80,9 @@ class Planned(msgspec.Struct, frozen=True):
     plan: StepPlan
     load: Load | None
     decision: Decision
-    """What the policy was shown, and what it wanted; no load of plans that no scheduler made."""
+    """What the policy saw, and what it decided; the load is None if no scheduler made the plan."""
     blocks: Blocks
-    """What the plan's rows and swaps have left: what it gave and took is in the plan."""
+    """Blocks after the plan's rows and swaps; the plan itself says what it took and freed."""
     forecast: Forecast | None
     """The prediction for the plan; None if it was not predicted."""
     decodes: int
@@ -109,7 +109,7 @@ class Collected(msgspec.Struct, frozen=True):
     clock: float
     results: tuple[StepResult, ...]
     corrections: Mapping[str, float]
-    """By which factor each part of a prediction is corrected, before anything is learned from these results."""
+    """Correction factor of each part of a prediction, before anything is learned from these results."""
 
 
 class ExecutorFailed(msgspec.Struct, frozen=True):
@@ -122,7 +122,7 @@ class Gained(msgspec.Struct, frozen=True):
     """Sequences gained tokens, or ended."""
 
     time: float
-    """On the engine's clock."""
+    """Time on the engine's clock, in seconds."""
     updates: tuple[SequenceUpdate, ...]
 
 

@@ -12,22 +12,22 @@ from nanoserve.record.times import Beside, ReshardTimes, StageTimes, SwapTimes
 
 
 class CompletedRequest(NamedTuple):
-    """What became of one request; times in seconds."""
+    """Lengths and latencies of a finished request; times are in seconds."""
 
     request_id: str
     arrival: float
-    """When it came."""
+    """Arrival time of the request."""
     input_tokens: int
     output_tokens: int
     ttft: float
     tpot: float | None
-    """Between its tokens, on average; None if it has but one."""
+    """Mean time between its tokens; None if it has only one."""
     e2el: float
-    """``ttft``, ``e2el``: from then to its first and to its last token."""
+    """``ttft`` and ``e2el`` run from the arrival to the first and to the last token."""
 
 
 RequestObserver = Callable[[CompletedRequest], None]
-"""Is shown every request when it has ended."""
+"""Called with every request when it has ended."""
 
 
 class SloMeter:

@@ -135,7 +135,7 @@ class RunRecord:
         return [times for event in self.of(Worked) for times in event.stages]
 
     def count_stage_times(self) -> int:
-        """How many there are so far, while the run goes on."""
+        """Number of stage times so far; it may be called while the run goes on."""
         return sum(len(event.stages) for event in self.events if isinstance(event, Worked))
 
     @cached_property
@@ -166,7 +166,7 @@ class RunRecord:
 
     @property
     def preemptions(self) -> int:
-        """How many there were."""
+        """Number of preemptions in the run."""
         return self.blocks[-1][1].preemptions if self.blocks else 0
 
     @cached_property
@@ -190,7 +190,7 @@ class RunRecord:
 
     @property
     def _requests(self) -> list[Request]:
-        """As they came to the engine, which takes them in when a step has ended."""
+        """Requests in the order in which the engine took them in, which is after a step has ended."""
         return [event.request for event in self.of(Arrived)]
 
     @property

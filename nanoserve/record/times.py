@@ -13,27 +13,27 @@ class StageTimes(msgspec.Struct, frozen=True, array_like=True):
     """One worker's part in one plan, in the order in which it happens; ``prepared`` may come after ``arrived``."""
 
     step: int
-    """The plan."""
+    """Number of the plan."""
     rank: int
-    """The worker's, stage-major: stage * tensor-parallel degree + rank within the stage."""
+    """Rank of the worker, stage-major: stage * tensor-parallel degree + rank within the stage."""
     tokens: int
-    """That the plan computes."""
+    """Tokens that the plan computes."""
     received: float
-    """When the plan came."""
+    """Time at which the plan arrived."""
     prepared: float
-    """When its inputs were ready, which a thread of the worker sees to while another plan computes."""
+    """Time at which the plan's inputs were ready; a thread prepares them while another plan computes."""
     began: float
-    """When the worker was free and turned to the plan."""
+    """Time at which the worker was free and turned to the plan."""
     arrived: float
-    """When the activations of the stage before were there; ``began`` in the first stage."""
+    """Time at which the previous stage's activations had arrived; ``began`` in the first stage."""
     computed: float
-    """When the device's work was done."""
+    """Time at which the device's work was done."""
     sent: float
-    """When the activations were on their way to the next stage, or the answer to the engine."""
+    """Time at which the activations left for the next stage, or the answer for the engine."""
 
     @property
     def started(self) -> float:
-        """When the device's work could begin: the worker was free, its inputs ready and the activations there."""
+        """Time at which the device's work could begin: worker free, inputs ready and activations received."""
         return max(self.began, self.arrived, self.prepared)
 
 
@@ -43,14 +43,14 @@ class ReshardTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
     step: int
     """The plan that holds the transition."""
     rank: int
-    """The worker's."""
+    """Rank of the worker."""
     layout: int
-    """The new one's number."""
+    """Number of the new layout."""
     num_bytes: int
-    """Parameters that were filled with other values; 0 where it is simulated."""
+    """Bytes of the parameters that received new values; 0 in a simulation."""
     began: float
     ended: float
-    """With nothing else going on."""
+    """Start and end of the change; the worker does nothing else meanwhile."""
 
 
 class SwapTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -58,16 +58,16 @@ class SwapTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     swap: int
     rank: int
-    """The worker's."""
+    """Rank of the worker."""
     direction: Literal["out", "in"]
-    """``swap``, ``direction``: as in `Swap`."""
+    """``swap`` and ``direction`` have the meaning of `Swap`."""
     num_bytes: int
-    """What this worker moved; 0 where it is simulated."""
+    """Bytes that this worker moved; 0 in a simulation."""
     began: float
     ended: float
-    """Begin and end of the copying."""
+    """Start and end of the copying."""
     after_row: bool = False
-    """As in `Swap`; most of that time is spent waiting for layers to be computed then."""
+    """The same flag as in `Swap`; if it is set, most of the time is spent waiting for layers to be computed."""
 
 
 class HostTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -76,12 +76,12 @@ class HostTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
     began: float
     ended: float
     seconds: float
-    """How long the CPU attended between these moments."""
+    """Time that the CPU computed attention between ``began`` and ``ended``."""
     sequences: int
 
 
 Move = ReshardTimes | SwapTimes
-"""What a worker moved between device and host memory."""
+"""A move of one worker between device and host memory."""
 Beside = Move | HostTimes
-"""What goes on beside the stages' computing."""
+"""Activities beside the stages' computing."""
 Times = StageTimes | Beside

@@ -201,7 +201,7 @@ class RunTrace:
     # ---- the CPU ----------------------------------------------------------------------------------------------
 
     def _on_host(self, result: StepResult, now: float) -> None:
-        """What the CPU attended, and cohorts that are through or lost."""
+        """Draw the CPU's attention, and the cohorts that have finished or were lost."""
         processor = Track(self._workers, "attention on the CPU")
         self._draw_works(processor, result.host_work, now)
         if result.host_lost is not None:
@@ -240,7 +240,7 @@ class RunTrace:
             self._bar(Track(self._scheduler, "phases"), name, phase.began, phase.ended, _facts(phase))
 
     def _count_blocks(self, blocks: Blocks, now: float) -> None:
-        """How many are in use; written where that has changed."""
+        """Write the numbers of used blocks, if they have changed."""
         time, before = now - self._began, self._blocks
         device, host = (blocks.used_device, blocks.device), (blocks.used_host, blocks.host)
         if before is None or (before.used_device, before.device) != device:

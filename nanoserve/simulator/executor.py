@@ -70,7 +70,7 @@ class SimulatedExecutor:
         self._run(plan)
 
     def _run(self, plan: StepPlan) -> Sequence[Passage]:
-        """Its passage through each stage."""
+        """Run a plan now; returns its passage through each stage."""
         self._check_room(plan)
         answers = self._answer(plan)
         work = self._work(plan.rows)
@@ -100,7 +100,7 @@ class SimulatedExecutor:
             self._told.append(StageTimes(step, stage, tokens, now, now, start, start, end, end))
 
     def take_times(self) -> Sequence[Times]:
-        """What was submitted since the last call will do, which is known at once."""
+        """Times of the plans submitted since the last call; a simulation knows them at once."""
         told = tuple(self._told)
         self._told.clear()
         return told

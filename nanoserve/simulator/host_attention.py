@@ -25,13 +25,13 @@ class HostRow:
     context: int
     """Keys that its attention reads in each layer."""
     answer: Answer
-    """Its token, known in the end."""
+    """Its token, which becomes known in the end."""
     attended: int = 0
     """Layers whose attention the CPU was given before this step; the last of them is not passed yet."""
 
     @property
     def first_layer(self) -> int:
-        """Whose linear part it comes to next."""
+        """The layer whose linear part comes next for this row."""
         return max(0, self.attended - 1)
 
 
@@ -98,7 +98,7 @@ class HostAttention:
         self._works: list[tuple[float, HostWork]] = []  # when each ended or will have, not told yet
 
     def take_work(self, now: float) -> tuple[HostWork, ...]:
-        """What the CPU attended for and has ended by then, told once; of an asymmetric step, one layer of several."""
+        """CPU work that has ended by ``now``, returned once; an asymmetric step's work counts one layer of several."""
         done = tuple([work for ended, work in self._works if ended <= now])
         self._works = [(ended, work) for ended, work in self._works if ended > now]
         return done
@@ -182,7 +182,7 @@ class HostAttention:
         self._note(cohort.rows.values(), seconds, cohort.ready)
 
     def _half_layer(self, device: StepWork, rows: int) -> float:
-        """By how much additional rows prolong half of a layer."""
+        """Extra seconds of half a layer for additional rows."""
         if not rows:
             return 0.0
         longer = self._times.layers_seconds(device.tokens + rows, 0) - self._times.layers_seconds(device.tokens, 0)

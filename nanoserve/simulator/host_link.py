@@ -20,7 +20,7 @@ class HostLink:
 
     @property
     def free(self) -> float:
-        """When everything that was begun is over."""
+        """Time at which everything that has begun is over, in seconds."""
         return max(self._free.values())
 
     def move(self, direction: Direction, seconds: float, now: float) -> Passage:

@@ -16,11 +16,11 @@ class MeasuredStep(NamedTuple):
     work: StepWork
     """What the plan amounted to."""
     stages: tuple[float, ...]
-    """For each stage, computing it."""
+    """Time that each stage computed."""
     sends: tuple[float, ...]
-    """For each stage but the last, its activations on their way to the next stage."""
+    """Time that the activations took to the next stage, for each stage but the last."""
     host: float
-    """Until the first stage had its inputs, from the moment at which the plan could be made."""
+    """Time from the moment at which the plan could be made until the first stage had its inputs."""
 
 
 class MeasuredStages:

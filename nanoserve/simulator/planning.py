@@ -115,11 +115,11 @@ class Candidate:
     replicas: int
     """The data parallel degree."""
     work: PlannedWork
-    """What all of them have to do."""
+    """Work of all replicas together."""
 
     @property
     def name(self) -> str:
-        """As the papers write it: D2T2P4, P4->T4."""
+        """The name in the papers' notation, such as D2T2P4 or P4->T4."""
         return "->".join(_with_replicas(costs.layout, self.replicas).name for costs in self.layouts)
 
     @property
@@ -164,7 +164,7 @@ class Candidate:
         return found
 
     def estimate(self) -> tuple[float, float]:
-        """By which candidates are put in order, the lowest first: latency, and among equals throughput."""
+        """Sort key of candidates, the lowest first: latency, and among equals throughput."""
         return (0.0 if self.work.rate is None else self.latency, -self.tokens_per_second)
 
     @property
@@ -199,11 +199,11 @@ class Candidate:
 
     @property
     def _prompt_seconds(self) -> float:
-        """From prompt to prompt."""
+        """Seconds from one prompt to the next."""
         return self._analyses[0].prefill_seconds
 
     def _answers_seconds(self, work: PlannedWork) -> float:
-        """All answers of one replica."""
+        """Seconds for all answers of one replica."""
         decoding, requests = self._analyses[-1], len(work.shapes)
         full = max(1, min(decoding.largest_batch, requests))
         seconds = (requests - full) * work.mean_output * decoding.batch_row(full).tpot / full

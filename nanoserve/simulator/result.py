@@ -14,7 +14,7 @@ class ReplicaFigures(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     """Prompt and answer tokens of all its requests."""
     seconds: float
-    """Until its last token was known."""
+    """Time until its last token was known."""
     ttft_ms: float | None
     tpot_ms: float | None
     e2el_ms: float | None
@@ -41,7 +41,7 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     """Prompt and answer tokens of all requests."""
     seconds: float
-    """Until the last token was known."""
+    """Time until the last token was known."""
     requests_per_second: float
     output_tokens_per_second: float
     """Rates over ``seconds``."""
@@ -49,9 +49,9 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     """Input and output tokens, as the papers count throughput."""
     ttft_ms: Distribution | None
     tpot_ms: Distribution | None
-    """Over requests with two tokens or more."""
+    """Time per output token, over requests with two tokens or more."""
     itl_ms: Distribution | None
-    """Over all gaps between tokens."""
+    """Time between two tokens, over all gaps."""
     e2el_ms: Distribution | None
     """``ttft_ms``, ``e2el_ms``: over requests; from arrival to the first and to the last token."""
     bubble_shares: tuple[float, ...]

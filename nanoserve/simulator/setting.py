@@ -47,7 +47,7 @@ class EngineSetting:
     other_layouts: Sequence[OtherLayout]
     """Parallel layouts 1, 2, ... that the policy may change to."""
     predictors: Sequence[Predictor]
-    """For the policy, one per layout."""
+    """Predictors for the policy, one per layout."""
 
     @property
     def longest(self) -> int:

@@ -154,7 +154,7 @@ class TieredExecutor(SimulatedExecutor):
     def _asymmetric(
         self, attention: HostAttention, plan: StepPlan, tokens: dict[int, Answer], start: float
     ) -> tuple[Passage, list[Answer]]:
-        """All rows end in this step; those of no tokens leave their cohorts for it."""
+        """Run an asymmetric step: all rows end their token in it, and rows without tokens leave their cohorts."""
         batches: tuple[list[HostRow], list[HostRow]] = ([], [])
         for row in plan.rows:
             if row.tier == "host":

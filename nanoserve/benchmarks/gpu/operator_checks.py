@@ -95,7 +95,7 @@ class OperatorCheck:
 
     name: str
     inputs: Callable[[torch.dtype, torch.Generator], Sequence[Tensor]]
-    """On the CPU; every call gets a copy."""
+    """Makes the inputs on the CPU; every call gets a copy."""
     call: Callable[..., Tensor]
     """What it gives back is compared."""
     roundings: int = 0

@@ -29,7 +29,7 @@ Document = Mapping[str, Any]
 
 
 def part_file(directory: Path, part: str) -> Path:
-    """Where a part's rows are."""
+    """File that holds a part's rows."""
     return directory / f"{part}.json"
 
 

@@ -39,11 +39,11 @@ class _Ending:
     """How a measuring process ended."""
 
     code: int | None
-    """None if it was ended because it took too long."""
+    """Exit code; None if the process was ended because it took too long."""
     case: str | None
-    """That was being measured; None if there was none."""
+    """Case that was being measured; None if there was none."""
     seconds: float = 0.0
-    """Since that case began."""
+    """Time since that case began."""
     cut_off: bool = False
     """Ended because the budget was spent, before the case took too long by itself."""
 

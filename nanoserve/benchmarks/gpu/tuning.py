@@ -197,7 +197,7 @@ def write_table(report: Report) -> None:
 
 
 def _entry(key: Key, inner: str) -> str:
-    """As the formatter would have it."""
+    """One entry of the table, in the formatter's layout."""
     line = f"    {key}: AttentionConfiguration({inner}),"
     return line if len(line) <= _LINE_LENGTH else f"    {key}: AttentionConfiguration(\n        {inner}\n    ),"
 

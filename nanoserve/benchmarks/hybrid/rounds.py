@@ -19,7 +19,7 @@ from nanoserve.simulator.pipeline import TieredTimes
 
 RATIOS = ("output_tokens_per_s",)
 _TOLERANCE = 0.02
-"""By so much of the device's tokens per second a gain may be beyond its bound and count as at it: step times scatter,
+"""A gain may exceed its bound by this share of the device's tokens per second and count as at it: step times scatter,
 and the closed form takes the second pass through the linear layers to be as long as the first, which has more rows."""
 
 
@@ -47,7 +47,7 @@ class HybridMetrics(msgspec.Struct, frozen=True, kw_only=True):
     simulated: Simulation
     """What the simulator makes of the same requests, in the times that were measured in the round."""
     simulation_error: float
-    """Its tokens per second over the real ones, less 1."""
+    """Simulated tokens per second over the real ones, minus 1."""
     foreign_cores: float | None
 
     def metric(self, name: str) -> float | None:

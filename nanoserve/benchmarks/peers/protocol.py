@@ -13,7 +13,7 @@ class Batch(msgspec.Struct, frozen=True):
     prompts: tuple[tuple[int, ...], ...]
     """Token ids, all of one length."""
     output_tokens: int
-    """How many each gets, greedily; no token ends it early."""
+    """Tokens that each prompt gets, sampled greedily; no token ends a request early."""
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -26,7 +26,7 @@ class Opening(msgspec.Struct, frozen=True):
     dtype: str
     """Number format of weights and KV cache, as torch calls it."""
     threads: int
-    """For computing."""
+    """Threads that compute."""
     max_batch: int
     max_length: int
     """The most sequences at a time, and their longest total length in tokens."""

@@ -25,7 +25,7 @@ class OpenEngine:
     """What tells it from the others."""
     executor: Executor
     num_blocks: int
-    """That its KV cache has."""
+    """KV blocks of its cache."""
     workers: int
     """Processes that compute and say what they do; 0 where this one computes."""
     tensor_parallel: int
@@ -38,7 +38,7 @@ class OpenEngine:
 
 
 def workers_name(config: EngineConfig, metadata: Metadata) -> str:
-    """As tables call a group of workers: "pp=2 tp=2 coupled"."""
+    """Name of a group of workers in tables, such as "pp=2 tp=2 coupled"."""
     degrees = [("pp", config.pipeline_parallel), ("tp", config.tensor_parallel)]
     words = [f"{name}={degree}" for name, degree in degrees if degree > 1] or ["pp=1"]
     return " ".join([*words, *(["coupled"] if metadata == "coupled" else [])])

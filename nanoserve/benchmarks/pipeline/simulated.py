@@ -35,7 +35,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     plans: int
     """Plans of the real run."""
     replayed: int
-    """How many of these a replay of the record made again: all."""
+    """Plans that a replay of the record made again: all of them."""
     others: int
     """Micro-batches of the simulation that were not those of the real run."""
 

@@ -69,7 +69,7 @@ EFFORT = Effort(seconds=25.0, fewest_rounds=3, most_rounds=15, longest_sample=1.
 LEAST_LIMITS = {"--max-num-batched-tokens": 32, "--max-model-len": 32, "--max-num-seqs": 4}
 """Below that there is little to measure, and nothing to run for a proof."""
 _READ_NUMBERS, _PRODUCT_SIZE = 2**26, 8192
-"""For a GPU most of whose memory the KV cache has taken."""
+"""Sizes that fit on a GPU whose memory is mostly taken by the KV cache."""
 
 
 def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str], None]) -> Profile:

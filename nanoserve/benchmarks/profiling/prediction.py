@@ -129,7 +129,7 @@ class _Predictor:
 
 
 def run_for_real(engine: Engine, draw: Callable[..., Iterator[Request]], name: str) -> RunFigures:
-    """The same requests on the engine's own clock."""
+    """Run the requests on the engine's own clock, and return their metrics."""
     lives, began = LatencyMetrics(), engine.now()
     with engine.recorder.observed_by(lives):
         drive(engine, draw(after=began, name=name))
@@ -139,7 +139,7 @@ def run_for_real(engine: Engine, draw: Callable[..., Iterator[Request]], name: s
 
 
 def mean_figures(runs: Sequence[RunFigures]) -> RunFigures:
-    """Each number's mean over runs."""
+    """Mean of each metric over runs."""
     return RunFigures(
         **{
             name: sum(getattr(run, name) for run in runs) / len(runs)

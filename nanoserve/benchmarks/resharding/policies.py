@@ -64,7 +64,7 @@ class ReshardScheduling:
                 yield self._in_turn(group, kind(self.token_budget), policy)
 
     def _alone(self, group: Workers, number: int, policy: Policy, called: str) -> ReshardVariant:
-        """On workers that stay in one of their layouts; nothing is moved to host memory."""
+        """A variant on workers that stay in one layout; nothing moves to host memory."""
         layout, capacity = group.layouts[number], group.capacities[number]
         where = layout.name if len(group.layouts) == 2 else f"{layout.name}, {group.name}"
         return ReshardVariant(

@@ -73,7 +73,7 @@ class ReshardMetrics(msgspec.Struct, frozen=True, kw_only=True):
     transitions: int
     """Changes of layout."""
     phases: PhaseFigures | None
-    """None with one layout."""
+    """Times of the phases; None with one layout."""
     reshards: MoveFigures | None
     swaps_out: MoveFigures | None
     swaps_in: MoveFigures | None

@@ -26,7 +26,7 @@ class ReshardComparison(msgspec.Struct, frozen=True, kw_only=True):
     plans: int
     """Plans of the real run."""
     replayed: int
-    """How many of these a replay of the record made again: all."""
+    """Plans that a replay of the record made again: all of them."""
     others: int
     """Micro-batches of the simulation that were not those of the real run."""
 
@@ -46,11 +46,11 @@ class MeasuredMoves(MeasuredStages):
         self._transition_seconds = transition_seconds
 
     def swap_seconds(self, tokens: int, stage: int) -> float:
-        """All stages' at once: a swap is answered when the last worker has done its part."""
+        """Time for all stages at once: a swap is answered when the last worker has done its part."""
         return self._token_seconds * tokens
 
     def reload_seconds(self, stage: int) -> float:
-        """All stages' at once, with telling the workers and hearing from them."""
+        """Time for all stages at once, including the messages to and from the workers."""
         return self._transition_seconds
 
 
@@ -126,7 +126,7 @@ def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> floa
 
 
 def _computing_since(record: RunRecord) -> dict[int, float]:
-    """When the first worker began to compute, by step."""
+    """Times at which the first worker began to compute, by step."""
     since: dict[int, float] = {}
     for times in record.stage_times:
         since[times.step] = min(times.started, since.get(times.step, times.started))
@@ -134,6 +134,6 @@ def _computing_since(record: RunRecord) -> dict[int, float]:
 
 
 def _transition_seconds(record: RunRecord, layout: int) -> float:
-    """From plan to answer, in the mean of the changes to that layout."""
+    """Mean seconds from plan to answer of the changes to this layout."""
     changes = [plan.step for plan in record.plans if plan.transition == layout]
     return fmean(record.known[step] - record.planned[step].time for step in changes) if changes else 0.0

@@ -27,7 +27,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
-    """As the server counted them."""
+    """Token counts as the server reported them."""
     counted: bool = True
     """Whether the server did count; if not, output_tokens are pieces and input_tokens what was sent."""
     wanted_tokens: int = 0

@@ -38,7 +38,7 @@ class RequestStyle:
     """How requests are put."""
 
     model: str
-    """Its name on the server."""
+    """Name of the model on the server."""
     endpoint: str = "completions"
     """Completions sends token ids; chat sends words, about as many as tokens are wanted."""
     ignore_eos: bool = True

@@ -33,9 +33,9 @@ class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
 
     platform: Platform
     decodes: int
-    """On the device, B."""
+    """Decodes on the device: B in the paper."""
     host_sequences: int
-    """C."""
+    """Sequences in host memory: C in the paper."""
     context: int
     """Keys of each."""
     processor: float | None = None

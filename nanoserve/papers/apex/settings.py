@@ -69,7 +69,7 @@ class HostCase(SystemCase, frozen=True, kw_only=True):
     lengths: str
     """See ``draw_lengths``."""
     requests: int
-    """How many."""
+    """Number of requests."""
     rate: float | None = None
     """Requests per second, Poisson arrivals; None means all at once."""
     processor: float | None = None

@@ -49,11 +49,11 @@ class HostBacklog:
     lengths: str
     """See ``draw_lengths``."""
     requests: int
-    """How many."""
+    """Number of requests."""
     processor: float | None = None
     """Share of the CPUs' data sheet that attention reaches; None is the default."""
     systems: tuple[System, ...] = SYSTEMS
-    """That are compared."""
+    """Systems that are compared."""
 
     def cases(self, scale: Scale) -> list[HostCase]:
         """The closed batch, for every system with the first seed, not tuned yet."""

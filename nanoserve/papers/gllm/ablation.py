@@ -53,7 +53,7 @@ _REMOVED = {
 _UNCHANGED = dict.fromkeys(("TPOT", "throughput"), ("-", "0.990x to 1.010x"))
 
 Loads = Runs[tuple[str, str], PipelineCase]
-"""By load and label of the system."""
+"""Runs by load and label of the system."""
 
 
 def ablation(scale: Scale, run: Run) -> Finding:

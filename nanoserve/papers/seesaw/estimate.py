@@ -24,7 +24,7 @@ class Shortlist(msgspec.Struct, frozen=True, kw_only=True):
     setting: OfflineBatch
     """What is to be run."""
     candidates: int
-    """How many of each kind, static and re-sharding."""
+    """Number of candidates of each kind, static and re-sharding."""
 
     @property
     def name(self) -> str:
@@ -59,7 +59,7 @@ class BestBudget(msgspec.Struct, frozen=True, kw_only=True):
         return f"budget of {self.choice.label} for {self.setting.name}"
 
     def run(self) -> LayoutChoice:
-        """By estimate."""
+        """Return the choice with the best estimate."""
         return ranked(self.setting, with_budgets(self.choice))[0]
 
 
@@ -103,7 +103,7 @@ class Estimate:
         self._decoding: dict[ParallelLayout, list[float]] = {}
 
     def seconds(self, choice: LayoutChoice) -> float:
-        """Until the slowest replica is done."""
+        """Estimated time until the slowest replica is done."""
         costs = self._setting.costs(choice.prefill)
         shares = [self._shapes[first :: choice.replicas] for first in range(choice.replicas)]
         if choice.decode is None:

@@ -22,7 +22,7 @@ _COMPARED: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
 _AS_VLLM = MappingProxyType({"admission_reserve": False, "virtual_engines": True})
 """Parameters of static configurations: no admission reserve, and each micro-batch has its share of the answers."""
 MOST_SEQUENCES = 4096
-"""On the devices at a time: as good as no limit."""
+"""Most sequences on the devices at a time: in effect no limit."""
 
 
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class BatchOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def seconds(self) -> float:
-        """Until the last answer ended."""
+        """Time until the last answer ended."""
         return self.result.seconds
 
 

@@ -20,7 +20,7 @@ class BestOfBoth:
     """Two configurations of one setting, seed by seed."""
 
     setting: OfflineBatch
-    """With the first seed."""
+    """The setting with the first seed."""
     static: LayoutChoice
     resharding: LayoutChoice
     """The configurations."""
@@ -43,7 +43,7 @@ class BestOfBoth:
         return Spread.of(self.gains)
 
     def row(self) -> dict[str, object]:
-        """For a table."""
+        """The comparison as a row of a table."""
         return {
             "model": self.setting.model,
             "machine": self.setting.machine,

@@ -28,11 +28,11 @@ class OfflineBatch(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     machine: str
     devices: int
-    """How many of the machine's."""
+    """Number of the machine's devices that are used."""
     lengths: str
     """Name of the requests' lengths; requests longer than ``LONGEST`` are left out."""
     requests: int
-    """How many."""
+    """Number of requests."""
     all_reduce_scale: float = 1.0
     """Figure 14: all-reduces (and what stages send) take their time over this."""
     host_bytes_per_device: float = HOST_BYTES_PER_DEVICE
@@ -97,13 +97,13 @@ class LayoutChoice(msgspec.Struct, frozen=True, kw_only=True):
     decode: ParallelLayout | None = None
     """The layout of answers; None where one serves both: a static configuration."""
     policy: str = STATIC
-    """By its name in the registry."""
+    """Name of the policy in the registry."""
     token_budget: int = 2048
     """Tokens of a step at most."""
 
     @property
     def label(self) -> str:
-        """As the paper writes it: D2P4->D2T4."""
+        """The name in the paper's notation, such as D2P4->D2T4."""
         return self.prefill.name if self.decode is None else f"{self.prefill.name}->{self.decode.name}"
 
     @property
