@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from nanoserve.commands.batch_advice import advice_for
 from nanoserve.commands.batch_files import ResultFile, Row, read_rows
 from nanoserve.commands.batch_progress import Phases, Tally, progress_bar
+from nanoserve.commands.engine_options import WorkersOptions, sampling_params
 from nanoserve.commands.failures import EXIT_OK, say
-from nanoserve.commands.options import sampling_params
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
-from nanoserve.commands.usage import Usage
-from nanoserve.commands.workers_options import WorkersOptions
+from nanoserve.commands.usage import TokenUsage
 from nanoserve.errors import NanoserveError, UsageError, WorkersFailed
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ def _result(output: "RequestOutput") -> dict[str, Any]:
     samples = sorted(output.outputs, key=lambda sample: sample.index)
     if errors := [sample.error for sample in samples if sample.error is not None]:
         return {"error": errors[0]}
-    usage = Usage.of(output).counts()
+    usage = TokenUsage.of(output).counts()
     if len(samples) == 1:
         return {"text": samples[0].text, "finish_reason": samples[0].finish_reason, "usage": usage}
     reasons = [sample.finish_reason for sample in samples]

@@ -1,56 +1,66 @@
 """``nanoserve bench latency``: how long one batch takes, for a grid of batch sizes and lengths."""
 
-from typing import TYPE_CHECKING, Annotated
-
+from nanoserve.benchmarks.report import Report
+from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import (
+    WORK_PANEL,
     GridOptions,
-    NoProbe,
+    ProbeOptions,
     ResultOptions,
     engine_title,
     kept,
     print_head,
     print_steps,
-    work_option,
 )
+from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.commands.workers_options import WorkersOptions
+from nanoserve.measures.workloads import RequestShape
 
-if TYPE_CHECKING:
-    from nanoserve.benchmarks.report import Report
+_RATES = [
+    Column("prefill tok/s", "prefill_tokens_per_s", ",.0f"),
+    Column("decode tok/s", "decode_tokens_per_s", ",.1f"),
+]
+_COLUMNS = [
+    Column("batch x in+out", "case"),
+    Column("TTFT ms", "ttft_ms.p50", ",.1f"),
+    Column("p99", "ttft_ms.p99", ",.1f"),
+    Column("TPOT ms", "tpot_ms.p50", ",.2f"),
+    Column("p99", "tpot_ms.p99", ",.2f"),
+    *_RATES,
+    Column("foreign cores", "foreign_cores", ".2f"),
+]
+
+
+class LatencyOptions(GridOptions, ProbeOptions, WorkersOptions, ResultOptions, panel=WORK_PANEL):
+    """All options of the command."""
+
+    repeats: int = option(3, "Measured runs of each case.", minimum=1)
 
 
 @on_all_machines
-def latency(
-    *,
-    grid: GridOptions,
-    repeats: Annotated[int, work_option("--repeats", help="Measured runs of each case.", min=1)] = 3,
-    no_probe: NoProbe = False,
-    engine: WorkersOptions,
-    results: ResultOptions,
-) -> int:
-    """Time batches of equal requests: first token, each token after it, tokens per second.
-
-    Every case runs once unmeasured, then --repeats times with new random prompts.
+def run(options: LatencyOptions) -> int:
+    """Every case runs once unmeasured, then --repeats times with new random prompts.
 
     [bold]Examples[/bold]
 
       nanoserve bench latency
-      nanoserve bench latency -m dummy:qwen3-0.6b --batch-sizes 1,16 --input 128,512 --json latency.json
+      nanoserve bench latency -m dummy:qwen3-0.6b --batch-sizes 1,16 \\
+        --lengths 128+32,512+32 --json latency.json
     """
-    from nanoserve.measures.workloads import RequestShape
-
-    engine.check_is_for_cpu()
-    cases = grid.cases()
-    report = results.open_report("latency", {"cases": [case.name for case in cases], "repeats": repeats})
+    options.check_is_for_cpu()
+    cases, repeats = options.cases(), options.repeats
+    report = options.open_report("latency", {"cases": [case.name for case in cases], "repeats": repeats})
     with show_progress() as progress:
-        llm = engine.open_llm(progress)
-    with llm, kept(report, lambda: _show(report, results)), show_progress() as progress:
+        llm = options.open_llm(progress)
+    with llm, kept(report, lambda: _show(report, options)), show_progress() as progress:
         from nanoserve.benchmarks.local import LocalBench  # imports torch, for which opening sets the threads first
 
-        bench = LocalBench(llm, seed=engine.seed or 0, announce=remark, progress=progress, probes=not no_probe)
+        seed = options.seed or 0
+        bench = LocalBench(llm, seed=seed, announce=remark, progress=progress, probes=not options.no_probe)
         report.put("engine", bench.facts)
         work = {case.name: [RequestShape(case.input_tokens, case.output_tokens)] * case.batch for case in cases}
         for name, shapes in work.items():
@@ -63,28 +73,10 @@ def latency(
     return EXIT_OK
 
 
-def _show(report: "Report", results: ResultOptions) -> None:
-    from nanoserve.benchmarks.plots import plot_bars
-    from nanoserve.benchmarks.tables import Column, print_table
-
-    rates = [
-        Column("prefill tok/s", "prefill_tokens_per_s", ",.0f"),
-        Column("decode tok/s", "decode_tokens_per_s", ",.1f"),
-    ]
-    columns = [
-        Column("batch x in+out", "case"),
-        Column("TTFT ms", "ttft_ms.p50", ",.1f"),
-        Column("p99", "ttft_ms.p99", ",.1f"),
-        Column("TPOT ms", "tpot_ms.p50", ",.2f"),
-        Column("p99", "tpot_ms.p99", ",.2f"),
-        *rates,
-        Column("foreign cores", "foreign_cores", ".2f"),
-    ]
+def _show(report: Report, options: ResultOptions) -> None:
     facts = report.document["engine"]
     title = f"latency of {facts['model']}, {engine_title(facts)}"
     print_head(report)
-    print_table(title, columns, report.rows)
+    print_table(title, _COLUMNS, report.rows)
     print_steps(report)
-    if results.plot is not None:
-        bars = [Column("TTFT ms", "ttft_ms.p50", ".1f"), *rates]
-        plot_bars(results.plot, report.titled(title), "{case}", bars, report.rows)
+    options.draw_bars(report, title, "{case}", [Column("TTFT ms", "ttft_ms.p50", ".1f"), *_RATES], report.rows)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nanoserve.commands.options import sampling_params
-from nanoserve.commands.usage import Usage
+from nanoserve.commands.engine_options import sampling_params
+from nanoserve.commands.usage import TokenUsage
 from nanoserve.errors import RuntimeFailure
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class AnswerDelta:
     text: str
     thinking: str
     """Reasoning that was told apart already; ``text`` may hold more of it between tags."""
-    usage: Usage
+    usage: TokenUsage
     """Of the answer so far."""
     finish_reason: str | None
     """None while it goes on."""
@@ -110,7 +110,7 @@ class LocalModel:
                 if sample.error is not None:
                     raise RuntimeFailure(sample.error)
                 tokens += len(sample.token_ids)
-                yield AnswerDelta(sample.text, "", Usage.of(output, tokens), sample.finish_reason)
+                yield AnswerDelta(sample.text, "", TokenUsage.of(output, tokens), sample.finish_reason)
 
 
 class RemoteModel:
@@ -253,11 +253,11 @@ class _RemoteAnswer:
             return None
         return AnswerDelta(text, thinking, self._usage(), self._reason)
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> TokenUsage:
         """Until the server has told, chunks stand for tokens."""
         from nanoserve.request import RequestMetrics
 
         tokens = self._counted.completion_tokens
         tokens = self._chunks if tokens is None else tokens
         metrics = RequestMetrics(self._asked, None, self._first, self._last, self._ended, tokens)
-        return Usage(self._counted.prompt_tokens, self._counted.cached_tokens, tokens, metrics)
+        return TokenUsage(self._counted.prompt_tokens, self._counted.cached_tokens, tokens, metrics)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from nanoserve.commands.chat_model import AnswerDelta, ChatModel, ContextFull
-from nanoserve.commands.options import sampling_params
-from nanoserve.commands.usage import Usage
+from nanoserve.commands.engine_options import sampling_params
+from nanoserve.commands.usage import TokenUsage
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Answer:
 
     text: str
     reasoning: str
-    usage: Usage
+    usage: TokenUsage
     finish_reason: str | None
     interrupted: bool
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark
 
 if TYPE_CHECKING:
-    from nanoserve.commands.options import Progress
+    from nanoserve.commands.engine_options import Progress
 
 LINE_SECONDS = 5.0
 """Between two lines where there is no terminal: what takes no longer is silent."""

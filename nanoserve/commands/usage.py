@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Tokens and seconds of one answer; a rate or time is None where it was never reached."""
 
     prompt_tokens: int | None
@@ -20,7 +20,7 @@ class Usage:
     """Of the first sample."""
 
     @classmethod
-    def of(cls, output: "RequestOutput", completion_tokens: int | None = None) -> "Usage":
+    def of(cls, output: "RequestOutput", completion_tokens: int | None = None) -> "TokenUsage":
         """Of a whole output, or of the last delta of a stream with the tokens of all deltas counted."""
         if completion_tokens is None:
             completion_tokens = sum(len(sample.token_ids) for sample in output.outputs)
@@ -83,7 +83,7 @@ class Usage:
         return " · ".join(parts)
 
 
-def envelope(model: str, text: str, reasoning: str, usage: Usage, finish_reason: str | None) -> dict[str, Any]:
+def envelope(model: str, text: str, reasoning: str, usage: TokenUsage, finish_reason: str | None) -> dict[str, Any]:
     """The object that ``--json`` prints."""
     answer = {"text": text} | ({"reasoning": reasoning} if reasoning else {})
     return answer | {

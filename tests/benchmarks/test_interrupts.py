@@ -25,7 +25,7 @@ PATIENCE = 300.0
 
 def in_the_midst(report: Path, cache: Path) -> subprocess.Popen[str]:
     """``bench latency`` of a case that takes no time and one that takes seconds, when the first is measured."""
-    work = ["--batch-sizes", "1", "--input", "8", "--output", "2,900", "--repeats", "3"]
+    work = ["--batch-sizes", "1", "--lengths", "8+2,8+900", "--repeats", "3"]
     options = ["--kv-cache-memory", "16MiB", "--json", str(report)]
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "latency", "--eager", *work, *options],
