@@ -1,7 +1,7 @@
 """Which commands there are: each is a module with a ``run(options)``, imported when the command is asked for."""
 
-import inspect
 import re
+import textwrap
 from importlib import import_module
 from typing import Annotated, Any, ClassVar
 
@@ -101,7 +101,7 @@ class _LazyGroup(TyperGroup):
         with deferred_interrupts():  # libraries go on half imported, and fail later in their own words
             run = import_module(f"{self.module}{name}").run
         typed = typer.Typer(add_completion=False, **_SETTINGS)
-        typed.command(name, help=f"{self.summaries[name]}\n\n{_flowing(inspect.getdoc(run) or '')}")(prepared(run))
+        typed.command(name, help=f"{self.summaries[name]}\n\n{_flowing(run.__doc__)}")(prepared(run))
         return typer.main.get_command(typed)
 
 
@@ -153,5 +153,5 @@ def _bench(context: typer.Context) -> Any:
 
 def _flowing(text: str) -> str:
     """Help whose paragraphs break where the terminal ends, not where the source does; examples stay as they are."""
-    paragraphs = text.split("\n\n")
+    paragraphs = textwrap.dedent(f"    {text}").split("\n\n")
     return "\n\n".join(one if _INDENTED.search(one) else " ".join(one.split()) for one in paragraphs)

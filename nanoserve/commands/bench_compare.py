@@ -70,7 +70,8 @@ def run(options: CompareOptions) -> int:
 
     [bold]Examples[/bold]
 
-      nanoserve bench compare --dtype bfloat16 --batch-sizes 1,4 --json compare.json
+      nanoserve bench compare --dtype bfloat16 --batch-sizes 1,4 \\
+        --json compare.json
       nanoserve bench compare --peers server --batch-sizes 16
     """
     options.check_is_for_cpu()

@@ -47,11 +47,13 @@ class PaperOptions(JsonOptions, panel=WORK_PANEL):
 
 
 def run(options: PaperOptions) -> int:
-    """[bold]Examples[/bold]
+    """Everything is simulated: neither a GPU nor the paper's model is needed.
 
-    nanoserve bench paper gllm --plot figures
-    nanoserve bench paper gllm --figure 12 --seeds 1
-    nanoserve bench paper lecture
+    [bold]Examples[/bold]
+
+      nanoserve bench paper gllm --plot figures
+      nanoserve bench paper gllm --figure 12 --seeds 1
+      nanoserve bench paper lecture
     """
     paper = load_paper(options.name)
     figures = paper.chosen(options.figure)

@@ -174,7 +174,8 @@ def run(options: PipelineOptions) -> int:
 
       nanoserve bench pipeline --pp 2 -m dummy:smollm2-135m --rate 2 \\
         --plot pipeline.png
-      nanoserve bench pipeline --policy throttling --metadata both --json metadata.json
+      nanoserve bench pipeline --policy throttling --metadata both \\
+        --json metadata.json
       nanoserve bench pipeline --policy sarathi --against-one-process --rounds 5
     """
     options.check_is_for_cpu()

@@ -127,8 +127,8 @@ def run(options: ReshardOptions) -> int:
         --host-kv-memory 64MiB --plot pool.png
       nanoserve bench reshard --prefill-parallel p2 --decode-parallel t2 \\
         --lengths 256+32 --requests 64
-      nanoserve bench reshard --against-own-workers --rounds 5 --json reshard.json \\
-        --record reshard-trace.json
+      nanoserve bench reshard --against-own-workers --rounds 5 \\
+        --json reshard.json --record reshard-trace.json
     """
     options.check_is_for_cpu()
     config, seed = options.config(), options.seed or 0

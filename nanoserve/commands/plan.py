@@ -58,7 +58,8 @@ def run(options: PlanOptions) -> int:
       nanoserve plan -m qwen2.5-32b --hardware gllm-l20 --gpus 4
       nanoserve plan -m llama-2-70b --hardware seesaw-a10 --gpus 8 \\
         --lengths arxiv --requests 200
-      nanoserve plan -m qwen3-8b --hardware l4 --gpus 4 --lengths azure-conv --rate 2
+      nanoserve plan -m qwen3-8b --hardware l4 --gpus 4 \\
+        --lengths azure-conv --rate 2
     """
     budget = options.max_num_batched_tokens
     policies, of_pairs = parse_policies(options.policy, budget), parse_policies(_PAIR_POLICY, budget)

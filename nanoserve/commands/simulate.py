@@ -93,7 +93,9 @@ class SimulateOptions(
 
 
 def run(options: SimulateOptions) -> int:
-    """[bold]Examples[/bold]
+    """Neither the hardware nor the model is needed: steps take as long as the cost model says (docs/costs.md).
+
+    [bold]Examples[/bold]
 
       nanoserve simulate --policy sarathi,throttling,adaptive --rate 4
       nanoserve simulate -m qwen2.5-14b --lengths azure-conv --rate 2 \\
