@@ -68,7 +68,7 @@ BENCHMARKS = {
     "operators": "Time attention, attention in host memory and linear layers beside stock torch doing the same.",
     "gpu": "Check every kernel and model family on this GPU, time the kernels beside their peers, time the engine.",
     "startup": "Time each stage from the start of a process: imports, loading, first token, and the two after it.",
-    "scheduler": "Time the scheduler alone: a plan for so many decoding sequences, and taking its result back.",
+    "scheduler": "Time the scheduler alone: planning a step of decoding sequences, and taking its result back.",
     "quality": "Compare perplexity and exact-match accuracy with transformers on the same checkpoint, in one run.",
     "paper": "Simulate a paper's figures and put what it claims beside what comes out.",
     "diff": "Compare two reports of the same benchmark, with bootstrap confidence intervals.",

@@ -20,7 +20,6 @@ from nanoserve.measures.figures import check_plotting
 from nanoserve.measures.workloads import PRESETS, Case, parse_lengths, parse_sizes, read_arrivals, read_trace
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.threads import prepare_threads
-from nanoserve.simulator.named_lengths import named_lengths
 
 WORK_PANEL = "Work"
 RESULTS_PANEL = "Results"
@@ -93,6 +92,8 @@ class LengthOptions(
         if name in PRESETS:
             preset = PRESETS[name]
             return Work(name, replace(preset, requests=self.requests or preset.requests).draw(seed))
+        from nanoserve.simulator.named_lengths import named_lengths  # and the simulator, which is not asked otherwise
+
         return Work(name, list(islice(named_lengths(name, seed, tuple(PRESETS)), self.requests or DEFAULT_REQUESTS)))
 
 

@@ -44,9 +44,9 @@ class QualityOptions(EngineOptions, ResultOptions, panel=WORK_PANEL):
 
     text: Path | None = option(None, "Perplexity of this text file.", metavar="FILE")
     window: int = option(512, "Tokens seen at a time.", minimum=2)
-    windows: int = option(8, "At most so many windows.", minimum=1)
+    windows: int = option(8, "The most windows.", minimum=1)
     questions: Path | None = option(None, "Accuracy on a JSONL file like GSM8K's.", metavar="FILE")
-    limit: int = option(20, "At most so many questions.", minimum=1)
+    limit: int = option(20, "The most questions.", minimum=1)
     shots: int = option(4, "Rows shown as worked examples first.", minimum=0)
     max_tokens: int = option(256, "Longest answer.", minimum=1)
 

@@ -182,7 +182,7 @@ def _open_workers(
 def _variants(
     groups: Sequence[Workers], config: EngineConfig, model: ModelConfig, work: Work, report: Report
 ) -> tuple[list[Variant], Work]:
-    """Who takes part, and the requests that fit all of them."""
+    """The variants, and the requests that fit all of them."""
     blocks = min(capacity.num_blocks for group in groups for capacity in group.capacities)
     blocks = min(blocks, groups[0].host_blocks)
     context = min(config.max_model_len or model.max_position_embeddings, blocks * config.block_size)

@@ -53,7 +53,7 @@ class ThroughputOptions(LengthOptions, ProbeOptions, WorkersOptions, ResultOptio
 
 @on_all_machines
 def run(options: ThroughputOptions) -> int:
-    """Of a trace only the lengths are taken, not the times. Prompts are random. Requests of a trace that are longer
+    """Only the lengths of a trace are taken, not its times. Prompts are random. Requests of a trace that are longer
     than the context are left out and counted.
 
     [bold]Examples[/bold]

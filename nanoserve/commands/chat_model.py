@@ -1,4 +1,4 @@
-"""Who answers a chat: a model in this process, or a server that speaks OpenAI's API. The chat sees no difference."""
+"""The model of a chat, in this process or behind a server that speaks OpenAI's API; the chat sees no difference."""
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nanoserve.client.connection import ApiClient, ServerRefused
+from nanoserve.client.events import Chunk, ServerUsage
+from nanoserve.client.models import NO_SUCH_PATH, served_model
 from nanoserve.commands.engine_options import sampling_params
 from nanoserve.commands.usage import TokenUsage
 from nanoserve.errors import RuntimeFailure
+from nanoserve.request import RequestMetrics, SamplingParams
+from nanoserve.text.reasoning import opens_reasoning
 
 if TYPE_CHECKING:
-    from nanoserve.client.connection import ApiClient, ServerRefused
-    from nanoserve.client.events import Chunk
     from nanoserve.llm import LLM
-    from nanoserve.request import SamplingParams
 
 Conversation = Sequence[Mapping[str, str]]
 Settings = Mapping[str, Any]
@@ -36,7 +38,7 @@ class AnswerDelta:
     thinking: str
     """Reasoning that was told apart already; ``text`` may hold more of it between tags."""
     usage: TokenUsage
-    """Of the answer so far."""
+    """Counts and times of the answer so far."""
     finish_reason: str | None
     """None while it goes on."""
 
@@ -53,7 +55,7 @@ class ChatModel(Protocol):
         """The most tokens of prompt and answer together; None where that is not known."""
 
     @property
-    def defaults(self) -> "SamplingParams | None":
+    def defaults(self) -> SamplingParams | None:
         """The sampling settings that hold where the user gave none; None where only a server knows them."""
 
     @property
@@ -97,8 +99,6 @@ class LocalModel:
         return len(self.llm.tokenizer.encode_chat(conversation, add_generation_prompt=add_generation_prompt))
 
     def opens_reasoning(self, conversation: Conversation) -> bool:
-        from nanoserve.text.reasoning import opens_reasoning
-
         return opens_reasoning(self.llm.tokenizer.render_chat(conversation))
 
     def stream(self, conversation: Conversation, settings: Settings) -> Generator[AnswerDelta, None, None]:
@@ -129,7 +129,7 @@ class RemoteModel:
 
     def __init__(
         self,
-        client: "ApiClient",
+        client: ApiClient,
         model: str | None,
         notify: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -150,9 +150,6 @@ class RemoteModel:
 
     def count_tokens(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> int | None:
         """By /tokenize, which ours and vLLM have."""
-        from nanoserve.client.connection import ServerRefused
-        from nanoserve.client.models import NO_SUCH_PATH
-
         if not self._can_count or self.context is None:
             return None
         body = {"model": self._id, "messages": conversation, "add_generation_prompt": add_generation_prompt}
@@ -173,8 +170,6 @@ class RemoteModel:
 
         A server that is loading, and says when to come again, is asked again.
         """
-        from nanoserve.client.connection import ServerRefused
-
         body = {"model": self._id, "messages": conversation, "stream": True} | dict(settings)
         body["stream_options"] = {"include_usage": True}
         waited = 0
@@ -191,7 +186,7 @@ class RemoteModel:
                     raise ContextFull(str(error)) from None
                 waited += self._wait(error, waited)
 
-    def _wait(self, error: "ServerRefused", waited: int) -> int:
+    def _wait(self, error: ServerRefused, waited: int) -> int:
         """Wait as long as a server that is loading asks for; returns the seconds.
 
         Raises:
@@ -215,8 +210,6 @@ class RemoteModel:
 
     def _look_up(self, model: str | None) -> None:
         """What the server says about the model."""
-        from nanoserve.client.models import served_model
-
         card = served_model(self._client, model, self._notify)
         self._id, self.name, self.context = card.id, card.name, card.max_model_len
 
@@ -225,8 +218,6 @@ class _RemoteAnswer:
     """Times and tokens of one answer, by our clock and the server's counting."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        from nanoserve.client.events import ServerUsage
-
         self._clock = clock
         self._asked = clock()
         self._first: float | None = None
@@ -236,7 +227,7 @@ class _RemoteAnswer:
         self._reason: str | None = None
         self._counted = ServerUsage()
 
-    def take(self, chunk: "Chunk") -> AnswerDelta | None:
+    def take(self, chunk: Chunk) -> AnswerDelta | None:
         """What the chunk brings; None if that is nothing."""
         choice = chunk.choices[0] if chunk.choices else None
         text, thinking = (choice.answer, choice.thinking) if choice else ("", "")
@@ -255,8 +246,6 @@ class _RemoteAnswer:
 
     def _usage(self) -> TokenUsage:
         """Until the server has told, chunks stand for tokens."""
-        from nanoserve.request import RequestMetrics
-
         tokens = self._counted.completion_tokens
         tokens = self._chunks if tokens is None else tokens
         metrics = RequestMetrics(self._asked, None, self._first, self._last, self._ended, tokens)

@@ -156,7 +156,7 @@ class WorkersOptions(
         maximum=MOST_PARALLEL,
     )
     pp: int = option(1, "Pipeline stages: each worker has some of the layers.", minimum=1, maximum=MOST_PARALLEL)
-    tp: int = option(1, "Tensor parallel degree: so many workers share each layer.", minimum=1, maximum=MOST_PARALLEL)
+    tp: int = option(1, "Tensor parallel degree: this many workers share each layer.", minimum=1, maximum=MOST_PARALLEL)
     pp_split: str | None = option(None, "Layers of each stage, as 14,14; default: by cost.", metavar="N,N")
     prefill_parallel: str | None = option(
         None, "Layout for prompts, as p4 or d2t2p2; with the next one, instead of --pp and --tp.", metavar="NAME"

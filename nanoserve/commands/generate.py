@@ -5,7 +5,6 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from nanoserve.commands.batch import run_batch
 from nanoserve.commands.engine_options import SamplingOptions, ServingOptions, check_utf8, sampling_params
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import argument, option
@@ -52,6 +51,8 @@ def run(options: GenerateOptions) -> int:
             raise UsageError("--file needs --output, the file for the results")
         if options.json:
             raise UsageError("--json is for a single prompt: the rows of --output are JSON in any case")
+        from nanoserve.commands.batch import run_batch  # and the planner, which a single prompt does not need
+
         return run_batch(options.file, options.output, options, settings)
     if options.output is not None:
         raise UsageError("--output goes with --file; use > to keep the text of one prompt")

@@ -1,4 +1,4 @@
-"""Show an answer while it streams: plain, or on a terminal with every finished markdown block set anew in place.
+"""Show an answer while it streams: plain, or on a terminal with every finished markdown block rendered in its place.
 
 The text of the unfinished block is a preview. When the block is complete, the cursor goes back to where it began and
 the block is written again, rendered. So that every row of the preview is still on the screen then, a preview never

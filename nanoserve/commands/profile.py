@@ -47,7 +47,7 @@ class ProfileOptions(EngineOptions, JsonOptions, panel=RESULTS_PANEL):
 
     host_threads: int | None = option(
         None,
-        "Set so many cores apart for attention in host memory; a CPU that is the device keeps the others.",
+        "Cores set apart for attention in host memory; a CPU that is the device keeps the others.",
         minimum=1,
         maximum=MOST_THREADS,
         variables=["NANOSERVE_HOST_THREADS"],

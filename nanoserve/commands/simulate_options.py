@@ -37,7 +37,7 @@ class PolicyOptions(
     panel=WORK_PANEL,
     renamed={"--set": "is no more: parameters stand behind a policy's name, as throttling:iterations=4"},
 ):
-    """Who decides, and within which limits."""
+    """What decides, and within which limits."""
 
     policy: str = option(
         "throttling", "Each on its own, as throttling:iterations=4 with parameters.", metavar="NAME,NAME"
@@ -64,7 +64,7 @@ class WorkloadOptions(Options, panel=WORK_PANEL):
 
     @property
     def work_name(self) -> str:
-        """Whose requests, and when, for the title of a table."""
+        """Where the requests come from, and when, for the title of a table."""
         lengths = self.trace.name if self.trace else self.lengths or GLLMS_SHAREGPT
         together = "as the trace has them" if self.trace else "all at once"
         return f"{lengths}, {together if self.rate is None else f'{self.rate:g} a second'}"
@@ -163,7 +163,7 @@ class FleetOptions(Options, panel="Fleet"):
     replicas: int = option(1, "Engines, each with its own devices.")
     router: str = option(
         "round-robin",
-        "Who gets a request: round-robin, or least-tokens (the least outstanding).",
+        "Which engine gets a request: round-robin, or least-tokens (the least outstanding).",
         metavar="NAME",
     )
 

@@ -15,8 +15,8 @@ from nanoserve.benchmarks.peers.protocol import Batch, Opening
 from nanoserve.benchmarks.peers.server_peer import ServerPeer
 from nanoserve.benchmarks.serving import own_server, preparing
 from nanoserve.benchmarks.serving.own_server import OwnServer
+from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.main import main
-from nanoserve.commands.options import EngineOptions
 from nanoserve.errors import RuntimeFailure
 from nanoserve.layout import ParallelLayout
 from tests.client.foreign import HELLO, Asked, Scripted, as_error, foreign
