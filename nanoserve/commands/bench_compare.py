@@ -147,12 +147,7 @@ def _openings(
 
 
 def _measure(
-    openings: Sequence[Opening],
-    cases: Sequence[Case],
-    rounds: int,
-    report: Report,
-    opened: ExitStack,
-    vocab_size: int,
+    openings: Sequence[Opening], cases: Sequence[Case], rounds: int, report: Report, opened: ExitStack, vocab_size: int
 ) -> None:
     from nanoserve.benchmarks.roofline import BandwidthProbe
 

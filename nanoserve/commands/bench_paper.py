@@ -5,14 +5,7 @@ from pathlib import Path
 
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import (
-    RESULTS_PANEL,
-    WORK_PANEL,
-    JsonOptions,
-    kept,
-    make_directory,
-    print_head,
-)
+from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, JsonOptions, kept, make_directory, print_head
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.progress import show_progress

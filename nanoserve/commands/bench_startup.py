@@ -4,13 +4,7 @@ from typing import Any
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.starting import (
-    STAGES,
-    TO_FIRST_TOKEN,
-    drop_from_page_cache,
-    library_directories,
-    start_once,
-)
+from nanoserve.benchmarks.starting import STAGES, TO_FIRST_TOKEN, drop_from_page_cache, library_directories, start_once
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import WORK_PANEL, ResultOptions, kept, operators_title, print_head
 from nanoserve.commands.engine_options import EngineOptions

@@ -22,10 +22,7 @@ from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.measures.workloads import RequestShape
 
-_RATES = [
-    Column("output tok/s", "output_tokens_per_s", ",.1f"),
-    Column("total tok/s", "total_tokens_per_s", ",.1f"),
-]
+_RATES = [Column("output tok/s", "output_tokens_per_s", ",.1f"), Column("total tok/s", "total_tokens_per_s", ",.1f")]
 _COLUMNS = [
     Column("work", "case"),
     Column("requests", "requests", ",d"),

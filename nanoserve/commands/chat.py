@@ -16,14 +16,7 @@ from nanoserve.commands.options import argument, option
 from nanoserve.commands.printers import AnswerPrinter, MarkdownPrinter, PlainPrinter, visible
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.prompt import PROMPT, ChatPrompt, edit_text, history_path
-from nanoserve.commands.terminal import (
-    StopOnInterrupt,
-    is_terminal,
-    read_stdin,
-    remark,
-    when_continued,
-    without_echo,
-)
+from nanoserve.commands.terminal import StopOnInterrupt, is_terminal, read_stdin, remark, when_continued, without_echo
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.usage import envelope
 from nanoserve.errors import NanoserveError, UsageError

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nanoserve.client.connection import ApiClient, ServerRefused
 from nanoserve.client.events import Chunk, ServerUsage
@@ -43,44 +43,13 @@ class AnswerDelta:
     """None while it goes on."""
 
 
-class ChatModel(Protocol):
-    """What a chat asks of a model."""
-
-    @property
-    def name(self) -> str:
-        """For people."""
-
-    @property
-    def context(self) -> int | None:
-        """The most tokens of prompt and answer together; None where that is not known."""
-
-    @property
-    def defaults(self) -> SamplingParams | None:
-        """The sampling settings that hold where the user gave none; None where only a server knows them."""
-
-    @property
-    def seed(self) -> int | None:
-        """What the seeds of answers are drawn from, if the user has said so."""
-
-    def start_preparing(self) -> None:
-        """Begin with what makes answers faster, in the background."""
-
-    def count_tokens(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> int | None:
-        """How long the conversation is as the model sees it; None if nobody can tell."""
-
-    def opens_reasoning(self, conversation: Conversation) -> bool:
-        """Whether the answer to it begins inside a reasoning block."""
-
-    def stream(self, conversation: Conversation, settings: Settings) -> Generator[AnswerDelta, None, None]:
-        """Answer; closing the generator ends the work on it.
-
-        Raises:
-            NanoserveError: if there is no answer, or none any more.
-        """
-
-
 class LocalModel:
-    """An LLM in this process."""
+    """An LLM in this process.
+
+    Args:
+        llm: the open engine; the caller closes it.
+        seed: what the seeds of answers are drawn from, if the user has given one.
+    """
 
     def __init__(self, llm: "LLM", seed: int | None = None) -> None:
         self.llm = llm
@@ -90,18 +59,27 @@ class LocalModel:
 
     @property
     def context(self) -> int | None:
+        """The most tokens of prompt and answer together; None where that is not known."""
         return self.llm.max_model_len
 
     def start_preparing(self) -> None:
+        """Begin with what makes answers faster, in the background."""
         self.llm.start_preparing()
 
     def count_tokens(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> int | None:
+        """How long the conversation is as the model sees it; None if nobody can tell."""
         return len(self.llm.tokenizer.encode_chat(conversation, add_generation_prompt=add_generation_prompt))
 
     def opens_reasoning(self, conversation: Conversation) -> bool:
+        """Whether the answer to it begins inside a reasoning block."""
         return opens_reasoning(self.llm.tokenizer.render_chat(conversation))
 
     def stream(self, conversation: Conversation, settings: Settings) -> Generator[AnswerDelta, None, None]:
+        """Answer; closing the generator ends the work on it.
+
+        Raises:
+            NanoserveError: if there is no answer, or none any more.
+        """
         tokens = 0
         params = sampling_params(self.llm.default_sampling_params(), dict(settings))
         with closing(self.llm.stream(conversation, params)) as stream:
@@ -212,6 +190,10 @@ class RemoteModel:
         """What the server says about the model."""
         card = served_model(self._client, model, self._notify)
         self._id, self.name, self.context = card.id, card.name, card.max_model_len
+
+
+ChatModel = LocalModel | RemoteModel
+"""What answers a chat."""
 
 
 class _RemoteAnswer:

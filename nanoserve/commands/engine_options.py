@@ -176,9 +176,7 @@ class WorkersOptions(
         maximum=MOST_THREADS,
     )
     profile: str | None = option(
-        None,
-        "What nanoserve profile measured here, to predict steps by; default: measured at start.",
-        metavar="FILE",
+        None, "What nanoserve profile measured here, to predict steps by; default: measured at start.", metavar="FILE"
     )
     record: str | None = option(
         None, "Write what each worker did when, for Perfetto or chrome://tracing.", metavar="FILE"
@@ -238,10 +236,7 @@ class ServerOptions(Options, panel="Server", has_variables=True):
         metavar="URL",
     )
     api_key: str | None = option(
-        None,
-        "What the server wants to be shown.",
-        metavar="KEY",
-        variables=["NANOSERVE_API_KEY", "OPENAI_API_KEY"],
+        None, "What the server wants to be shown.", metavar="KEY", variables=["NANOSERVE_API_KEY", "OPENAI_API_KEY"]
     )
 
     def client(self) -> "ApiClient":

@@ -13,13 +13,7 @@ from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, ResultOptions, kept
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
-from nanoserve.commands.simulate_options import (
-    RUNTIMES,
-    FleetOptions,
-    HardwareOptions,
-    PolicyOptions,
-    WorkloadOptions,
-)
+from nanoserve.commands.simulate_options import RUNTIMES, FleetOptions, HardwareOptions, PolicyOptions, WorkloadOptions
 from nanoserve.commands.simulated_hardware import SimulatedHardware, host_kv_bytes
 from nanoserve.costs.hardware import GIBI
 from nanoserve.errors import UsageError

@@ -112,7 +112,7 @@ def test_throughput_of_a_trace_leaves_out_what_is_too_long(bench: Run, tmp_path:
         (("operators", "--cells", "16"), "--cells takes sequences x context such as 16x2048,4x512, not '16'"),
         (("operators", "--cells", "0x5"), "--cells takes sequences x context"),
         (("operators", "--rows", "x"), "--rows takes whole numbers"),
-        (("operators", "--dtype", "float64"), "--dtype 'float64' is not one of bfloat16, float16, float32"),
+        (("operators", "--dtype", "float64"), "'float64' is not one of bfloat16, float16, float32"),
         (("scheduler", "--policy", "x"), "unknown policy 'x'"),
         (("scheduler", "--context", "0"), "--context"),
         (("quality",), "give --text, --questions or both"),

@@ -140,7 +140,7 @@ def test_a_warm_up_that_fails_ends_it(bench: Run) -> None:
         (("--concurrency", "2", "--rate", "3"), "--concurrency is a closed loop"),
         (("--rate", "fast"), "--rate takes requests per second"),
         (("--concurrency", "0"), "--concurrency takes whole numbers"),
-        (("--arrivals", "gamma"), "--arrivals 'gamma' is not one of poisson, trace"),
+        (("--arrivals", "gamma"), "'gamma' is not one of poisson, trace"),
         (("--arrivals", "trace"), "--arrivals trace needs the --trace"),
         (("--lengths", "5"), "--lengths takes tokens in and out"),
         (("--lengths", "5+5", "--trace", "x.csv"), "give --lengths or --trace, not both"),
