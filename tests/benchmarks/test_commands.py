@@ -171,7 +171,7 @@ def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
             super().__init__(name, 0.5 if name == "nanoserve" else 1.0)
             self.description["layers"] = "eager"
 
-    monkeypatch.setattr("nanoserve.benchmarks.peers.process.PeerProcess", FakeProcess)
+    monkeypatch.setattr("nanoserve.commands.bench_compare.PeerProcess", FakeProcess)
     monkeypatch.setattr("nanoserve.benchmarks.rounds.MAX_DRIFT", 1e9)
     monkeypatch.setitem(PEERS, "llama.cpp", PeerKind(("no_such_module",), "pip install it"))
     report = tmp_path / "report.json"
@@ -196,7 +196,7 @@ def test_compare_fails_when_a_peer_that_is_installed_cannot_be_opened(
             if name == "transformers":
                 raise RuntimeFailure("transformers: KeyError: 'metadata'")
 
-    monkeypatch.setattr("nanoserve.benchmarks.peers.process.PeerProcess", FakeProcess)
+    monkeypatch.setattr("nanoserve.commands.bench_compare.PeerProcess", FakeProcess)
     code, out, err = bench("compare", "-m", _bundled(), "--peers", "transformers")
     assert (code, out) == (1, "")
     assert err.splitlines()[-1] == (
@@ -253,7 +253,7 @@ def test_compare_looks_a_hub_model_up_once_and_not_on_the_network_if_offline(
             assert opening.model == _bundled()
 
     monkeypatch.setattr("nanoserve.models.hub._download", found)
-    monkeypatch.setattr("nanoserve.benchmarks.peers.process.PeerProcess", FakeProcess)
+    monkeypatch.setattr("nanoserve.commands.bench_compare.PeerProcess", FakeProcess)
     sizes = ("--batch-sizes", 1, "--lengths", "4+2", "--rounds", 1)
     assert bench("compare", "-m", "owner/name", "--offline", "--peers", "", *sizes)[0] == 0
     assert asked == [True]
