@@ -1,4 +1,4 @@
-"""Errors a user may see: one clear line each, with the exit code the command line answers with."""
+"""Errors that a user may see: one clear line each, with the exit code of the command."""
 
 
 class NanoserveError(Exception):
@@ -12,7 +12,7 @@ class RuntimeFailure(NanoserveError):
 
 
 class WorkersFailed(RuntimeFailure):
-    """The processes that run the model died again and again: nothing runs any more, and the message says why."""
+    """The processes that run the model died again and again, and the engine gave up; the message says why."""
 
 
 class UsageError(NanoserveError, ValueError):
@@ -25,3 +25,8 @@ class ModelError(NanoserveError):
     """The model directory is missing, incomplete or not supported."""
 
     exit_code = 3
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; empty if it has none."""
+    return (str(error).strip().splitlines() or [""])[0]

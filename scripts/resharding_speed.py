@@ -63,7 +63,7 @@ def main(name: str, first: str, second: str, dtype: str) -> None:
 
 
 def measure(directory: Path, dtype: str, shards: "list[tuple[Shard, ...]]") -> list[Timing]:
-    """Of all workers, each of which has a shard for either layout."""
+    """Timings of all workers, each of which has a shard for either layout."""
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(len(shards))
     ends = []
@@ -116,9 +116,9 @@ def work(
     import torch
 
     from nanoserve.config import ModelConfig
+    from nanoserve.models.decoder import SingleRank
     from nanoserve.models.dtypes import DTYPES
     from nanoserve.models.resharding import ReshardableWeights
-    from nanoserve.models.shards import SingleRank
 
     try:
         weights = ReshardableWeights(

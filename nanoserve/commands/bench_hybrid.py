@@ -14,10 +14,9 @@ from nanoserve.benchmarks.hybrid.cases import Case, Work, parse_shares
 from nanoserve.benchmarks.hybrid.picture import Measured, plot_throughputs
 from nanoserve.benchmarks.hybrid.policies import HybridEngine, Scheduling, parse_contenders
 from nanoserve.benchmarks.hybrid.rounds import RATIOS, Bench, HybridRound, findings, pairs
-from nanoserve.benchmarks.pipeline.picture import RunKeeper, ShownRun
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.benchmarks.variants import ratios, ratios_within, samples, summarize
+from nanoserve.benchmarks.variants import KeptRun, KeptRuns, ratios, ratios_within, samples, summarize
 from nanoserve.commands.bench_options import (
     MOST_REQUESTS,
     WORK_PANEL,
@@ -175,7 +174,7 @@ def run(options: HybridOptions) -> int:
     report = options.open_report("hybrid", _settings(work, options))
     operators = settled_operators(options.threads)
     with ExitStack() as opened:
-        keeper = RunKeeper(opened_record(options, opened))
+        keeper = KeptRuns(opened_record(options, opened))
         resolved, model = resolved_model(options)
         _check_fits(work, config, model)
         from nanoserve.benchmarks.hybrid.engines import open_engine  # imports torch: the threads are set
@@ -223,7 +222,7 @@ def _benches(
     work: Work,
     config: EngineConfig,
     model: ModelConfig,
-    keeper: RunKeeper,
+    keeper: KeptRuns,
     seed: int,
 ) -> list[tuple[Bench, Mapping[str, Any]]]:
     """One for each case, with what the report says about it."""
@@ -246,7 +245,7 @@ def _benches(
             vocab_size=model.vocab_size,
             probe=probe.read,
             foreign=foreign,
-            keep=lambda variant, run: keeper.keep(ShownRun(f"{case.name}, {variant.name}", run, 1)),
+            keep=lambda variant, run: keeper.keep(KeptRun(f"{case.name}, {variant.name}", run)),
             engine=engine,
             block_size=config.block_size,
         )

@@ -1,5 +1,8 @@
 """``nanoserve bench latency``: how long one batch takes, for a grid of batch sizes and lengths."""
 
+from contextlib import ExitStack
+from dataclasses import replace
+
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import (
@@ -18,7 +21,9 @@ from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
+from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import RequestShape
+from nanoserve.runtime.launch.torchrun import TorchrunProcess
 
 _RATES = [
     Column("prefill tok/s", "prefill_tokens_per_s", ",.0f"),
@@ -33,34 +38,70 @@ _COLUMNS = [
     *_RATES,
     Column("foreign cores", "foreign_cores", ".2f"),
 ]
+_RATIO_COLUMNS = [
+    Column("batch x in+out", "case"),
+    Column("metric", "metric"),
+    Column("rounds", "rounds", "d"),
+    *(Column(name, name, ".2f") for name in ("median", "low", "high")),
+]
 
 
 class LatencyOptions(GridOptions, ProbeOptions, WorkersOptions, ResultOptions, panel=WORK_PANEL):
     """All options of the command."""
 
     repeats: int = option(3, "Measured runs of each case.", minimum=1)
+    layers: str | None = option(
+        None,
+        "eager, compiled, or both as eager,compiled: in interleaved runs, with their ratio.",
+        metavar="NAME,...",
+    )
+
+    def each(self) -> "list[LatencyOptions]":
+        """The options of each engine to open: as given, or one for each kind of layers.
+
+        Raises:
+            UsageError: for a kind that is none, --eager beside it, and two engines under torchrun.
+        """
+        if self.layers is None:
+            return [self]
+        kinds = dict.fromkeys(self.layers.split(","))
+        if not kinds.keys() <= {"eager", "compiled"}:
+            raise UsageError(f"--layers {self.layers}: choose eager, compiled or eager,compiled")
+        if self.eager:
+            raise UsageError("--eager and --layers say the same; leave one of them out")
+        if len(kinds) > 1 and TorchrunProcess.from_environment() is not None:
+            raise UsageError(
+                f"--layers {self.layers}: torchrun starts the workers of one engine; choose eager or compiled"
+            )
+        return [replace(self, eager=kind == "eager") for kind in kinds]
 
 
 @on_all_machines
 def run(options: LatencyOptions) -> int:
-    """Every case runs once unmeasured, then --repeats times with new random prompts.
+    """Every case runs once unmeasured, then --repeats times with new random prompts. With --layers eager,compiled both
+    kinds of layers run the same prompts in turn, and what compiling gains is printed as a ratio with its spread.
 
     [bold]Examples[/bold]
 
       nanoserve bench latency
       nanoserve bench latency -m dummy:qwen3-0.6b --batch-sizes 1,16 \\
         --lengths 128+32,512+32 --json latency.json
+      nanoserve bench latency --layers eager,compiled --repeats 7
     """
     options.check_is_for_cpu()
+    engines = options.each()
     cases, repeats = options.cases(), options.repeats
     report = options.open_report("latency", {"cases": [case.name for case in cases], "repeats": repeats})
-    with show_progress() as progress:
-        llm = options.open_llm(progress)
-    with llm, kept(report, lambda: _show(report, options)), show_progress() as progress:
-        from nanoserve.benchmarks.local import LocalBench  # imports torch, for which opening sets the threads first
+    with ExitStack() as opened:
+        with show_progress() as progress:
+            llms = [opened.enter_context(engine.open_llm(progress)) for engine in engines]
+        opened.enter_context(kept(report, lambda: _show(report, options)))
+        progress = opened.enter_context(show_progress())
+        # imports torch, for which opening sets the threads first
+        from nanoserve.benchmarks.local import LocalBench, compiled_ratios
 
-        seed = options.seed or 0
-        bench = LocalBench(llm, seed=seed, announce=remark, progress=progress, probes=not options.no_probe)
+        seed, probes = options.seed or 0, not options.no_probe
+        bench = LocalBench(llms, seed=seed, announce=remark, progress=progress, probes=probes)
         report.put("engine", bench.facts)
         work = {case.name: [RequestShape(case.input_tokens, case.output_tokens)] * case.batch for case in cases}
         for name, shapes in work.items():
@@ -69,7 +110,11 @@ def run(options: LatencyOptions) -> int:
         for name, shapes in work.items():
             remark(f"measuring {name}")
             bench.warm_up(shapes)
-            report.add(bench.measure(name, shapes, repeats=repeats))
+            rows = bench.measure(name, shapes, repeats=repeats)
+            for row in rows:
+                report.add(row)
+            if len(rows) > 1:
+                report.put("ratios", [*report.document.get("ratios", []), *compiled_ratios(name, rows)])
     return EXIT_OK
 
 
@@ -78,5 +123,8 @@ def _show(report: Report, options: ResultOptions) -> None:
     title = f"latency of {facts['model']}, {engine_title(facts)}"
     print_head(report)
     print_table(title, _COLUMNS, report.rows)
+    if ratios := report.document.get("ratios"):
+        heading = "compiled layers over eager ones, ratios within a round; above 1 compiled ones are faster"
+        print_table(heading, _RATIO_COLUMNS, ratios, keys=2)
     print_steps(report)
     options.draw_bars(report, title, "{case}", [Column("TTFT ms", "ttft_ms.p50", ".1f"), *_RATES], report.rows)

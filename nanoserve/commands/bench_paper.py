@@ -10,9 +10,8 @@ from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.progress import show_progress
 from nanoserve.measures.figures import check_plotting
-from nanoserve.papers.catalog import load_paper
 from nanoserve.papers.charts import draw
-from nanoserve.papers.framework import Finding, Paper, PaperFigure, Scale
+from nanoserve.papers.framework import Finding, Paper, PaperFigure, Scale, load_paper
 from nanoserve.papers.running import Runner
 
 _CLAIM_COLUMNS = [

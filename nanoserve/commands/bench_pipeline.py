@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.floors import ModelCost
-from nanoserve.benchmarks.pipeline.picture import RunKeeper, ShownRun, plot_runs
+from nanoserve.benchmarks.pipeline.picture import plot_runs
 from nanoserve.benchmarks.pipeline.policies import Scheduling
 from nanoserve.benchmarks.pipeline.rounds import RATIOS, Bench, PipelineRound, Variant, pairs
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.serving.arrivals import parse_rates, poisson_arrivals
+from nanoserve.benchmarks.serving.requests import parse_rates, poisson_arrivals
 from nanoserve.benchmarks.serving.work import Work
 from nanoserve.benchmarks.tables import print_table
-from nanoserve.benchmarks.variants import Ratio
+from nanoserve.benchmarks.variants import KeptRun, KeptRuns, Ratio
 from nanoserve.commands.bench_options import (
     WORK_PANEL,
     LengthOptions,
@@ -185,7 +185,7 @@ def run(options: PipelineOptions) -> int:
     report = options.open_report("pipeline", _settings(work, options))
     operators = settled_operators(options.threads)
     with ExitStack() as opened:
-        keeper = RunKeeper(opened_record(options, opened))
+        keeper = KeptRuns(opened_record(options, opened))
         opened.enter_context(kept(report, lambda: _show(report, options, keeper)))
         resolved, model = resolved_model(options)
         engines = _open_engines(resolved, config, metadatas, options, opened)
@@ -273,7 +273,7 @@ def _bench(
     seed: int,
     config: EngineConfig,
     model: ModelConfig,
-    keeper: RunKeeper,
+    keeper: KeptRuns,
 ) -> Bench:
     import torch
 
@@ -295,11 +295,11 @@ def _bench(
         limits=limits,
         probe=probe.read,
         foreign=ForeignLoad(),
-        keep=lambda variant, run: keeper.keep(ShownRun(variant.name, run, variant.tensor_parallel)),
+        keep=lambda variant, run: keeper.keep(KeptRun(variant.name, run, variant.layouts)),
     )
 
 
-def _show(report: Report, options: ResultOptions, keeper: RunKeeper) -> None:
+def _show(report: Report, options: ResultOptions, keeper: KeptRuns) -> None:
     rounds = rounds_of(report, PipelineRound)
     summary, compared = put_summary(report, rounds, pairs(list(rounds[0].variants)), RATIOS)
     title = _title(report)

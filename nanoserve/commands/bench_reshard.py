@@ -7,11 +7,12 @@ from typing import Any
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.resharding.picture import RunKeeper, plot_runs
+from nanoserve.benchmarks.resharding.picture import plot_runs
 from nanoserve.benchmarks.resharding.policies import Scheduling, Workers
 from nanoserve.benchmarks.resharding.rounds import RATIOS, Bench, ReshardRound, Variant, pairs
 from nanoserve.benchmarks.serving.work import Work
 from nanoserve.benchmarks.tables import print_table
+from nanoserve.benchmarks.variants import KeptRun, KeptRuns
 from nanoserve.commands.bench_options import (
     WORK_PANEL,
     LengthOptions,
@@ -136,7 +137,7 @@ def run(options: ReshardOptions) -> int:
     report = options.open_report("reshard", _settings(work, options))
     operators = settled_operators(options.threads)
     with ExitStack() as opened:
-        keeper = RunKeeper(opened_record(options, opened))
+        keeper = KeptRuns(opened_record(options, opened))
         resolved, model = resolved_model(options)
         groups = _open_workers(resolved, config, model, options, opened)
         variants, work = _variants(groups, config, model, work, report)
@@ -195,7 +196,7 @@ def _variants(
     return list(scheduling.variants(groups)), fitting_work(work, context, report)
 
 
-def _bench(variants: Sequence[Variant], work: Work, seed: int, model: ModelConfig, keeper: RunKeeper) -> Bench:
+def _bench(variants: Sequence[Variant], work: Work, seed: int, model: ModelConfig, keeper: KeptRuns) -> Bench:
     from nanoserve.benchmarks.roofline import BandwidthProbe
 
     return Bench(
@@ -205,7 +206,9 @@ def _bench(variants: Sequence[Variant], work: Work, seed: int, model: ModelConfi
         vocab_size=model.vocab_size,
         probe=BandwidthProbe().read,
         foreign=ForeignLoad(),
-        keep=keeper.keep,
+        keep=lambda variant, run: keeper.keep(
+            KeptRun(variant.name, run, variant.layouts), variant.place.host_link_bandwidth
+        ),
     )
 
 
@@ -217,7 +220,7 @@ def _memory_facts(pair: Workers) -> dict[str, Any]:
     }
 
 
-def _show(report: Report, options: ResultOptions, keeper: RunKeeper, held: Sequence[tuple[str, str, str]]) -> None:
+def _show(report: Report, options: ResultOptions, keeper: KeptRuns, held: Sequence[tuple[str, str, str]]) -> None:
     summary, compared = put_summary(report, rounds_of(report, ReshardRound), held, RATIOS)
     settings, facts = report.document["settings"], report.document["engine"]
     title = f"{settings['requests']} requests of {settings['work']}; {facts['model']}, {facts['dtype']}"

@@ -6,13 +6,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.plots import Panel, plot_lines
+from nanoserve.benchmarks.plots import LinePanel, plot_lines
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.serving import preparing
-from nanoserve.benchmarks.serving.arrivals import parse_rates
 from nanoserve.benchmarks.serving.own_server import OwnServer
-from nanoserve.benchmarks.serving.requests import RequestStyle, check_endpoint
-from nanoserve.benchmarks.serving.warnings import warnings
+from nanoserve.benchmarks.serving.records import warnings
+from nanoserve.benchmarks.serving.requests import RequestStyle, check_endpoint, parse_rates
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.client.address import ServerAddress
 from nanoserve.client.connection import ApiClient
@@ -34,9 +33,9 @@ from nanoserve.commands.progress import counted, show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.installation import install_command
 from nanoserve.measures.slo import parse_slo
 from nanoserve.measures.workloads import parse_sizes
+from nanoserve.processes.installation import install_command
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.serving.measuring import Point
@@ -192,13 +191,15 @@ def _show(report: Report, options: ResultOptions) -> None:
         plot_lines(options.plot, report.titled(title), axis, "tick", _panels(), report.rows)
 
 
-def _panels() -> list[Panel]:
+def _panels() -> list[LinePanel]:
     """Percentiles of each latency, and the output."""
     latencies = [
-        Panel(f"{_short(metric)} in ms", [Column(name, f"{metric}.{name}", ".3f") for name in ("p50", "p90", "p99")])
+        LinePanel(
+            f"{_short(metric)} in ms", [Column(name, f"{metric}.{name}", ".3f") for name in ("p50", "p90", "p99")]
+        )
         for metric in _LATENCIES
     ]
-    return [*latencies, Panel("output tokens/s", [Column("mean", "output_tokens_per_s", ".3f")])]
+    return [*latencies, LinePanel("output tokens/s", [Column("mean", "output_tokens_per_s", ".3f")])]
 
 
 def _short(metric: str) -> str:

@@ -69,7 +69,7 @@ def run(options: ThroughputOptions) -> int:
     with llm, kept(report, lambda: _show(report, options)), show_progress() as progress:
         from nanoserve.benchmarks.local import LocalBench  # imports torch, for which opening sets the threads first
 
-        bench = LocalBench(llm, seed=seed, announce=remark, progress=progress, probes=not options.no_probe)
+        bench = LocalBench([llm], seed=seed, announce=remark, progress=progress, probes=not options.no_probe)
         report.put("engine", bench.facts)
         shapes = (work if options.trace is None else fitting_work(work, llm.max_model_len, report)).shapes
         bench.check_fits(shapes, work.name)
@@ -78,7 +78,8 @@ def run(options: ThroughputOptions) -> int:
         bench.expect(shapes, runs=repeats)
         bench.warm_up(warm_up)
         remark(f"measuring {len(shapes)} requests of {work.name}")
-        report.add(bench.measure(work.name, shapes, repeats=repeats))
+        for row in bench.measure(work.name, shapes, repeats=repeats):
+            report.add(row)
     return EXIT_OK
 
 

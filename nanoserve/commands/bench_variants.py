@@ -100,7 +100,7 @@ def engine_facts(
 
 
 def measure_rounds(
-    benches: Sequence[tuple[VariantsBench[Any, Any, Any], Mapping[str, Any]]], wanted: int, report: Report
+    benches: Sequence[tuple[VariantsBench[Any, Any], Mapping[str, Any]]], wanted: int, report: Report
 ) -> None:
     """Warm up, then make rounds of each case until enough count; each goes into the report, with the facts of its case,
     as it is done."""

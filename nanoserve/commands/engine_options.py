@@ -18,9 +18,9 @@ from nanoserve.config import (
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
 from nanoserve.processes.interrupts import deferred_interrupts
+from nanoserve.processes.sizes import parse_size
 from nanoserve.processes.threads import MOST_THREADS, prepare_threads
 from nanoserve.request import SamplingParams
-from nanoserve.sizes import parse_size
 
 if TYPE_CHECKING:
     from nanoserve.client.connection import ApiClient

@@ -4,7 +4,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoserve.benchmarks.profiling.rows import prediction_rows, time_rows
+from nanoserve.benchmarks.profiling.prediction import prediction_rows, time_rows
 from nanoserve.benchmarks.rounds import busy_note
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, JsonOptions

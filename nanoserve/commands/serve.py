@@ -13,15 +13,15 @@ from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.installation import install_command
 from nanoserve.models.hub import resolve_model
 from nanoserve.processes.files import unreadable_as_model_error
+from nanoserve.processes.installation import install_command
+from nanoserve.processes.sizes import parse_size
 from nanoserve.processes.threads import prepare_threads
 from nanoserve.server.hosts import AllowedHosts, is_loopback
-from nanoserve.sizes import parse_size
 
 if TYPE_CHECKING:
-    from nanoserve.server.service import Limits, Service
+    from nanoserve.server.service import ClientLimits, Service
 
 
 class HttpOptions(Options, panel="HTTP", has_variables=True):
@@ -90,11 +90,11 @@ def run(options: ServeOptions) -> int:
     try:
         import asyncio
 
-        from nanoserve.server.service import Limits
+        from nanoserve.server.service import ClientLimits
         from nanoserve.server.serving import Callbacks, listen, run_server
     except ModuleNotFoundError as error:
         raise RuntimeFailure(f"the server needs {error.name}: {install_command('server')}") from None
-    limits = Limits(  # a size that is none is refused before anything is opened
+    limits = ClientLimits(  # a size that is none is refused before anything is opened
         body_bytes=parse_size(options.max_body_size),
         client_seconds=options.client_timeout,
         request_seconds=options.request_timeout,
@@ -113,7 +113,7 @@ def _say(text: str) -> None:
         remark(text)
 
 
-def _open_service(options: ServeOptions, limits: "Limits", progress: Progress | None) -> "Service":
+def _open_service(options: ServeOptions, limits: "ClientLimits", progress: Progress | None) -> "Service":
     """Everything but the engine process, which starts when the server runs."""
     from nanoserve.grammar.checker import GrammarChecker
     from nanoserve.server.engine_client import EngineClient

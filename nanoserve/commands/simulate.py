@@ -1,6 +1,6 @@
 """``nanoserve simulate``: policies on hardware that nobody here has."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -17,13 +17,14 @@ from nanoserve.commands.simulate_options import RUNTIMES, FleetOptions, Hardware
 from nanoserve.commands.simulated_hardware import SimulatedHardware, host_kv_bytes
 from nanoserve.costs.hardware import GIBI
 from nanoserve.errors import UsageError
+from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.measures.metrics import Distribution
 from nanoserve.measures.slo import parse_slo
+from nanoserve.record.trace import SimulationTrace
+from nanoserve.record.window import StepWindow
 from nanoserve.scheduler.load import Policy
 from nanoserve.simulator import simulate
-from nanoserve.simulator.chrome_trace import ChromeTrace
 from nanoserve.simulator.plots import PlottedRun, plot_simulation
-from nanoserve.simulator.window import StepWindow
 
 _COLUMNS = [
     Column("policy", "policy"),
@@ -110,8 +111,8 @@ def run(options: SimulateOptions) -> int:
     report = options.open_report("simulate", settings)
     place = _place(settings, hardware)
     with ExitStack() as files, kept(report, lambda: _show(report, options, place)):
-        traces = [] if options.record is None else [files.enter_context(ChromeTrace(options.record))]
-        runs = [_run(options, hardware, name, policy, report, traces) for name, policy in chosen.items()]
+        trace = None if options.record is None else files.enter_context(ChromeTraceFile(options.record))
+        runs = [_run(options, hardware, name, policy, report, trace) for name, policy in chosen.items()]
         if options.plot is not None:
             plot_simulation(options.plot, f"{place}\n{_title(report, options)}", runs)
     return EXIT_OK
@@ -147,10 +148,11 @@ def _run(
     name: str,
     policy: Policy,
     report: Report,
-    traces: Sequence[ChromeTrace],
+    trace: ChromeTraceFile | None,
 ) -> PlottedRun:
     """One policy's run, whose figures are a row of the report."""
     window = StepWindow()
+    traces = [] if trace is None else [SimulationTrace(trace, options.block_size)]
     result = simulate(
         policy,
         hardware.layouts[0],
@@ -166,7 +168,6 @@ def _run(
         host_blocks=hardware.host_blocks,
         other_layouts=hardware.other_layouts,
         predictors=hardware.predictors,
-        tier_observers=traces,
     )
     report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
     return PlottedRun(name, result, window)

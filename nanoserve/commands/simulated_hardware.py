@@ -9,13 +9,12 @@ from typing import Any
 from nanoserve.commands.simulate_options import MOST_BLOCKS, HardwareOptions
 from nanoserve.costs import StepCosts, load_machine, load_shape
 from nanoserve.costs.hardware import GIBI
-from nanoserve.costs.measured_predictor import MeasuredPredictor
-from nanoserve.costs.measured_times import MeasuredTimes
+from nanoserve.costs.measured_times import MeasuredPredictor, MeasuredTimes
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.costs.profile import read_profile
 from nanoserve.errors import UsageError
+from nanoserve.processes.sizes import parse_size
 from nanoserve.simulator import OtherLayout
-from nanoserve.sizes import parse_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

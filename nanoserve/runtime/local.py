@@ -14,8 +14,8 @@ from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
-from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
-from nanoserve.runtime.compile.layer_pieces import EagerPieces, LayerPieces
+from nanoserve.processes.sizes import format_size
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.host.hybrid_pass import HybridPass
 from nanoserve.runtime.launch.memory import kv_bytes_per_block, memory_errors
@@ -25,7 +25,6 @@ from nanoserve.runtime.moves.local_swaps import LocalSwaps
 from nanoserve.runtime.step.launched_step import LaunchedStep
 from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.scheduler.plan import StepPlan, StepResult, Swap
-from nanoserve.sizes import format_size
 from triton_ops.cpu import CpuOperators, cpu_operators
 
 
@@ -63,16 +62,17 @@ class LocalExecutor:
         num_blocks: int,
         block_size: int,
         device: torch.device | str,
-        layers: AotInductorLayers | None = None,
+        layers: LayerRunner | None = None,
         run_layer: LayerFunction = DecoderLayer.__call__,
         grammars: GrammarCompiler | None = None,
         feeds_tokens: bool = False,
         host_pool: HostPool | None = None,
         processor: HostProcessor | None = None,
-        pieces: LayerPieces | None = None,
+        pieces: LayerRunner | None = None,
     ) -> None:
         self.feeds_tokens = feeds_tokens
         self.max_in_flight = 2 if feeds_tokens else 1
+        self.ready = True  # this process always is
         self._device = torch.device(device)
         size = num_blocks * kv_bytes_per_block(config, block_size, decoder.dtype)
         decoder.eval()
@@ -92,10 +92,10 @@ class LocalExecutor:
                 decoder,
                 lambda: processor.start(decoder.config, part, self._device),
                 run_layer=run_layer if layers is None else layers,
-                pieces=pieces or EagerPieces(),
+                pieces=pieces or LayerRunner(),
             )
         self.processor = processor
-        self._built: list[CpuOperators | AotInductorLayers] = [] if layers is None else [layers]
+        self._built: list[CpuOperators | LayerRunner] = [] if layers is None else [layers]
         if self._device.type == "cpu":
             self._built.append(cpu_operators())
         self._plans: deque[StepPlan | _Launched] = deque()

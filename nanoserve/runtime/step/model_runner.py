@@ -209,7 +209,7 @@ class ModelRunner:
             device = DeviceRows(*self.decoder.enter(inputs.first, inputs.positions), attention, inputs.computed)
         halves = [list(groups) for groups in arriving]
         for number, half in enumerate(halves):
-            if self.decoder.shard.is_first:
+            if self.decoder.is_first:
                 half += step.host.begin(step.plan.step, self.decoder, number)
             half += self.hybrid.take(step.host.going_on[number])
         if step.host.strategy == "overlap":
@@ -290,7 +290,7 @@ class ModelRunner:
         for row, record in zip(rows, records, strict=True):
             record.take(row)
         ends, tables = row_ends(rows), [record.block_table for record in records]
-        samples = self.decoder.shard.is_last
+        samples = self.decoder.is_last
         return _StagedRows(
             inputs=next(self._inputs).stage(rows, ends, tables, self._staging),
             fed=self._last_tokens.stage(rows, ends, self._staging),

@@ -14,8 +14,8 @@ from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shards import shards_of_layouts
-from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
-from nanoserve.runtime.compile.layer_pieces import EagerPieces, LayerPieces
+from nanoserve.processes.sizes import format_size
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.host.hybrid_pass import HybridPass
 from nanoserve.runtime.launch.core_division import default_host_threads
@@ -37,7 +37,6 @@ from nanoserve.runtime.workers.own_cores import keep_to_own_cores
 from nanoserve.runtime.workers.ranks import Ranks, meet
 from nanoserve.runtime.workers.stage_profile import starting_engine
 from nanoserve.runtime.workers.worker import Worker, WorkerLayout
-from nanoserve.sizes import format_size
 from triton_ops.cpu import cpu_operators
 
 
@@ -181,7 +180,7 @@ def _make_layouts(
     for number, (ranks, decoder) in enumerate(zip(loaded.ranks, loaded.decoders, strict=True)):
         layers = _compiled_layers(decoder, config, ranks) if device.type == "cpu" else None
         run_layer = _layer_function(layers, gpus, number)
-        pieces = layers or (gpus[number].pieces if gpus else None)
+        pieces = layers or (gpus[number].layers if gpus else None)
         runner = ModelRunner(
             decoder,
             num_blocks=num_blocks[number],
@@ -196,14 +195,14 @@ def _make_layouts(
             part = pool.part(decoder.shard)
             mover = BlockMover(runner.caches.keys, runner.caches.values, part, device)
             if processor is not None:
-                hybrid = _hybrid_stage(runner, part, processor, run_layer, pieces or EagerPieces())
+                hybrid = _hybrid_stage(runner, part, processor, run_layer, pieces or LayerRunner())
         activations = _activations(decoder, ranks, config, device)
         layouts.append(WorkerLayout(ranks, runner, activations, mover, layers, hybrid))
     return layouts
 
 
 def _hybrid_stage(
-    runner: ModelRunner, part: HostPart, processor: HostProcessor, run_layer: LayerFunction, pieces: LayerPieces
+    runner: ModelRunner, part: HostPart, processor: HostProcessor, run_layer: LayerFunction, pieces: LayerRunner
 ) -> HybridStage:
     """With a thread of its own that attends over this stage's part of the host pool."""
     decoder, device = runner.decoder, runner.device
@@ -224,15 +223,15 @@ def _open_pool(start: WorkerStart, loaded: _LoadedModel) -> HostPool | None:
     return HostPool.open(Path(path), loaded.model, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
 
 
-def _layer_function(layers: AotInductorLayers | None, gpus: Sequence[GpuStart], layout: int) -> LayerFunction:
-    return layers or (gpus[layout].run_layer if gpus else DecoderLayer.__call__)
+def _layer_function(layers: LayerRunner | None, gpus: Sequence[GpuStart], layout: int) -> LayerFunction:
+    return layers or (gpus[layout].layers if gpus else DecoderLayer.__call__)
 
 
-def _compiled_layers(decoder: Decoder, config: EngineConfig, ranks: Ranks) -> AotInductorLayers | None:
+def _compiled_layers(decoder: Decoder, config: EngineConfig, ranks: Ranks) -> LayerRunner | None:
     """None where sums over ranks stand in the way."""
     if config.eager or ranks.degree > 1:
         return None
-    return AotInductorLayers(
+    return LayerRunner.ahead_of_time(
         decoder, block_size=config.block_size, operators=cpu_operators(), with_pieces=config.attends_on_host
     )
 

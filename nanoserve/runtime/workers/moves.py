@@ -1,6 +1,6 @@
 """Swaps and changes of layout: each is done when every worker has done its part."""
 
-from nanoserve.runtime.trace.stage_times import ReshardTimes, SwapTimes
+from nanoserve.record.times import ReshardTimes, SwapTimes
 from nanoserve.scheduler.plan import StepPlan, StepResult
 
 

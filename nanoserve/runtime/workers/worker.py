@@ -9,11 +9,11 @@ import msgspec
 from torch import Tensor
 
 from nanoserve.models.resharding import ReshardableWeights
-from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
+from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.launch.memory import memory_errors
 from nanoserve.runtime.moves.swapping import BlockMover, Swapper
 from nanoserve.runtime.step.model_runner import ModelRunner
-from nanoserve.runtime.trace.stage_times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.runtime.workers.activations import Activations
 from nanoserve.runtime.workers.endpoint import WorkerEndpoint
 from nanoserve.runtime.workers.hybrid_stage import HybridStage, joined
@@ -47,7 +47,7 @@ class WorkerLayout:
     activations: Activations
     mover: BlockMover | None
     """Moves blocks of its cache; None without a host tier."""
-    layers: AotInductorLayers | None
+    layers: LayerRunner | None
     """Compiled ones, where there are any to be had."""
     hybrid: HybridStage | None = None
     """Computes steps of host sequences; None where the CPU attends for none."""
@@ -84,7 +84,7 @@ class Worker:
         self._current = layouts[current]
         self._weights = weights
         self._layers = [layout.layers for layout in layouts if layout.layers is not None]
-        self._built: list[CpuOperators | AotInductorLayers] = [*self._layers]
+        self._built: list[CpuOperators | LayerRunner] = [*self._layers]
         if operators is not None:
             self._built.insert(0, operators)
         self._coupled = coupled
