@@ -92,8 +92,8 @@ def test_more_memory_than_can_be_simulated(command: Run, tmp_path: Path) -> None
     [
         (("settings",), {}, "settings must have model, dtype, operators"),
         (("bits",), 0, "weight_bits must be one of"),
-        (("memory", "kv_tokens"), 10**15, "kv_tokens must be 1 to"),
-        (("memory", "kv_tokens"), 0, "kv_tokens must be 1 to"),
+        (("memory", "kv_tokens"), 10**15, "Expected `int` <= 268435456 - at `$.memory.kv_tokens`"),
+        (("memory", "kv_tokens"), 0, "Expected `int` >= 1 - at `$.memory.kv_tokens`"),
         (("model", "num_layers"), 10**9, "num_layers must be 1 to"),
         (("model", "num_layers"), 0, "num_layers must be 1 to"),
         (("linear", "seconds"), [1e308, 1e308], "seconds must be numbers above 0, not"),
