@@ -29,7 +29,7 @@ from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
-from nanoserve.config import DEFAULT_POLICY
+from nanoserve.engine_config import DEFAULT_POLICY
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.measures.workloads import Case
 from nanoserve.models.hub import resolve_model

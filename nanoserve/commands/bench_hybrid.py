@@ -40,7 +40,8 @@ from nanoserve.commands.bench_variants import (
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
-from nanoserve.config import PAIR_OPTIONS, EngineConfig, ModelConfig
+from nanoserve.config import ModelConfig
+from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import parse_lengths
 

@@ -44,7 +44,8 @@ from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.config import MOST_PARALLEL, PAIR_OPTIONS, EngineConfig, ModelConfig
+from nanoserve.config import ModelConfig
+from nanoserve.engine_config import MOST_PARALLEL, PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.runtime.launch.torchrun import TorchrunProcess

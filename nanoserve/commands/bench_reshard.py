@@ -41,7 +41,8 @@ from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.config import PAIR_OPTIONS, EngineConfig, ModelConfig
+from nanoserve.config import ModelConfig
+from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.runtime.launch.torchrun import TorchrunProcess

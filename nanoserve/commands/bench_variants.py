@@ -16,7 +16,8 @@ from nanoserve.commands.engine_options import MODEL_PANEL, EngineOptions, Progre
 from nanoserve.commands.options import Options, option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import ModelConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import ResolvedModel, resolve_model

@@ -7,20 +7,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from nanoserve.commands.options import Options, flag_of, option
-from nanoserve.config import (
-    DEFAULT_POLICY,
-    MOST_PARALLEL,
-    PAIR_OPTIONS,
-    POLICY_NAMES,
-    POLICY_OF_TWO_LAYOUTS,
-    EngineConfig,
-)
+from nanoserve.engine_config import DEFAULT_POLICY, MOST_PARALLEL, PAIR_OPTIONS, POLICY_OF_TWO_LAYOUTS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.sizes import parse_size
 from nanoserve.processes.threads import MOST_THREADS, prepare_threads
 from nanoserve.request import SamplingParams
+from nanoserve.scheduler.policies import POLICIES
 
 if TYPE_CHECKING:
     from nanoserve.client.connection import ApiClient
@@ -61,7 +55,7 @@ class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
     policy: str | None = option(
         None,
         f"What runs next; default: {DEFAULT_POLICY}, with two layouts {POLICY_OF_TWO_LAYOUTS}.",
-        choices=POLICY_NAMES,
+        choices=tuple(POLICIES),
     )
     no_prefix_caching: bool = option(False, "Compute every prompt from its start.")
     eager: bool = option(False, "Compile and capture nothing; slower, same answers.")

@@ -11,7 +11,7 @@ from nanoserve.commands.options import Options, option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.config import EngineConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.hub import resolve_model
 from nanoserve.processes.files import unreadable_as_model_error

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanoserve.costs.step_features import Strategy
 from nanoserve.models.decoder import Decoder
 from nanoserve.runtime.host.host_attention import HostRows
 from nanoserve.runtime.host.hybrid_pass import HostGroup
 from nanoserve.runtime.step.staging import Staging
 from nanoserve.runtime.step.step_inputs import BlockTable, InputBuilder, StagedInputs, row_ends
-from nanoserve.scheduler.load import Strategy
 from nanoserve.scheduler.plan import Row, StepPlan
 
 

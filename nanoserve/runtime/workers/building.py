@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import ModelConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.hub import ResolvedModel

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
-from nanoserve.config import EngineConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.runtime.launch.memory import CPU_SHARE, CUDA_SHARE, blocks_that_fit
 from nanoserve.runtime.workers.messages import Loaded
 

@@ -7,8 +7,9 @@ and the embedding; the head would read as many weights as the embedding has, and
 import torch
 from torch import Tensor, nn
 
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import ModelConfig
 from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.engine_config import EngineConfig
 from nanoserve.models.decoder import Decoder, LayerFunction, RMSNorm
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.start_profile import StartingEngine
