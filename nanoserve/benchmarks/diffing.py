@@ -34,7 +34,7 @@ class Change(msgspec.Struct, frozen=True):
     low: float
     high: float
     worse: float
-    """By what share the later one is worse at least, with that confidence; 0 if it may be as good."""
+    """Share by which the later one is at least worse, with that confidence; 0 if it may be as good."""
 
 
 class _Row(msgspec.Struct):

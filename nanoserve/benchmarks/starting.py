@@ -1,4 +1,4 @@
-"""From the start of a process to its first token, step by step, each time in a new process. No torch here.
+"""The time from the start of a process to its first token, by stage, each time in a new process. No torch here.
 
 The first start ever finds nanoserve's cache empty: it answers through plain torch, and its operators are built and its
 layers compiled behind that. Cold means that this has been done, but the files of torch and of the model were dropped

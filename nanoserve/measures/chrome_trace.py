@@ -15,7 +15,7 @@ class Track(NamedTuple):
     """A line of bars: a thread of a process, as the format calls them."""
 
     group: str
-    """Whose tracks stand together, such as "workers"."""
+    """Name of the group of tracks, such as "workers"."""
     name: str
     """Within the group."""
 

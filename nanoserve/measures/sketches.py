@@ -49,11 +49,11 @@ class Sketch:
 
     @property
     def mean(self) -> float | None:
-        """None without values."""
+        """Mean of the values; None without values."""
         return self._sum / self._count if self._count else None
 
     def distribution(self) -> Distribution | None:
-        """None without values."""
+        """Distribution of the values; None without values."""
         if not self._count:
             return None
         mean = self._sum / self._count

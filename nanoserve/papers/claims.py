@@ -67,7 +67,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def off(self) -> float | None:
-        """By what factor the mean is off the paper's number, or the nearer end of its range; None if it states none."""
+        """Factor between the mean and the paper's number, or the nearer end of its range; None if it states none."""
         if not (stated := _STATED.fullmatch(self.paper)):
             return None
         plus, low, _, high = stated.groups()

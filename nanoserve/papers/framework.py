@@ -42,7 +42,7 @@ class Scale:
     seeds: tuple[int, ...] = (0, 1, 2)
     """Every simulation is run once for each."""
     full: bool = False
-    """As large as a figure wants to be, instead of a size that takes minutes."""
+    """Whether figures run at their full size, instead of one that takes minutes."""
 
     @property
     def first_seed(self) -> "Scale":

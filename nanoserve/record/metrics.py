@@ -182,7 +182,7 @@ class StepMetrics(StepObserver):
         self.transition_seconds += reload.ended - reload.began
 
     def _keep_busy(self, now: float, end: float) -> None:
-        """From now until then something is in flight."""
+        """Record that something is in flight from ``now`` until ``end``."""
         self._idle_seconds += max(0.0, now - self._last_end)
         self._last_end = max(self._last_end, end)
 

@@ -57,7 +57,7 @@ class StepWindow(StepObserver):
 
     @property
     def span(self) -> tuple[float, float]:
-        """From when to when the window shows all that every stage did."""
+        """Start and end of the time in which the window shows everything that the stages did."""
         first, last = self.steps[0], self.steps[-1]
         if self._is_full(self.steps) and first.spans[-1][0] < last.spans[0][1]:
             return first.spans[-1][0], last.spans[0][1]

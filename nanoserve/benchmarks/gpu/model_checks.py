@@ -22,7 +22,7 @@ from nanoserve.models.loading import empty_decoder
 from triton_ops import reference_operators
 
 VOCAB_SIZE = 4096
-"""As many tokens as the tokenizer of dummy models knows."""
+"""Number of tokens in the tokenizer of dummy models."""
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -63,7 +63,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "mixtral": _family("mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=24),
     "qwen3_moe": _family("qwen3_moe", mlp_only_layers=[1], **_SPARSE),
 }
-"""As config.json would say it: biases, ties, windows, ropes and experts in every combination that the decoder knows."""
+"""Configurations of all model families: biases, ties, windows, ropes and experts in every combination that exists."""
 
 
 WEIGHT_STANDARD_DEVIATION = 0.15

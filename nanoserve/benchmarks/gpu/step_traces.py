@@ -39,7 +39,7 @@ class StepTrace(msgspec.Struct, frozen=True):
     kernel_us: float
     """Kernels that a step launched, and how long one ran on average."""
     step_us: float
-    """From the first kernel of a step to the first of the next, in the median."""
+    """Median time from the first kernel of a step to the first of the next."""
     busy: float
     """The share of all time in which the device did anything."""
     idle_between_steps: float
@@ -177,7 +177,7 @@ def _take(engine: Engine, steps: int) -> list[float]:
 
 
 def _traced(setting: GpuSetting, engine: Engine) -> StepTrace | None:
-    """None where the trace holds no kernels: on a CPU."""
+    """Trace some steps and summarize them; None if the trace holds no kernels, as on a CPU."""
     activities = [ProfilerActivity.CPU]
     if setting.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)

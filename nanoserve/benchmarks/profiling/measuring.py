@@ -127,7 +127,7 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
 
 
 def _sizes(llm: LLM, engine: EngineTimer) -> ProfileSizes:
-    """As large as the engine's steps and the model's context can be."""
+    """Sizes up to the largest step of the engine and the model's context."""
     config, executor = llm.engine_config, llm.engine.executor
     limits = config.max_num_batched_tokens, llm.max_model_len, config.max_num_seqs
     for (flag, least), limit in zip(LEAST_LIMITS.items(), limits, strict=True):

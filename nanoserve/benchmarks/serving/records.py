@@ -65,7 +65,7 @@ class LoadRun(msgspec.Struct, frozen=True):
 
     records: tuple[RequestRecord, ...]
     seconds: float
-    """From the beginning, which is the schedule's zero, until the last request ended or the run was ended."""
+    """Time from the start of the schedule until the last request, or the run, ended."""
     unfinished: int = 0
     """Requests that were on their way, or had not yet come, when the run was ended."""
 

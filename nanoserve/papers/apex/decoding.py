@@ -107,7 +107,7 @@ class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
         return (steps * self.decodes + tokens) / now, steps / _CYCLES
 
     def _load(self, predictor: CostPredictor) -> Load:
-        """As a policy sees it: a full device, and host sequences that are ready."""
+        """The load that a policy sees: a full device, and host sequences that are ready."""
         return Load(
             previous=None,
             waiting_tokens=0,

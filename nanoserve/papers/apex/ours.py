@@ -40,7 +40,7 @@ _LONGER = 2
 """Times as many requests at the full size."""
 
 Loads = Runs[tuple[HostBacklog, float | None, str], HostCase]
-"""By backlog, load (None for all at once) and label of the system: one case for each seed."""
+"""Runs by backlog, load (None for all at once) and label of the system: one case for each seed."""
 
 
 def fixed_list(scale: Scale, run: Run) -> Finding:
@@ -139,7 +139,7 @@ def _loads(settings: Sequence[HostBacklog], rates: Sequence[float], scale: Scale
 # --------------------------------------------------------------------------------------------------------- figure 6
 
 _LATENCIES = {T4: ("osc:200", "nearly half", "at most 0.75x"), A10: ("1000:200", "slightly below", "at most 1.00x")}
-"""By platform: lengths, the paper's word for APEX over NEO, and what is asked."""
+"""Lengths, the paper's statement on APEX over NEO, and the expected range, by platform."""
 
 
 def latency(scale: Scale, run: Run) -> Finding:

@@ -76,7 +76,7 @@ class HostBacklog:
 
 
 Backlogs = Runs[tuple[HostBacklog, str], HostCase]
-"""By backlog and label of the system: one case for each seed, with the system's best token budget."""
+"""Runs by backlog and label of the system: one case for each seed, with the system's best token budget."""
 
 
 def large_backlog(platform: Platform, lengths: str, scale: Scale) -> HostBacklog:

@@ -115,7 +115,7 @@ CROSS_NODE = (
 )
 
 Sweeps = Runs[tuple[str, str, float], PipelineCase]
-"""By title of the sweep, label of the system and rate; the deep backlogs have the title ``_DEEP`` and no rate."""
+"""Runs by title of the sweep, label of the system and rate; the deep backlogs have the title ``_DEEP`` and no rate."""
 _DEEP = "deep backlog"
 
 

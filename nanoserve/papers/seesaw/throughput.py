@@ -102,7 +102,7 @@ _PAPERS_GAINS = {
     (NVLINK, "arxiv"): ("1.00x", "0.98x to 1.15x"),
     (NVLINK, "sharegpt-gllm"): ("+13 %", "1.00x to 1.30x"),
 }
-"""By machine and workload: the paper's number, and what is asked."""
+"""The paper's number and the expected range, by machine and workload."""
 _ON_PCIE = [
     ("arxiv", "static", "the best static", "61 %", "30 % to 90 %"),
     ("arxiv", "resharding", "Seesaw", "89 %", "50 % to 110 %"),
