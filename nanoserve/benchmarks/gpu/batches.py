@@ -16,7 +16,7 @@ NO_SUCH_BLOCK = 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionBatch:
+class AttentionCase:
     """The arguments of `paged_attention`, with its shapes."""
 
     out: Tensor
@@ -30,21 +30,16 @@ class AttentionBatch:
 
     def attend(self) -> Tensor:
         """Run the operator; fills and returns `out`."""
-        scale = self.query.shape[2] ** -0.5
-        paged_attention(
-            self.out,
-            self.query,
-            self.key_cache,
-            self.value_cache,
-            self.block_tables,
-            self.query_starts,
-            self.context_lengths,
-            scale=scale,
-            sliding_window=self.sliding_window,
-        )
+        paged_attention(*self.tensors, scale=self.query.shape[2] ** -0.5, sliding_window=self.sliding_window)
         return self.out
 
-    def moved(self, device: torch.device | str, dtype: torch.dtype) -> "AttentionBatch":
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The operator's tensors, in its order."""
+        caches = self.key_cache, self.value_cache
+        return self.out, self.query, *caches, self.block_tables, self.query_starts, self.context_lengths
+
+    def moved(self, device: torch.device | str, dtype: torch.dtype) -> "AttentionCase":
         """A copy on another device; its numbers, not its indices, in another format."""
         tensors: dict[str, Any] = {
             field.name: value.to(device, dtype if value.is_floating_point() else value.dtype, copy=True)
@@ -62,7 +57,7 @@ def make_batch(
     device: torch.device | str,
     sliding_window: int = 0,
     poisoned: bool = False,
-) -> AttentionBatch:
+) -> AttentionCase:
     """Random numbers of unit variance, drawn on the device; block tables as wide as the longest row needs.
 
     With `poisoned`, slots that no row uses, and the results before they are written, are NaN, and the tables name
@@ -83,7 +78,7 @@ def make_batch(
         _poison(caches, [row.context for row in shape.rows], tables, needed, order[first:])
     query_shape = (shape.tokens, shape.num_heads, shape.head_dim)
     lengths = torch.tensor([0, *(row.queries for row in shape.rows)])
-    return AttentionBatch(
+    return AttentionCase(
         out=torch.full((shape.tokens, shape.num_heads * shape.head_dim), math.nan, dtype=dtype, device=device),
         query=torch.randn(query_shape, generator=generator, device=device, dtype=dtype),
         key_cache=caches[0],
@@ -105,7 +100,7 @@ def _poison(
             cache[tables[row, count - 1].long(), :, (context - 1) % block_size + 1 :] = math.nan
 
 
-def contiguous(batch: AttentionBatch, context: int) -> tuple[Tensor, Tensor]:
+def contiguous(batch: AttentionCase, context: int) -> tuple[Tensor, Tensor]:
     """Keys and values gathered, for rows of equal context: [rows, num_kv_heads, context, head_dim] each."""
     tables = batch.block_tables.long()
     key, value = (

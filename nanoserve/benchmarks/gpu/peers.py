@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanoserve.benchmarks.gpu.batches import AttentionBatch, contiguous
+from nanoserve.benchmarks.gpu.batches import AttentionCase, contiguous
 from nanoserve.benchmarks.gpu.cases import CannotRun, reason
 from nanoserve.benchmarks.gpu.floors import AttentionShape
 from nanoserve.benchmarks.gpu.setting import Setting
@@ -32,7 +32,7 @@ class Work:
 
     setting: Setting
     shape: AttentionShape
-    batch: AttentionBatch
+    batch: AttentionCase
     query: Tensor | None
     """[rows, num_heads, queries, head_dim], or None for ragged rows."""
     key: Tensor | None
@@ -40,7 +40,7 @@ class Work:
     """[rows, num_kv_heads, context, head_dim], or None."""
 
     @classmethod
-    def of(cls, setting: Setting, shape: AttentionShape, batch: AttentionBatch) -> "Work":
+    def of(cls, setting: Setting, shape: AttentionShape, batch: AttentionCase) -> "Work":
         if len(set(shape.rows)) > 1:
             return cls(setting, shape, batch, None, None, None)
         query = batch.query.view(len(shape.rows), shape.rows[0].queries, shape.num_heads, shape.head_dim)

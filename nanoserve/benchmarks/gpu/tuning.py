@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from nanoserve.benchmarks.gpu.batches import AttentionBatch, make_batch
+from nanoserve.benchmarks.gpu.batches import AttentionCase, make_batch
 from nanoserve.benchmarks.gpu.cases import Case
 from nanoserve.benchmarks.gpu.floors import AttentionRow, AttentionShape, decode_rows
 from nanoserve.benchmarks.gpu.kernels import BLOCK_SIZE, GROUPS, Bench
@@ -138,19 +138,10 @@ class Tuner:
             times[name] = self.bench.times({name: call})[name]
         return {"key": key, "program": program, "candidate": candidate, "times": times, "ok": ok}
 
-    def _call(self, configuration: AttentionConfiguration, batch: AttentionBatch) -> Callable[[], None]:
-        tensors = (
-            batch.out,
-            batch.query,
-            batch.key_cache,
-            batch.value_cache,
-            batch.block_tables,
-            batch.query_starts,
-            batch.context_lengths,
-        )
+    def _call(self, configuration: AttentionConfiguration, batch: AttentionCase) -> Callable[[], None]:
         multiprocessors = gpu_of(self.bench.setting.device).multiprocessors
         scale = batch.query.shape[2] ** -0.5
-        return lambda: attend(configuration, multiprocessors, tensors, scale=scale, sliding_window=0)
+        return lambda: attend(configuration, multiprocessors, batch.tensors, scale=scale, sliding_window=0)
 
 
 def best_configurations(rows: Rows) -> dict[tuple[Key, str], Configuration]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoserve.config import ModelConfig, RopeConfig
-from nanoserve.models.attention import AttentionFunction, PagedAttention
+from nanoserve.models.attention import AttentionBatch, AttentionFunction, PagedAttention
 from nanoserve.models.decoder import DecoderLayer
 from triton_ops.cpu import CannotBuild, Shelf
 
@@ -82,26 +82,9 @@ class WholeLayer(nn.Module):
         self.layer = layer
 
     def forward(
-        self,
-        hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        query_starts: Tensor,
-        context_lengths: Tensor,
-        slot_mapping: Tensor,
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, *batch: Tensor
     ) -> tuple[Tensor]:
-        attention = PagedAttention(
-            config=self.layer.config,
-            key_caches=[key_cache],
-            value_caches=[value_cache],
-            block_tables=block_tables,
-            query_starts=query_starts,
-            context_lengths=context_lengths,
-            slot_mapping=slot_mapping,
-        )
+        attention = PagedAttention(self.layer.config, [key_cache], [value_cache], AttentionBatch(*batch))
         return (self.layer(hidden, cos, sin, attention),)
 
 
@@ -162,10 +145,7 @@ def step_arguments(
         sin,
         attention.key_caches[index],
         attention.value_caches[index],
-        attention.block_tables,
-        attention.query_starts,
-        attention.context_lengths,
-        attention.slot_mapping,
+        *attention.batch.tensors,
     )
 
 

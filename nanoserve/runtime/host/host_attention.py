@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from queue import SimpleQueue
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import UsageError
+from nanoserve.models.attention import AttentionBatch
 from nanoserve.runtime.host.qkv_transfer import QkvTransfer, hand_over
 from nanoserve.runtime.launch.core_division import default_host_threads as default_host_threads
 from nanoserve.scheduler.plan import HostWork
@@ -39,18 +39,6 @@ class HostAttentionLost(RuntimeError):
     """Nothing will come of attention on the CPU any more; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostRows:
-    """Where the KV of some host sequences lies, each with one new token; on the CPU."""
-
-    block_tables: Tensor
-    """int32 [n, width], blocks of the host pool."""
-    context_lengths: Tensor
-    """int32 [n], the new token included."""
-    slot_mapping: Tensor
-    """int64 [n], where the new token's key and value go."""
-
-
 class HostTask:
     """One layer's attention of some rows, under way.
 
@@ -59,11 +47,11 @@ class HostTask:
     """
 
     def __init__(
-        self, layer: int, handing_over: QkvTransfer, rows: HostRows, problem: Callable[[], str | None]
+        self, layer: int, transfer: QkvTransfer, batch: AttentionBatch, problem: Callable[[], str | None]
     ) -> None:
         self.layer = layer
-        self.handing_over = handing_over
-        self.rows = rows
+        self.transfer = transfer
+        self.batch = batch
         self._problem = problem
         self._done = threading.Event()
         self._result: Tensor | None = None
@@ -94,7 +82,7 @@ class HostTask:
         """[n, num_heads * head_dim] on the device; once it is ready, and only for the thread that runs the device."""
         if self._result is None:
             raise RuntimeError("the result was asked for before it was ready")
-        return self.handing_over.bring_back(self._result)
+        return self.transfer.bring_back(self._result)
 
 
 class HostAttention:
@@ -144,14 +132,15 @@ class HostAttention:
         self._writing = threading.Lock()
         self._start(threads, cores)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: HostRows) -> HostTask:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: AttentionBatch) -> HostTask:
         """Write n new keys and values and attend for n queries, one of each row; returns at once.
 
         Args:
             query: [n, num_heads, head_dim] on the device, key and value [n, num_kv_heads, head_dim]; views of larger
                 tensors will do. Nobody may write to them before the task is ready.
+            batch: of these rows, on the CPU.
         """
-        task = HostTask(layer, hand_over(query, key, value, self._device), rows, lambda: self.problem)
+        task = HostTask(layer, hand_over(query, key, value, self._device), batch, lambda: self.problem)
         if self._given == self._ended:
             self._since = time.monotonic()
         self._given += 1
@@ -228,23 +217,23 @@ class HostAttention:
 
     def _attend(self, task: HostTask) -> bool:
         """Carry a task out; False if nobody wants it any more, and nothing may be written."""
-        query, key, value = task.handing_over.take()
-        layer, rows = task.layer, task.rows
+        query, key, value = task.transfer.take()
+        batch, keys, values = task.batch, self._keys[task.layer], self._values[task.layer]
         with self._writing:
             if self._given_up:
                 return False
-            cache_write(key, value, self._keys[layer], self._values[layer], rows.slot_mapping)
-        result = task.handing_over.make_room()
+            cache_write(key, value, keys, values, batch.slot_mapping)
+        result = task.transfer.make_room()
         paged_attention(
             result,
             query,
-            self._keys[layer],
-            self._values[layer],
-            rows.block_tables,
-            torch.arange(query.shape[0] + 1, dtype=torch.int32),
-            rows.context_lengths,
+            keys,
+            values,
+            batch.block_tables,
+            batch.query_starts,
+            batch.context_lengths,
             scale=self._config.head_dim**-0.5,
-            sliding_window=self._config.sliding_window(layer),
+            sliding_window=self._config.sliding_window(task.layer),
         )
         self._count(task)
         task.finish(result)
@@ -252,8 +241,8 @@ class HostAttention:
 
     def _count(self, task: HostTask) -> None:
         now = time.monotonic()
-        seconds = now - max(task.handing_over.began, self._last_end)  # in the queue it costs nothing
-        contexts = task.rows.context_lengths
+        seconds = now - max(task.transfer.began, self._last_end)  # in the queue it costs nothing
+        contexts = task.batch.context_lengths
         self._work.append(HostWork(contexts.shape[0], int(contexts.sum()), seconds))
         self.busy_seconds += seconds
         self._last_end = self._since = now

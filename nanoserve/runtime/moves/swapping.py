@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
@@ -190,3 +190,56 @@ class Swapper:
                 ended, num_blocks = time.monotonic(), sum(len(swap.device_blocks) for swap in job.swaps)
                 for swap in job.swaps:
                     self._done(swap, num_bytes * len(swap.device_blocks) // max(1, num_blocks), began, ended)
+
+
+class LocalSwaps(Swapper):
+    """A Swapper that keeps which swaps are done, for the one thread that begins and takes them."""
+
+    def __init__(self) -> None:
+        self._ended: SimpleQueue[int | BaseException] = SimpleQueue()
+        self._under_way = 0
+        self._marks: LayerMarks | None = None  # of the newest step whose layers are waited for
+        super().__init__(lambda swap, *_: self._ended.put(swap.swap), self._ended.put)
+
+    def begin(self, swaps: Sequence[Swap], mover: BlockMover) -> LayerMarks | None:
+        self._under_way += len(swaps)
+        marks = super().begin(swaps, mover)
+        self._marks = marks or self._marks
+        return marks
+
+    def take_done(self, until: float | None) -> tuple[int, ...]:
+        """Ids of swaps that are done since the last call. Waits for the first at most to that monotonic time, or as
+        long as it takes; with none under way, not at all.
+
+        Raises:
+            BaseException: what one of them failed with.
+        """
+        done: list[int] = []
+        while self._under_way:
+            timeout = 0.0 if done else None if until is None else max(0.0, until - time.monotonic())
+            try:
+                ended = self._ended.get(timeout=timeout)
+            except Empty:
+                break
+            self._under_way -= 1
+            if isinstance(ended, BaseException):
+                raise ended
+            done.append(ended)
+        return tuple(done)
+
+    def abandon(self) -> None:
+        """Nobody will ask for those under way: they end before their blocks are used for anything else. A step whose
+        layers are waited for is given up too."""
+        self._give_up_step()
+        while self._under_way:
+            self._ended.get()
+            self._under_way -= 1
+
+    def close(self) -> None:
+        """End the threads, and what is under way first."""
+        self._give_up_step()
+        super().close()
+
+    def _give_up_step(self) -> None:
+        if self._marks is not None:
+            self._marks.give_up()

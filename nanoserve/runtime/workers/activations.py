@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanoserve.runtime.workers.headers import Header
+from nanoserve.runtime.host.hybrid_runner import Header
 from nanoserve.runtime.workers.ranks import Ranks
 
 _CPU = torch.device("cpu")

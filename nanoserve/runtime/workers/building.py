@@ -15,9 +15,7 @@ from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shards import shards_of_layouts
 from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
-from nanoserve.runtime.compile.layer_pieces import EagerPieces, LayerPieces
 from nanoserve.runtime.host.host_processor import HostProcessor
-from nanoserve.runtime.host.hybrid_pass import HybridPass
 from nanoserve.runtime.launch.core_division import default_host_threads
 from nanoserve.runtime.launch.devices import usable_device
 from nanoserve.runtime.launch.gpu_start import GpuStart
@@ -26,12 +24,10 @@ from nanoserve.runtime.launch.memory import available_memory, kv_bytes_per_block
 from nanoserve.runtime.launch.model_loading import load_decoder, load_layouts, read_config
 from nanoserve.runtime.launch.start_profile import hybrid_profile
 from nanoserve.runtime.moves.gpu_staging import staging_memory
-from nanoserve.runtime.moves.host_pool import HostPart, HostPool, check_within_reach
-from nanoserve.runtime.moves.swapping import BlockMover
-from nanoserve.runtime.step.model_runner import ModelRunner
+from nanoserve.runtime.moves.host_pool import HostPool, check_within_reach
+from nanoserve.runtime.stage import Stage
 from nanoserve.runtime.workers.activations import Activations
 from nanoserve.runtime.workers.endpoint import WorkerEndpoint
-from nanoserve.runtime.workers.hybrid_stage import HybridStage
 from nanoserve.runtime.workers.messages import Allocate, Loaded, Loading, Ready, WorkerStart
 from nanoserve.runtime.workers.own_cores import keep_to_own_cores
 from nanoserve.runtime.workers.ranks import Ranks, meet
@@ -82,14 +78,14 @@ def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
     if start.profiles and start.rank == 0:
         assert processor is not None and speeds is not None, "only policies that attend in host memory ask for it"
         measured = starting_engine(
-            layouts[0].runner,
-            _layer_function(layouts[0].layers, gpus, 0),
+            layouts[0].stage.runner,
+            layouts[0].stage.layers or _layer_function(gpus, 0),
             storage=storage,
             processor=processor,
             config=config,
             model=loaded.model,
             speeds=speeds,
-            compiled=layouts[0].layers is not None and layouts[0].layers.loaded,
+            compiled=layouts[0].stage.compiled,
         )
         profile = hybrid_profile(measured, lambda *told: endpoint.report(Loading(start.rank, *told)))
     worker = Worker(
@@ -97,7 +93,6 @@ def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
         layouts,
         current=start.layout,
         weights=loaded.weights,
-        operators=cpu_operators() if device.type == "cpu" else None,
         coupled=start.coupled,
         observe_times=start.observe_times,
     )
@@ -179,41 +174,22 @@ def _make_layouts(
     pool = _open_pool(start, loaded)
     layouts = list[WorkerLayout]()
     for number, (ranks, decoder) in enumerate(zip(loaded.ranks, loaded.decoders, strict=True)):
-        layers = _compiled_layers(decoder, config, ranks) if device.type == "cpu" else None
-        run_layer = _layer_function(layers, gpus, number)
-        pieces = layers or (gpus[number].pieces if gpus else None)
-        runner = ModelRunner(
+        stage = Stage.build(
             decoder,
             num_blocks=num_blocks[number],
             block_size=config.block_size,
             device=device,
-            run_layer=run_layer,
+            layers=_compiled_layers(decoder, config, ranks) if device.type == "cpu" else None,
+            run_layer=_layer_function(gpus, number),
+            pieces=gpus[number].pieces if gpus else None,
             grammars=GrammarCompiler(Path(start.tokenizer_directory), decoder.config.vocab_size),
             storage=storage,
+            part=None if pool is None else pool.part(decoder.shard),
+            processor=processor,
         )
-        mover = hybrid = None
-        if pool is not None:
-            part = pool.part(decoder.shard)
-            mover = BlockMover(runner.caches.keys, runner.caches.values, part, device)
-            if processor is not None:
-                hybrid = _hybrid_stage(runner, part, processor, run_layer, pieces or EagerPieces())
         activations = _activations(decoder, ranks, config, device)
-        layouts.append(WorkerLayout(ranks, runner, activations, mover, layers, hybrid))
+        layouts.append(WorkerLayout(ranks, stage, activations))
     return layouts
-
-
-def _hybrid_stage(
-    runner: ModelRunner, part: HostPart, processor: HostProcessor, run_layer: LayerFunction, pieces: LayerPieces
-) -> HybridStage:
-    """With a thread of its own that attends over this stage's part of the host pool."""
-    decoder, device = runner.decoder, runner.device
-    runner.hybrid = HybridPass(
-        decoder,
-        lambda: processor.start(decoder.config, part, device),
-        run_layer=run_layer,
-        pieces=pieces,
-    )
-    return HybridStage(runner)
 
 
 def _open_pool(start: WorkerStart, loaded: _LoadedModel) -> HostPool | None:
@@ -224,8 +200,8 @@ def _open_pool(start: WorkerStart, loaded: _LoadedModel) -> HostPool | None:
     return HostPool.open(Path(path), loaded.model, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
 
 
-def _layer_function(layers: AotInductorLayers | None, gpus: Sequence[GpuStart], layout: int) -> LayerFunction:
-    return layers or (gpus[layout].run_layer if gpus else DecoderLayer.__call__)
+def _layer_function(gpus: Sequence[GpuStart], layout: int) -> LayerFunction:
+    return gpus[layout].run_layer if gpus else DecoderLayer.__call__
 
 
 def _compiled_layers(decoder: Decoder, config: EngineConfig, ranks: Ranks) -> AotInductorLayers | None:

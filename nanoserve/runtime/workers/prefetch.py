@@ -12,7 +12,6 @@ import zmq
 
 from nanoserve.runtime.step.model_runner import PreparedStep
 from nanoserve.runtime.workers.activations import Expected
-from nanoserve.runtime.workers.headers import Header
 from nanoserve.runtime.workers.messages import ForgetHost, Run, ToWorker
 from nanoserve.scheduler.plan import StepPlan
 
@@ -32,8 +31,6 @@ class Turn:
     received: float
     prepared: float
     """When the plan came and when its inputs were ready, in seconds of the monotonic clock."""
-    header: Header | None = None
-    """What came ahead of the hidden states; None in the first stage, and where no host sequence takes part."""
 
 
 class PrefetchThread:
