@@ -18,8 +18,7 @@ from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.host.hybrid_runner import Header, HybridRunner, HybridStep
 from nanoserve.runtime.launch.memory import memory_errors
 from nanoserve.runtime.moves.host_pool import HostPart
-from nanoserve.runtime.moves.layer_marks import LayerMarks
-from nanoserve.runtime.moves.swapping import BlockMover, Swapper
+from nanoserve.runtime.moves.swapping import BlockMover, LayerMarks, Swapper
 from nanoserve.runtime.step.model_runner import ModelRunner, PreparedStep
 from triton_ops.cpu import CpuOperators, cpu_operators
 

@@ -15,7 +15,7 @@ from nanoserve.models.attention import AttentionBatch, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.runtime.compile.layer_pieces import LayerPieces
 from nanoserve.runtime.host.host_attention import HostAttention, HostAttentionLost, HostTask
-from nanoserve.runtime.moves.layer_marks import LayerComputed
+from nanoserve.runtime.step.forward_pass import LayerComputed
 from nanoserve.scheduler.plan import CohortProgress, HostWork, Row
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nanoserve.request import TokenLogprob
-from nanoserve.runtime.sampling.selection import top_tokens
+from nanoserve.runtime.sampling.sampler import top_tokens
 
 ELEMENTS_PER_CHUNK = 1 << 24
 

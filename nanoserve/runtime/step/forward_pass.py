@@ -12,8 +12,10 @@ from torch import Tensor
 from nanoserve.config import ModelConfig
 from nanoserve.models.attention import AttentionBatch, AttentionFunction, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
-from nanoserve.runtime.moves.layer_marks import LayerComputed
 from nanoserve.scheduler.plan import Row
+
+LayerComputed = Callable[[int], None]
+"""Called with each layer of a stage, in turn: its keys and values are written, or will be by work that is issued."""
 
 
 @dataclass(slots=True)

@@ -17,8 +17,8 @@ from nanoserve.processes.threads import threads_of_each
 from nanoserve.runtime.launch.torchrun import TorchrunProcess
 from nanoserve.runtime.launch.torchrun_rendezvous import Presence, SharedKeys
 from nanoserve.runtime.workers.child import GRACE_SECONDS, WorkerChild
-from nanoserve.runtime.workers.endpoint import prepare_socket
 from nanoserve.runtime.workers.messages import Failed, WorkerStart
+from nanoserve.runtime.workers.process import prepare_socket
 
 _POLL_SECONDS = 0.1
 _LAST_WORDS_MILLISECONDS = 1000

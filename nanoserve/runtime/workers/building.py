@@ -1,5 +1,6 @@
 """Makes a worker: in each parallel layout its place among the others, its part of the model, its KV cache."""
 
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,13 +8,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.grammar.compiler import GrammarCompiler
-from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
+from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction, RMSNorm
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shards import shards_of_layouts
+from nanoserve.processes.threads import cores_in_use
 from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.core_division import default_host_threads
@@ -22,16 +26,15 @@ from nanoserve.runtime.launch.gpu_start import GpuStart
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 from nanoserve.runtime.launch.memory import available_memory, kv_bytes_per_block, memory_errors
 from nanoserve.runtime.launch.model_loading import load_decoder, load_layouts, read_config
-from nanoserve.runtime.launch.start_profile import hybrid_profile
+from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile
 from nanoserve.runtime.moves.gpu_staging import staging_memory
 from nanoserve.runtime.moves.host_pool import HostPool, check_within_reach
 from nanoserve.runtime.stage import Stage
+from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.runtime.workers.activations import Activations
-from nanoserve.runtime.workers.endpoint import WorkerEndpoint
 from nanoserve.runtime.workers.messages import Allocate, Loaded, Loading, Ready, WorkerStart
-from nanoserve.runtime.workers.own_cores import keep_to_own_cores
+from nanoserve.runtime.workers.process import WorkerEndpoint
 from nanoserve.runtime.workers.ranks import Ranks, meet
-from nanoserve.runtime.workers.stage_profile import starting_engine
 from nanoserve.runtime.workers.worker import Worker, WorkerLayout
 from nanoserve.sizes import format_size
 from triton_ops.cpu import cpu_operators
@@ -225,3 +228,73 @@ def _activations(decoder: Decoder, ranks: Ranks, config: EngineConfig, device: t
 
 def _block_bytes(decoder: Decoder, config: EngineConfig) -> int:
     return kv_bytes_per_block(decoder.config, config.block_size, decoder.dtype)
+
+
+def keep_to_own_cores(number: int, workers: int) -> None:
+    """Have this process run on its part of the cores, before it starts any thread that computes.
+
+    Else threads that attend for one stage would be given the cores on which another one computes.
+
+    Args:
+        number: which of the workers of this machine it is.
+        workers: how many there are.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {processor for core in part_of(cores_in_use(), number, workers) for processor in core})
+
+
+def part_of(cores: Sequence[tuple[int, ...]], number: int, workers: int) -> Sequence[tuple[int, ...]]:
+    """Cores in a row, as many for each as for the others but for one; with more workers than cores, some share one."""
+    if workers > len(cores):
+        return [cores[number % len(cores)]]
+    return cores[number * len(cores) // workers : (number + 1) * len(cores) // workers]
+
+
+def starting_engine(
+    stage: ModelRunner,
+    run_layer: LayerFunction,
+    *,
+    storage: Tensor,
+    processor: HostProcessor,
+    config: EngineConfig,
+    model: ModelConfig,
+    speeds: MachineSpeeds,
+    compiled: bool,
+) -> StartingEngine:
+    """The first stage as an engine that can be measured, over the cache that the stage will have.
+
+    Args:
+        run_layer: runs the stage's layers.
+        storage: of its cache.
+        model: the whole one.
+        speeds, compiled: as in StartingEngine.
+    """
+    block_size, num_blocks = config.block_size, len(stage.caches.keys[0])
+    whole = as_whole_model(stage.decoder)
+    return StartingEngine(
+        runner=ModelRunner(
+            whole,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            device=stage.device,
+            run_layer=run_layer,
+            storage=storage,
+        ),
+        processor=processor,
+        config=config,
+        max_model_len=min(config.max_model_len or model.max_position_embeddings, num_blocks * block_size),
+        speeds=speeds,
+        compiled=compiled,
+        whole_model=model,
+    )
+
+
+def as_whole_model(stage: Decoder) -> Decoder:
+    """The layers of a first stage as a model of so many layers, which answers nonsense. It takes no further memory."""
+    config = stage.config
+    with torch.device("meta"):
+        whole = Decoder(config, initialize=False)
+    whole.embedding, whole.rotary, whole.layers = stage.embedding, stage.rotary, stage.layers
+    whole.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps).to(stage.device, stage.dtype)
+    whole.lm_head.weight = nn.Parameter(stage.embedding.weight.detach(), requires_grad=False)
+    return whole.eval()

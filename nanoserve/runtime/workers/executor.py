@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -14,10 +14,9 @@ from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.costs.profile import Profile
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
+from nanoserve.runtime.launch.memory import CPU_SHARE, CUDA_SHARE, blocks_that_fit
 from nanoserve.runtime.trace.stage_times import ReshardTimes, StageTimes, SwapTimes
-from nanoserve.runtime.workers.capacity import common_num_blocks
 from nanoserve.runtime.workers.group import WorkerGroup, WorkersDied, WorkerSettings
-from nanoserve.runtime.workers.host_losses import HostLosses
 from nanoserve.runtime.workers.messages import (
     Allocate,
     Answered,
@@ -35,7 +34,7 @@ from nanoserve.runtime.workers.messages import (
     Ready,
     Run,
 )
-from nanoserve.runtime.workers.moves import Moves
+from nanoserve.runtime.workers.outstanding import HostLosses, Moves
 from nanoserve.runtime.workers.remote_layers import RemoteLayers
 from nanoserve.scheduler.plan import LayoutCapacity, StepPlan, StepResult
 
@@ -359,3 +358,36 @@ class WorkersExecutor:
         if self._group is None:
             raise RuntimeError("the executor is closed")
         return self._group
+
+
+def common_num_blocks(workers: Sequence[Loaded], config: EngineConfig, longest: int, layout: int = 0) -> int:
+    """Blocks of the KV cache in a parallel layout. Workers on the CPUs of one machine share its memory; GPUs have
+    their own.
+
+    Args:
+        longest: the model's own limit, in tokens.
+        layout: its number.
+
+    Raises:
+        UsageError: if a request of full length does not fit, or more is asked for than is free.
+    """
+    per_block: defaultdict[str, int] = defaultdict(int)
+    free: dict[str, int] = {}
+    for worker in workers:
+        per_block[worker.memory] += worker.block_bytes[layout]
+        free[worker.memory] = min(worker.free_bytes, free.get(worker.memory, worker.free_bytes))
+    total = sum(per_block.values())
+    # The memory that holds the fewest blocks is the measure: so much could be free of all together, and be used.
+    together = min(free[memory] * total // per_block[memory] for memory in free)
+    if config.device == "cpu":  # the engines beside this one load at the same time, and take as much
+        together //= config.data_parallel
+    return blocks_that_fit(
+        total,
+        together,
+        share=CPU_SHARE if config.device == "cpu" else CUDA_SHARE,
+        block_size=config.block_size,
+        longest=longest,
+        kv_cache_memory=config.kv_cache_memory,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+    )

@@ -14,7 +14,6 @@ from nanoserve.runtime.moves.swapping import Swapper
 from nanoserve.runtime.stage import Stage
 from nanoserve.runtime.trace.stage_times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.runtime.workers.activations import Activations
-from nanoserve.runtime.workers.endpoint import WorkerEndpoint
 from nanoserve.runtime.workers.messages import (
     Answered,
     Follow,
@@ -27,6 +26,7 @@ from nanoserve.runtime.workers.messages import (
     Run,
 )
 from nanoserve.runtime.workers.prefetch import PrefetchThread, Turn
+from nanoserve.runtime.workers.process import WorkerEndpoint
 from nanoserve.runtime.workers.ranks import Ranks
 from nanoserve.scheduler.plan import StepPlan, StepResult, Swap
 

@@ -31,7 +31,7 @@ from pathlib import Path
 import msgspec
 from nanoserve.processes.watchdog import ParentWatchdog, own_pipes, read_line
 from nanoserve.runtime.workers.messages import *
-from nanoserve.runtime.workers.endpoint import WorkerEndpoint
+from nanoserve.runtime.workers.process import WorkerEndpoint
 
 parent, pulse = own_pipes()
 directory = Path(sys.argv[2])

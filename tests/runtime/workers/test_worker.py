@@ -10,7 +10,7 @@ import torch
 import zmq
 
 from nanoserve.errors import RuntimeFailure
-from nanoserve.runtime.moves.layer_marks import LayerMarks
+from nanoserve.runtime.moves.swapping import LayerMarks
 from nanoserve.runtime.stage import Stage
 from nanoserve.runtime.step.forward_pass import StepInputs
 from nanoserve.runtime.step.model_runner import PreparedStep
