@@ -34,7 +34,7 @@ class _Launched:
     plan: StepPlan
     step: LaunchedStep
     seconds: float
-    """That launching it took."""
+    """How long launching it took."""
 
 
 class LocalExecutor:

@@ -1,8 +1,8 @@
 """Attention on the CPU for sequences whose KV is in host memory, beside a device that computes on (APEX).
 
 The device hands over the queries, keys and values of some rows in one layer and goes on; a thread with cores of its own
-writes the keys and values into the host pool and attends. It asks nobody for anything, and the device never has to wait
-for it. Should nothing come of it any more, whoever asks is told, and goes on without.
+writes the keys and values into the host pool and attends. It depends on no other thread, and the device never has to
+wait for it. If it fails or hangs, the next question about a task says so, and the engine goes on without it.
 """
 
 import contextlib
@@ -115,14 +115,14 @@ _CLOSING = 1.0
 
 
 class HostAttentionLost(RuntimeError):
-    """Nothing will come of attention on the CPU any more; the message says why."""
+    """Attention on the CPU failed, hangs or was closed; the message says why."""
 
 
 class HostTask:
     """One layer's attention of some rows, under way.
 
     Raises:
-        HostAttentionLost: from `ready` and `wait`, if nothing will come of it.
+        HostAttentionLost: from `ready` and `wait`, if there will be no result.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class HostTask:
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the result, at most so many seconds; whether it is there."""
+        """Wait for the result, at most `timeout` seconds; whether it is there."""
         until = None if timeout is None else time.monotonic() + timeout
         while not self.ready:
             left = _LOOK_EVERY if until is None else min(_LOOK_EVERY, until - time.monotonic())
@@ -216,7 +216,7 @@ class HostAttention:
 
         Args:
             query: [n, num_heads, head_dim] on the device, key and value [n, num_kv_heads, head_dim]; views of larger
-                tensors will do. Nobody may write to them before the task is ready.
+                tensors will do. They must not be written to before the task is ready.
             batch: of these rows, on the CPU.
         """
         task = HostTask(layer, hand_over(query, key, value, self._device), batch, lambda: self.problem)
@@ -232,7 +232,7 @@ class HostAttention:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing will come of it any more: it failed, or hangs, or was closed; None while all is well."""
+        """Why there will be no more results: it failed, or hangs, or was closed; None while all is well."""
         if self._problem is None:
             self._problem = self._trouble()
             if self._problem is not None:
@@ -240,7 +240,7 @@ class HostAttention:
         return self._problem
 
     def close(self) -> None:
-        """End the thread, or give it up if it does not end within a second. What was not done yet never will be."""
+        """End the thread, or give it up if it does not end within a second. Tasks that are left are dropped."""
         until = time.monotonic() + _CLOSING
         self._given_up = True
         self._problem = self._problem or "attention on the CPU was closed"
@@ -295,7 +295,7 @@ class HostAttention:
             self._failure = f"attention on the CPU failed: {reason}"
 
     def _attend(self, task: HostTask) -> bool:
-        """Carry a task out; False if nobody wants it any more, and nothing may be written."""
+        """Carry a task out; False once it was given up, and nothing may be written."""
         query, key, value = task.transfer.take()
         batch, keys, values = task.batch, self._keys[task.layer], self._values[task.layer]
         with self._writing:
@@ -329,7 +329,7 @@ class HostAttention:
 
 
 def set_threads_of_this_thread(threads: int) -> None:
-    """How many threads share what the calling thread computes with torch, and nobody else's.
+    """Set how many threads share what the calling thread alone computes with torch.
 
     `torch.set_num_threads` would also change what threads get that begin to compute later.
     """

@@ -21,7 +21,7 @@ from nanoserve.scheduler.plan import CohortProgress, HostWork, Row
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """Attention that the CPU was told to compute, or some rows of it."""
+    """Attention that the CPU was asked to compute, or some rows of it."""
 
     task: HostTask
     places: Tensor | None = None
@@ -42,9 +42,9 @@ class HostGroup:
     """Host sequences that began a token in the same plan and are at the same place: n rows."""
 
     step: int
-    """That plan."""
+    """The plan in which they began."""
     rows: Sequence[Row]
-    """Of the plan in which they began; one token each."""
+    """Their rows in that plan; one token each."""
     batch: AttentionBatch
     """Where their keys and values are in host memory; its tensors are on the CPU."""
     hidden: Tensor
@@ -84,7 +84,7 @@ class DeviceRows:
     """Rotary tables of the rows' positions, as the layers take them."""
     attention: PagedAttention
     computed: LayerComputed | None = None
-    """Called after each layer in which they have written their keys and values; None if nobody waits for that."""
+    """Called after each layer in which they have written their keys and values; None if nothing waits for that."""
 
 
 class HybridPass:
@@ -107,10 +107,10 @@ class HybridPass:
         self._run_layer = run_layer
         self._pieces = pieces
         self._loss: str | None = None
-        # How far the device has come, where it lags behind what it is told: in front of the newest attention.
+        # An event in front of the newest attention: how far a GPU has come, which lags behind what is issued.
         self._mark = torch.cuda.Event() if decoder.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    # ---- what the scheduler is told ---------------------------------------------------------------------------
+    # ---- what is reported to the scheduler ---------------------------------------------------------------------------
 
     @property
     def progress(self) -> tuple[CohortProgress, ...]:
@@ -202,7 +202,7 @@ class HybridPass:
         return hidden, groups
 
     def _ready(self, groups: Sequence[HostGroup]) -> list[HostGroup]:
-        """Those whose attention is done when the device has come here; none of any if the CPU's part has failed."""
+        """The groups whose attention is done when the device has come here; none if the CPU's part has failed."""
         if self._mark is not None and groups:
             self._mark.synchronize()  # meanwhile the device attends
         try:
@@ -324,7 +324,7 @@ class HybridPass:
 
 
 def _entering(groups: Sequence[HostGroup], layer: int) -> list[HostGroup]:
-    """Those that come to that layer's first half."""
+    """The groups that come to that layer's first half."""
     return [group for group in groups if group.layer == layer and group.pending is None]
 
 

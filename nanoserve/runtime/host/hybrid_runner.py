@@ -123,7 +123,7 @@ class HybridRunner(ModelRunner):
         """No host sequence is under way any more, in any stage; nothing more is written for one."""
         self._coming.clear()
         self.hybrid.forget()
-        self.hybrid.take_loss()  # nobody waits for it any more
+        self.hybrid.take_loss()  # it is not waited for any more
 
     def prepare(self, plan: StepPlan) -> PreparedStep:
         if plan.strategy == "device":

@@ -24,8 +24,8 @@ class LayerMarks:
     """One thread computes a step and says which layers are `computed`; another waits for them, one by one.
 
     Args:
-        issued: a mark behind all that the device has been told to do so far, in the computing thread; None on the CPU,
-            which has done it.
+        issued: makes a mark behind all work issued so far, in the computing thread; None on the CPU, whose work is
+            done when it is issued.
     """
 
     def __init__(self, issued: Callable[[], "torch.cuda.Event | None"]) -> None:
@@ -42,7 +42,7 @@ class LayerMarks:
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """No more layers of this step will be computed, if any are left: nobody is to wait for them."""
+        """No more layers of this step will be computed: whatever waits for them fails."""
         with self._changed:
             self._given_up = True
             self._changed.notify_all()
@@ -96,7 +96,7 @@ class BlockMover:
             self._caches = block_arrays(zip(key_caches, value_caches, strict=True))
 
     def issued(self) -> "torch.cuda.Event | None":
-        """A mark behind all that the device has been told to do so far; None on the CPU, which has done it."""
+        """A mark behind all work issued so far; None on the CPU, whose work is done when it is issued."""
         if self._device.type != "cuda":
             return None
         mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -158,7 +158,7 @@ class _Job:
     after: "torch.cuda.Event | None"
     """What the device must have passed before."""
     marks: LayerMarks | None = None
-    """Of the step whose layers they follow, going out; None if they follow none."""
+    """Marks of the step whose layers they follow, going out; None if they follow none."""
 
     def carry_out(self) -> int:
         """Bytes moved."""
@@ -174,8 +174,8 @@ class Swapper:
     """Two threads, one for each direction, that carry out swaps in the order in which they begin.
 
     Args:
-        done: told of each swap: how many bytes were moved, and when it began and ended (monotonic seconds).
-        failed: told of each swap that failed, and with what; the others go on.
+        done: called with each swap that is done, the bytes moved, and when it began and ended (monotonic seconds).
+        failed: called with the error of each swap that failed; the others go on.
 
     Both are called in these threads.
     """
@@ -195,11 +195,11 @@ class Swapper:
     def begin(self, swaps: Sequence[Swap], mover: BlockMover) -> LayerMarks | None:
         """Have a plan's swaps carried out; returns at once.
 
-        To be called by who runs the plans, in their order: the swaps come behind all that was computed before them.
+        Call it in the thread that runs the plans, in their order: swaps come behind all that was computed before them.
 
         Returns:
-            what is to be told of the layers of the plan's step, for the swaps that follow its rows, or that the step is
-            given up: these swaps, and later ones that go out, wait for it. None if there is no such swap.
+            marks to set as the layers of the plan's step are computed, or to give up with the step, if swaps follow its
+            rows: these, and later ones that go out, wait for them. None if there is no such swap.
         """
         after = mover.issued()
         behind_rows = [swap for swap in swaps if swap.after_row]
@@ -269,8 +269,8 @@ class LocalSwaps(Swapper):
         return tuple(done)
 
     def abandon(self) -> None:
-        """Nobody will ask for those under way: they end before their blocks are used for anything else. A step whose
-        layers are waited for is given up too."""
+        """Wait for the swaps under way and drop their ids: they end before their blocks are used for anything else. A
+        step whose layers are waited for is given up too."""
         self._give_up_step()
         while self._under_way:
             self._ended.get()

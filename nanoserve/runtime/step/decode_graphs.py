@@ -72,7 +72,7 @@ def fill(static: StepInputs, inputs: StepInputs) -> None:
         contexts[rows:].fill_(1)
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Makes graphs."""
 
     def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -100,7 +100,7 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
 
     @torch.inference_mode()
-    def capture(self, recorder: Recorder, progress: ProgressCallback | None = None) -> None:
+    def capture(self, recorder: GraphRecorder, progress: ProgressCallback | None = None) -> None:
         """Record all buckets, the largest first: the smaller ones find room in the memory that it took."""
         for done, rows in enumerate(reversed(self._buckets)):
             if progress is not None:

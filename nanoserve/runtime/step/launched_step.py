@@ -72,7 +72,7 @@ class SampledRows:
     valid: Tensor | None = None
     """bool [N], on the host."""
     logprobs: LogprobColumns | None = None
-    """Of the rows that want them, on the host."""
+    """Log probabilities of the rows that want them, on the host."""
 
     @classmethod
     def stage(

@@ -70,9 +70,9 @@ class PreparedStep:
     copies: Tensor | None = None
     """int64 [number of copies, 2], source and target blocks; None if the plan has none."""
     inputs: StepInputs | None = None
-    """Of the rows whose KV is on the device; None if the plan has none."""
+    """Inputs of the rows whose KV is on the device; None if the plan has none."""
     fed: Tensor | None = None
-    """int64 [2, F], of each fed row the place of its token in this step, and of the sampled one in the plan before."""
+    """int64 [2, F], for each fed row the place of its token in this step, and of its sample in the step before."""
     prompts: list[ScoredPrompt] = field(default_factory=list)
     sampled: SampledRows | None = None
 
@@ -215,7 +215,7 @@ class ModelRunner:
         return [record.sampling for record in records], ends
 
     def _stage_fed(self, rows: Sequence[Row], ends: np.ndarray) -> Tensor | None:
-        """As PreparedStep has it: which tokens the device puts in before the host knows them.
+        """Which tokens the device puts in before the host knows them, as PreparedStep has it.
 
         Raises:
             RuntimeError: if the last plan did not sample a token for one of the fed rows.

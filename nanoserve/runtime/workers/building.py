@@ -90,7 +90,7 @@ def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
             speeds=speeds,
             compiled=layouts[0].stage.compiled,
         )
-        profile = hybrid_profile(measured, lambda *told: endpoint.report(Loading(start.rank, *told)))
+        profile = hybrid_profile(measured, lambda *progress: endpoint.report(Loading(start.rank, *progress)))
     worker = Worker(
         endpoint,
         layouts,
@@ -125,7 +125,7 @@ class _LoadedModel:
     decoders: Sequence[Decoder]
     """By layout."""
     weights: ReshardableWeights | None
-    """Of all layouts; None where there is one."""
+    """Weights of all layouts; None where there is one."""
 
 
 def _load(start: WorkerStart, endpoint: WorkerEndpoint, device: torch.device) -> _LoadedModel:
@@ -140,14 +140,14 @@ def _load(start: WorkerStart, endpoint: WorkerEndpoint, device: torch.device) ->
     ranks = [Ranks(start.rank, layout.pipeline_parallel, layout.tensor_parallel) for layout in config.layouts]
     groups = meet(ranks, start.init_method, device, headers=config.attends_on_host)
 
-    def told(stage: str, done: int, total: int) -> None:
+    def report_progress(stage: str, done: int, total: int) -> None:
         endpoint.report(Loading(start.rank, stage, done, total))
 
     if len(shards) == 1:
-        decoder, _ = load_decoder(resolved, config, device, told, shard=shards[0], group=groups[0])
+        decoder, _ = load_decoder(resolved, config, device, report_progress, shard=shards[0], group=groups[0])
         return _LoadedModel(model, ranks, [decoder], None)
     assert directory is not None, "weights that are read more than once are in files"
-    weights, _ = load_layouts(directory, config, device, told, shards=shards, groups=groups)
+    weights, _ = load_layouts(directory, config, device, report_progress, shards=shards, groups=groups)
     if start.layout != 0:
         weights.fill(start.layout)
     return _LoadedModel(model, ranks, weights.decoders, weights)
@@ -156,7 +156,7 @@ def _load(start: WorkerStart, endpoint: WorkerEndpoint, device: torch.device) ->
 def _make_storage(
     start: WorkerStart, loaded: _LoadedModel, num_blocks: Sequence[int], device: torch.device
 ) -> torch.Tensor:
-    """Of the KV cache, which is another one in each layout: uint8, as large as the largest of them."""
+    """Storage of the KV cache, which is another one in each layout: uint8, as large as the largest of them."""
     config = start.config
     sizes = [blocks * _block_bytes(one, config) for blocks, one in zip(num_blocks, loaded.decoders, strict=True)]
     problem = f"a KV cache of {format_size(max(sizes))} does not fit"
@@ -290,7 +290,7 @@ def starting_engine(
 
 
 def as_whole_model(stage: Decoder) -> Decoder:
-    """The layers of a first stage as a model of so many layers, which answers nonsense. It takes no further memory."""
+    """The layers of a first stage as a model of its own, which answers nonsense. It takes no further memory."""
     config = stage.config
     with torch.device("meta"):
         whole = Decoder(config, initialize=False)

@@ -1,4 +1,4 @@
-"""WorkersExecutor: runs plans on worker processes, and starts them anew when one dies."""
+"""WorkersExecutor: runs plans on worker processes, and starts them again when one dies."""
 
 import logging
 import time
@@ -28,11 +28,11 @@ from nanoserve.runtime.workers.messages import (
     Loaded,
     Loading,
     Moved,
-    Observed,
     Prepare,
     Prepared,
     Ready,
-    Run,
+    RunPlan,
+    StepObserved,
 )
 from nanoserve.runtime.workers.outstanding import HostLosses, Moves
 from nanoserve.runtime.workers.remote_layers import RemoteLayers
@@ -49,7 +49,7 @@ class WorkersExecutor:
         resolved, model: the model, and its shape.
         config: with pipeline_parallel x tensor_parallel workers, in one parallel layout or two.
         host_blocks: KV blocks in shared memory; with none, nothing can be swapped.
-        progress: is told how far loading is.
+        progress: is called with how far loading is.
         metadata: "decoupled": plans go to all stages at once, ahead of the hidden states (gLLM, section 3.3);
             "coupled": from stage to stage, with them.
         observe_times: keep what workers did when, for `take_times` and `take_moves`.
@@ -114,7 +114,7 @@ class WorkersExecutor:
             if isinstance(error, WorkersDied):
                 raise error.error or RuntimeFailure(f"{error} while it was starting") from None
             raise
-        self._progress = None  # a second start is nobody's to watch
+        self._progress = None  # a second start is not shown
         self._settings = replace(self._settings, profiles=False)
 
     # ---- plans ------------------------------------------------------------------------------------------------
@@ -205,10 +205,10 @@ class WorkersExecutor:
     def _send(self, plan: StepPlan) -> None:
         group = self._open_group()
         if not self._coupled or plan.transition is not None:
-            group.send(Run(plan))
+            group.send(RunPlan(plan))
             return
         first = range(self._config.layouts[self.layout].tensor_parallel)
-        group.send(Run(plan), first)
+        group.send(RunPlan(plan), first)
         group.send(Follow(), range(len(first), self._config.num_workers))
 
     # ---- workers ----------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class WorkersExecutor:
             self._results.append(self._host_losses.answered(message.result))
         elif isinstance(message, HostLost):
             self._host_losses.heard(message)
-        elif isinstance(message, Observed):
+        elif isinstance(message, StepObserved):
             self._times.append(message.times)
         elif isinstance(message, Moved):
             self._take_move(message.times)
@@ -304,7 +304,7 @@ class WorkersExecutor:
         self._results.append(result)
 
     def _show_start(self) -> None:
-        """How many workers run. Long before one of them loads, each imports torch, and nobody shall wonder why."""
+        """How many workers run. Each imports torch long before it loads, and this says so."""
         if self._progress is not None:
             self._progress("start workers", len(self._ready), self._config.num_workers)
 

@@ -24,7 +24,7 @@ from nanoserve.runtime.launch.memory import available_memory
 from nanoserve.runtime.launch.rendezvous import Addresses, Rendezvous, open_rendezvous
 from nanoserve.runtime.moves.host_pool import HostPool
 from nanoserve.runtime.workers.child import GRACE_SECONDS, WorkerChild
-from nanoserve.runtime.workers.messages import Failed, FromWorker, ToWorker, WorkerStart
+from nanoserve.runtime.workers.messages import FromWorker, ToWorker, WorkerFailed, WorkerStart
 from nanoserve.runtime.workers.process import identity, prepare_socket
 
 
@@ -80,14 +80,14 @@ class WorkersDied(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What all workers are told."""
+    """What all workers of an engine start with."""
 
     resolved: ResolvedModel
     config: EngineConfig
     model: ModelConfig
     """Its shape."""
     host_blocks: int
-    """Of the host tier; 0 where there is none."""
+    """KV blocks of the host tier; 0 where there is none."""
     coupled: bool
     observe_times: bool
     engine: int = 0
@@ -213,11 +213,11 @@ class WorkerGroup:
         """Put a message on its way to these workers, or to all; each has been heard of. Never waits."""
         data = self._encoder.encode(message)
         for rank in range(self._settings.config.num_workers) if ranks is None else ranks:
-            with contextlib.suppress(zmq.ZMQError):  # a peer that is gone is told of by its pulse
+            with contextlib.suppress(zmq.ZMQError):  # its pulse says when a peer is gone
                 self._plans.send_multipart((identity(rank), data), zmq.NOBLOCK, copy=False)
 
     def hear(self, seconds: float | None) -> list[FromWorker]:
-        """What the workers say, in order, perhaps nothing; waits for it at most so long, and not for ever.
+        """What the workers say, in order, perhaps nothing; waits for it for `seconds`, and a second at most.
 
         Raises:
             WorkersDied: if one is dead or cannot go on. What was said before is lost with it.
@@ -226,13 +226,13 @@ class WorkerGroup:
         ready = dict(self._poller.poll(math.ceil(1000 * seconds)))
         heard = [*self._received(self._plans, ready), *self._received(self._reports, ready)]
         for message in heard:
-            if isinstance(message, Failed):
+            if isinstance(message, WorkerFailed):
                 raise self._failure(message)
         self._watch(ready)
         return heard
 
     def _watch(self, ready: Mapping[object, int]) -> None:
-        """See that all workers live. What they wrote while nobody looked counts as a sign of life now."""
+        """See that all workers live. What they wrote since the last look counts as a sign of life now."""
         now = time.monotonic()
         if now - self._looked_at > 2 * _WATCH_SECONDS:  # asleep, perhaps with the whole machine: give them time to wake
             self._beat_at = dict.fromkeys(self._beat_at, now)
@@ -255,7 +255,7 @@ class WorkerGroup:
                 *_, data = socket.recv_multipart(zmq.NOBLOCK)
                 yield self._decoder.decode(data)
 
-    def _failure(self, failed: Failed) -> WorkersDied:
+    def _failure(self, failed: WorkerFailed) -> WorkersDied:
         """What to say of a worker that cannot go on, unless it is because another is dead."""
         until = time.monotonic() + _FIRST_DEATH_SECONDS
         while time.monotonic() < until:

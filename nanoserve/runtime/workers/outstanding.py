@@ -10,10 +10,10 @@ from nanoserve.scheduler.plan import StepPlan, StepResult
 
 
 class HostLosses:
-    """Knows which host sequences are under way, and sees to it that none of them is heard of after a loss was told.
+    """Knows which host sequences are under way, and drops what is answered for them after a loss was reported.
 
-    Whatever stage reports it, a loss is one of the whole engine. When it is told, ahead of the next plan all stages are
-    told to forget; but plans that were sent before may still answer host sequences which other stages had passed on.
+    A loss in one stage is a loss of the whole engine. Once it is reported, all stages are sent ForgetHost ahead of the
+    next plan; but plans that were sent before may still answer host sequences which other stages had passed on.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class HostLosses:
 
     @property
     def pending(self) -> bool:
-        """Whether a loss is to be told."""
+        """Whether a loss is to be reported."""
         return self._reason is not None
 
     def sent(self, plan: StepPlan) -> None:
@@ -37,7 +37,7 @@ class HostLosses:
             self._under_way.update(row.sequence for row in plan.rows if row.tier == "host")
 
     def answered(self, result: StepResult) -> StepResult:
-        """What may be told of a plan's result: nothing of host sequences that are lost."""
+        """A plan's result without the host sequences that are lost."""
         if result.step in self._silenced:
             silenced = self._silenced.pop(result.step)
             heard = tuple(answer for answer in result.answers if answer.sequence not in silenced)
@@ -52,7 +52,7 @@ class HostLosses:
             self._reason = f"worker {lost.rank}: {lost.reason}"
 
     def tell(self, in_flight: Iterable[int]) -> StepResult:
-        """The loss, which is told now. All workers are to be sent ForgetHost ahead of the next plan.
+        """Report the loss. All workers are to be sent ForgetHost ahead of the next plan.
 
         Args:
             in_flight: plans that have not ended.
@@ -67,7 +67,7 @@ class HostLosses:
 
 
 class Moves:
-    """Those that are under way.
+    """The swaps and the change of layout that are under way.
 
     Args:
         num_workers: that all take part.
@@ -89,7 +89,7 @@ class Moves:
             self._swaps[swap.swap] = self._num_workers
 
     def end_part(self, times: ReshardTimes | SwapTimes) -> StepResult | None:
-        """A worker has done its part; what is to be told if it was the last one."""
+        """A worker has done its part; the result, if it was the last one."""
         if isinstance(times, ReshardTimes):
             self._resharded.append(times)
             if len(self._resharded) < self._num_workers:

@@ -14,7 +14,7 @@ import zmq
 from nanoserve.errors import NanoserveError, RuntimeFailure
 from nanoserve.processes.sockets import connect
 from nanoserve.processes.watchdog import ParentWatchdog, own_pipes, read_line
-from nanoserve.runtime.workers.messages import Failed, FromWorker, Hello, ToWorker, WorkerStart
+from nanoserve.runtime.workers.messages import FromWorker, Hello, ToWorker, WorkerFailed, WorkerStart
 
 _SWITCH_SECONDS = 0.0002
 """How long one of a worker's two threads may keep the interpreter when the other wants it. With Python's 5 ms, a loop
@@ -41,11 +41,11 @@ def run_worker(start: WorkerStart) -> None:
     try:
         build_worker(start, endpoint).run()
     except NanoserveError as error:
-        failed = Failed(start.rank, str(error), error.exit_code)
+        failed = WorkerFailed(start.rank, str(error), error.exit_code)
     except Exception as error:
         # Workers that wait for another's hidden states fail with it: the engine knows who was the first.
         reason = (str(error).strip().splitlines() or [""])[0]
-        failed = Failed(start.rank, f"{type(error).__name__}: {reason}", RuntimeFailure.exit_code)
+        failed = WorkerFailed(start.rank, f"{type(error).__name__}: {reason}", RuntimeFailure.exit_code)
     endpoint.report(failed)
     endpoint.close()
     os._exit(failed.exit_code)  # at once: torch would wait for the other workers

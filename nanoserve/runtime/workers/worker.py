@@ -20,12 +20,12 @@ from nanoserve.runtime.workers.messages import (
     ForgetHost,
     HostLost,
     Moved,
-    Observed,
     Prepare,
     Prepared,
-    Run,
+    RunPlan,
+    StepObserved,
 )
-from nanoserve.runtime.workers.prefetch import PrefetchThread, Turn
+from nanoserve.runtime.workers.prefetch import PrefetchedStep, PrefetchThread
 from nanoserve.runtime.workers.process import WorkerEndpoint
 from nanoserve.runtime.workers.ranks import Ranks
 from nanoserve.scheduler.plan import StepPlan, StepResult, Swap
@@ -76,7 +76,7 @@ class Worker:
         self._coupled = coupled
         self._observe_times = observe_times
         self._preparing = False
-        self._forgotten = 0  # how often it was told to forget host sequences
+        self._forgotten = 0  # how many ForgetHost it has followed
         self._swapper: Swapper | None = None
         device = self._current.stage.runner.device
         self._prefetch = PrefetchThread(endpoint.plans, None if coupled else self._prepare, device)
@@ -97,11 +97,11 @@ class Worker:
             for stage in self._stages:
                 stage.poll()
             self._tell_prepared()
-            if isinstance(message, Turn):
+            if isinstance(message, PrefetchedStep):
                 self._take(message, max(free, message.received))
-            elif isinstance(message, Run) and message.plan.transition is not None:
+            elif isinstance(message, RunPlan) and message.plan.transition is not None:
                 self._reshard(message.plan.step, message.plan.transition)
-            elif isinstance(message, Run):
+            elif isinstance(message, RunPlan):
                 self._take_coupled(message.plan)
             elif isinstance(message, Follow):
                 self._take_coupled(self._plan_decoder.decode(self._current.activations.receive_plan()))
@@ -110,7 +110,7 @@ class Worker:
             elif isinstance(message, Prepare):
                 self._make_faster(message)
 
-    def _prepare(self, plan: StepPlan, received: float) -> Turn:
+    def _prepare(self, plan: StepPlan, received: float) -> PrefetchedStep:
         """The host's part of a step, and a place for its hidden states.
 
         Where the plan does not say how many come, this waits until the stage before does.
@@ -120,9 +120,9 @@ class Worker:
         if isinstance(step, HybridStep):
             step.header = activations.receive_header()
             num_tokens += 0 if step.header is None else step.header.num_rows
-        return Turn(step, activations.expect(num_tokens), received, prepared)
+        return PrefetchedStep(step, activations.expect(num_tokens), received, prepared)
 
-    def _take(self, turn: Turn, began: float) -> None:
+    def _take(self, turn: PrefetchedStep, began: float) -> None:
         """Compute a step whose turn it is."""
         stage, step = self._current.stage, turn.step
         stage.begin_swaps(step, self._swapper)
@@ -146,11 +146,11 @@ class Worker:
                 computed=computed,
                 sent=time.monotonic(),
             )
-            self._endpoint.report(Observed(times))
+            self._endpoint.report(StepObserved(times))
         if result is not None:  # behind the times: with its last answer the engine may end
             self._endpoint.report(Answered(result))
 
-    def _compute(self, turn: Turn, entering: Tensor | None) -> tuple[float, StepResult | None]:
+    def _compute(self, turn: PrefetchedStep, entering: Tensor | None) -> tuple[float, StepResult | None]:
         """Run its layers, and pass on or sample what comes of it; when the device was done, and what to answer."""
         ranks, stage, activations = self._current.ranks, self._current.stage, self._current.activations
         step = turn.step
@@ -182,7 +182,7 @@ class Worker:
         self._current.stage.forget_host()
 
     def _take_coupled(self, plan: StepPlan) -> None:
-        """A plan of which nothing was known before: prepare its inputs now, after the stage behind has been told."""
+        """Take a plan that comes with its hidden states: pass it on, then prepare its inputs."""
         received = time.monotonic()
         if self._current.ranks.behind is not None:
             self._current.activations.send_plan(msgspec.msgpack.encode(plan))

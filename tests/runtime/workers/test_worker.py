@@ -16,7 +16,7 @@ from nanoserve.runtime.step.forward_pass import StepInputs
 from nanoserve.runtime.step.model_runner import PreparedStep
 from nanoserve.runtime.step.staging import DeviceToHostCopy
 from nanoserve.runtime.workers.activations import Activations
-from nanoserve.runtime.workers.messages import ForgetHost, HostLost, Run
+from nanoserve.runtime.workers.messages import ForgetHost, HostLost, RunPlan
 from nanoserve.runtime.workers.prefetch import THREAD_NAME
 from nanoserve.runtime.workers.ranks import Ranks
 from nanoserve.runtime.workers.worker import Worker, WorkerLayout
@@ -78,7 +78,7 @@ def test_a_step_without_memory_is_told_in_one_line(
 ) -> None:
     engine, plans = sockets
     worker = make_worker(SimpleNamespace(plans=plans), FullDevice(), num_stages=1)
-    engine.send(msgspec.msgpack.encode(Run(StepPlan(0))))
+    engine.send(msgspec.msgpack.encode(RunPlan(StepPlan(0))))
     with pytest.raises(RuntimeFailure, match=r"out of memory on cpu: a step of 7 tokens .*; lower --max-num-batched"):
         worker.run()
 
@@ -120,7 +120,7 @@ def test_a_swap_begins_when_the_step_before_its_plan_is_done(
     worker = make_worker(SimpleNamespace(plans=plans, report=lambda _: None), runner, mover=Mover(runner.moved))
     row = Row(8, 0, (1,), sample=True)
     for plan in (StepPlan(0, rows=(row,)), StepPlan(1, rows=(row,), swaps=(Swap(0, 9, "in", (4,), (2,)),))):
-        engine.send(msgspec.msgpack.encode(Run(plan)))
+        engine.send(msgspec.msgpack.encode(RunPlan(plan)))
     with pytest.raises(RuntimeFailure, match="out of memory"):
         worker.run()
     assert runner.moved_beside == [False, True]
@@ -150,7 +150,13 @@ def test_a_loss_says_of_which_losses_of_other_stages_the_worker_knew(
     runner.last = 3
     reports: list[object] = []
     worker = make_worker(SimpleNamespace(plans=plans, report=reports.append), runner, hybrid=stage)
-    for message in (Run(StepPlan(0)), Run(StepPlan(1)), ForgetHost(), Run(StepPlan(2)), Run(StepPlan(3))):
+    for message in (
+        RunPlan(StepPlan(0)),
+        RunPlan(StepPlan(1)),
+        ForgetHost(),
+        RunPlan(StepPlan(2)),
+        RunPlan(StepPlan(3)),
+    ):
         engine.send(msgspec.msgpack.encode(message))
     with pytest.raises(RuntimeFailure, match="out of memory"):
         worker.run()
@@ -196,7 +202,7 @@ def test_a_prompt_that_is_parked_leaves_layer_by_layer(
     runner = LayeredRunner()
     worker = make_worker(SimpleNamespace(plans=plans, report=lambda _: None), runner, mover=LayeredMover(runner.left))
     parked = Swap(0, 8, "out", (4,), (2,), after_row=True)
-    engine.send(msgspec.msgpack.encode(Run(StepPlan(0, rows=(Row(8, 0, (1,), sample=True),), swaps=(parked,)))))
+    engine.send(msgspec.msgpack.encode(RunPlan(StepPlan(0, rows=(Row(8, 0, (1,), sample=True),), swaps=(parked,)))))
     with pytest.raises(RuntimeFailure, match="out of memory"):
         worker.run()
     assert runner.left_in_time == [True] * 3
