@@ -52,7 +52,7 @@ def test_a_hybrid_run_tells_how_each_step_was_predicted(policy: str, tmp_path: P
     )
     requests = [
         Request(f"r{number}", (1,) * 9, SamplingParams(), 12, end_tokens=(END_TOKEN,), arrival_time=number / 2)
-        for number in range(12)
+        for number in range(24)
     ]
     engine = Engine(scheduler, traced, vocab_size=VOCAB_SIZE)
     drive(engine, requests, lambda now, updates: None)
