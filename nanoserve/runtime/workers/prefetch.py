@@ -38,7 +38,7 @@ class PrefetchThread:
 
     Args:
         socket: from now on the thread's.
-        prepare: makes a turn of a plan that came at that time; called in the thread, one step ahead of the loop. None
+        prepare: prepares a plan that came at that time; called in the thread, one step ahead of the loop. None
             leaves plans to the loop, as changes of layout always are.
         device: that inputs are prepared for.
     """
