@@ -1,6 +1,6 @@
 """nanoserve: a compact LLM inference engine whose scheduling policies are swappable classes.
 
-Importing the package imports nothing else: the names below are loaded on first use.
+The names below are loaded on first use, so that importing the package imports nothing else.
 """
 
 TYPE_CHECKING = False

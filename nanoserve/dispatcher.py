@@ -1,4 +1,4 @@
-"""Dispatcher: several whole engines that look like one. Requests go where the fewest tokens are outstanding."""
+"""Dispatcher: several whole engines that are used as one (data parallelism)."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -8,25 +8,25 @@ from nanoserve.errors import UsageError
 from nanoserve.request import FinishReason, Request, SequenceUpdate
 
 Router = Callable[[Sequence[int]], int]
-"""Chooses the engine of a request that has come, by number; is told the tokens outstanding at each (`TokenCounts`)."""
+"""Chooses the engine of a new request, by number, from the outstanding tokens of each engine (`TokenCounts`)."""
 Wait = Callable[[float | None], None]
-"""Waits until an executor has something to say, at most until that time on their clock; may end sooner."""
+"""Waits until an executor has a result, at most until a time on their clock; may return sooner."""
 
 
 def least_tokens(outstanding: Sequence[int]) -> int:
-    """Where the fewest tokens are outstanding; among equals, the first. A `Router`."""
+    """A `Router`: the engine with the fewest outstanding tokens; the first of several."""
     return min(range(len(outstanding)), key=outstanding.__getitem__)
 
 
 class Dispatcher:
-    """Several engines of one model, each with its own executor and KV blocks, to be used as one `Engine` is.
+    """Several engines of one model, each with its own executor and KV blocks, used like one `Engine`.
 
-    All samples of a request run in one engine. Each engine goes on as it would alone, whatever becomes of the others:
-    one whose workers die begins anew, and one that runs nothing any more gets no requests while another lives.
+    All samples of a request run in one engine. The engines are independent: one whose workers die restarts them, and
+    one that has failed for good gets no requests while another lives.
 
     Args:
         engines: at least one; they are closed with the dispatcher, the first of them last.
-        wait: for any of their executors.
+        wait: waits for any of their executors.
     """
 
     def __init__(self, engines: Sequence[Engine], wait: Wait) -> None:
@@ -45,17 +45,17 @@ class Dispatcher:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Why engines run nothing any more, of each that does not; requests that it had end with just these words."""
+        """The reason of each engine that has failed for good; its requests end with the same message."""
         return tuple(failure for engine in self.engines for failure in engine.failures)
 
     @property
     def failure(self) -> str | None:
-        """Why no engine runs anything any more; None while one does."""
+        """Why all engines have failed for good; None while one lives."""
         return self.failures[0] if len(self.failures) == len(self.engines) else None
 
     @property
     def ready(self) -> bool:
-        """Whether all engines are that run anything."""
+        """Whether all living engines are ready."""
         return all(engine.ready for engine in self._living)
 
     @property
@@ -65,12 +65,12 @@ class Dispatcher:
 
     @property
     def status(self) -> EngineStatus:
-        """How all of them are doing together."""
+        """The status of all engines together."""
         return EngineStatus.together(engine.status for engine in self.engines)
 
     @property
     def _living(self) -> list[Engine]:
-        """Those that run something; or all, so that what is asked of them fails with their reason."""
+        """Engines that have not failed; all if none is left, so that requests fail with their reason."""
         return [engine for engine in self.engines if engine.failure is None] or list(self.engines)
 
     def now(self) -> float:
@@ -91,12 +91,12 @@ class Dispatcher:
     def stop(
         self, request_id: str, *, index: int | None = None, reason: FinishReason = FinishReason.ABORT
     ) -> list[SequenceUpdate]:
-        """End a request, or one of its samples, from outside, wherever it runs."""
+        """End a request, or one of its samples, in whichever engine it runs."""
         holding = [engine for engine in self.engines if request_id in engine.tokens]
         return [update for engine in holding for update in engine.stop(request_id, index=index, reason=reason)]
 
     def step(self, until: float | None = None) -> list[SequenceUpdate]:
-        """Have every engine submit what may be in flight, then take in what becomes known first.
+        """Let every engine submit its plans, then collect the first results.
 
         Args:
             until: as for an Engine.
@@ -110,7 +110,7 @@ class Dispatcher:
         return [update for engine in living for update in engine.collect(now)]
 
     def close(self) -> None:
-        """Close all engines, even if one of them complains."""
+        """Close all engines, even if closing one of them fails."""
         with ExitStack() as closing:
             for engine in self.engines:
                 closing.callback(engine.close)

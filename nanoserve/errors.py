@@ -1,4 +1,4 @@
-"""Errors a user may see: one clear line each, with the exit code the command line answers with."""
+"""Errors that a user may see: one clear line each, with the exit code of the command."""
 
 
 class NanoserveError(Exception):
@@ -12,7 +12,7 @@ class RuntimeFailure(NanoserveError):
 
 
 class WorkersFailed(RuntimeFailure):
-    """The processes that run the model died again and again: nothing runs any more, and the message says why."""
+    """The processes that run the model died again and again, and the engine gave up; the message says why."""
 
 
 class UsageError(NanoserveError, ValueError):

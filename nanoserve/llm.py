@@ -25,25 +25,25 @@ Message = Mapping[str, Any]
 Prompt = str | SequenceOf[int] | SequenceOf[Message]
 """Text, token ids, or the messages of a conversation."""
 _WATCHED_SECONDS = 0.1
-"""A step that somebody watches waits no longer for its answer, which the next one goes on waiting for."""
+"""Longest wait of a step with an observer; the next step continues to wait for the same result."""
 
 
 class LLM:
-    """A model that answers in this process; its engine runs in the thread that calls it.
+    """A model that answers in this process; its engine runs in the calling thread.
 
-    Use it as a context manager, so that its memory is given back::
+    Use it as a context manager, so that its memory is freed::
 
         with LLM() as llm:
             print(llm.generate("Once upon a time")[0].outputs[0].text)
 
     Args:
         model: directory, Hugging Face hub id, ``dummy:NAME``, or None for the bundled storyteller.
-        progress: called with (stage, done, total) while something is downloaded or loaded.
+        progress: called with (stage, done, total) during downloading and loading.
         settings: the fields of EngineConfig.
 
     Raises:
         ModelError: if the model cannot be used.
-        UsageError: if a setting makes no sense here.
+        UsageError: if a setting is not valid for this model or machine.
     """
 
     def __init__(self, model: str | Path | None = None, *, progress: Any = None, **settings: Any) -> None:
@@ -61,13 +61,12 @@ class LLM:
             failing.callback(built.engine.close)
             check_vocabulary(self.tokenizer, built.model.vocab_size)
             failing.pop_all()  # the LLM closes them
-        # the engine, or the dispatcher of several.
-        self.driven, self.config, self.max_model_len = built.engine, built.model, built.max_model_len
+        self.driven = built.engine  # the engine, or the dispatcher of several
+        self.config, self.max_model_len = built.model, built.max_model_len
         self._default_params = built.default_params
         self._operators, self._layers = built.operators, built.layers
-        # what each worker reaches beside the others; None where nobody decides by them.
-        # what getting the GPU ready took (`GpuFacts`); None without one.
-        self.gpu, self.speeds = built.gpu, built.speeds
+        self.gpu = built.gpu  # the costs of preparing the GPU (`GpuFacts`); None without a GPU
+        self.speeds = built.speeds  # measured speeds of each worker; None if no decision needs them
         self.end_tokens = _end_tokens(self.config, self.tokenizer)
         self._grammars = GrammarChecker(resolved.tokenizer_directory)
         self._trackers: dict[str, RequestTracker] = {}
@@ -75,7 +74,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The only engine, for whoever looks into it.
+        """The only engine, for callers that look inside.
 
         Raises:
             UsageError: if there are several.
@@ -86,7 +85,7 @@ class LLM:
 
     @property
     def status(self) -> EngineStatus:
-        """How the engine is doing, or all engines together."""
+        """The status of the engine, or of all engines together."""
         return self.driven.status
 
     @property
@@ -95,15 +94,15 @@ class LLM:
         return self.gpu.compiled if self.gpu is not None else self._layers is not None and self._layers.loaded
 
     def start_preparing(self) -> None:
-        """Begin to compile in the background what makes answers faster. It takes over as soon as it is ready."""
+        """Start to compile layers in the background. They are used as soon as they are ready."""
         if self._layers is not None:
             self._layers.start()
 
     def prepare(self, progress: Any = None) -> None:
-        """Have everything compiled before going on: ahead of long batches and of whatever is timed.
+        """Wait until everything is compiled: before long batches and before measurements.
 
-        Takes a minute the first time that a model runs on a machine, and no time later. On a machine that is too busy
-        for it, what is not compiled after some minutes is done without. ``progress`` as above.
+        This takes a minute the first time that a model runs on a machine, and no time later. On a very busy machine,
+        code that is not compiled after some minutes is left uncompiled. ``progress`` is called as in the constructor.
         """
         stages = [("building operators", self._operators), ("compiling layers", self._layers)]
         for _, built in stages:
@@ -118,7 +117,7 @@ class LLM:
                     progress(stage, 1, 1)
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends."""
+        """The parameters that the model's generation_config.json recommends."""
         return self._default_params
 
     # ---- asking -----------------------------------------------------------------------------------------------
@@ -132,13 +131,13 @@ class LLM:
 
         Args:
             prompts: one prompt or several, each as text or as token ids.
-            params: for all of them, or one for each; None takes the model's defaults.
+            params: one for all prompts or one for each; None takes the model's defaults.
 
         Raises:
-            UsageError: if a prompt can never run here; none of them runs then.
+            UsageError: if a prompt can never run here; then none of them runs.
         """
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        # mypy cannot follow that the line above tells one from several.
+        # mypy cannot infer from the line above whether it is one prompt or several.
         return self._run_all([prompts] if one else list(prompts), params)  # type: ignore[list-item, arg-type]
 
     def chat(
@@ -152,25 +151,25 @@ class LLM:
             UsageError: if a conversation is malformed or too long.
         """
         one = len(messages) == 0 or isinstance(messages[0], Mapping)
-        # As in `generate`, mypy cannot follow which it is.
+        # As in `generate`, mypy cannot infer which it is.
         return self._run_all([messages] if one else list(messages), params)  # type: ignore[list-item, arg-type]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
-        """Yield what is new as it comes; closing the generator aborts the request.
+        """Yield new output as it comes; closing the generator aborts the request.
 
         Raises:
             UsageError: at once, if the prompt can never run here.
         """
         stream = self._stream(self._add(prompt, params))
-        next(stream)  # a generator that was never begun would not notice being closed
+        next(stream)  # closing a generator that has not started would not run its `finally`
         return stream
 
     def _stream(self, tracker: RequestTracker) -> Generator[RequestOutput, None, None]:
-        """Yields once, nothing new, before its first step."""
+        """Yield new output; the first item is empty and comes before any step."""
         try:
             yield tracker.delta()
             while tracker.has_news or not tracker.finished:
-                if tracker.has_news:  # perhaps from a step that another stream asked for
+                if tracker.has_news:  # perhaps from a step for another stream
                     yield tracker.delta()
                 else:
                     self._step()
@@ -183,11 +182,11 @@ class LLM:
         *,
         on_step: Callable[[SequenceOf[SequenceUpdate]], None] | None = None,
     ) -> Iterator[tuple[int, RequestOutput | NanoserveError]]:
-        """Yield (position, output) in the order in which requests finish; a refused one yields its error.
+        """Yield (position, output) in the order in which requests finish; a refused request yields its error.
 
         Args:
-            items: read only as far ahead as the engine can use, so it may be long.
-            on_step: called with what sequences gained, several times a second even while none gains anything.
+            items: read only as far ahead as the engine needs, so it may be long.
+            on_step: called with the updates of each step, several times a second even without any.
         """
         pending = enumerate(items)
         running: dict[int, RequestTracker] = {}
@@ -237,9 +236,8 @@ class LLM:
     def _add(self, prompt: Prompt, params: SamplingParams | None) -> RequestTracker:
         params = params or self.default_sampling_params()
         text, tokens = self._tokenize(prompt)
-        if len(tokens) >= (
-            limit := self.config.max_position_embeddings
-        ):  # beyond what --max-model-len can be raised to
+        limit = self.config.max_position_embeddings  # --max-model-len cannot be raised beyond it
+        if len(tokens) >= limit:
             raise UsageError(
                 f"the prompt has {len(tokens)} tokens, but the model's own limit is {limit} with at least one for the "
                 "answer; shorten the prompt"
@@ -261,23 +259,23 @@ class LLM:
 
     @property
     def _wants_more(self) -> bool:
-        """Whether an engine might run out of prompts. Those in host memory are beside the sequences that run."""
+        """Whether an engine might run out of prompts. Sequences in host memory do not count as waiting."""
         status = self.status
         return status.waiting < self.engine_config.max_num_seqs * len(status.layouts)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, SequenceOf[int]]:
         if isinstance(prompt, str):
-            if not prompt:  # a tokenizer that puts BOS in front would hide it
+            if not prompt:  # with a BOS in front, the token ids would not be empty
                 raise UsageError("the prompt is empty: give some text")
             return prompt, self.tokenizer.encode(prompt)
         if len(prompt) > 0 and isinstance(prompt[0], Mapping):
-            return None, self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]  # checks every message itself
+            return None, self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]  # it checks every message itself
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
             raise UsageError("a prompt is text, a list of token ids, or a list of messages")
-        return None, prompt  # type: ignore[return-value]  # checked just above
+        return None, prompt  # type: ignore[return-value]  # checked above
 
     def _step(self, until: float | None = None) -> list[SequenceUpdate]:
-        """One engine step, which waits at most until then. Ctrl-C takes effect behind it: no step is left half done."""
+        """One engine step, which waits at most until `until`. Ctrl-C is deferred, so that no step is left half done."""
         with deferred_interrupts():
             updates = self.driven.step(until)
             now = self.driven.now()
@@ -288,12 +286,12 @@ class LLM:
         return updates
 
     def _forget(self, tracker: RequestTracker) -> None:
-        """The caller wants no more of this request; what still runs of it is aborted."""
+        """Drop a request whose caller is done, and abort it if it still runs."""
         if self._trackers.pop(tracker.request.request_id, None) is not None and not tracker.finished:
             self.driven.stop(tracker.request.request_id)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free the engine's memory and end the child processes."""
         self.driven.close()
         self.tokenizer.close()
         self._grammars.close()

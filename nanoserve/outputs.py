@@ -1,12 +1,15 @@
-"""From the engine's token updates to what a user reads: text, stop strings, log probabilities, times.
+"""What a user reads, made from the engine's token updates: text, stop strings, log probabilities, times.
 
-This is the half of the work that needs a tokenizer. It runs beside the engine (LLM) or in another process (a
-server), never inside a step.
+This half of the work needs a tokenizer. It runs beside the engine (LLM) or in another process (a server), never
+inside a step.
 """
 
 from collections import deque
 from collections.abc import Sequence as SequenceOf
+from functools import lru_cache
+from typing import Protocol
 
+from nanoserve.errors import UsageError
 from nanoserve.request import (
     CompletionOutput,
     FinishReason,
@@ -17,17 +20,156 @@ from nanoserve.request import (
     SequenceUpdate,
     TokenLogprob,
 )
-from nanoserve.text.detokenizer import Decoder, Detokenizer
-from nanoserve.text.stop_strings import StopStrings
 
-MOST_PIECES = 64
-"""Deltas of a sample that wait for their reader; what comes after them is merged with the last one."""
+MAX_DELTAS = 64
+"""Deltas of a sample that may wait for their reader. Later updates are merged into the last one."""
+
+_REPLACEMENT = "\ufffd"
+_PROMPT_WINDOW = 6
+"""Prompt tokens that tell how the first generated token joins the prompt: with a blank or without."""
+
+
+class TokenDecoder(Protocol):
+    """The part of a Tokenizer that detokenizing needs."""
+
+    special_ids: frozenset[int]
+    vocab_size: int
+
+    def decode(self, token_ids: SequenceOf[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the ids."""
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the token is one raw byte of a byte-fallback vocabulary."""
+
+
+class Detokenizer:
+    """Turns a growing list of token ids into text that never ends in half a character.
+
+    All pushes and the flush, joined, equal the text of all ids decoded at once. The text of a token depends only on
+    its neighbours. So each push decodes a short window: the ids of the last complete text, then the new ones. The text
+    beyond the known part of the window is new. Time per token does not grow with the output.
+    """
+
+    def __init__(self, tokenizer: TokenDecoder, prompt_ids: SequenceOf[int] = ()) -> None:
+        """`prompt_ids`: what the output continues; without them it is decoded as the beginning of a text."""
+        self._tokenizer = tokenizer
+        self._window = self._readable(prompt_ids[-4 * _PROMPT_WINDOW :])[-_PROMPT_WINDOW:]
+        self._known_ids = len(self._window)
+        # Half a character at the end of the prompt is completed by the output.
+        self._emitted = len(self._decode().rstrip(_REPLACEMENT))
+
+    def push(self, token_ids: SequenceOf[int]) -> str:
+        """The text that these ids complete; empty while a character is incomplete."""
+        new = self._readable(token_ids)
+        if not new:
+            return ""
+        self._window += new
+        # A run of byte tokens is decoded as a whole, and its text is known only when the run has ended.
+        if self._tokenizer.is_byte(self._window[-1]):
+            return ""
+        text = self._decode()
+        complete = text.removesuffix(_REPLACEMENT)
+        fresh = complete[self._emitted :]
+        self._emitted += len(fresh)
+        if fresh and complete == text:
+            self._window = self._window[self._known_ids :]
+            self._known_ids = len(self._window)
+            self._emitted = len(self._decode())
+        return fresh
+
+    def flush(self) -> str:
+        """The rest, at the end of the output; bytes that never became a character read as U+FFFD."""
+        text = self._decode()
+        fresh = text[self._emitted :]
+        self._emitted = len(text)
+        return fresh
+
+    def _readable(self, token_ids: SequenceOf[int]) -> list[int]:
+        """The ids that have a text: no control tokens, no rows that only pad the embedding."""
+        skipped, vocab_size = self._tokenizer.special_ids, self._tokenizer.vocab_size
+        return [token for token in token_ids if token not in skipped and token < vocab_size]
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window)
+
+
+class _Pattern:
+    """One stop string, matched character by character (Knuth, Morris and Pratt), so time is linear in the text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        # fallback[n]: length of the longest proper prefix of text that also ends text[:n].
+        self.fallback = [0, 0]
+        for character in text[1:]:
+            self.fallback.append(self.advance(self.fallback[-1], character))
+
+    def advance(self, matched: int, character: str) -> int:
+        """Length of the match after `character`, if `matched` characters matched before it."""
+        while matched and self.text[matched] != character:
+            matched = self.fallback[matched]
+        return matched + (self.text[matched] == character)
+
+
+@lru_cache(maxsize=32)
+def _patterns(stops: tuple[str, ...]) -> tuple[_Pattern, ...]:
+    """The patterns of a request. They do not change, so all its prompts and samples share them."""
+    return tuple(_Pattern(stop) for stop in dict.fromkeys(stops))
+
+
+class StopStrings:
+    """Passes text on until a stop string appears; holds back an end that may be the beginning of one.
+
+    The stop string itself is not part of the text. The first one to be complete wins; if several are complete at once,
+    the one that began first wins.
+    """
+
+    def __init__(self, stops: SequenceOf[str]) -> None:
+        """`stops` may be empty. Raises UsageError for an empty stop string."""
+        if any(not stop for stop in stops):
+            raise UsageError("a stop string must not be empty")
+        self._patterns = _patterns(tuple(stops))
+        self._matched = [0] * len(self._patterns)
+        self._held = ""
+        self._stopped: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """(text that is safe to show, the stop string that was met or None). After a match all text is dropped."""
+        if self._stopped is not None:
+            return "", self._stopped
+        if not self._patterns:
+            return text, None
+        for position, character in enumerate(text, start=len(self._held) + 1):
+            found = self._advance(character)
+            if found is not None:
+                safe = (self._held + text)[: position - len(found)]
+                self._held, self._stopped = "", found
+                return safe, found
+        known = self._held + text
+        cut = len(known) - max(self._matched)
+        self._held = known[cut:]
+        return known[:cut], None
+
+    def flush(self) -> str:
+        """The text that was held back, at the end of the output: it was no stop string after all."""
+        held, self._held = self._held, ""
+        self._matched = [0] * len(self._patterns)
+        return held
+
+    def _advance(self, character: str) -> str | None:
+        """Feed one character to every pattern; the longest that is complete, if any."""
+        found: str | None = None
+        for index, pattern in enumerate(self._patterns):
+            matched = pattern.advance(self._matched[index], character)
+            self._matched[index] = matched
+            if matched == len(pattern.text) and (found is None or matched > len(found)):
+                found = pattern.text
+        return found
 
 
 class _Sample:
     """One sample of a request, as text."""
 
-    def __init__(self, request: Request, index: int, tokenizer: Decoder) -> None:
+    def __init__(self, request: Request, index: int, tokenizer: TokenDecoder) -> None:
         self.index = index
         self._params = request.params
         self._arrival_time = request.arrival_time
@@ -40,20 +182,20 @@ class _Sample:
         self._last_token_time: float | None = None
         self._shown_text = 0
         self._shown_tokens = 0
-        self._pieces: deque[tuple[int, int, bool]] = deque()  # text, tokens and whether it ended, after each update
+        self._deltas: deque[tuple[int, int, bool]] = deque()  # pieces of text, tokens, and whether it ended, by update
         self.stop_string: str | None = None
         self.finished = False
 
     def take(self, update: SequenceUpdate, now: float) -> None:
-        """Add what an update brings; sets ``stop_string`` when the text meets one."""
+        """Add an update; sets ``stop_string`` when the text meets one."""
         self._sequence = update.sequence
         if self.finished:
             return
         self._take(update, now)
         if update.new_tokens or self.finished:
-            if len(self._pieces) == MOST_PIECES:
-                self._pieces.pop()
-            self._pieces.append((len(self._text), len(self._tokens), self.finished))
+            if len(self._deltas) == MAX_DELTAS:
+                self._deltas.pop()
+            self._deltas.append((len(self._text), len(self._tokens), self.finished))
 
     def _take(self, update: SequenceUpdate, now: float) -> None:
         if update.new_tokens:
@@ -79,20 +221,20 @@ class _Sample:
         self._text.append(text)
 
     def delta(self) -> CompletionOutput:
-        """What the oldest update brought of which no delta has told."""
+        """The oldest update that no delta has returned yet."""
         text, tokens = self._shown_text, self._shown_tokens
-        self._shown_text, self._shown_tokens, ended = self._pieces.popleft()
+        self._shown_text, self._shown_tokens, ended = self._deltas.popleft()
         new = slice(tokens, self._shown_tokens)
         return self._output(self._text[text : self._shown_text], self._tokens[new], self._logprobs[new], ended=ended)
 
     def whole(self) -> CompletionOutput:
-        """All of it."""
+        """The whole sample so far."""
         return self._output(self._text, self._tokens, self._logprobs, ended=self.finished)
 
     @property
     def has_news(self) -> bool:
-        """Whether there is a delta to tell."""
-        return bool(self._pieces)
+        """Whether a delta waits for its reader."""
+        return bool(self._deltas)
 
     def _output(
         self, text: list[str], tokens: list[int], logprobs: list[TokenLogprob], *, ended: bool
@@ -137,9 +279,9 @@ class _Sample:
 
 
 class RequestTracker:
-    """Collects what becomes of one request."""
+    """Collects the output of one request, sample by sample."""
 
-    def __init__(self, request: Request, tokenizer: Decoder, *, prompt: str | None = None) -> None:
+    def __init__(self, request: Request, tokenizer: TokenDecoder, *, prompt: str | None = None) -> None:
         self.request = request
         self._prompt = prompt
         self._samples = [_Sample(request, index, tokenizer) for index in range(request.params.n)]
@@ -150,7 +292,7 @@ class RequestTracker:
         return all(sample.finished for sample in self._samples)
 
     def take(self, update: SequenceUpdate, now: float) -> bool:
-        """Add what an update brings at ``now``, in seconds on the engine's clock.
+        """Add an update that came at ``now``, in seconds on the engine's clock.
 
         True if the sample met a stop string, so that the engine must end it.
         """
@@ -159,13 +301,13 @@ class RequestTracker:
         return sample.stop_string is not None and not update.finished
 
     def delta(self) -> RequestOutput:
-        """What the oldest update brought that was not told yet, of each sample that has news."""
+        """The oldest unread update of each sample that has one."""
         outputs = [sample.delta() for sample in self._samples if sample.has_news]
         return self._output(outputs, finished=self.finished and not self.has_news)
 
     @property
     def has_news(self) -> bool:
-        """Whether a delta would say anything."""
+        """Whether any sample has an unread update."""
         return any(sample.has_news for sample in self._samples)
 
     def whole(self) -> RequestOutput:

@@ -28,8 +28,9 @@ def main(name: str) -> None:
 def load_shard(directory: Path, pipeline_parallel: int, tensor_parallel: int, rank: int) -> None:
     """Load one shard into this process, and print its line of the table."""
     from nanoserve.config import ModelConfig
+    from nanoserve.models.decoder import SingleRank
     from nanoserve.models.loading import load_model
-    from nanoserve.models.shards import SingleRank, make_shards
+    from nanoserve.models.shards import make_shards
 
     config = ModelConfig.from_directory(directory)
     shards = make_shards(config, pipeline_parallel=pipeline_parallel, tensor_parallel=tensor_parallel)

@@ -116,9 +116,9 @@ def work(
     import torch
 
     from nanoserve.config import ModelConfig
+    from nanoserve.models.decoder import SingleRank
     from nanoserve.models.dtypes import DTYPES
     from nanoserve.models.resharding import ReshardableWeights
-    from nanoserve.models.shards import SingleRank
 
     try:
         weights = ReshardableWeights(

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TORCH_FREE = [
-    *("request", "layout", "config", "errors", "installation", "sizes", "processes", "outputs", "measures", "kv"),
+    *("request", "layout", "config", "errors", "processes", "outputs", "measures", "kv"),
     *("costs", "scheduler", "record", "engine", "dispatcher", "simulator", "papers", "text", "grammar", "client"),
     "commands",
 ]
@@ -18,13 +18,11 @@ TORCH_FREE = [
 # Each room may import the rooms named here, and itself.
 FLOORS: dict[str, set[str]] = {
     "errors": set(),
-    "installation": set(),
     "processes": {"errors"},
-    "sizes": {"errors"},
     "request": {"errors"},
     "layout": {"errors"},
     "config": {"errors", "processes", "layout"},
-    "measures": {"errors", "processes", "installation"},
+    "measures": {"errors", "processes"},
     "kv": {"errors", "request", "config"},
     "costs": {"errors", "processes", "layout", "config"},
     "scheduler": {"errors", "request", "config", "kv", "costs"},
@@ -36,17 +34,17 @@ FLOORS: dict[str, set[str]] = {
     },
     "papers": {"errors", "config", "measures", "costs", "scheduler", "simulator", "benchmarks"},
     "text": {"errors", "processes"},
-    "grammar": {"errors", "installation", "text"},
-    "outputs": {"errors", "request", "text"},
-    "models": {"errors", "processes", "config", "sizes", "costs", "triton_ops"},
+    "grammar": {"errors", "processes", "text"},
+    "outputs": {"errors", "request"},
+    "models": {"errors", "processes", "config", "costs", "triton_ops"},
     "runtime": {
-        *("errors", "processes", "config", "sizes", "request", "measures", "scheduler", "record", "grammar"),
+        *("errors", "processes", "config", "request", "measures", "scheduler", "record", "grammar"),
         *("models", "triton_ops", "costs", "layout"),
     },
     "client": {"errors"},
     "benchmarks": {
         *("client", "errors", "processes", "config", "request", "measures", "costs", "scheduler", "record", "engine"),
-        *("models", "assembly", "llm", "runtime", "simulator", "triton_ops", "layout", "installation"),
+        *("models", "assembly", "llm", "runtime", "simulator", "triton_ops", "layout"),
     },
     "assembly": {
         *("errors", "processes", "config", "costs", "request", "scheduler", "record", "engine", "grammar", "models"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.installation import commit, install_command
+from nanoserve.processes.installation import commit, install_command
 
 
 def git(directory: Path, *words: str) -> str:

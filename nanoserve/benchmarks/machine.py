@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve import __version__
-from nanoserve.installation import commit
+from nanoserve.processes.installation import commit
 from nanoserve.runtime.launch.this_machine import processor
 
 PACKAGES = ("torch", "triton", "transformers", "llama-cpp-python", "numpy", "safetensors", "tokenizers")

@@ -1,4 +1,4 @@
-"""Where a server is: from what the user typed to hosts and paths."""
+"""Addresses of servers: from a URL that the user typed to hosts and paths."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from nanoserve.errors import UsageError
 _PORTS = {"http": 80, "https": 443}
 _VERSION = "/v1"
 _ORDINARY = re.compile(r"[!-~]+")
-"""Printable ASCII without blanks: nothing else may get into the head of a request."""
+"""Printable ASCII without blanks: nothing else may enter the head of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,21 +17,20 @@ class ServerAddress:
     """An OpenAI-compatible server."""
 
     scheme: str
-    """Http or https."""
+    """Scheme of the URL: http or https."""
     host: str
     port: int
-    """Where to connect."""
     root: str = ""
-    """The path before /v1, mostly empty; what is no part of OpenAI's API lies below it (/tokenize, /ready)."""
+    """The path before /v1, usually empty. Paths outside of OpenAI's API, such as /ready, lie below it."""
 
     @property
     def api(self) -> str:
-        """The path before /chat/completions and its kind."""
+        """The path before /chat/completions and the like."""
         return self.root + _VERSION
 
     @property
     def host_header(self) -> str:
-        """What the Host header says: the port only where it is not the scheme's own."""
+        """The Host header: with the port only if it is not the scheme's default."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
 
@@ -40,10 +39,10 @@ class ServerAddress:
 
 
 def parse_url(text: str) -> ServerAddress:
-    """``http://host:port``, with or without /v1 behind it, or with a longer path that ends in /v1.
+    """The address of ``http://host:port``, with or without /v1, or with a longer path that ends in /v1.
 
     Raises:
-        UsageError: for what is no such URL.
+        UsageError: for any other text.
     """
     wanted = f"--url takes http://HOST:PORT or https://HOST/PATH/v1, not {text!r:.200}"
     if not _ORDINARY.fullmatch(text):
@@ -51,7 +50,7 @@ def parse_url(text: str) -> ServerAddress:
     try:
         parts = urlsplit(text)
         port = parts.port
-        (parts.hostname or "").encode("idna")  # connecting would stumble over an empty or endless label
+        (parts.hostname or "").encode("idna")  # an empty or too long label would fail at connecting
     except ValueError:
         raise UsageError(wanted) from None
     if parts.scheme not in _PORTS or not parts.hostname or parts.query or parts.fragment:
@@ -63,10 +62,10 @@ def parse_url(text: str) -> ServerAddress:
 
 
 def key_headers(api_key: str | None) -> dict[str, str]:
-    """The header that shows a key; none without one.
+    """The header that carries a key; empty without a key.
 
     Raises:
-        UsageError: for a key that no header can hold.
+        UsageError: for a key that a header cannot hold.
     """
     if not api_key:
         return {}

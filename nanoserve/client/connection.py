@@ -1,7 +1,7 @@
-"""A blocking client, for one question at a time. The standard library's, so that it starts in no time.
+"""A blocking HTTP client for one request at a time, from the standard library, so that it starts at once.
 
-It connects to the server directly, follows no redirect and takes nothing from the environment: a key goes where the
-user said, and nowhere else.
+It connects to the server directly, follows no redirects and reads no environment variables: a key is sent only to the
+server that the user named.
 """
 
 import http.client
@@ -20,7 +20,7 @@ from nanoserve.errors import RuntimeFailure
 
 _CONNECT_SECONDS = 10.0
 _SILENCE_SECONDS = 600.0
-"""A server that computes a long prompt may say nothing for a while."""
+"""A server may send nothing for a long time while it computes a long prompt."""
 _READ_BYTES = 1 << 16
 _LONGEST_ERROR = 1 << 16
 _LONGEST_BODY = 1 << 24
@@ -39,17 +39,17 @@ class ServerRefused(RuntimeFailure):
         self, message: str, status: int, *, context_full: bool = False, retry_after: int | None = None
     ) -> None:
         super().__init__(message)
-        self.status = status  # of HTTP
-        self.context_full = context_full  # whether it says that the prompt does not fit into the model's context
-        self.retry_after = retry_after  # seconds after which it wants to be asked again, if it says so
+        self.status = status  # the HTTP status
+        self.context_full = context_full  # whether the prompt does not fit into the model's context
+        self.retry_after = retry_after  # seconds after which to ask again, if the server names them
 
 
 class ServerLost(RuntimeFailure):
-    """There is no server, or it went away."""
+    """The server cannot be reached, or it closed the connection."""
 
 
 class ApiClient:
-    """Asks one server; every question has a connection of its own, so that closing it takes the question back."""
+    """Sends requests to one server. Each has a connection of its own, and closing it cancels the request."""
 
     def __init__(self, address: ServerAddress, api_key: str | None = None) -> None:
         self.address = address
@@ -59,21 +59,21 @@ class ApiClient:
         """The decoded JSON at a path.
 
         Raises:
-            ServerRefused, ServerLost: if there is no such answer.
+            ServerRefused, ServerLost, BrokenStream: if the server does not answer with JSON.
         """
         return self._whole("GET", path, None)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The decoded JSON that a body is answered with; raises as ``get`` does."""
+        """The decoded JSON of the answer to a body; raises as ``get`` does."""
         return self._whole("POST", path, body)
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Chunk, None, None]:
         """The chunks of a streamed answer as they come; closing the generator closes the connection.
 
         Raises:
-            ServerRefused: if the server answers with an error, at once or in the midst.
-            ServerLost: if there is no server or it goes away before the answer has ended.
-            BrokenStream: if what it sends is no such answer.
+            ServerRefused: if the server answers with an error, at once or within the stream.
+            ServerLost: if the server cannot be reached or ends the answer half-way.
+            BrokenStream: if the answer is not a stream of chunks.
         """
         connection = self._connect()
         try:
@@ -135,7 +135,7 @@ class ApiClient:
     def _ask(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None
     ) -> http.client.HTTPResponse:
-        """Send, and wait for the head of the answer; an error status is raised with the reason the server gives."""
+        """Send a request and wait for the head of the answer; raises ServerRefused for an error status."""
         headers, content = dict(self._headers), None
         if body is not None:
             content = json.dumps(body).encode()
@@ -153,7 +153,7 @@ class ApiClient:
         message = f"{self.address} answered {response.status}: "
         message += facts.message if facts else f"{response.reason or 'no reason'} ({path})"
         wait = response.getheader("retry-after", "")
-        seconds = int(wait) if re.fullmatch("[0-9]{1,6}", wait) else None  # a date would be the other form
+        seconds = int(wait) if re.fullmatch("[0-9]{1,6}", wait) else None  # the other form is a date
         if hint := _HINTS.get(response.status):
             message += f" ({hint})"
         elif seconds is not None:

@@ -1,7 +1,7 @@
-"""The stream of an answer: server-sent events, one JSON object each, of which only what is used here is decoded.
+"""The stream of an answer: server-sent events with one JSON object each.
 
-Servers differ in what else they send; unknown fields are skipped. Nothing that arrives is trusted: lines have a longest
-length, and an object that is not what it should be is an error that names the server's fault.
+Only the fields that are used here are decoded; servers send others too. Nothing that arrives is trusted: lines have a
+maximum length, and an object of the wrong shape is an error that names the server's fault.
 """
 
 from collections.abc import Iterator
@@ -18,18 +18,18 @@ _LONGEST_MESSAGE = 500
 
 
 class BrokenStream(RuntimeFailure):
-    """A server sent what is no stream of completion chunks."""
+    """A server sent something else than a stream of completion chunks."""
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What a chat's chunk adds. Reasoning has two names: vLLM's and llama.cpp's, and that of ollama and OpenRouter."""
+    """New text of a chat. Reasoning has two names: one of vLLM and llama.cpp, one of ollama and OpenRouter."""
 
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 
 
-class Choice(msgspec.Struct, frozen=True):
+class ChunkChoice(msgspec.Struct, frozen=True):
     """One choice of a chunk: ``delta`` in a chat, ``text`` in a completion."""
 
     delta: Delta | None = None
@@ -43,7 +43,7 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def thinking(self) -> str:
-        """New text of the reasoning, from servers that tell it apart."""
+        """New text of the reasoning, from servers that separate it."""
         return "" if self.delta is None else self.delta.reasoning_content or self.delta.reasoning or ""
 
 
@@ -52,7 +52,7 @@ class PromptDetails(msgspec.Struct, frozen=True):
 
 
 class ServerUsage(msgspec.Struct, frozen=True):
-    """Tokens as the server counted them."""
+    """The server's counts of tokens."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -64,9 +64,9 @@ class ServerUsage(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """One event. ``error`` is what some servers send in the midst of an answer that began well."""
+    """One event. Some servers send ``error`` within an answer that began well."""
 
-    choices: tuple[Choice, ...] | None = None
+    choices: tuple[ChunkChoice, ...] | None = None
     usage: ServerUsage | None = None
     error: Any = None
 
@@ -75,22 +75,22 @@ _CHUNKS = msgspec.json.Decoder(Chunk)
 
 
 class EventReader:
-    """Cuts bytes, however they were divided on their way, into the chunks of an answer."""
+    """Splits received bytes, in pieces of any size, into the chunks of an answer."""
 
     def __init__(self) -> None:
         self._rest = b""
-        self.done = False  # whether the server has said that there is no more
+        self.done = False  # whether the server has ended the answer
 
     def push(self, data: bytes) -> Iterator[Chunk]:
-        """The chunks that are complete now, those before a bad one too; go through all of them.
+        """Yield the chunks that are complete now, up to a bad one. The caller must exhaust the iterator.
 
         Raises:
-            BrokenStream: for data that is no JSON object of the right shape, and for lines without an end.
+            BrokenStream: for data that is not a JSON object of the right shape, and for lines without an end.
         """
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
-            # Comments, event names and blank lines say nothing; a chunk's JSON is always on one line.
+            # Comments, event names and blank lines are skipped; a chunk's JSON is always on one line.
             if not line.startswith(_DATA):
                 continue
             payload = line[len(_DATA) :].strip()
@@ -110,14 +110,14 @@ def _decode(payload: bytes) -> Chunk:
 
 
 class ErrorFacts(msgspec.Struct, frozen=True):
-    """What a server says went wrong."""
+    """An error as a server describes it."""
 
     message: str
     code: str | None = None
 
 
 def error_facts(body: Any) -> ErrorFacts | None:
-    """From a decoded body: OpenAI's {"error": {...}}, {"error": "..."} or FastAPI's {"detail": ...}; else None."""
+    """The error in a decoded body: OpenAI's {"error": {...}}, {"error": "..."}, FastAPI's {"detail": ...}, or None."""
     error = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
     if isinstance(error, str):
         return ErrorFacts(error[:_LONGEST_MESSAGE])
@@ -129,6 +129,6 @@ def error_facts(body: Any) -> ErrorFacts | None:
 
 
 def printable(text: str) -> str:
-    """A server's words as one line without what would steer a terminal."""
+    """A server's text as one line, without characters that control a terminal."""
     line = " ".join(text.split())
     return "".join(character if character.isprintable() else "\ufffd" for character in line)

@@ -1,4 +1,4 @@
-"""Which models a server has."""
+"""The models of a server."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,18 +9,18 @@ from nanoserve.client.events import printable
 from nanoserve.errors import RuntimeFailure, UsageError
 
 NO_SUCH_PATH = (404, 405)
-"""A server that answers so has no such path, and will not have it later."""
+"""Statuses of a server that does not have a path."""
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """An entry of /v1/models. The context's length is an extra of ours and of vLLM's."""
+    """An entry of /v1/models. The length of the context is an extra of nanoserve and vLLM."""
 
     id: str
     max_model_len: int | None = None
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The id in a form that is safe to print."""
         return printable(self.id)
 
 
@@ -29,12 +29,12 @@ class _ModelList(msgspec.Struct, frozen=True):
 
 
 def served_model(client: ApiClient, wanted: str | None, notify: Callable[[str], None]) -> ModelCard:
-    """The model that was asked for, or the first that the server lists; ``notify`` is told if there are several.
+    """The wanted model, or the first that the server lists; ``notify`` gets a line if there are several.
 
-    A model that was asked for need not be listed: some servers have more than they say.
+    A wanted model need not be listed: some servers have more models than they list.
 
     Raises:
-        NanoserveError: if the server cannot be reached or lets us not in; if none was asked for and there is none.
+        NanoserveError: if the server cannot be reached or refuses; if no model is wanted and none is listed.
     """
     try:
         found = _list_models(client)

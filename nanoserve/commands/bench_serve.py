@@ -117,7 +117,7 @@ def serve(
       nanoserve bench serve --trace AzureLLMInferenceTrace_conv.csv --arrivals trace --requests 200 --json azure.json
     """
     if find_spec("h11") is None:
-        from nanoserve.installation import install_command
+        from nanoserve.processes.installation import install_command
 
         raise RuntimeFailure(f"bench serve needs h11: {install_command('server')}")
     from nanoserve.benchmarks.serving.measuring import ServeBench

@@ -381,7 +381,7 @@ def parsed_bytes(size: str | None) -> int | None:
     """
     if size is None:
         return None
-    from nanoserve.sizes import parse_size
+    from nanoserve.processes.sizes import parse_size
 
     return parse_size(size)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from socket import socket
 
     from nanoserve.server.hosts import AllowedHosts
-    from nanoserve.server.service import Limits, Service
+    from nanoserve.server.service import ClientLimits, Service
 
 HTTP_PANEL = "HTTP"
 LIMITS_PANEL = "Limits"
@@ -96,12 +96,12 @@ class LimitOptions:
         float, _seconds("--drain-timeout", "After SIGTERM, for the running requests to end.", 0)
     ] = 30.0
 
-    def limits(self) -> "Limits":
+    def limits(self) -> "ClientLimits":
         """Those that each request meets."""
-        from nanoserve.server.service import Limits
-        from nanoserve.sizes import parse_size
+        from nanoserve.processes.sizes import parse_size
+        from nanoserve.server.service import ClientLimits
 
-        return Limits(
+        return ClientLimits(
             body_bytes=parse_size(self.max_body_size),
             client_seconds=self.client_timeout,
             request_seconds=self.request_timeout,
@@ -136,7 +136,7 @@ def serve(
 
         from nanoserve.server.serving import Callbacks, listen, run_server
     except ModuleNotFoundError as error:
-        from nanoserve.installation import install_command
+        from nanoserve.processes.installation import install_command
 
         raise RuntimeFailure(f"the server needs {error.name}: {install_command('server')}") from None
     of_each_request = limits.limits()  # a size that is none is refused before anything is opened
@@ -155,7 +155,7 @@ def _say(text: str) -> None:
 
 
 def _open_service(
-    engine: EngineOptions, http: HttpOptions, limits: "Limits", max_queue: int, progress: Progress | None
+    engine: EngineOptions, http: HttpOptions, limits: "ClientLimits", max_queue: int, progress: Progress | None
 ) -> "Service":
     """Everything but the engine process, which starts when the server runs."""
     from nanoserve.config import EngineConfig

@@ -1,4 +1,4 @@
-"""The edge's side of `check_process`: whether a JSON schema may go to the engine."""
+"""The parent's side of `check_process`: whether a JSON schema may be sent to the engine."""
 
 import json
 import threading
@@ -6,21 +6,21 @@ from collections import OrderedDict
 from pathlib import Path
 
 from nanoserve.errors import UsageError
-from nanoserve.text.limited_process import LimitedProcess
+from nanoserve.processes.children import LimitedProcess
 
 SECONDS = 0.25
-"""Of processor time: as long may the engine take over it once, while others wait. Ordinary ones take milliseconds."""
+"""Processor time of one check. The engine spends as much once, while others wait. Most schemas take milliseconds."""
 MAX_REMEMBERED = 256
-"""Schemas that passed and need not be tried again; at most 64 KiB each."""
+"""Number of passed schemas that are remembered; each has at most 64 KiB."""
 
 
 class GrammarChecker:
     """Tries JSON schemas in a process with bounded memory and time. Safe to use from several threads.
 
-    The process starts with the first schema; nothing happens before.
+    The process starts with the first schema.
 
     Args:
-        directory: where the model's tokenizer is.
+        directory: the directory of the model's tokenizer.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -31,7 +31,7 @@ class GrammarChecker:
         self._lock = threading.Lock()
 
     def knows(self, schema: str) -> bool:
-        """Whether the schema has passed lately; answers at once."""
+        """Whether the schema has passed recently; answers at once."""
         with self._lock:
             if schema in self._passed:
                 self._passed.move_to_end(schema)
@@ -39,10 +39,10 @@ class GrammarChecker:
             return False
 
     def check(self, schema: str) -> None:
-        """Return if a schema can be followed.
+        """Check that text can follow a schema.
 
         Raises:
-            UsageError: saying what is wrong with it.
+            UsageError: if it cannot; the message says why.
         """
         if self.knows(schema):
             return

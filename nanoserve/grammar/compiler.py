@@ -1,6 +1,6 @@
 """From a JSON schema to the tokens that may come next, with llguidance.
 
-Nothing of llguidance is imported, and no vocabulary built, before the first grammar.
+The first grammar imports llguidance and builds the vocabulary; nothing happens before.
 """
 
 from collections import OrderedDict
@@ -14,50 +14,50 @@ import numpy as np
 
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.grammar.vocabulary import Vocabulary, load_vocabulary
-from nanoserve.installation import install_command
+from nanoserve.processes.installation import install_command
 
 MAX_CACHED = 16
-"""Compiled grammars that are kept for the next request with the same schema; a large one takes some 10 MB."""
+"""Compiled grammars kept for later requests with the same schema; a large one takes about 10 MB."""
 MAX_LEXER_STATES = 20_000
-"""Of one grammar; each takes 1 to 2 kB, and they stay while the grammar does."""
+"""Limit for one grammar. Each state takes 1 to 2 kB for as long as the grammar is kept."""
 
 _LONGEST_MESSAGE = 300
-_ADVICE = " Enable 'coerce_one_of'"  # an option of llguidance that would break the schema's promise
+_ADVICE = " Enable 'coerce_one_of'"  # an option of llguidance that would weaken the schema
 
 
 class GrammarFailure(NanoserveError):
-    """A grammar cannot be followed any further: this one text cannot go on."""
+    """A text cannot be continued by its grammar; other texts are not affected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What may come next."""
+    """The tokens that may come next."""
 
     tokens: np.ndarray
-    """One bit per token id, the lowest first in each byte: uint8 [ceil(vocab_size / 8)]. No control tokens."""
+    """One bit per token id, lowest bit first: uint8 [ceil(vocab_size / 8)]. Control tokens are never set."""
     may_end: bool
-    """Whether the text is complete as it is."""
+    """Whether the text may end here."""
 
 
 class Matcher:
-    """One text on its way through a grammar."""
+    """The state of one text in a grammar."""
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
 
     def allowed(self) -> Allowed:
-        """What may come next.
+        """The tokens that may come next.
 
         Raises:
-            GrammarFailure: if that takes more time or memory than the limits allow.
+            GrammarFailure: if computing them exceeds the limits on time or memory.
         """
         tokens, may_end = self._vocabulary.split_mask(self._matcher.compute_bitmask())
         self._check()
         return Allowed(tokens, may_end)
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """Go on by tokens of the text; raises GrammarFailure if they do not follow the grammar."""
+        """Append tokens to the text; raises GrammarFailure if the grammar does not allow them."""
         self._matcher.consume_tokens(list(tokens))
         self._check()
 
@@ -67,7 +67,7 @@ class Matcher:
         return bool(self._matcher.is_stopped())
 
     def copy(self) -> "Matcher":
-        """Another text at the same place."""
+        """A matcher for another text in the same state."""
         return Matcher(self._matcher.deep_copy(), self._vocabulary)
 
     def _check(self) -> None:
@@ -79,8 +79,8 @@ class GrammarCompiler:
     """Makes matchers for one model's vocabulary.
 
     Args:
-        directory: where the model's tokenizer is.
-        vocab_size: width of the logits; None takes that of the tokenizer.
+        directory: the directory of the model's tokenizer.
+        vocab_size: width of the logits; None takes the tokenizer's.
     """
 
     def __init__(self, directory: Path, vocab_size: int | None = None) -> None:
@@ -90,10 +90,10 @@ class GrammarCompiler:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """Built on first use, which takes about a second where there are 150,000 tokens.
+        """The vocabulary, built on first use: about a second for 150,000 tokens.
 
         Raises:
-            UsageError: without llguidance, and for vocabularies it cannot use.
+            UsageError: without llguidance, and for vocabularies that it cannot use.
         """
         try:
             return load_vocabulary(self._directory, self._vocab_size)
@@ -106,15 +106,15 @@ class GrammarCompiler:
         Raises:
             UsageError: if the schema is not valid, not supported, or too complex.
         """
-        # Another thread may `forget` at any moment: a worker prepares a step while it takes in the answers of another.
+        # Another thread may call `forget` at any moment: a worker prepares a step while it handles results of another.
         compiled = self._compiled.pop(schema, None) or self._compile(schema)
-        self._compiled[schema] = compiled  # as the latest that was used
+        self._compiled[schema] = compiled  # now the most recently used
         if len(self._compiled) > MAX_CACHED:
             self._compiled.popitem(last=False)
         return compiled.copy()
 
     def forget(self, schema: str) -> None:
-        """Compile it anew the next time: what a failed text has left behind is shared with its copies."""
+        """Drop a compiled schema: copies share the state that a failed text has left."""
         self._compiled.pop(schema, None)
 
     def _compile(self, schema: str) -> Matcher:
@@ -124,8 +124,8 @@ class GrammarCompiler:
         try:
             grammar = LLMatcher.grammar_from_json_schema(
                 schema,
-                # No blanks but one behind a comma or a colon: a weak model at a high temperature would never come to an
-                # end with them.
+                # At most one blank, after a comma or a colon: with free blanks, a weak model at a high temperature
+                # would never end.
                 overrides={
                     "whitespace_flexible": False,
                     "item_separator": ", ?",
@@ -144,7 +144,7 @@ class GrammarCompiler:
 
 
 def _first_line(message: str) -> str:
-    """llguidance's messages may go on with the regular expression or the parser's state."""
+    """The first line of a message of llguidance; the others hold a regular expression or the parser's state."""
     lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines()]
     text = next((line for line in lines if line.startswith("error:")), lines[0] if lines else "")
     return text.removeprefix("error: ").partition(_ADVICE)[0][:_LONGEST_MESSAGE]

@@ -1,4 +1,4 @@
-"""What llguidance accepts although no text can keep to it: schemas that go on for ever, and promises it cannot keep."""
+"""Checks beyond those of llguidance: it accepts schemas that no finite text meets, and some that it cannot enforce."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,11 +11,11 @@ _PARTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalProperti
 
 
 def check_schema(schema: Mapping[str, Any]) -> None:
-    """Raise UsageError for a schema that no finite JSON text meets, or that grammars cannot be trusted with.
+    """Raise UsageError for a schema that no finite JSON text meets, or that a grammar cannot enforce.
 
     The schema has passed llguidance, so its keywords are well formed and it is not nested too deeply to recurse.
     """
-    if "x-guidance" in schema:  # its settings could make of the text something else than JSON
+    if "x-guidance" in schema:  # its settings could allow text that is not JSON
         raise UsageError("JSON schema: x-guidance is not supported")
     targets: dict[str, Any] = {}
     to_do: list[Any] = [schema]
@@ -25,7 +25,7 @@ def check_schema(schema: Mapping[str, Any]) -> None:
             if isinstance(ref := node.get("$ref"), str) and ref not in targets:
                 targets[ref] = _resolve(schema, ref)
                 to_do.append(targets[ref])
-    # The least fixed point: no reference has a finite value but those whose target has one by what is known already.
+    # The least fixed point: a reference has a finite value only if its target has one by the references known so far.
     endless = set(targets)
     while found := {ref for ref in endless if _is_finite(targets[ref], endless)}:
         endless -= found
@@ -34,7 +34,7 @@ def check_schema(schema: Mapping[str, Any]) -> None:
 
 
 def _check_property_count(node: Mapping[str, Any]) -> None:
-    """A grammar does not know which names it has had, so of names that are free to choose it can promise only one."""
+    """Refuse a large minProperties: a grammar does not know the names so far, so it can enforce only one free name."""
     required = node.get("required")
     names = len(set(required)) if isinstance(required, list) else 0
     if isinstance(least := node.get("minProperties"), int | float) and least > names + 1:
@@ -42,7 +42,7 @@ def _check_property_count(node: Mapping[str, Any]) -> None:
 
 
 def _subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """The schema and all within it, but for those that are only met through a reference."""
+    """The schema and all schemas within it, except those that are only reached through a reference."""
     if not isinstance(schema, dict):
         return
     yield schema
@@ -72,7 +72,7 @@ def _resolve(schema: Any, reference: str) -> Any:
 
 
 def _is_finite(schema: Any, endless: set[str]) -> bool:
-    """Whether a value of the schema may end, if those of these references do not."""
+    """Whether the schema has a finite value, if the references in `endless` have none."""
     if not isinstance(schema, dict):
         return True
     if schema.get("$ref") in endless:

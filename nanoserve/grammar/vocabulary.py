@@ -1,4 +1,4 @@
-"""A model's vocabulary as llguidance wants it: the bytes that each token stands for."""
+"""A model's vocabulary for llguidance: the bytes of each token."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +13,17 @@ from nanoserve.text.tokenizer import load_backend
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Tokens for grammars."""
+    """The tokens of a model, for its grammars."""
 
     tokenizer: Any
-    """Llguidance's."""
+    """The LLTokenizer of llguidance."""
     ordinary: np.ndarray
-    """One bit per token id of the logits, set where the token is text: uint8 [ceil(vocab_size / 8)]."""
+    """One bit per token id of the logits, set if the token is text: uint8 [ceil(vocab_size / 8)]."""
     end_token: int
-    """The one whose bit llguidance sets where a text may end, whatever the model's end tokens are."""
+    """The token whose bit llguidance sets when a text may end; the model's end tokens may be others."""
 
     def split_mask(self, mask: bytes) -> tuple[np.ndarray, bool]:
-        """llguidance's bits as those of tokens that are text, and whether the text may end."""
+        """The bits of llguidance that belong to text tokens, and whether the text may end."""
         bits = np.frombuffer(mask, np.uint8)
         tokens = np.zeros_like(self.ordinary)
         count = min(len(bits), len(tokens))
@@ -35,7 +35,7 @@ def load_vocabulary(directory: Path, vocab_size: int | None) -> Vocabulary:
     """Read the tokenizer of a model directory.
 
     Args:
-        vocab_size: width of the logits; None takes that of the tokenizer.
+        vocab_size: width of the logits; None takes the tokenizer's.
 
     Raises:
         ModuleNotFoundError: without llguidance.
@@ -48,7 +48,7 @@ def load_vocabulary(directory: Path, vocab_size: int | None) -> Vocabulary:
     controls = list(backend.control_ids.values())
     if not controls:
         raise UsageError("structured output needs a tokenizer with control tokens; this model's has none")
-    end_token = min(controls)  # those that only tokenizer_config.json knows come last
+    end_token = min(controls)  # tokens that only tokenizer_config.json knows have the largest ids
     if isinstance(backend, SentencePieceBackend):
         source: Any = _PieceTable(backend, end_token)
     else:
@@ -61,7 +61,7 @@ def load_vocabulary(directory: Path, vocab_size: int | None) -> Vocabulary:
 
 
 def _ordinary_bits(backend: Backend, vocab_size: int) -> np.ndarray:
-    """Control tokens are left out of decoded text, so none may stand in it; nor may rows that only pad the logits."""
+    """The bits of tokens that have a text: no control tokens, no rows that only pad the logits."""
     ordinary = np.zeros(vocab_size, np.bool_)
     ordinary[: backend.vocab_size] = True
     ordinary[list(backend.control_ids.values())] = False
@@ -69,7 +69,7 @@ def _ordinary_bits(backend: Backend, vocab_size: int) -> np.ndarray:
 
 
 class _PieceTable:
-    """A sentencepiece vocabulary under the names that llguidance asks for."""
+    """A sentencepiece vocabulary with the attributes that llguidance reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoserve.errors import UsageError
-from nanoserve.installation import install_command
 from nanoserve.processes.files import replace_file
+from nanoserve.processes.installation import install_command
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,26 +1,111 @@
 """The decoder: every supported family is this code with other fields in its ModelConfig.
 
-A layer is two pieces with attention between them. Attention is a callable passed in, so the same layers train,
+A layer is two pieces with attention between them. Attention is a callable that is passed in, so the same layers train,
 serve from a paged cache, or hand attention to another device. A decoder may be one shard of a model: some of the
-layers, and of each some of the heads and of the inner size. A layer knows that from its config and its group alone.
+layers, and in each layer some of the heads and part of the inner size. A layer knows only its own sizes and its group.
 """
 
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nanoserve.config import ModelConfig
+from nanoserve.config import ModelConfig, MoeConfig, RopeConfig
 from nanoserve.models.attention import AttentionFunction
-from nanoserve.models.experts import SparseExperts
-from nanoserve.models.linear import Linear, VocabularyEmbedding
-from nanoserve.models.rotary import RotaryEmbedding, rotate
-from nanoserve.models.shards import Shard, SingleRank, TensorParallelGroup, divided, shard_config, whole_model
+from nanoserve.models.rotary import attention_factor, inverse_frequencies
+from nanoserve.models.shards import Shard, divided, shard_config, whole_model
+from triton_ops import project, sparse_experts
 
 INITIAL_STANDARD_DEVIATION = 0.02
+
+
+class TensorParallelGroup(Protocol):
+    """The ranks that compute one stage together. All of them call the same methods in the same order."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of the ranks' tensors, on every rank. May reuse its argument."""
+        ...
+
+    def gather(self, tensor: Tensor) -> Tensor | None:
+        """[N, C] of every rank -> [N, degree * C] on rank 0, side by side in the order of ranks; None elsewhere."""
+        ...
+
+
+class SingleRank:
+    """A TensorParallelGroup with one rank: its tensors are the results."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor | None:
+        return tensor
+
+
 _SINGLE_RANK = SingleRank()
+
+
+class Linear(nn.Linear):
+    """torch's layer, computed by `project`. Its first weights are not set: a Decoder draws its own, if any."""
+
+    def reset_parameters(self) -> None:
+        """Leave the weights to the code that makes the layer."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return project(input, self.weight, self.bias)
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """torch's layer, for a vocabulary or the part of it that begins at `first_row`. Its first weights are not set."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, *, first_row: int = 0) -> None:
+        super().__init__(num_embeddings, embedding_dim)
+        self.first_row = first_row
+
+    def reset_parameters(self) -> None:
+        """Leave the weights to the code that makes the layer."""
+
+    def known(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T], of the whole vocabulary -> [T, embedding_dim]; zeros for tokens that other parts hold."""
+        rows = token_ids - self.first_row
+        unknown = (rows < 0) | (rows >= self.num_embeddings)
+        found: Tensor = self(rows.masked_fill(unknown, 0))
+        return found.masked_fill(unknown[:, None], 0.0)
+
+
+class RotaryEmbedding(nn.Module):
+    """The cosines and sines that rotate queries and keys to their positions (arXiv 2104.09864).
+
+    The frequencies are made on the CPU in float32, whatever the default device and dtype are, so that a model in
+    bf16 still rotates by exact angles. Cast a model by loading it in that dtype, not with `.to(dtype)`.
+    """
+
+    inverse_frequencies: Tensor
+
+    def __init__(self, rope: RopeConfig) -> None:
+        super().__init__()
+        self.attention_factor = attention_factor(rope)
+        self.register_buffer("inverse_frequencies", inverse_frequencies(rope), persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] -> cosines and sines, float32 [T, 1, rotary_dim // 2] (the 1 spreads over heads)."""
+        angles = (positions.float()[:, None] * self.inverse_frequencies)[:, None, :]
+        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor, rope: RopeConfig) -> Tensor:
+    """Rotate the first `rotary_dim` dimensions of heads [T, H, head_dim] by the angles of their positions."""
+    turning = heads[..., : rope.rotary_dim]
+    if rope.interleaved:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    else:
+        first, second = turning.chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    if rope.rotary_dim == heads.shape[-1]:
+        return turned
+    return torch.cat((turned, heads[..., rope.rotary_dim :]), dim=-1)
 
 
 class RMSNorm(nn.Module):
@@ -51,11 +136,35 @@ class FeedForward(nn.Module):
         return output
 
 
+class SparseExperts(nn.Module):
+    """A router picks `experts_per_token` SwiGLU experts for every token; their outputs are added, weighted."""
+
+    def __init__(self, hidden_size: int, moe: MoeConfig) -> None:
+        super().__init__()
+        self.moe = moe
+        self.router = Linear(hidden_size, moe.num_experts, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(moe.num_experts, 2 * moe.intermediate_size, hidden_size))
+        self.down = nn.Parameter(torch.empty(moe.num_experts, hidden_size, moe.intermediate_size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [T, hidden_size] -> [T, hidden_size]"""
+        weights, experts = self._route(hidden)
+        return sparse_experts(hidden, weights, experts, self.gate_up, self.down)
+
+    def _route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """-> weights, float32 [T, experts_per_token], and the experts they belong to, int64, same shape."""
+        probabilities = functional.softmax(self.router(hidden), dim=-1, dtype=torch.float32)
+        weights, experts = probabilities.topk(self.moe.experts_per_token, dim=-1)
+        if self.moe.normalize_weights:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights, experts
+
+
 class DecoderLayer(nn.Module):
     """One transformer layer, split where attention happens.
 
-    `config` has the sizes of this rank. What the ranks of its group compute in `output` and in the feed-forward part
-    are addends of the whole layer's; their biases are one rank's, and zero on the others.
+    `config` has the sizes of this rank. Each rank's results of `output` and of the feed-forward part are summed over
+    the group. One rank adds the biases; they are zero on the others.
     """
 
     def __init__(self, config: ModelConfig, index: int, group: TensorParallelGroup = _SINGLE_RANK) -> None:
@@ -129,40 +238,41 @@ class Decoder(nn.Module):
         shard: Shard | None = None,
         group: TensorParallelGroup | None = None,
     ) -> None:
-        """config: of the whole model, of which `shard` (None: all of it) is made; `group`: of the shard's ranks."""
+        """`config` describes the whole model, `shard` the part to make (None: all), `group` the ranks of its stage."""
         super().__init__()
-        self.model_config = config  # of the whole model
-        # Which part of the model this is. Only the first stage has an `embedding`, only the last one a `final_norm` and
-        # a `lm_head`; `layers` are the stage's, counted from 0.
+        self.model_config = config  # the whole model's
+        # Only the first stage has an `embedding`, only the last one a `final_norm` and a `lm_head`. `layers` holds the
+        # stage's layers, counted from 0.
         self.shard = shard or whole_model(config)
+        self.is_first, self.is_last = self.shard.is_first, self.shard.is_last
         if self.shard.degree > 1 and group is None:
             raise ValueError("ranks that compute a stage together need a group")
         self.group = group or _SINGLE_RANK
-        # Without a shard the same object: a compiler takes the sizes in a decoder's own config for fixed.
-        # of this decoder: the model's, or that of its shard.
+        # The sizes of this decoder. Without a shard it is the same object as the model's config: a compiler treats the
+        # sizes in a decoder's own config as constants.
         self.config = config = config if shard is None else shard_config(config, shard)
         rows = divided(config.vocab_size, self.shard.degree)
-        if self.shard.is_first:
+        if self.is_first:
             self.embedding = VocabularyEmbedding(rows, config.hidden_size, first_row=self.shard.rank * rows)
         self.rotary = RotaryEmbedding(config.rope)
         self.layers = nn.ModuleList(DecoderLayer(config, index, self.group) for index in range(config.num_layers))
-        if self.shard.is_last:
+        if self.is_last:
             self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.lm_head = Linear(config.hidden_size, rows, bias=False)
         self.rotary.to(self.device)
         if initialize:
             self.apply(_initialize)
-        if config.tie_word_embeddings and self.shard.is_first and self.shard.is_last:
+        if config.tie_word_embeddings and self.is_first and self.is_last:
             self.lm_head.weight = self.embedding.weight
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, hidden states and cache."""
+        """Number format of weights, hidden states and cache."""
         return next(self.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the weights."""
+        """The device that holds the weights."""
         return next(self.parameters()).device
 
     def forward(
@@ -174,8 +284,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """entering -> hidden states [T, hidden_size], after the final norm in the last stage.
 
-        What enters the first stage are token ids, int64 [T], and later ones the hidden states of the stage before,
-        [T, hidden_size]; positions: int64 [T]. The T tokens may belong to any number of sequences: only `attention`
+        The first stage is given token ids, int64 [T]; a later one the hidden states of the stage before it,
+        [T, hidden_size]. Positions are int64 [T]. The T tokens may belong to any number of sequences: only `attention`
         knows which.
         """
         hidden, cos, sin = self.enter(entering, positions)
@@ -184,15 +294,15 @@ class Decoder(nn.Module):
         return self.leave(hidden)
 
     def enter(self, entering: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What comes before the layers, arguments as in `forward`: hidden states [T, hidden_size], and the positions'
-        cosines and sines as a layer takes them."""
-        hidden = self._embed(entering) if self.shard.is_first else entering
+        """The inputs of the first layer, from the arguments of `forward`: hidden states, cosines and sines."""
+        hidden = self._embed(entering) if self.is_first else entering
         cos, sin = self.rotary(positions)
         return hidden, cos.to(hidden.dtype), sin.to(hidden.dtype)
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """What is behind the layers: the final norm in the last stage, and nothing in the others."""
-        if not self.shard.is_last:
+        """The output of the stage from that of its last layer: normalized in the last stage, unchanged in the
+        others."""
+        if not self.is_last:
             return hidden
         normed: Tensor = self.final_norm(hidden)
         return normed
@@ -200,7 +310,7 @@ class Decoder(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, hidden_size] -> logits, float32 [N, vocab_size], in the last stage.
 
-        All ranks of its group must call this; those but the first get none: [0, vocab_size].
+        All ranks of the group must call this; only the first one gets logits, the others [0, vocab_size].
         """
         vocab_size = self.config.vocab_size
         logits = self.group.gather(self.lm_head(hidden))

@@ -1,4 +1,4 @@
-"""Which number format a model is computed in."""
+"""The number format that a model is computed in."""
 
 from pathlib import Path
 
@@ -24,9 +24,10 @@ _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 def resolve_dtype(name: str, device: torch.device, stored: str = "float32") -> torch.dtype:
     """The dtype called `name`; "auto" is bf16 where that is fast and float32 elsewhere.
 
-    `stored` is what the checkpoint was written in. On a CPU without bf16 instructions 16 bits pay where the checkpoint
-    has no more and our operators read them (half the bytes of float32 per token). fp16 is never chosen: as exact as
-    bf16 in practice, and a hundred times slower in torch's products on a CPU. Raises UsageError for an unknown name.
+    `stored` is the format of the checkpoint. On a CPU without bf16 instructions, bf16 pays off if the checkpoint has 16
+    bits and nanoserve's operators are expected (half the bytes of float32 per token). fp16 is never chosen: it is as
+    exact as bf16 in practice, and a hundred times slower in torch's products on a CPU. Raises UsageError for an unknown
+    name.
     """
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" or _cpu_is_fast_in_bf16(stored) else torch.float32

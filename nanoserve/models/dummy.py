@@ -1,4 +1,4 @@
-"""Models with random weights of a real shape: as fast and as large as the real ones, and meaningless."""
+"""Models with random weights of a real shape: as fast and as large as real models, with meaningless answers."""
 
 import hashlib
 import json
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure
-from nanoserve.models.decoder import INITIAL_STANDARD_DEVIATION, Decoder
+from nanoserve.models.decoder import INITIAL_STANDARD_DEVIATION, Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.loading import INDEX_NAME, SINGLE_NAME, empty_decoder
 from nanoserve.models.shapes import dummy_config, dummy_shape
-from nanoserve.models.shards import Shard, TensorParallelGroup
+from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, shard_parts, tensor_parts
-from nanoserve.sizes import format_size
+from nanoserve.processes.sizes import format_size
 
 DUMMY_SEED = 1
-"""Names the weights of dummy models, also where they are kept: another one whenever they are drawn in another way."""
+"""Identifies the weights of dummy models, also in caches. Change it when they are drawn in another way."""
 
 # A uniform distribution of this half-width has the standard deviation of a fresh decoder; it is drawn much faster than
 # a normal one, which matters for billions of weights.
@@ -31,7 +31,7 @@ _HALF_WIDTH = INITIAL_STANDARD_DEVIATION * math.sqrt(3.0)
 _STORED_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 _FILE_BYTES = 256 << 20
-"""A written file holds so much, or one tensor: no more of a model is in this process's memory while it is written."""
+"""Size of a written file, unless one tensor is larger. This process holds no more of a model while it writes."""
 
 
 def make_dummy_model(
@@ -44,8 +44,8 @@ def make_dummy_model(
 ) -> tuple[Decoder, ModelConfig]:
     """A decoder with random weights, ready for inference, and the whole model's config.
 
-    On a device the weights are always the same ones; a shard has the slices of the whole model's. `spec` is a name in
-    SHAPES or the path of a config.json; the rest as in `load_model`. Raises ModelError.
+    The weights are always the same on a kind of device; a shard holds slices of them. `spec` is a name in SHAPES or the
+    path of a config.json; the other arguments are as in `load_model`. Raises ModelError.
     """
     config, device = dummy_config(spec), torch.device(device)
     decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device, shard=shard, group=group)
@@ -63,15 +63,15 @@ def save_dummy_checkpoint(
     make_file: Callable[[Path], None] = Path.touch,
     free: int | None = None,
 ) -> None:
-    """Write the model that `make_dummy_model` makes on a CPU as a checkpoint, in the number format that it is run in.
+    """Write the model that `make_dummy_model` makes on a CPU as a checkpoint, in the number format of its runs.
 
     Args:
-        directory: which must be there.
-        make_file: makes each of the files of weights, empty.
-        free: bytes that these may take; by default what the directory's file system has.
+        directory: an existing directory.
+        make_file: makes each file of weights, empty.
+        free: bytes that the files may take; by default the free space of the directory's file system.
 
     Raises:
-        ModelError: if `spec` is no model.
+        ModelError: if `spec` is not a model.
         RuntimeFailure: if it cannot be written.
     """
     config = dummy_config(spec)
@@ -104,9 +104,9 @@ def save_dummy_checkpoint(
 
 
 def _write_file(path: Path, parts: list[TensorPart], dtype: torch.dtype, numbers: Tensor) -> None:
-    """As safetensors has it: the header's length, the header, and the numbers of all tensors one after another.
+    """Write the format of safetensors: the header's length, the header, and the numbers of all tensors in order.
 
-    The library would put another file in the place of the one that is there.
+    The library itself would replace the existing file by another one.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -114,7 +114,7 @@ def _write_file(path: Path, parts: list[TensorPart], dtype: torch.dtype, numbers
         begin, end = end, end + part.size * dtype.itemsize
         header[part.name] = {"dtype": _STORED_NAMES[dtype], "shape": part.shape, "data_offsets": (begin, end)}
     words = json.dumps(header).encode()
-    words += b" " * (-len(words) % 8)  # so that numbers are aligned
+    words += b" " * (-len(words) % 8)  # align the numbers
     with path.open("r+b") as file:
         file.write(len(words).to_bytes(8, "little") + words)
         file.write(numbers.view(torch.uint8).numpy().data)
@@ -136,9 +136,9 @@ def _numbers(parts: list[TensorPart]) -> int:
 
 
 def _draw(part: TensorPart, region: Tensor, generator: torch.Generator) -> None:
-    """Fill a region with its part of a tensor, which is drawn whole: every tensor has random numbers of its own."""
+    """Fill a region with its part of a tensor. The whole tensor is drawn, from random numbers of its own."""
     if len(part.shape) == 1:
-        region.fill_(0.0 if part.name.endswith(".bias") else 1.0)  # what is no bias is a norm
+        region.fill_(0.0 if part.name.endswith(".bias") else 1.0)  # other vectors are norms
         return
     digest = hashlib.blake2s(f"{DUMMY_SEED} {part.name}".encode(), digest_size=4).digest()
     generator.manual_seed(int.from_bytes(digest, "little"))

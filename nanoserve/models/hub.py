@@ -15,9 +15,9 @@ from nanoserve.processes.files import read_optional_json_object
 ProgressCallback = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
 
-# Weights only as safetensors, code never: nothing that arrives is unpickled or run.
+# Only safetensors and never code: nothing that is downloaded is unpickled or run.
 ALLOWED_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja")
-# Weights in other layouts, of the same size again, that some repositories hold beside ours.
+# Copies of the weights in other layouts, which some repositories hold as well.
 IGNORED_FILES = ("*/*", "consolidated*")
 
 _BUNDLED = Path(__file__).parent.parent / "assets" / "storyteller"
@@ -27,7 +27,7 @@ _PATH_LIKE = re.compile(r"^[./~\\]|^[A-Za-z]:\\|[/\\]$|/.*/")
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """Where a model is: its name for people, its directory (None for a dummy), and where its tokenizer is."""
+    """A located model: its name for people, its directory (None for a dummy), and its tokenizer's directory."""
 
     name: str
     directory: Path | None
@@ -37,11 +37,11 @@ class ResolvedModel:
 def resolve_model(
     name: str | None, *, offline: bool = False, progress: ProgressCallback | None = None
 ) -> ResolvedModel:
-    """The model that `--model` means: None is the bundled one, else a dummy, a directory, an alias or a hub id.
+    """The model that `--model` names: a dummy, a directory, an alias or a hub id; None is the bundled model.
 
     Aliases are the names in nanoserve/aliases.json of the user's configuration directory: {"short": "model"}. A hub id
-    is downloaded at one commit into the hub's own cache, or found there when `offline` (or HF_HUB_OFFLINE) is set. A
-    dummy has the tokenizer of the bundled model. Raises ModelError when there is no such model.
+    is downloaded at one commit into the hub's own cache, or found there if `offline` (or HF_HUB_OFFLINE) is set. A
+    dummy has the tokenizer of the bundled model. Raises ModelError if there is no such model.
     """
     if name is None:
         return ResolvedModel("storyteller", _BUNDLED, _BUNDLED)
@@ -95,7 +95,7 @@ def _download(name: str, progress: ProgressCallback | None, *, offline: bool) ->
         why = "is not in the local cache, and downloading is off" if offline else "cannot be downloaded: no network"
         raise ModelError(f"{name} {why}; {instead}") from error
     except Exception as error:
-        # Whatever an HTTP library, a proxy or a full disk comes up with is one thing to the user.
+        # HTTP libraries, proxies and full disks raise many kinds of errors, which mean the same to the user.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(f"{name} cannot be downloaded: {reason}; {instead}") from error
     directory = Path(str(found))
@@ -107,7 +107,7 @@ def _download(name: str, progress: ProgressCallback | None, *, offline: bool) ->
 
 
 def _bar_class(progress: ProgressCallback | None) -> Any:
-    """A tqdm class that draws nothing and tells `progress` instead: the hub library reports through tqdm alone."""
+    """A tqdm class that calls `progress` and draws nothing: the hub library reports only through tqdm."""
     from tqdm import tqdm
 
     class ReportingBar(tqdm):  # type: ignore[misc]  # tqdm is untyped
@@ -115,7 +115,7 @@ def _bar_class(progress: ProgressCallback | None) -> Any:
             super().__init__(*args, **{**options, "file": io.StringIO(), "disable": progress is None})
 
         def display(self, *args: Any, **options: Any) -> None:
-            # Of the two bars that count bytes, "Reconstructing" counts those that are on disk; total is still growing.
+            # Two bars count bytes. "Reconstructing" counts the bytes on disk; its total may still grow.
             stage = {"B": "downloading bytes", "it": "downloading files"}.get(self.unit)
             if progress is None or stage is None or not self.total or str(self.desc).startswith("Download"):
                 return

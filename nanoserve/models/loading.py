@@ -1,6 +1,6 @@
-"""Read a Hugging Face model directory: config.json and safetensors, in one file or in shards.
+"""Read a Hugging Face model directory: config.json and safetensors, in one file or in several.
 
-Only safetensors are read: a `.bin` checkpoint is a pickle, and unpickling can run code.
+Other formats are not read: a `.bin` checkpoint is a pickle, and unpickling can run code.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,21 +16,20 @@ from torch import Tensor, nn
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import ModelError
-from nanoserve.models.decoder import Decoder
+from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import resolve_dtype
-from nanoserve.models.shards import Shard, TensorParallelGroup
+from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-# What a checkpoint may store its numbers in, as safetensors calls them, and how many bytes each takes.
 _STORED_BYTES: Mapping[str, int] = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
-
-# Files are read through mappings, whose pages count as this process's memory until they are closed: so much is read
-# before a file is opened anew.
+"""Bytes per number of the formats that are read, by the name in safetensors."""
 _MAPPED_BYTES = 64 << 20
+"""Bytes to read before a file is closed and opened again: until then, its mapped pages count as this process's
+memory."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all) while a checkpoint is read."""
@@ -38,7 +37,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor of the checkpoint lies, known from the file's header; nothing is read yet."""
+    """The place and form of a tensor of the checkpoint, from the header of its file; its numbers are not read."""
 
     path: Path
     shape: tuple[int, ...]
@@ -47,18 +46,18 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An open model directory, all of whose headers were checked."""
+    """An open model directory with checked headers."""
 
     parts: list[TensorPart]
     """Every tensor of the whole model."""
     stored: Mapping[str, StoredTensor]
-    """Where each of them lies, by name."""
+    """Their places, by name."""
     _files: Mapping[Path, Any]
 
     def view(self, part: TensorPart) -> Tensor:
-        """A part as it is stored, in the memory that its file is mapped to: a read happens when it is used.
+        """A part in its stored format, in the mapped memory of its file, which is read when the part is used.
 
-        The mapping lives as long as the view, also when the checkpoint is closed and its files are deleted.
+        The mapping lives as long as the view, even if the checkpoint is closed and its files are deleted.
         """
         path = self.stored[part.name].path
         return _view(part, self._files[path], path)
@@ -75,9 +74,9 @@ def load_model(
 ) -> tuple[Decoder, ModelConfig]:
     """The decoder of a model directory with its weights, ready for inference, and the whole model's config.
 
-    `dtype` as in `resolve_dtype`; `shard` and `group` as in `Decoder`. Of a shard no more is read than it needs, but
-    all that the checkpoint's headers say is checked. Raises ModelError, one line naming the file (and the tensor);
-    UsageError for an unknown dtype.
+    `dtype` is as in `resolve_dtype`; `shard` and `group` are as in `Decoder`. For a shard, only its own slices are
+    read, but all headers of the checkpoint are checked. Raises ModelError, one line naming the file (and the tensor),
+    and UsageError for an unknown dtype.
     """
     path, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(path)
@@ -93,7 +92,7 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Iterator[Checkpoint
     """The checkpoint of a model directory, whose files are closed afterwards.
 
     Raises:
-        ModelError: if a file or a tensor is missing, damaged or not of this model; one line that names it.
+        ModelError: if a file or tensor is missing, damaged or of another model; one line that names it.
     """
     with ExitStack() as opened:
         files = {path: opened.enter_context(_open(path)) for path in _weight_files(directory)}
@@ -111,8 +110,8 @@ def empty_decoder(
     shard: Shard | None = None,
     group: TensorParallelGroup | None = None,
 ) -> Decoder:
-    """`unset_decoder`, except that the parameters of a tensor-parallel rank are zero: no tensor fills padding, nor
-    biases that another rank adds."""
+    """Like `unset_decoder`, but parameters of a tensor-parallel rank are zero: its padding stays zero, and so do biases
+    that another rank adds."""
     decoder = unset_decoder(config, dtype, device, shard=shard, group=group)
     if decoder.shard.degree > 1:
         for parameter in decoder.parameters():
@@ -128,9 +127,9 @@ def unset_decoder(
     shard: Shard | None = None,
     group: TensorParallelGroup | None = None,
 ) -> Decoder:
-    """A decoder whose parameters are allocated, not trainable, and hold whatever was in memory: on a CPU matrices take
-    none until they are written to."""
-    # Not on the meta device first: torch imports its compiler for that, which takes longer than loading a small model.
+    """A decoder with parameters that are allocated, not trainable and not initialized. On a CPU, large ones take no
+    memory until they are written."""
+    # The meta device is not used: torch imports its compiler for it, which takes longer than loading a small model.
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -157,7 +156,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index}: no weight_map")
     for name in weight_map.values():
-        # A shard lies beside its index: a name that leads elsewhere would read files the user did not offer.
+        # Files lie beside their index; another path would read files that the user did not offer.
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"{index}: {name!r} is not the name of a safetensors file in this directory")
         if not (index.parent / name).is_file():
@@ -192,9 +191,9 @@ def _stored_tensors(directory: Path, handles: Mapping[Path, Any]) -> dict[str, S
 def _check(
     wanted_parts: Iterable[TensorPart], stored: Mapping[str, StoredTensor], config: ModelConfig, directory: Path
 ) -> list[TensorPart]:
-    """The parts, each of which is there in the right shape, and nothing else is.
+    """The parts, after a check that the checkpoint holds each in the right shape, and nothing else.
 
-    Stops at the first that is missing, so that a config may name any number of experts.
+    It stops at the first missing part, because a config may name any number of experts.
     """
     parts = []
     for part in wanted_parts:
@@ -217,7 +216,7 @@ def _check(
 
 
 def _check_tied(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Where config.json ties the output matrix to the embedding, one that is stored all the same must be a copy."""
+    """Check that a stored output matrix equals the embedding, if config.json ties the two."""
     embedding, head = tied_parts(config)
     stored = checkpoint.stored.get(head.name)
     if not config.tie_word_embeddings or stored is None:
@@ -237,7 +236,7 @@ def _fill(
     parameters, degree = dict(decoder.named_parameters()), decoder.shard.degree
     pieces = [piece for part in parts for piece in part.pieces(_MAPPED_BYTES // 8)]
     pieces.sort(key=lambda piece: stored[piece.name].path)
-    # Bytes read when each piece has been.
+    # Bytes read after each piece.
     progressed = list(accumulate(piece.size * _STORED_BYTES[stored[piece.name].dtype] for piece in pieces))
 
     def portion(reading: tuple[TensorPart, int]) -> tuple[Path, int]:
@@ -266,8 +265,10 @@ def _view(part: TensorPart, file: Any, path: Path) -> Tensor:
 
 
 def check_finite(values: Tensor, name: str, path: Path) -> None:
-    """Raises ModelError if what was read of the file's tensor `name` holds NaN or infinite values."""
-    if not all(extreme.isfinite() for extreme in values.aminmax()):  # NaN spreads to both; nothing is allocated
+    """Raise ModelError if the values, from the tensor `name` of the file, hold NaN or infinity."""
+    if not all(
+        extreme.isfinite() for extreme in values.aminmax()
+    ):  # NaN propagates to both extremes; nothing large is allocated
         dtype = str(values.dtype).removeprefix("torch.")
         raise ModelError(
             f"{path}: tensor {name} has NaN or infinite values as {dtype};"

@@ -1,14 +1,14 @@
 """The weights of a worker that computes under several parallel layouts, one at a time: dynamic model re-sharding
 (Seesaw, section 4.1).
 
-The checkpoint stays mapped into memory, and the page cache holds it once for all workers of a machine. What a worker
-computes with is one storage, as large as the largest of its shards; the parameters of every layout's decoder are views
-of it. A transition copies the slices of the other layout there: nothing is allocated, and no parameter moves, so that
-compiled code and captured graphs stay right.
+The checkpoint stays mapped into memory, and the page cache holds it once for all workers of a machine. A worker has one
+storage for its weights, as large as the largest of its shards. The parameters of every layout's decoder are views of
+it. A transition copies the slices of the other layout into it. Nothing is allocated and no parameter moves, so that
+compiled code and captured graphs stay valid.
 
-A mapped file may be deleted or replaced by another of its name. It must not be shortened in place: no process survives
-reading a mapping beyond its file's end. Pages that a worker has read count as shared in its resident size. A kernel
-that commits no more memory than there is (vm.overcommit_memory 2) charges every worker for the whole checkpoint.
+A mapped file may be deleted or replaced by another of the same name. It must not be truncated in place: reading a
+mapping beyond the end of its file kills the process. Pages that a worker has read count as shared in its resident size.
+With strict overcommit (vm.overcommit_memory 2), the kernel charges every worker for the whole checkpoint.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,21 +20,21 @@ import torch
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
-from nanoserve.models.decoder import Decoder
+from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.loading import Checkpoint, Progress, check_finite, open_checkpoint, unset_decoder
-from nanoserve.models.shards import Shard, TensorParallelGroup
+from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, shard_parts, unfilled_regions
 
 _ALIGNMENT = 256
-"""Bytes that every parameter begins at a multiple of: what CUDA's own allocations are aligned to, and cache lines."""
+"""Alignment of parameters in bytes, as in CUDA's own allocations; also a multiple of cache lines."""
 
 _PIECE_NUMBERS = 4 << 20
-"""So many numbers are copied at once, or a row: progress is told in between, and page-locked buffers are no larger."""
+"""Most numbers to copy at once, unless a row is longer. It bounds page-locked buffers and steps of progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """A piece of a tensor: where it lies in a mapped file, and the view of a parameter that it fills."""
+    """A piece of a tensor: its place in a mapped file, and the view of a parameter that it fills."""
 
     source: Tensor
     region: Tensor
@@ -44,7 +44,7 @@ class _Move:
 
 @dataclass(frozen=True, slots=True)
 class _Filling:
-    """All that puts one layout in place: what is copied, how many bytes that are, and what is set to zero."""
+    """The work that puts one layout in place: copies, their bytes, and regions to set to zero."""
 
     moves: list[_Move]
     num_bytes: int
@@ -52,7 +52,7 @@ class _Filling:
 
 
 class ReshardableWeights:
-    """The shards of one worker under several layouts, of which one at a time is in place."""
+    """The shards of one worker under several layouts, one of which is in place at a time."""
 
     def __init__(
         self,
@@ -68,27 +68,27 @@ class ReshardableWeights:
         """Map the checkpoint, and put the first layout in place.
 
         Args:
-            config: of the whole model.
-            shards, groups: of this worker, for each layout; as in `Decoder`.
-            progress: is called with the bytes of the first layout that are in place, and that there are.
+            config: the whole model's.
+            shards, groups: this worker's, for each layout; as in `Decoder`.
+            progress: called with the bytes of the first layout that are in place, and their total.
 
         Raises:
-            ModelError: one line naming the file (and the tensor); the values that are read are checked, those of the
-                other layouts are not, because other workers read them now.
+            ModelError: one line naming the file (and the tensor). Only the values of the first layout are checked here;
+                other workers check the rest.
         """
-        # Decoders that no one has written to take no memory on a CPU; all of theirs is given back right below.
+        # Decoders that were never written take no memory on a CPU; below, their parameters become views.
         unset = [
             unset_decoder(config, dtype, torch.device("cpu"), shard=shard, group=group)
             for shard, group in zip(shards, groups, strict=True)
         ]
-        # One per layout, ready for inference while that layout is in place. They share their memory.
+        # One decoder per layout, ready for inference while its layout is in place. They share their memory.
         self.decoders = tuple(unset)
         with open_checkpoint(directory, config) as checkpoint:
             self._storage = torch.empty(max(map(_laid_out_size, unset)), dtype=dtype, device=device)
             for decoder in unset:
                 _lay_out(decoder, self._storage)
             self._fillings = [_filling(decoder, checkpoint) for decoder in unset]
-        self.storage_bytes = self._storage.nbytes  # of the memory that they share, on the device
+        self.storage_bytes = self._storage.nbytes  # their shared memory on the device
         self._copies: _Copies = _DirectCopies()
         if device.type == "cuda":
             largest = max(move.region.nbytes for filling in self._fillings for move in filling.moves)
@@ -96,10 +96,10 @@ class ReshardableWeights:
         self._fill(self._fillings[0], progress, checked=True)
 
     def fill(self, layout: int, progress: Progress | None = None) -> int:
-        """Put the slices of a layout in place and everything else of its parameters to zero; returns bytes moved.
+        """Put the slices of a layout in place, and zeros elsewhere in its parameters; returns the bytes moved.
 
-        Bytes count as they are in the parameters, and zeros do not. On return the device has them. `progress` is called
-        with the bytes that were moved and that will be.
+        Bytes count in the format of the parameters, without zeros. On return, the device has them. `progress` is called
+        with the bytes that were moved and their total.
         """
         filling = self._fillings[layout]
         self._fill(filling, progress, checked=False)
@@ -120,29 +120,29 @@ class ReshardableWeights:
 
 
 class _Copies(Protocol):
-    """How numbers come from a mapped file to the device, in the parameters' number format."""
+    """Copies from a mapped file to the device, into the parameters' number format."""
 
     def copy(self, source: Tensor, region: Tensor) -> Tensor:
-        """Begin to copy; returns the numbers as they are sent, in host memory, valid until the next call."""
+        """Start to copy; returns the converted numbers in host memory, valid until the next call."""
         ...
 
     def finish(self) -> None:
-        """Wait until everything is there."""
+        """Wait until all copies are done."""
         ...
 
 
 class _DirectCopies:
-    """On a CPU."""
+    """Copies on a CPU."""
 
     def copy(self, source: Tensor, region: Tensor) -> Tensor:
         return region.copy_(source)
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: copies are synchronous."""
 
 
 class _PinnedCopies:
-    """To a GPU, through two page-locked buffers in turn: the link empties one while the processor fills the other."""
+    """Copies to a GPU through two page-locked buffers: one is sent while the processor fills the other."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         """num_bytes: the largest region."""
@@ -166,14 +166,14 @@ class _PinnedCopies:
         self._used = 0
 
     def _take_the_other(self) -> None:
-        """What was sent from it a turn ago has arrived when this returns."""
+        """Switch buffers, and wait until the copies out of the other one are done."""
         self._emptied[self._turn].record(torch.cuda.current_stream(self._device))
         self._turn, self._used = 1 - self._turn, 0
         self._emptied[self._turn].synchronize()  # at once if it was never recorded
 
 
 def _offsets(decoder: Decoder) -> tuple[list[int], int]:
-    """Where each parameter begins in a storage that holds them all, and how long that is; in numbers."""
+    """The offset of each parameter in a storage that holds them all, and its length; in numbers."""
     aligned = _ALIGNMENT // decoder.dtype.itemsize
     offsets, used = [], 0
     for parameter in decoder.parameters():

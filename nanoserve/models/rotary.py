@@ -1,48 +1,15 @@
-"""Rotary position embedding (arXiv 2104.09864), with the stretched frequencies of long-context checkpoints."""
+"""Frequencies of rotary position embedding (arXiv 2104.09864), stretched as long-context checkpoints ask."""
 
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoserve.config import RopeConfig
 
 
-class RotaryEmbedding(nn.Module):
-    """Turns positions into the cosines and sines that rotate queries and keys.
-
-    The frequencies are made on the CPU in float32, whatever the default device and dtype are, so that a model in
-    bf16 still rotates by exact angles. Cast a model by loading it in that dtype, not with `.to(dtype)`.
-    """
-
-    inverse_frequencies: Tensor
-
-    def __init__(self, rope: RopeConfig) -> None:
-        super().__init__()
-        self.attention_factor = _attention_factor(rope)
-        self.register_buffer("inverse_frequencies", _inverse_frequencies(rope), persistent=False)
-
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cosines and sines, float32 [T, 1, rotary_dim // 2] (the 1 spreads over heads)."""
-        angles = (positions.float()[:, None] * self.inverse_frequencies)[:, None, :]
-        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
-
-
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor, rope: RopeConfig) -> Tensor:
-    """Rotate the first `rotary_dim` dimensions of heads [T, H, head_dim] by the angles of their positions."""
-    turning = heads[..., : rope.rotary_dim]
-    if rope.interleaved:
-        first, second = turning[..., 0::2], turning[..., 1::2]
-        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
-    else:
-        first, second = turning.chunk(2, dim=-1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    if rope.rotary_dim == heads.shape[-1]:
-        return turned
-    return torch.cat((turned, heads[..., rope.rotary_dim :]), dim=-1)
-
-
-def _inverse_frequencies(rope: RopeConfig) -> Tensor:
+def inverse_frequencies(rope: RopeConfig) -> Tensor:
+    """Radians per position of each pair of dimensions, float32 [rotary_dim // 2] on the CPU."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device="cpu") / rope.rotary_dim
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -55,7 +22,7 @@ def _inverse_frequencies(rope: RopeConfig) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1: long wavelengths are divided by the factor, short ones kept, those between are blended."""
+    """Llama 3.1: frequencies of long wavelengths are divided by the factor, short ones kept, others blended."""
     turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)
@@ -63,8 +30,8 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """YaRN section 3.2: dimensions that turn more than beta_fast times in the trained context are kept, those that
-    turn less than beta_slow times are interpolated, with a linear ramp over the dimension's index between."""
+    """YaRN, section 3.2: dimensions with more than beta_fast turns in the trained context are kept, those with fewer
+    than beta_slow turns are interpolated, with a linear ramp over the dimension's index between them."""
     low, high = _dimension(rope.beta_fast, rope), _dimension(rope.beta_slow, rope)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -80,7 +47,7 @@ def _dimension(turns: float, rope: RopeConfig) -> float:
     return rope.rotary_dim * math.log(wavelength_ratio) / (2 * math.log(rope.theta))
 
 
-def _attention_factor(rope: RopeConfig) -> float:
+def attention_factor(rope: RopeConfig) -> float:
     """YaRN's temperature on the attention logits, folded into the cosines and sines."""
     if rope.kind != "yarn":
         return 1.0

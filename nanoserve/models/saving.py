@@ -1,4 +1,4 @@
-"""Write a decoder as a Hugging Face checkpoint, so that what is trained here can be read anywhere."""
+"""Write a decoder as a Hugging Face checkpoint, which other software can read."""
 
 import json
 from pathlib import Path

@@ -13,9 +13,9 @@ SHAPES = published_shapes()
 
 
 def dummy_shape(spec: str) -> dict[str, Any]:
-    """What the config.json says of `NAME` from SHAPES, or that lies at that path; a leading "dummy:" is accepted.
+    """The config.json of a name in SHAPES, or of a path; a leading "dummy:" is accepted.
 
-    Raises ModelError naming the known shapes when it is neither.
+    Raises ModelError, naming the known shapes, if it is neither.
     """
     name = spec.removeprefix(DUMMY_PREFIX)
     if name.endswith(".json"):
@@ -29,7 +29,7 @@ def dummy_shape(spec: str) -> dict[str, Any]:
 
 
 def dummy_config(spec: str) -> ModelConfig:
-    """The model of `dummy_shape`, with its errors."""
+    """The model of `dummy_shape`; raises as it does."""
     name = spec.removeprefix(DUMMY_PREFIX)
     source = name if name.endswith(".json") else f"{DUMMY_PREFIX}{name}"
     return ModelConfig.from_hf(dummy_shape(spec), source=source)

@@ -1,26 +1,22 @@
 """A model divided over devices: pipeline stages of whole layers, each stage over the ranks of a tensor-parallel group.
 
-Within a stage, as in Megatron-LM (arXiv 1909.08053, section 3): the matrices that fan out (query, key and value; gate
-and up) are divided by rows of the weight, those that fan in (output, down) by columns, so that a layer needs two sums
-over the ranks and nothing else. Key-value heads are divided as long as there are enough of them and replicated beyond.
-The vocabulary's rows are divided too. Norms and routers are replicated.
+Within a stage, as in Megatron-LM (arXiv 1909.08053, section 3), the matrices that fan out (query, key and value; gate
+and up) are divided by rows of the weight, and those that fan in (output, down) by columns. So a layer needs two
+all-reduces and nothing else. Key-value heads are divided while there are enough, and replicated otherwise. The
+vocabulary's rows are divided too. Norms and routers are replicated.
 
-A mixture of experts is divided inside each expert, like a dense layer, and not by giving each rank some experts: every
-rank then has the same work whichever experts the tokens choose, and one sum serves both kinds of layers.
+A mixture of experts is divided inside each expert, like a dense layer. Every rank then has the same work whichever
+experts the tokens choose, and one all-reduce serves both kinds of layers.
 
-What does not divide evenly is padded with zeros, which change no result: inner sizes and the vocabulary. No torch here.
+Inner sizes and the vocabulary are padded with zeros where they do not divide evenly. No torch here.
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
 
 from nanoserve.config import PAIR_OPTIONS, EngineConfig, ModelConfig
 from nanoserve.costs.counts import tensor_degrees
 from nanoserve.costs.stages import stage_layers
 from nanoserve.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,55 +24,33 @@ class Shard:
     """One device's part of a model."""
 
     layers: range
-    """Of the whole model, those of its stage."""
+    """The stage's layers, numbered as in the whole model."""
     stage: int = 0
     num_stages: int = 1
-    """Its place in the pipeline."""
+    """Place in the pipeline, and its length."""
     rank: int = 0
     degree: int = 1
-    """Its place in its stage's tensor-parallel group."""
+    """Place in the stage's tensor-parallel group, and its size."""
 
     @property
     def is_first(self) -> bool:
-        """Whether its stage embeds tokens."""
+        """Whether the stage embeds tokens."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether its stage computes logits."""
+        """Whether the stage computes logits."""
         return self.stage == self.num_stages - 1
 
     def share(self, size: int) -> range:
-        """What this rank gets of so many rows or columns: equal parts, except that the last may be shorter."""
+        """This rank's range of `size` rows or columns: equal parts, except that the last may be shorter."""
         part = divided(size, self.degree)
         return range(min(self.rank * part, size), min((self.rank + 1) * part, size))
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """The key-value heads that this rank's query heads use. With more ranks than heads, several use the same."""
+        """The key-value heads that this rank's query heads use. With more ranks than heads, ranks share heads."""
         first = self.rank * num_kv_heads // self.degree
         return range(first, first + max(1, num_kv_heads // self.degree))
-
-
-class TensorParallelGroup(Protocol):
-    """The ranks that compute one stage together. All of them call the same methods in the same order."""
-
-    def all_reduce(self, tensor: "Tensor") -> "Tensor":
-        """The sum of the ranks' tensors, on every rank. May reuse its argument."""
-        ...
-
-    def gather(self, tensor: "Tensor") -> "Tensor | None":
-        """[N, C] of every rank -> [N, degree * C] on rank 0, side by side in the order of ranks; None elsewhere."""
-        ...
-
-
-class SingleRank:
-    """A TensorParallelGroup of one: what it computes is the result."""
-
-    def all_reduce(self, tensor: "Tensor") -> "Tensor":
-        return tensor
-
-    def gather(self, tensor: "Tensor") -> "Tensor | None":
-        return tensor
 
 
 def whole_model(config: ModelConfig) -> Shard:
@@ -88,7 +62,7 @@ def shards_of_layouts(config: ModelConfig, engine: EngineConfig) -> tuple[list[S
     """The shards of each of the engine's layouts, by layout and rank.
 
     Raises:
-        UsageError: if the model cannot be divided so; the line names the option that asked for it.
+        UsageError: if the model cannot be divided like this; the line names the option that asked for it.
     """
     if engine.decode_layout is None:
         return (
@@ -122,10 +96,10 @@ def make_shards(
 
     Args:
         pipeline_split: layers of each stage; None divides them by cost.
-        asked: the words that this layout was asked for by, for errors; None: --pp and --tp.
+        asked: the option and value that ask for this layout, for errors; None for --pp and --tp.
 
     Raises:
-        UsageError: if the model cannot be divided so; the line names --pp, --pp-split or --tp, or what was `asked`.
+        UsageError: if the model cannot be divided like this; the line names --pp, --pp-split or --tp, or `asked`.
     """
     stages = stage_layers(config, pipeline_parallel, pipeline_split, asked=asked)
     _check_degree(config, tensor_parallel, asked)

@@ -1,8 +1,8 @@
-"""Which tensor of a Hugging Face checkpoint fills which rows of which parameter: one table, used to load and to save.
+"""The map from tensors of a Hugging Face checkpoint to rows of parameters, used to load and to save.
 
-The decoder keeps query, key and value in one matrix, gate and up in another, and all experts of a layer in two; a
-checkpoint holds them apart (or, for some families, together). A `TensorPart` is one tensor of the checkpoint, or what
-one shard of the model needs of it.
+The decoder keeps query, key and value in one matrix, gate and up in another, and all experts of a layer in two. A
+checkpoint holds them apart or, for some families, together. A `TensorPart` is one tensor of the checkpoint, or the part
+of it that one shard of the model needs.
 """
 
 import math
@@ -17,7 +17,7 @@ from nanoserve.config import ModelConfig, MoeConfig
 from nanoserve.models.shards import Shard, divided
 
 _FANNING_IN = frozenset({"output", "down"})
-"""Matrices divided by columns; what the ranks compute with them are addends."""
+"""Matrices divided by columns; the results of the ranks are summed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,36 +25,38 @@ class TensorPart:
     """A tensor of the checkpoint, or a part of it, and the rows of a parameter that it fills."""
 
     name: str
+    """The tensor's name in the checkpoint."""
     parameter: str
+    """Name of the parameter that it fills."""
     shape: tuple[int, ...]
-    """``name``, ``shape``: of the tensor."""
+    """Shape of the whole tensor."""
     first_row: int = 0
     expert: int | None = None
-    """``parameter``, ``expert``: where they go, from `first_row` and the first column on."""
+    """First row to fill in the parameter, or in the matrix of this expert."""
     rows: range | None = None
     columns: range | None = None
-    """That are taken of it; None takes all."""
+    """Rows and columns that are taken from the tensor; None takes all."""
 
     @property
     def source(self) -> tuple[slice, ...]:
-        """What is taken of the tensor: an index into it."""
+        """The index into the tensor that selects the part."""
         taken = (self.rows, self.columns)[: len(self.shape)]
         return tuple(slice(None) if span is None else slice(span.start, span.stop) for span in taken)
 
     @property
     def size(self) -> int:
-        """How many numbers are taken."""
+        """Number of values in the part."""
         taken = zip(self.shape, (self.rows, self.columns), strict=False)
         return math.prod(length if span is None else len(span) for length, span in taken)
 
     def region(self, parameter: Tensor) -> Tensor:
-        """The view of the parameter that they fill."""
+        """The view of the parameter that the part fills."""
         rows = parameter if self.expert is None else parameter[self.expert]
         filled = rows[self.first_row : self.first_row + (self.shape[0] if self.rows is None else len(self.rows))]
         return filled if self.columns is None else filled[:, : len(self.columns)]
 
     def pieces(self, most: int) -> Iterator["TensorPart"]:
-        """Itself, in runs of rows that hold at most so many numbers, or in single rows."""
+        """The part in runs of rows with at most `most` numbers, or in single rows."""
         rows = self.rows or range(self.shape[0])
         run = max(1, most // math.prod(self.shape[1:]))
         for first in rows[::run]:
@@ -64,7 +66,7 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class LayerNames:
-    """What a family calls the tensors of a layer, relative to the layer. Fused matrices have one name."""
+    """A family's names for the tensors of a layer, relative to the layer. Fused matrices have one name."""
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     output: str = "self_attn.o_proj"
@@ -82,7 +84,7 @@ class LayerNames:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointNames:
-    """What a family calls the tensors around its layers."""
+    """A family's names for the tensors around its layers."""
 
     layer: LayerNames = LayerNames()
     layer_prefix: str = "model.layers.{}."
@@ -142,14 +144,14 @@ def tied_parts(config: ModelConfig) -> tuple[TensorPart, TensorPart]:
 
 
 def shard_parts(parts: Iterable[TensorPart], config: ModelConfig, shard: Shard) -> Iterator[TensorPart]:
-    """What a shard needs of the whole model's `parts`, and where that goes in the shard's own parameters."""
+    """The parts of the whole model's `parts` that a shard needs, with the shard's own parameters."""
     for part in parts:
         for parameter in _parameters_in(shard, part.parameter, config):
             yield from _cut(replace(part, parameter=parameter), config, shard)
 
 
 def unfilled_regions(parts: Iterable[TensorPart], parameters: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """Views of all that a shard's `parts` leave of its parameters: padding, and biases that another rank adds."""
+    """Views of the regions that a shard's `parts` do not fill: padding, and biases that another rank adds."""
     filled: dict[tuple[str, int | None], list[TensorPart]] = defaultdict(list)
     for part in parts:
         filled[part.parameter, part.expert].append(part)
@@ -161,7 +163,7 @@ def unfilled_regions(parts: Iterable[TensorPart], parameters: Mapping[str, Tenso
 
 
 def may_be_ignored(name: str, config: ModelConfig) -> bool:
-    """Whether an extra tensor means nothing: rotary tables of old checkpoints, a written copy of a tied matrix."""
+    """Whether an extra tensor is redundant: rotary tables of old checkpoints, or a copy of a tied matrix."""
     if name.endswith(("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")):
         return True
     return config.tie_word_embeddings and name == checkpoint_names(config).lm_head
@@ -195,7 +197,7 @@ def _layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Ite
 def _rows(
     names: tuple[str, ...], parameter: str, sizes: tuple[int, ...], columns: int, *, bias: bool
 ) -> Iterator[TensorPart]:
-    """The parts of a matrix made of row blocks; one name for several blocks means they are stored fused."""
+    """The parts of a matrix of row blocks; one name for several blocks means that they are stored fused."""
     blocks = sizes if len(names) == len(sizes) else (sum(sizes),)
     first_row = 0
     for name, rows in zip(names, blocks, strict=True):
@@ -216,7 +218,7 @@ def _expert_parts(moe: MoeConfig, layer: LayerNames, prefix: str, target: str, h
 
 
 def _parameters_in(shard: Shard, parameter: str, config: ModelConfig) -> list[str]:
-    """What a parameter of the whole model is called in the shard; it may not be there, or twice."""
+    """Names in the shard of a parameter of the whole model: none, one or two."""
     if parameter == "embedding.weight":
         apart = config.tie_word_embeddings and shard.is_last and not shard.is_first
         return [parameter] * shard.is_first + ["lm_head.weight"] * apart
@@ -227,7 +229,7 @@ def _parameters_in(shard: Shard, parameter: str, config: ModelConfig) -> list[st
 
 
 def _gaps(rows: Tensor, parts: Iterable[TensorPart]) -> Iterator[Tensor]:
-    """What the parts, in the order of rows, leave of a matrix or a vector: rows between them, columns beside them."""
+    """Regions of a matrix or vector that the parts, in the order of rows, leave: rows between, columns beside them."""
     done = 0
     for part in parts:
         if done < part.first_row:
@@ -240,12 +242,14 @@ def _gaps(rows: Tensor, parts: Iterable[TensorPart]) -> Iterator[Tensor]:
 
 
 class _Block(NamedTuple):
-    """Rows (or columns) of a whole parameter that are divided together: how many, those that a rank has, and how many
-    rows of the rank's own parameter are theirs; the last of these may be padding."""
+    """Rows (or columns) of a whole parameter that are divided together."""
 
     size: int
+    """Rows of the whole block."""
     kept: range
+    """Rows that the rank has."""
     width: int
+    """Rows of the rank's own parameter for this block; the last ones may be padding."""
 
 
 def _cut(part: TensorPart, config: ModelConfig, shard: Shard) -> Iterator[TensorPart]:
@@ -257,7 +261,7 @@ def _cut(part: TensorPart, config: ModelConfig, shard: Shard) -> Iterator[Tensor
     elif matrix in _FANNING_IN:
         (block,) = blocks
         if len(part.shape) == 1 and shard.rank == 0:
-            yield part  # a bias: what the ranks compute is added up, and it must be added once
+            yield part  # a bias: the results of the ranks are summed, so only one rank may add it
         elif len(part.shape) == 2 and block.kept:
             yield replace(part, columns=block.kept)
     else:
@@ -265,7 +269,7 @@ def _cut(part: TensorPart, config: ModelConfig, shard: Shard) -> Iterator[Tensor
 
 
 def _cut_rows(part: TensorPart, blocks: Iterable[_Block]) -> Iterator[TensorPart]:
-    """Of every block, the kept rows that this part fills: a fused tensor fills several blocks, another only one."""
+    """The kept rows of each block that this part fills; only a fused tensor fills several blocks."""
     whole, own = 0, 0
     for block in blocks:
         first = max(whole + block.kept.start, part.first_row)
@@ -277,7 +281,7 @@ def _cut_rows(part: TensorPart, blocks: Iterable[_Block]) -> Iterator[TensorPart
 
 
 def _blocks(matrix: str, part: TensorPart, config: ModelConfig, shard: Shard) -> tuple[_Block, ...]:
-    """How a matrix of the decoder is divided; not at all if there are no blocks."""
+    """The blocks that divide a matrix of the decoder; empty if it is not divided."""
 
     def evenly(size: int) -> _Block:
         return _Block(size, shard.share(size), divided(size, shard.degree))

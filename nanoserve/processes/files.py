@@ -12,7 +12,7 @@ from nanoserve.errors import ModelError, RuntimeFailure
 
 @contextmanager
 def unreadable_as_model_error() -> Iterator[None]:
-    """While a model is looked for and read, whatever the file system refuses makes that model unusable."""
+    """Raise ModelError for errors of the file system while a model is located and read."""
     try:
         yield
     except OSError as error:
@@ -22,7 +22,7 @@ def unreadable_as_model_error() -> Iterator[None]:
 def read_text(path: Path) -> str:
     """The file as text. Raises ModelError naming the file when it cannot be read or is not UTF-8."""
     try:
-        if path.exists() and not path.is_file():  # a directory; or a pipe or device, reading which might never end
+        if path.exists() and not path.is_file():  # a directory, or a pipe or device that might never end
             raise ModelError(f"{path} is not a regular file")
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -48,7 +48,7 @@ def read_optional_json_object(path: Path) -> dict[str, Any]:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file so that it is there wholly or not at all, and nothing else is.
+    """Write a file atomically; an error leaves nothing behind.
 
     Raises:
         RuntimeFailure: if it cannot be written.
@@ -56,7 +56,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     draft = path.parent / f".{path.name}.{os.getpid()}"
     try:
-        if path.exists() and not path.is_file():  # a device, which must not be replaced by a file
+        if path.exists() and not path.is_file():  # a device must not be replaced by a file
             path.write_bytes(data)
             return
         try:

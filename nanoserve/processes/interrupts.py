@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment when it does no harm."""
+"""Ctrl-C, deferred to a moment when it does no harm."""
 
 import signal
 import threading
@@ -9,9 +9,9 @@ from types import FrameType
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt behind the block instead of in its middle; a second Ctrl-C does not wait.
+    """Raise KeyboardInterrupt after the block instead of inside it; a second Ctrl-C is raised at once.
 
-    Only where Python would raise it: in the main thread, with the default handler.
+    This holds where Python raises it: in the main thread, with the default handler.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -1,4 +1,4 @@
-"""ZeroMQ sockets between processes that belong together: where they listen, and who is heard there."""
+"""ZeroMQ sockets between the processes of one engine: their addresses and their encryption."""
 
 import secrets
 import sys
@@ -11,9 +11,9 @@ from nanoserve.errors import RuntimeFailure
 
 
 class SocketKeys(msgspec.Struct, frozen=True):
-    """The listening side's half of ZeroMQ's CURVE, as Z85 text; others are given the public key only.
+    """The listening side's key pair for ZeroMQ's CURVE, as Z85 text. Other processes get the public key only.
 
-    Whoever does not know it is not heard, and nobody can read or change a word on the way.
+    Messages from senders without that key are ignored; messages cannot be read or changed on the way.
     """
 
     public: str
@@ -21,7 +21,7 @@ class SocketKeys(msgspec.Struct, frozen=True):
 
     @classmethod
     def random(cls) -> "SocketKeys":
-        """A new pair."""
+        """A new key pair."""
         public, secret = zmq.curve_keypair()
         return cls(public.decode(), secret.decode())
 
@@ -30,9 +30,9 @@ class SocketKeys(msgspec.Struct, frozen=True):
 
 
 def local_address(directory: Path) -> str:
-    """A new place to listen for processes of this machine.
+    """A new address to listen on for processes of this machine.
 
-    On Linux it is in no file system, so that nothing of it can be left; elsewhere a file in a private directory.
+    On Linux it is an abstract socket, which leaves no file behind; elsewhere it is a file in a private directory.
 
     Raises:
         RuntimeFailure: if the file's path is longer than the system allows for sockets.
@@ -50,7 +50,7 @@ def local_address(directory: Path) -> str:
 
 
 def listen(socket: "zmq.Socket[bytes]", address: str, keys: SocketKeys) -> None:
-    """Hear at that address those who know the public key.
+    """Listen at an address for senders that know the public key.
 
     Raises:
         RuntimeFailure: if the address is in use, or cannot be used.
@@ -64,7 +64,7 @@ def listen(socket: "zmq.Socket[bytes]", address: str, keys: SocketKeys) -> None:
 
 
 def connect(socket: "zmq.Socket[bytes]", address: str, public_key: str) -> None:
-    """Speak to who listens at that address, or will, and has that key."""
+    """Connect to the listener at an address, now or once it listens, if it has that key."""
     socket.curve_serverkey = public_key.encode()
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.connect(address)

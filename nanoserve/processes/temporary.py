@@ -1,7 +1,7 @@
-"""Directories for what need not outlast the processes that use it.
+"""Directories that are removed with the processes that use them.
 
-A directory is locked by the process that made it. However that ends, the lock is gone with it, and whoever looks for a
-name next removes what it has left.
+The process that makes a directory locks it. The lock ends with the process, however it ends, and the next process that
+chooses a name removes the directories without a lock.
 """
 
 import fcntl
@@ -22,22 +22,22 @@ _locks: dict[Path, int] = {}
 
 
 def choose_directory(parent: Path | None = None) -> Path:
-    """A name that nothing has, for a directory of a parent and its children; what dead ones left is removed.
+    """A new name for a directory of a process and its children. Removes the directories of dead processes.
 
-    They are started with that name before the parent makes it: at any moment, whoever of them is killed, one is left
-    that knows what to remove.
+    Children are started with the name before the directory is made. So whichever process is killed, and whenever,
+    another one knows what to remove.
 
     Args:
-        parent: where it will be, if not where the system keeps temporary files.
+        parent: the directory to make it in; None takes the system's directory for temporary files.
 
     Raises:
-        RuntimeFailure: if there is no place for one.
+        RuntimeFailure: if the system has no such directory.
     """
     try:
         parent = Path(tempfile.gettempdir()) if parent is None else parent
     except OSError as error:
         raise _no_directory(error) from None
-    _remove_what_dead_processes_left(parent)
+    _remove_abandoned(parent)
     return parent / f"nanoserve-{secrets.token_hex(5)}"
 
 
@@ -45,7 +45,7 @@ def make_directory(path: Path) -> None:
     """A new directory that only this user may enter, until `remove_directory` or the end of this process.
 
     Raises:
-        RuntimeFailure: if it cannot be made, or there is something of that name.
+        RuntimeFailure: if it cannot be made, or the name is taken.
     """
     try:
         while True:
@@ -58,10 +58,10 @@ def make_directory(path: Path) -> None:
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove a chosen directory, if it is there.
+    """Remove a directory, if it exists.
 
-    It gets another name first: whoever still works (a thread of this process, a compiler) could otherwise put a file
-    into one that has just been emptied, and it would stay.
+    It is renamed first. Otherwise a thread or a compiler that still works could add a file while it is removed, and the
+    directory would stay.
     """
     gone = directory.with_name(f"{directory.name.removesuffix('-gone')}-gone")
     with suppress(OSError):
@@ -74,7 +74,7 @@ def remove_directory(directory: Path) -> None:
 
 @contextmanager
 def temporary_directory() -> Iterator[Path]:
-    """A directory of this process alone.
+    """A directory for this process alone.
 
     Raises:
         RuntimeFailure: if it cannot be made.
@@ -87,12 +87,12 @@ def temporary_directory() -> Iterator[Path]:
 
 
 def _lock(path: Path) -> int | None:
-    """Lock a directory that has just been made; None if somebody took it for a dead process's meanwhile."""
+    """Lock a directory that has just been made; None if another process has removed it as abandoned."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
         return None
-    with suppress(OSError):  # a file system without locks: nobody can have taken it
+    with suppress(OSError):  # a file system without locks: no process can have locked it
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     with suppress(FileNotFoundError):
         if os.path.samestat(os.fstat(descriptor), path.stat()):
@@ -101,13 +101,13 @@ def _lock(path: Path) -> int | None:
     return None
 
 
-def _remove_what_dead_processes_left(parent: Path) -> None:
-    """Directories that nobody holds locked; also one that is not locked yet, whose maker then makes it again."""
+def _remove_abandoned(parent: Path) -> None:
+    """Remove directories without a lock. One that is not locked yet is made again by its process."""
     with suppress(OSError):
         for path in parent.iterdir():
             if _NAME.fullmatch(path.name) is None:
                 continue
-            with suppress(OSError):  # another user's, or locked, or gone
+            with suppress(OSError):  # it belongs to another user, is locked, or is gone
                 descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
                 try:
                     if os.fstat(descriptor).st_uid == os.geteuid():

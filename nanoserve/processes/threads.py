@@ -1,4 +1,4 @@
-"""How many threads torch gets and how they wait: decided before torch is imported, when OpenMP reads it."""
+"""The number of torch's threads and how they wait. OpenMP reads both when torch is imported."""
 
 import math
 import os
@@ -6,20 +6,21 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 MOST_THREADS = 1024
-"""That may be asked for: more than machines have cores. OpenMP does as it likes with numbers beyond its own limits."""
+"""Largest number that a user may ask for, more than machines have cores. OpenMP may ignore larger numbers."""
 SPIN_COUNT = 1000
-"""How often a waiting thread looks before it sleeps. libgomp's default holds its core for milliseconds: with a busy
-neighbour every parallel operation then costs a slice of the scheduler, several times what it takes (measured: 9x)."""
+"""Polls of a waiting thread before it sleeps. libgomp's default occupies a core for milliseconds: beside a busy
+process, every parallel operation then takes a time slice of the operating system, several times its own time (measured:
+9x)."""
 
 _PROCESSORS = Path("/sys/devices/system/cpu")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def prepare_threads(threads: int | None = None, environment: MutableMapping[str, str] | None = None) -> None:
-    """Set OpenMP's variables for this process and those it starts; what the user has set stays.
+    """Set OpenMP's variables for this process and its children, unless the user has set them.
 
-    `threads` overrides OMP_NUM_THREADS; None stands for one per physical core that this process may use. Without
-    effect on a torch that has been imported already.
+    `threads` overrides OMP_NUM_THREADS; None means one per physical core that this process may use. A torch that is
+    already imported is not affected.
     """
     variables = os.environ if environment is None else environment
     if threads is not None:
@@ -31,9 +32,9 @@ def prepare_threads(threads: int | None = None, environment: MutableMapping[str,
 
 
 def threads_of_each(workers: int, environment: MutableMapping[str, str] | None = None) -> int:
-    """OMP_NUM_THREADS for each of so many processes that together take what one would have taken; at least 1.
+    """OMP_NUM_THREADS for each of several processes that share the threads of one; at least 1.
 
-    After `prepare_threads`. Of a list, which OpenMP allows for nested regions, the first number counts.
+    Call it after `prepare_threads`. OpenMP allows a list, for nested regions; its first number counts.
     """
     variables = os.environ if environment is None else environment
     first = variables.get("OMP_NUM_THREADS", "").split(",")[0].strip()
@@ -42,12 +43,12 @@ def threads_of_each(workers: int, environment: MutableMapping[str, str] | None =
 
 
 def physical_cores(processors: Path = _PROCESSORS, quota: Path = _QUOTA) -> int:
-    """Cores that this process may use: two threads of one core count once, and a container's limit counts."""
+    """Cores that this process may use, within a container's limit; two hardware threads of a core count once."""
     return max(1, min(len(cores_in_use(processors)), _limit(quota)))
 
 
 def cores_in_use(processors: Path = _PROCESSORS) -> list[tuple[int, ...]]:
-    """The processors that this process may use, each core's together, in the order of their numbers."""
+    """The processors that this process may use, grouped by core, in the order of their numbers."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores: dict[str, list[int]] = {}
     for number in sorted(allowed):
@@ -56,7 +57,7 @@ def cores_in_use(processors: Path = _PROCESSORS) -> list[tuple[int, ...]]:
 
 
 def _core(processors: Path, number: int) -> str:
-    """Something that the threads of one core have in common."""
+    """A key that is equal for the hardware threads of one core."""
     try:
         return (processors / f"cpu{number}" / "topology" / "thread_siblings_list").read_text().strip()
     except OSError:
@@ -64,7 +65,7 @@ def _core(processors: Path, number: int) -> str:
 
 
 def _limit(quota: Path) -> int:
-    """Processors that the control group grants, rounded up; far too many where nothing limits them."""
+    """Processors that the control group grants, rounded up; all of the machine's without a limit."""
     try:
         granted, period = quota.read_text().split()
         return math.ceil(int(granted) / int(period))

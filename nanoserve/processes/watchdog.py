@@ -1,9 +1,9 @@
-"""A child process's tie to its parent: two pipes and a thread that does next to nothing.
+"""A child process that ends with its parent: two pipes and a thread.
 
-Such are the engine process to its front end, and the workers to the engine. The parent holds the other ends. When its
-end of the lifeline closes, however it died, the child is gone within moments, whatever it was doing: loading,
-computing, waiting. The other way round the child writes a byte every ``HEARTBEAT_SECONDS``; silence means that it is
-stopped, the end of the pipe that it is dead.
+The engine process is tied to its front end like this, and the workers to the engine. The parent holds the other ends of
+the pipes. When its end of the first pipe closes, however it died, the child ends within moments, whether it is loading,
+computing or waiting. Over the second pipe, the child writes a byte every ``HEARTBEAT_SECONDS``: silence means that it
+is stopped, the end of the pipe that it is dead.
 """
 
 import os
@@ -19,26 +19,26 @@ HEARTBEAT_SECONDS = 0.5
 
 
 class ParentWatchdog:
-    """Watches over this process in a thread of its own, which sleeps but for a beat now and then.
+    """A thread that ends this process when its parent is gone, and writes heartbeats.
 
     The process must lead a process group: the whole group ends with the parent.
 
     Args:
         parent: descriptor that reads end-of-file when the parent is gone.
-        pulse: descriptor that the heartbeats are written to.
-        directory: removed with everything in it when the parent is gone.
+        pulse: descriptor for the heartbeats.
+        directory: removed with its content when the parent is gone.
     """
 
     def __init__(self, parent: int, pulse: int, directory: Path) -> None:
         self._parent = parent
         self._pulse = pulse
         self._directory = directory
-        os.set_blocking(pulse, False)  # a parent that hangs must not make the watch hang
+        os.set_blocking(pulse, False)  # a parent that hangs must not block the thread
 
     def start(self) -> None:
-        """Give the first sign of life, a line, and begin to watch."""
-        # A stopped group that loses its parent is sent SIGHUP, then SIGCONT. The second is enough: the watch goes on,
-        # and cleans up.
+        """Write the first heartbeat, a line, and start the thread."""
+        # A stopped group that loses its parent gets SIGHUP, then SIGCONT. SIGHUP is ignored, so that this thread runs
+        # on and cleans up.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
             os.write(self._pulse, b"\n")
@@ -60,13 +60,13 @@ class ParentWatchdog:
         self._end()
 
     def _end(self) -> None:
-        """No one is left to tell: leave nothing behind and stop in the middle of whatever goes on."""
+        """Remove the directory and kill the process group at once."""
         remove_directory(self._directory)
-        os.killpg(0, signal.SIGKILL)  # with a compiler that may be at work for it
+        os.killpg(0, signal.SIGKILL)  # a running compiler included
 
 
 def own_pipes() -> tuple[int, int]:
-    """Take stdin and stdout away from everyone else: children must not hold them open, libraries not write to them."""
+    """Private copies of stdin and stdout: children must not hold them open, and libraries must not write to them."""
     parent, pulse = os.dup(0), os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
@@ -76,9 +76,9 @@ def own_pipes() -> tuple[int, int]:
 
 
 def read_line(descriptor: int, directory: Path) -> bytes:
-    """What the parent says first, byte by byte, so that nothing behind it is swallowed.
+    """A line from the parent, read byte by byte, so that nothing after it is consumed.
 
-    If the parent is gone, the process removes the directory that it perhaps has made, and ends.
+    If the parent is gone, the process removes the directory that the parent may have made, and ends.
     """
     line = bytearray()
     while not line.endswith(b"\n"):

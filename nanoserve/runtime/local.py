@@ -14,6 +14,7 @@ from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
+from nanoserve.processes.sizes import format_size
 from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
 from nanoserve.runtime.compile.layer_pieces import LayerPieces
 from nanoserve.runtime.host.host_processor import HostProcessor
@@ -24,7 +25,6 @@ from nanoserve.runtime.stage import Stage
 from nanoserve.runtime.step.launched_step import LaunchedStep
 from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.scheduler.plan import StepPlan, StepResult
-from nanoserve.sizes import format_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,38 @@
-"""The objects that a client gets back, whole and in pieces, for both kinds of completion."""
+"""The JSON objects of an answer, whole or in chunks, for both kinds of completion."""
 
+import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import msgspec
 
-from nanoserve.request import CompletionOutput
-from nanoserve.server.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+from nanoserve.request import CompletionOutput, TokenLogprob
+from nanoserve.text.tokenizer import Tokenizer
+
+_REMEMBERED_TEXTS = 65536
+
+
+class TokenTexts:
+    """The texts of single tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.text = lru_cache(_REMEMBERED_TEXTS)(self._text)
+
+    def _text(self, token: int) -> str:
+        """The token's text within a longer text: at the beginning, some tokenizers drop its blank."""
+        once = self._tokenizer.decode([token], skip_special_tokens=False)
+        twice = self._tokenizer.decode([token, token], skip_special_tokens=False)
+        return twice[len(once) :]
 
 
 @dataclass(slots=True)
-class Usage:
-    """Tokens of one answer, over all its prompts and samples."""
+class TokenUsage:
+    """Tokens of one answer, summed over all its prompts and samples."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -28,100 +47,115 @@ class Usage:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """What every object of one answer repeats."""
+class CompletionFormat(ABC):
+    """One of the two shapes of an answer. An object is made for each answer."""
 
-    answer_id: str
-    model: str
-    created: int = field(default_factory=lambda: int(time.time()))
+    prefix: str
+    """Prefix of the answer's id."""
+    kind: str
+    chunk_kind: str
+    """The field ``object`` of the whole answer and of its chunks."""
+
+    def __init__(self, model: str, texts: TokenTexts) -> None:
+        self.answer_id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._model = model
+        self._texts = texts
+        self._created = int(time.time())
+
+    @abstractmethod
+    def choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+        """One whole choice."""
+
+    @abstractmethod
+    def chunk(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+        """A chunk with a delta of one choice."""
+
+    def usage_chunk(self, usage: TokenUsage) -> dict[str, Any]:
+        """The last chunk for a client that asked for the usage."""
+        return self._object(self.chunk_kind, []) | {"usage": usage.as_json()}
+
+    def whole(self, choices: Sequence[msgspec.Raw], usage: TokenUsage) -> dict[str, Any]:
+        """The whole answer; the choices in order, as JSON."""
+        return self._object(self.kind, choices) | {"usage": usage.as_json()}
+
+    def _object(self, kind: str, choices: Sequence[dict[str, Any] | msgspec.Raw]) -> dict[str, Any]:
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
 
 
-class Answer(Protocol):
-    """One of the two shapes."""
-
-    def chunk(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
-        """One piece of one choice."""
-
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        """The last chunk of a client that asked for the usage."""
-
-    def choice(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
-        """All of one choice."""
-
-    def whole(self, choices: Sequence[msgspec.Raw], usage: Usage) -> dict[str, Any]:
-        """Everything at once; the choices in order, as JSON."""
-
-
-class ChatAnswer:
+class ChatFormat(CompletionFormat):
     """``chat.completion`` and its chunks."""
 
-    def __init__(self, heading: Heading, texts: TokenTexts) -> None:
-        self._heading = heading
-        self._texts = texts
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, model: str, texts: TokenTexts) -> None:
+        super().__init__(model, texts)
         self._begun: set[int] = set()
 
-    def chunk(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
+    def choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+        return self._choice(index, output, "message", {"role": "assistant", "content": output.text})
+
+    def chunk(self, index: int, output: CompletionOutput) -> dict[str, Any]:
         delta = {"content": output.text} if output.text else {}
-        if choice not in self._begun:  # with its first text: clients take the first chunk for the first token
-            self._begun.add(choice)
+        if index not in self._begun:  # the role comes with the first text: clients time the first chunk
+            self._begun.add(index)
             delta = {"role": "assistant", "content": output.text}
-        return self._chunk([_chat_choice(choice, self._logprobs(output), output.finish_reason, delta=delta)])
+        return self._object(self.chunk_kind, [self._choice(index, output, "delta", delta)])
 
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return self._chunk([]) | {"usage": usage.as_json()}
-
-    def choice(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text}
-        return _chat_choice(choice, self._logprobs(output), output.finish_reason, message=message)
-
-    def whole(self, choices: Sequence[msgspec.Raw], usage: Usage) -> dict[str, Any]:
-        return _object("chat.completion", self._heading, choices) | {"usage": usage.as_json()}
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return _object("chat.completion.chunk", self._heading, choices)
-
-    def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
-        return None if output.logprobs is None else chat_logprobs(output.logprobs, self._texts)
+    def _choice(self, index: int, output: CompletionOutput, name: str, content: dict[str, str]) -> dict[str, Any]:
+        logprobs = None if output.logprobs is None else chat_logprobs(output.logprobs, self._texts)
+        return {"index": index, name: content, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
 
-class CompletionAnswer:
-    """``text_completion``, whose chunks have the same shape as the whole."""
+class TextFormat(CompletionFormat):
+    """``text_completion``, whose chunks have the same shape as the whole answer."""
 
-    def __init__(self, heading: Heading, texts: TokenTexts) -> None:
-        self._heading = heading
-        self._texts = texts
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str, texts: TokenTexts) -> None:
+        super().__init__(model, texts)
         self._offsets: dict[int, int] = {}
 
-    def chunk(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
-        return _object("text_completion", self._heading, [self.choice(choice, output)])
-
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return _object("text_completion", self._heading, []) | {"usage": usage.as_json()}
-
-    def whole(self, choices: Sequence[msgspec.Raw], usage: Usage) -> dict[str, Any]:
-        return _object("text_completion", self._heading, choices) | {"usage": usage.as_json()}
-
-    def choice(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
+    def choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
         logprobs = None
         if output.logprobs is not None:
-            offset = self._offsets.get(choice, 0)
+            offset = self._offsets.get(index, 0)
             logprobs = completion_logprobs(output.logprobs, self._texts, offset)
-            self._offsets[choice] = offset + sum(map(len, logprobs["tokens"]))
-        return {"index": choice, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+            self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
+        return {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+
+    def chunk(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+        return self._object(self.chunk_kind, [self.choice(index, output)])
 
 
-def _object(kind: str, heading: Heading, choices: Sequence[dict[str, Any] | msgspec.Raw]) -> dict[str, Any]:
-    return {
-        "id": heading.answer_id,
-        "object": kind,
-        "created": heading.created,
-        "model": heading.model,
-        "choices": choices,
-    }
+def chat_logprobs(logprobs: Iterable[TokenLogprob], texts: TokenTexts) -> dict[str, Any]:
+    """The form of chat completions: one object per token."""
+    content = [
+        _entry(one.token, one.logprob, texts)
+        | {"top_logprobs": [_entry(token, logprob, texts) for token, logprob in one.top]}
+        for one in logprobs
+    ]
+    return {"content": content}
 
 
-def _chat_choice(
-    choice: int, logprobs: dict[str, Any] | None, finish_reason: str | None, **content: dict[str, Any]
-) -> dict[str, Any]:
-    return {"index": choice, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
+    text = texts.text(token)
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def completion_logprobs(logprobs: Iterable[TokenLogprob], texts: TokenTexts, offset: int) -> dict[str, Any]:
+    """The form of completions: parallel lists. ``offset`` is where the first token's text begins in the answer."""
+    answer: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for one in logprobs:
+        text = texts.text(one.token)
+        # The sampled token is listed too, even if it is not among the likeliest.
+        top = {texts.text(token): logprob for token, logprob in (*one.top, (one.token, one.logprob))}
+        for name, value in zip(answer, (text, one.logprob, top, offset), strict=True):
+            answer[name].append(value)
+        offset += len(text)
+    return answer

@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: the OpenAI error body, and a status that means what it says."""
+"""Answers that are errors: OpenAI's error body, with the HTTP status that fits."""
 
 from collections.abc import Mapping
 
@@ -6,8 +6,8 @@ import msgspec
 from starlette.responses import Response
 
 from nanoserve.errors import ModelError, NanoserveError, UsageError
+from nanoserve.processes.children import ProcessKilled
 from nanoserve.server.engine_client import EngineUnavailable, QueueFull
-from nanoserve.text.limited_process import ProcessKilled
 
 _LONGEST_MESSAGE = 1000
 _RETRY_SECONDS = "1"
@@ -24,7 +24,7 @@ _TYPES = {
 
 
 class ClientGone(Exception):
-    """The client has hung up: there is no one to answer."""
+    """The client has hung up, so there is nothing to answer."""
 
 
 class ApiError(Exception):
@@ -40,24 +40,24 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status  # of HTTP
+        self.status = status  # the HTTP status
         self.message = message[:_LONGEST_MESSAGE]  # one line that says what to change
-        self.code = code  # for programs, as ``context_length_exceeded``
-        self.param = param  # the field of the request that is wrong
-        self.headers = dict(headers or {})  # beside those of every answer
+        self.code = code  # for programs, such as ``context_length_exceeded``
+        self.param = param  # the wrong field of the request
+        self.headers = dict(headers or {})  # in addition to those of every answer
 
     def body(self) -> dict[str, object]:
-        """As OpenAI's clients expect it."""
+        """The JSON object that OpenAI's clients expect."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The whole answer."""
+        """The answer as HTTP."""
         return JsonResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
 class JsonResponse(Response):
-    """An answer of JSON, encoded by msgspec."""
+    """A JSON answer, encoded by msgspec."""
 
     media_type = "application/json"
 
@@ -66,14 +66,14 @@ class JsonResponse(Response):
 
 
 def as_api_error(error: NanoserveError) -> ApiError:
-    """What an error of ours means to a client."""
+    """The answer to a client for an error of nanoserve."""
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), code="queue_full", headers={"retry-after": _RETRY_SECONDS})
     if isinstance(error, ProcessKilled):
         return ApiError(503, str(error), code="process_killed", headers={"retry-after": _RETRY_SECONDS})
     if isinstance(error, EngineUnavailable):
         return ApiError(503, str(error), code="engine_unavailable", headers={"retry-after": _RETRY_SECONDS})
-    # A template that checked out when the model was loaded and fails now does so because of these messages.
+    # A ModelError here is a template that passed its check at loading, so these messages make it fail.
     if isinstance(error, UsageError | ModelError):
         return ApiError(400, str(error), code="invalid_value")
     return ApiError(500, str(error), code="engine_error")

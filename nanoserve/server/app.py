@@ -1,4 +1,4 @@
-"""The application: which path leads where, who may come in, and what an error looks like."""
+"""The application: its paths, the checks before them, and the answers to errors."""
 
 import hmac
 import logging
@@ -13,13 +13,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanoserve.errors import NanoserveError
-from nanoserve.server import generation, plain_endpoints
+from nanoserve.server import endpoints
 from nanoserve.server.api_errors import ApiError, ClientGone, as_api_error
 from nanoserve.server.hosts import AllowedHosts
 from nanoserve.server.service import Service
 
 OPEN_PATHS = frozenset({"/health"})
-"""Served without a key: a load balancer has none."""
+"""Paths that are served without a key: a load balancer has none."""
 
 _LOG = logging.getLogger("nanoserve.server")
 
@@ -27,16 +27,16 @@ _LOG = logging.getLogger("nanoserve.server")
 def make_app(service: Service) -> Starlette:
     """The ASGI application of a service."""
     routes = [
-        Route("/v1/chat/completions", generation.chat_completions, methods=["POST"]),
-        Route("/v1/completions", generation.completions, methods=["POST"]),
-        Route("/v1/models", plain_endpoints.models),
-        Route("/v1/models/{name:path}", plain_endpoints.model),
-        Route("/tokenize", plain_endpoints.tokenize, methods=["POST"]),
-        Route("/detokenize", plain_endpoints.detokenize, methods=["POST"]),
-        Route("/health", plain_endpoints.health),
-        Route("/ready", plain_endpoints.ready),
-        Route("/version", plain_endpoints.version),
-        Route("/metrics", plain_endpoints.metrics),
+        Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
+        Route("/v1/completions", endpoints.completions, methods=["POST"]),
+        Route("/v1/models", endpoints.models),
+        Route("/v1/models/{name:path}", endpoints.model),
+        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
+        Route("/health", endpoints.health),
+        Route("/ready", endpoints.ready),
+        Route("/version", endpoints.version),
+        Route("/metrics", endpoints.metrics),
     ]
     handlers = {
         ApiError: _answer_api_error,
@@ -63,18 +63,18 @@ async def _answer_own_error(request: Request, error: NanoserveError) -> Response
 
 
 async def _answer_http_error(request: Request, error: HTTPException) -> Response:
-    """Of the router: no such path, or not with this method."""
+    """The router's error: no such path, or not with this method."""
     if error.status_code == 404:
         return ApiError(404, "there is no such path", code="unknown_url").response()
     return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
 
 
 async def _answer_no_one(request: Request, error: ClientGone) -> Response:
-    return Response(status_code=499)  # for a log; the connection is closed
+    return Response(status_code=499)  # only for a log; the connection is closed
 
 
 class _ErrorGuard:
-    """The outermost layer: a bug becomes a fixed message with a number, and its traceback stays here."""
+    """The outermost layer. The answer to a bug is a fixed message with a number; its traceback goes to the log."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -98,9 +98,9 @@ class _ErrorGuard:
 
 
 class _Gate:
-    """Lets only those in whose request has one meaning, who call the server by its name, and who show a key.
+    """Refuses requests that are ambiguous, that address the server by a wrong name, or that show no valid key.
 
-    The open paths need no key. ``allowed_hosts``: None allows every name.
+    The open paths need no key. With ``allowed_hosts`` None, every name is allowed.
     """
 
     def __init__(self, app: ASGIApp, keys: tuple[bytes, ...], allowed_hosts: AllowedHosts | None) -> None:
@@ -114,10 +114,10 @@ class _Gate:
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
         if b"content-length" in headers and b"transfer-encoding" in headers:
-            # What follows the body in the connection may be another's request, for whoever reads the other header.
+            # Request smuggling: a proxy that reads the other header would see another request after the body.
             message = "the request has both Content-Length and Transfer-Encoding: send one of them"
             return ApiError(400, message, code="invalid_http", headers={"connection": "close"})
-        host = headers.get(b"host")  # HTTP/1.0 may go without; no browser does
+        host = headers.get(b"host")  # HTTP/1.0 may omit it; no browser does
         if self._allowed_hosts is not None and host is not None and host not in self._allowed_hosts:
             shown = host.decode("latin-1")
             message = f"the host {shown!r:.100} is none of this server's names: use localhost, or start it with "
@@ -131,7 +131,7 @@ class _Gate:
         return None
 
     def _shown_key(self, authorization: bytes) -> bytes | None:
-        """The key that the client has, if it is one of ours. Every comparison takes its time, right or wrong."""
+        """The key that the client shows, if it is valid. Comparisons take the same time, right or wrong."""
         scheme, _, shown = authorization.partition(b" ")
         matches = [key for key in self._keys if hmac.compare_digest(key, shown.strip())]
         return matches[0] if matches and scheme.lower() == b"bearer" else None

@@ -1,11 +1,7 @@
-"""One engine process as the front end sees it: started, spoken to, watched, ended."""
+"""The front end's handle of one engine process: start it, exchange messages, watch it, end it."""
 
 import asyncio
 import contextlib
-import json
-import os
-import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,28 +10,26 @@ import zmq
 import zmq.asyncio
 
 from nanoserve.errors import NanoserveError, RuntimeFailure
+from nanoserve.processes.children import describe_exit, kill_group, python_command
 from nanoserve.processes.sockets import SocketKeys, connect, listen, local_address
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 from nanoserve.server.messages import Command, EngineMessage, EngineSockets, EngineStart
 
 START_SECONDS = 60.0
-"""Until its first sign of life: Python starts and imports ZeroMQ, nothing more."""
+"""Time to the first heartbeat: Python starts and imports ZeroMQ, nothing more."""
 LOADING_SILENCE_SECONDS = 120.0
 """Importing torch can hold the interpreter for a while."""
 SILENCE_SECONDS = 10.0
 """Twenty missed heartbeats: the process is stopped, or its machine is."""
 GRACE_SECONDS = 2.0
-"""For a process to end by itself before it is killed."""
+"""Time for a process to end by itself before it is killed."""
 
-# Where nanoserve itself is: an editable installation is found by a hook of the site, not on the path.
-_PACKAGES = str(Path(__file__).parents[2])
-_PREPARE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
 ENGINE_PROGRAM = "from nanoserve.server.engine_process import main; main()"
-"""What the process runs."""
+"""The Python code of the process."""
 
 
 class EngineChild:
-    """A process that runs the engine. Made by ``start``; ``end`` it in any case."""
+    """A process that runs the engine. Make it with ``start``, and ``end`` it in any case."""
 
     def __init__(self, process: asyncio.subprocess.Process, directory: Path, sockets: EngineSockets) -> None:
         self._process = process
@@ -51,7 +45,7 @@ class EngineChild:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
         self.ready = False
-        """Set by the owner once the engine has said so: from then on silence is answered sooner."""
+        """Set by the owner when the engine is ready; from then on less silence is tolerated."""
         self.dropped = 0
 
     @classmethod
@@ -64,11 +58,7 @@ class EngineChild:
         directory = choose_directory()
         sockets = EngineSockets(local_address(directory), local_address(directory), SocketKeys.random())
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            _PREPARE + program,
-            json.dumps([_PACKAGES, *sys.path]),
-            str(directory),
+            *python_command(program, str(directory)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             process_group=0,  # Ctrl-C is for the front end, which then ends its engine
@@ -91,11 +81,11 @@ class EngineChild:
             raise
 
     def send(self, command: Command) -> None:
-        """Put a command on its way; never waits."""
+        """Queue a command; never waits."""
         self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
 
     async def messages(self) -> AsyncIterator[EngineMessage]:
-        """What the engine says, until the caller has heard enough. Messages that make no sense are counted."""
+        """Yield the engine's messages; undecodable ones are counted."""
         while True:
             data = await self._reports.recv()
             try:
@@ -104,16 +94,15 @@ class EngineChild:
                 self.dropped += 1
 
     async def death(self) -> str:
-        """Wait until the process is dead, or was silent for so long that it is killed; returns what happened."""
+        """Wait until the process is dead, or kill it after too long a silence; returns what happened."""
         assert self._process.stdout is not None
         silence = 0.0
         while silence < (SILENCE_SECONDS if self.ready else LOADING_SILENCE_SECONDS):
             try:
-                # Second by second: if the whole machine slept for a minute, that is one second of silence and no more.
+                # Second by second: if the machine was suspended for a minute, that counts as one second of silence.
                 async with asyncio.timeout(1.0):
                     if not await self._process.stdout.read(4096):
-                        code = await self._process.wait()
-                        return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+                        return describe_exit(await self._process.wait())
                 silence = 0.0
             except TimeoutError:
                 silence += 1.0
@@ -121,7 +110,7 @@ class EngineChild:
         return f"gave no sign of life for {silence:g} s and was killed"
 
     async def end(self) -> None:
-        """Kill the process if it lives, and leave nothing of it behind."""
+        """Kill the process if it lives, and remove its sockets and directory."""
         await _kill(self._process)
         self._reports.close(linger=0)
         self._context.destroy(linger=0)
@@ -136,14 +125,5 @@ async def _end_within(process: asyncio.subprocess.Process, seconds: float) -> No
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
-    """The process and what it has started: a compiler, perhaps, which would outlive it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left; macOS: none but the dead
-        os.killpg(process.pid, signal.SIGKILL)
+    kill_group(process.pid)
     await process.wait()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

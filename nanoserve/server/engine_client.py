@@ -1,4 +1,4 @@
-"""The front end's way to the engine: requests in, streams out, and a new engine when the old one dies."""
+"""The front end's side of the engine: it sends requests, feeds streams, and starts a new engine when one dies."""
 
 import asyncio
 import contextlib
@@ -10,38 +10,38 @@ from enum import Enum
 from typing import NoReturn
 
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
+from nanoserve.outputs import TokenDecoder
 from nanoserve.request import FinishReason, Request
 from nanoserve.scheduler.quarantine import Quarantine
 from nanoserve.server.engine_child import ENGINE_PROGRAM, EngineChild
 from nanoserve.server.messages import (
     Add,
     Command,
+    EngineFacts,
     EngineMessage,
     EngineStart,
     EngineStats,
-    Failed,
-    Loading,
-    Ready,
+    EngineStopped,
+    LoadProgress,
     Refused,
-    Report,
     SampleUpdate,
     StartFailed,
+    StepReport,
     Stop,
 )
 from nanoserve.server.streams import RequestStream
-from nanoserve.text.detokenizer import Decoder
 
 RETRY_SECONDS = 15.0
-"""Until the next attempt, when engines keep dying."""
+"""Time to the next attempt when engines keep dying."""
 
-_LAST_WORDS_SECONDS = 0.2
+_LAST_MESSAGES_SECONDS = 0.2
 _COUNTERS = ("preemptions", "steps", "losses", "host_losses")
 
 _LOG = logging.getLogger("nanoserve.server")
 
 
 class EngineState(Enum):
-    """What the front end can expect of its engine."""
+    """The engine's state, as the front end sees it."""
 
     LOADING = "the model is being loaded"
     READY = "ready"
@@ -51,32 +51,32 @@ class EngineState(Enum):
 
 
 class EngineUnavailable(NanoserveError):
-    """There is no engine that could take or finish a request."""
+    """No engine can take or finish a request."""
 
 
 class EngineFailed(NanoserveError):
-    """The engine said itself that it runs nothing any more."""
+    """The engine reported that it gave up."""
 
 
 class QueueFull(NanoserveError):
-    """More requests wait than the server was told to let wait."""
+    """More requests are waiting than the server allows."""
 
 
 class EngineClient:
-    """Requests and their streams, over however many engine processes it takes.
+    """Requests and their streams, over the lives of any number of engine processes.
 
     Args:
-        start: what the engine process is told.
-        tokenizer: turns tokens to text, here and not in the engine.
+        start: settings of the engine process.
+        tokenizer: turns tokens to text, in this process.
         max_queue: requests that may wait for a place in the engine.
         on_progress: called with (stage, done, total) while the model is loaded.
-        program: what an engine process runs, as Python text.
+        program: the Python code of an engine process.
     """
 
     def __init__(
         self,
         start: EngineStart,
-        tokenizer: Decoder,
+        tokenizer: TokenDecoder,
         *,
         max_queue: int,
         on_progress: Callable[[str, int, int], None] | None = None,
@@ -95,40 +95,40 @@ class EngineClient:
         self._became_ready = asyncio.Event()
         self.state = EngineState.LOADING
         self.reason = ""
-        self.facts: Ready | None = None  # what the engine said of itself when it was ready; None before that
+        self.facts: EngineFacts | None = None  # None before the first engine is ready
         self.stats = EngineStats()
-        self.restarts = 0  # engines started after the first
-        self.generated_tokens = 0  # that all of them have sampled
+        self.restarts = 0  # number of engines started after the first
+        self.generated_tokens = 0  # tokens sampled by all engines
         self._counts = Counter[str]()
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
     @property
     def running(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._streams)
 
     @property
     def serving(self) -> bool:
-        """Whether a request would be worked on at once."""
+        """Whether a request would run at once."""
         return self.state is EngineState.READY and self.stats.ready
 
     @property
     def dropped(self) -> int:
-        """Messages that made no sense, on either side, to and from the engine that lives now."""
+        """Undecodable messages to and from the current engine."""
         return self.stats.dropped + (self._child.dropped if self._child else 0)
 
     def total(self, counter: str) -> int:
-        """What all engines so far have counted under that name of the EngineStats."""
+        """The sum of a counter of EngineStats over all engines so far."""
         count: int = getattr(self.stats, counter)
         return self._counts[counter] + count
 
     def add(self, requests: list[Request]) -> list[RequestStream]:
-        """Take requests in, all of them or none; one reader follows their streams.
+        """Take all of the requests or none; one reader follows their streams.
 
         Raises:
-            EngineUnavailable: if there is no engine, and none is to be expected soon.
-            QueueFull: if too many wait already.
+            EngineUnavailable: if there is no engine, and none will be there soon.
+            QueueFull: if too many requests are waiting.
         """
         if self.state not in (EngineState.READY, EngineState.RESTARTING):
             raise EngineUnavailable(self.describe_state())
@@ -141,7 +141,7 @@ class EngineClient:
         return streams
 
     def _admit(self, streams: Iterable[RequestStream]) -> None:
-        """Have the engine run those that it has not got and that may run now; the next one is told of the others."""
+        """Send the engine those requests that it does not have and that the quarantine allows."""
         if self.state is EngineState.READY:
             for stream in streams:
                 if not stream.sent and self._quarantine.admits(stream.request_id):
@@ -149,7 +149,7 @@ class EngineClient:
                     self._send(stream.resumed())
 
     def _take_out(self, request_id: str) -> RequestStream | None:
-        """A request has ended: it is followed no more, and others need not wait for it."""
+        """Remove a request that has ended, and send those that waited for it in quarantine."""
         stream, was_suspect = self._streams.pop(request_id, None), self._quarantine.suspect == request_id
         self._quarantine.forget(request_id)
         if was_suspect:
@@ -157,7 +157,7 @@ class EngineClient:
         return stream
 
     def forget(self, stream: RequestStream) -> None:
-        """The reader wants no more of it; what still runs of it is aborted."""
+        """Drop a stream whose reader is done, and abort it if it still runs."""
         if stream.request_id in self._streams and not stream.finished:
             self._send(Stop(stream.request_id))
         self._take_out(stream.request_id)
@@ -169,27 +169,27 @@ class EngineClient:
         return f"{self.state.value}: {self.reason}" if self.reason else self.state.value
 
     def _queue_length(self) -> int:
-        """Requests that hold no place in the engine: its own queue, and what is still on its way to it."""
+        """Requests without a place in the engine: its own queue, and those still on their way to it."""
         if self.state is not EngineState.READY:
             return len(self._streams)
         held = sum(not stream.sent for stream in self._streams.values())
         return self.stats.waiting + self._sent - self.stats.added + held
 
     def _free_places(self) -> int:
-        """Places in the next step; none while others wait for them."""
+        """Free places in the next step; 0 while other requests wait for them."""
         places = self.facts.max_num_seqs if self.facts else 0
         return 0 if self.stats.waiting else max(0, places - self.stats.running)
 
     def _send(self, command: Command) -> None:
         if self._child is None or self.state is not EngineState.READY:
-            return  # the next engine is told of everything that is unfinished then
+            return  # the next engine gets all unfinished requests
         if isinstance(command, Add):
             self._sent += 1
         self._child.send(command)
 
     # ---- engines ----------------------------------------------------------------------------------------------
 
-    async def ready(self) -> Ready:
+    async def ready(self) -> EngineFacts:
         """Wait for the first engine to be ready."""
         await self._became_ready.wait()
         assert self.facts is not None
@@ -234,7 +234,7 @@ class EngineClient:
             stream.fail(RuntimeFailure("the engine died too often while this request ran, at last alone"))
 
     async def _rest(self, reason: str) -> None:
-        """Engines keep failing: whoever waits is told, and the next attempt is some time away."""
+        """After too many failures: fail all streams, and wait before the next attempt."""
         self._expect_another(EngineState.FAILED, reason)
         self._fail_all(EngineUnavailable(self.describe_state()))
         await asyncio.sleep(RETRY_SECONDS)
@@ -249,17 +249,17 @@ class EngineClient:
             stream.sent = False
 
     async def _run_engine(self) -> str:
-        """One engine's whole life; returns how it died."""
+        """Run one engine until it dies; returns how it died."""
         child = await EngineChild.start(self._start, self._program)
         self._child = child
         listener = asyncio.create_task(self._listen(child))
         watcher = asyncio.create_task(child.death())
         try:
             await asyncio.wait({listener, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if watcher.done():  # its last words may still be on their way
-                await asyncio.wait({listener}, timeout=_LAST_WORDS_SECONDS)
+            if watcher.done():  # its last messages may still be on their way
+                await asyncio.wait({listener}, timeout=_LAST_MESSAGES_SECONDS)
             if listener.done():
-                await listener  # it ends by an error only
+                await listener  # it only ends by an error
             return await watcher
         finally:
             self._child = None
@@ -271,29 +271,29 @@ class EngineClient:
 
     async def _listen(self, child: EngineChild) -> None:
         async for message in child.messages():
-            self._hear(message, child)
-            await asyncio.sleep(0)  # where many wait to be read, the next one comes at once: others go on in between
+            self._take(message, child)
+            await asyncio.sleep(0)  # with many messages queued, recv never yields to other tasks
 
-    def _hear(self, message: EngineMessage, child: EngineChild) -> None:
-        if isinstance(message, Report):
+    def _take(self, message: EngineMessage, child: EngineChild) -> None:
+        if isinstance(message, StepReport):
             self.stats = message.stats
             for update in message.updates:
                 self._pass_on(update)
         elif isinstance(message, Refused):
             if (stream := self._take_out(message.request_id)) is not None:
                 stream.fail(UsageError(message.message))
-        elif isinstance(message, Loading):
+        elif isinstance(message, LoadProgress):
             if self._on_progress is not None:
                 self._on_progress(message.stage, message.done, message.total)
-        elif isinstance(message, Failed):
+        elif isinstance(message, EngineStopped):
             raise EngineFailed(message.message)
         elif isinstance(message, StartFailed):
             raise _START_ERRORS.get(message.exit_code, RuntimeFailure)(message.message)
         else:
             self._take_over(message, child)
 
-    def _take_over(self, facts: Ready, child: EngineChild) -> None:
-        """An engine is ready: everything that is unfinished goes on in it."""
+    def _take_over(self, facts: EngineFacts, child: EngineChild) -> None:
+        """Send all unfinished requests to an engine that has become ready."""
         child.ready = True
         self.facts = facts
         self._ready_since = time.monotonic()

@@ -1,6 +1,6 @@
-"""The engine process: takes commands between two steps, and reports what each step brought.
+"""The engine process: it takes commands between two steps, and reports the updates of each step.
 
-It waits for no one: commands and reports queue in the sockets. It loads torch; the front end does not.
+It never waits for the front end: commands and reports queue in the sockets. It loads torch; the front end does not.
 """
 
 import os
@@ -22,31 +22,31 @@ from nanoserve.request import Request, Sequence, SequenceUpdate
 from nanoserve.server.messages import (
     Command,
     Ending,
+    EngineFacts,
     EngineMessage,
     EngineSockets,
     EngineStart,
     EngineStats,
-    Failed,
-    Loading,
-    Ready,
+    EngineStopped,
+    LoadProgress,
     Refused,
-    Report,
     SampleUpdate,
     StartFailed,
+    StepReport,
     Stop,
 )
 
 MAX_COMMAND_BYTES = 64 << 20
 COMMAND_BYTES = 256 << 10
-"""Of commands that are taken in between two steps, or one longer one: what one client sends holds no one up."""
+"""Commands that are taken between two steps, or one longer command: a large request delays no other."""
 COMMAND_SECONDS = 0.1
-"""Commands wait no longer while nothing becomes known: long steps of other processes, or new ones being started."""
+"""Longest wait for a result before commands are read again: other processes may be slow, or may be starting."""
 WATCH_SECONDS = 1.0
-"""How often an idle engine sees whether its workers live."""
+"""Interval at which an idle engine checks that its workers live."""
 
 
 class Mailbox:
-    """Both sockets of the engine's side.
+    """The engine's two sockets.
 
     Raises:
         RuntimeFailure: if it cannot listen.
@@ -58,7 +58,7 @@ class Mailbox:
         self._reports = self._context.socket(zmq.PUSH)
         for socket in (self._commands, self._reports):
             socket.set(zmq.LINGER, 1000)
-            socket.set(zmq.SNDHWM, 0)  # unbounded: a step is never held up
+            socket.set(zmq.SNDHWM, 0)  # unbounded: a step never waits
             socket.set(zmq.RCVHWM, 0)
         self._commands.set(zmq.MAXMSGSIZE, MAX_COMMAND_BYTES)
         listen(self._commands, sockets.commands, sockets.keys)
@@ -68,11 +68,11 @@ class Mailbox:
         self.dropped = 0
 
     def send(self, message: EngineMessage) -> None:
-        """Put a message on its way; never waits."""
+        """Queue a message; never waits."""
         self._reports.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def receive(self, seconds: float) -> list[Command]:
-        """The commands that have come, up to COMMAND_BYTES; waits for the first so long."""
+        """The commands that are there, up to COMMAND_BYTES; waits up to `seconds` for the first one."""
         commands: list[Command] = []
         size = 0
         self._commands.poll(int(1000 * seconds))
@@ -89,37 +89,37 @@ class Mailbox:
         return commands
 
     def close(self) -> None:
-        """Send what is on its way and close."""
+        """Send the queued messages and close."""
         self._context.destroy(linger=1000)
 
 
 @dataclass(slots=True)
-class _Told:
-    """What of a sequence the front end knows: how many log probabilities, and whether the prompt's."""
+class _Reported:
+    """The part of a sequence that was reported: the number of log probabilities, and whether the prompt's were."""
 
     logprobs: int = 0
     prompt: bool = False
 
 
 class EngineLoop:
-    """The engine between its two sockets."""
+    """Runs the engine between its two sockets."""
 
     def __init__(self, engine: Engine | Dispatcher, mailbox: Mailbox) -> None:
         self._engine = engine
         self._mailbox = mailbox
         self._added = 0
-        self._told: dict[Sequence, _Told] = {}
-        self._workers = (True, 0)  # whether they are ready and how often they died, as last told
+        self._reported: dict[Sequence, _Reported] = {}
+        self._workers = (True, 0)  # readiness and deaths as last reported
 
     def run(self) -> None:
-        """Serve until the process is ended, or the engine runs nothing any more; the front end is told that."""
+        """Serve until the process is ended, or until the engine gives up, which the front end is told."""
         while self._engine.failure is None:
             self.turn()
         self._report([])  # the last death counts too
-        self._mailbox.send(Failed(self._engine.failure))
+        self._mailbox.send(EngineStopped(self._engine.failure))
 
     def turn(self) -> None:
-        """Take commands in, waiting a while for one if there is nothing to do; then make a step."""
+        """Take commands, waiting for one if there is nothing to do; then make a step."""
         commands = self._mailbox.receive(0.0 if self._engine.has_work else WATCH_SECONDS)
         updates = [update for command in commands for update in self._obey(command)]
         updates += self._engine.step(self._engine.now() + (COMMAND_SECONDS if self._engine.has_work else 0.0))
@@ -144,37 +144,26 @@ class EngineLoop:
             self._engine.stop(request.request_id, index=index)
 
     def _report(self, updates: list[SequenceUpdate]) -> None:
-        status = self._engine.status
-        stats = EngineStats(
+        stats = msgspec.structs.replace(
+            msgspec.convert(self._engine.status, EngineStats, from_attributes=True),
             added=self._added,
             dropped=self._mailbox.dropped,
-            running=status.running,
-            waiting=status.waiting,
-            free_blocks=status.free_blocks,
-            total_blocks=status.total_blocks,
-            preemptions=status.preemptions,
-            steps=status.steps,
-            losses=status.losses,
-            on_host=status.on_host,
-            free_host_blocks=status.free_host_blocks,
-            total_host_blocks=status.total_host_blocks,
-            host_losses=status.host_losses,
             ready=self._engine.ready,
         )
-        self._mailbox.send(Report(tuple(self._as_message(update) for update in updates), stats))
+        self._mailbox.send(StepReport(tuple(self._as_message(update) for update in updates), stats))
 
     def _as_message(self, update: SequenceUpdate) -> SampleUpdate:
-        """The update with what its sequence has that was not told yet."""
+        """The update with everything of its sequence that was not reported yet."""
         sequence = update.sequence
-        told = self._told.setdefault(sequence, _Told())
-        logprobs = tuple(sequence.logprobs[told.logprobs :])
-        prompt_logprobs = () if told.prompt else tuple(sequence.prompt_logprobs)
-        told.logprobs += len(logprobs)
-        told.prompt = True
+        reported = self._reported.setdefault(sequence, _Reported())
+        logprobs = tuple(sequence.logprobs[reported.logprobs :])
+        prompt_logprobs = () if reported.prompt else tuple(sequence.prompt_logprobs)
+        reported.logprobs += len(logprobs)
+        reported.prompt = True
         ending = None
         if sequence.finished and sequence.finish_reason is not None:
             ending = Ending(sequence.finish_reason, sequence.stop_token, sequence.error)
-            del self._told[sequence]
+            del self._reported[sequence]
         return SampleUpdate(
             request_id=update.request_id,
             index=update.index,
@@ -191,10 +180,10 @@ Build = Callable[[EngineStart, Mailbox], Engine | Dispatcher]
 
 
 def main(build: Build | None = None) -> None:
-    """Entry point; ``build`` makes the engine, from a model if not given.
+    """Entry point; ``build`` makes the engine, by default from a model.
 
-    Stdin brings EngineSockets and EngineStart and is the lifeline, stdout takes the heartbeats.
-    The directory that is to go with this process is named on the command line.
+    Stdin brings EngineSockets and EngineStart; its end means that the parent is gone. Stdout takes the heartbeats. The
+    command line names a directory that is removed when this process ends.
     """
     parent, pulse = own_pipes()
     directory = Path(sys.argv[2])
@@ -204,8 +193,8 @@ def main(build: Build | None = None) -> None:
         mailbox = Mailbox(sockets)
     except RuntimeFailure as error:
         sys.exit(f"nanoserve: {error}")
-    tempfile.gettempdir()  # once and for all: what workers write must not lie in what is removed before they end
-    os.environ["TMPDIR"] = str(directory)  # what a compiler leaves that is killed goes with the rest
+    tempfile.gettempdir()  # remembered before TMPDIR changes: files of workers must outlive the directory
+    os.environ["TMPDIR"] = str(directory)  # leftovers of a killed compiler are removed with it
     ParentWatchdog(parent, pulse, directory).start()
     try:
         engine = (build or build_from_model)(start, mailbox)
@@ -220,7 +209,7 @@ def main(build: Build | None = None) -> None:
 
 
 def build_from_model(start: EngineStart, mailbox: Mailbox) -> Engine | Dispatcher:
-    """Load the model, telling how far it is, and say Ready."""
+    """Load the model, reporting progress, and report that the engine is ready."""
     from nanoserve.assembly import build_engine
     from nanoserve.models.hub import ResolvedModel
 
@@ -228,12 +217,12 @@ def build_from_model(start: EngineStart, mailbox: Mailbox) -> Engine | Dispatche
     resolved = ResolvedModel(start.name, directory, Path(start.tokenizer_directory))
     try:
         built = build_engine(
-            resolved, start.config, lambda stage, done, total: mailbox.send(Loading(stage, done, total))
+            resolved, start.config, lambda stage, done, total: mailbox.send(LoadProgress(stage, done, total))
         )
     except MemoryError as error:
         raise RuntimeFailure("out of memory: choose a smaller --kv-cache-memory or --max-model-len") from error
     mailbox.send(
-        Ready(
+        EngineFacts(
             max_model_len=built.max_model_len,
             vocab_size=built.model.vocab_size,
             end_tokens=built.model.eos_token_ids,
@@ -244,5 +233,5 @@ def build_from_model(start: EngineStart, mailbox: Mailbox) -> Engine | Dispatche
     if built.gpu is not None:
         print(f"nanoserve: {built.gpu}", file=sys.stderr, flush=True)
     if built.layers is not None:
-        built.layers.start()  # compiled in the background; they take over between two steps
+        built.layers.start()  # compiled in the background, and used from a later step on
     return built.engine

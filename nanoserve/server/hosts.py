@@ -1,7 +1,7 @@
 """Which names of this server a request may use.
 
-A web page can make a browser ask any address, and by DNS rebinding under the page's own name, so that it may read the
-answers. The name then stands in the header Host, and no name of ours is the page's.
+A web page can make a browser send requests to any address. By DNS rebinding it can do so under the page's own name, and
+then read the answers. The header Host then holds the page's name, which is not a name of this server.
 """
 
 import ipaddress
@@ -12,7 +12,7 @@ _NAME_AND_PORT = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::\d*)?")
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a name is that of the machine itself."""
+    """Whether a name means the machine itself."""
     try:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
@@ -20,7 +20,7 @@ def is_loopback(name: str) -> bool:
 
 
 class AllowedHosts:
-    """Names that a request's Host may have, with any port: those given, and those of the machine itself."""
+    """Names that a request's Host may hold, with any port: the given ones, and those of the machine itself."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = frozenset(name.lower().strip("[]") for name in names)

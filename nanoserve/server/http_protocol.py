@@ -1,7 +1,7 @@
-"""HTTP/1.1 by uvicorn and h11, with the bounds that they leave open.
+"""HTTP/1.1 by uvicorn and h11, with additional time limits.
 
-A client that is slow to send its headers, or that stops taking what it is sent, is cut off; what is no HTTP is
-answered in the form of every other error.
+A client that is slow to send its headers, or that stops reading its answer, is disconnected. Malformed HTTP is answered
+in the form of every other error.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ class BoundedProtocol(H11Protocol):
     """One connection.
 
     Args:
-        client_seconds: for the headers of a request to arrive, and for a full buffer to move again.
+        client_seconds: time for the headers of a request to arrive, and for a full buffer to drain.
     """
 
     def __init__(self, *arguments: Any, client_seconds: float, **settings: Any) -> None:
@@ -55,7 +55,7 @@ class BoundedProtocol(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """What came was no HTTP; the connection ends with the error body that clients know."""
+        """Answer malformed HTTP with the usual error body, and close the connection."""
         body = msgspec.json.encode(ApiError(400, msg, code="invalid_http").body())
         headers = [
             (b"content-type", b"application/json"),
@@ -66,7 +66,7 @@ class BoundedProtocol(H11Protocol):
             for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         except h11.LocalProtocolError:
-            pass  # it came behind a request whose answer has begun: there is no place for another
+            pass  # it followed a request whose answer has begun, so no other answer can be sent
         self.transport.close()
 
     def _expect_headers(self) -> None:

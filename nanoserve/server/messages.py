@@ -1,7 +1,7 @@
-"""The words between the front end and the engine process: typed msgpack, never pickle.
+"""The messages between the front end and the engine process: typed msgpack, never pickle.
 
-Commands go to the engine, reports come back, each over a socket of its own on which nobody else is heard. What does not
-decode to exactly one of these types is dropped and counted.
+Commands go to the engine and reports come back, over one authenticated socket each. A message that does not decode to
+exactly one of these types is dropped and counted.
 """
 
 import msgspec
@@ -14,25 +14,25 @@ from nanoserve.request import FinishReason, Request, SamplingParams, TokenLogpro
 
 
 class EngineSockets(msgspec.Struct, frozen=True):
-    """What the engine process reads first, as one line of JSON on its stdin."""
+    """The first line of JSON on the engine process's stdin."""
 
     commands: str
     """ZeroMQ address at which the engine listens."""
     reports: str
-    """... and the front end."""
+    """ZeroMQ address at which the front end listens."""
     keys: SocketKeys
-    """Of both; nobody else has them."""
+    """Keys of both sockets, which no other process has."""
 
 
 class EngineStart(msgspec.Struct, frozen=True):
-    """What the engine process reads next, likewise."""
+    """The second line of JSON on the engine process's stdin."""
 
     name: str
-    """Of the model, for people; of a dummy also its shape."""
+    """The model's name for people; a dummy's name also tells its shape."""
     directory: str | None
-    """Where the model is; None for a dummy."""
+    """The model's directory; None for a dummy."""
     tokenizer_directory: str
-    """Where its tokenizer is."""
+    """Directory of the model's tokenizer."""
     config: EngineConfig
 
 
@@ -41,7 +41,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
     request: Request
     finished: tuple[int, ...] = ()
-    """Samples that had ended before the request came to this engine."""
+    """Samples that ended in an earlier engine."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -57,16 +57,16 @@ Command = Add | Stop
 # ------------------------------------------------------------------------------------------- from the engine
 
 
-class Loading(msgspec.Struct, frozen=True, tag=True):
-    """How far the loading of the model is."""
+class LoadProgress(msgspec.Struct, frozen=True, tag=True):
+    """Progress of loading the model."""
 
     stage: str
     done: int
     total: int
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine takes requests."""
+class EngineFacts(msgspec.Struct, frozen=True, tag=True):
+    """The engine takes requests from now on, for this model."""
 
     max_model_len: int
     """Longest sequence in tokens, prompt and output together."""
@@ -75,13 +75,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     end_tokens: tuple[int, ...]
     """The model's end-of-sequence ids."""
     default_params: SamplingParams
-    """What the model's generation_config.json recommends."""
+    """Parameters that the model's generation_config.json recommends."""
     max_num_seqs: int
     """Sequences that run at a time."""
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start; the process ends. ``exit_code`` is that of the error's class."""
+    """The engine cannot start, and its process ends. ``exit_code`` belongs to the error's class."""
 
     message: str
     exit_code: int
@@ -96,56 +96,54 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class SampleUpdate(msgspec.Struct, frozen=True, array_like=True):
-    """What one sample gained."""
+    """New tokens of one sample."""
 
     request_id: str
     index: int
     """Which of the request's samples."""
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
-    """One per token, where asked for."""
+    """One per token, if the request asks for them."""
     prompt_logprobs: tuple[TokenLogprob, ...]
-    """Of the whole prompt, once, where asked for."""
+    """Those of the whole prompt, once, if the request asks for them."""
     cached_tokens: int
     """Prompt tokens that came from the prefix cache."""
     started: float | None
-    """When a plan first held the sample, in seconds of the machine's monotonic clock."""
+    """Time of the first plan with the sample, in seconds of the machine's monotonic clock."""
     ending: Ending | None
-    """None while it goes on."""
+    """None while the sample runs."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """The engine's state between two steps."""
 
     added: int = 0
-    """Requests taken in since the start, so that the sender knows what is still on its way."""
+    """Requests received since the start; the front end subtracts them from those it sent."""
     dropped: int = 0
-    """Messages that made no sense."""
+    """Messages that could not be decoded."""
     running: int = 0
     waiting: int = 0
-    """Sequences that hold blocks on the device, and that hold none."""
+    """Sequences that hold blocks on the device, and sequences without blocks."""
     free_blocks: int = 0
     total_blocks: int = 0
-    """Of the KV cache; blocks that are cached but without an owner are free."""
+    """KV blocks on the device; cached blocks without an owner count as free."""
     preemptions: int = 0
-    """Since the start."""
     steps: int = 0
-    """Since the start."""
     losses: int = 0
-    """Times that its workers died, since the start."""
+    """Counts since the start; a loss is the death of the workers."""
     on_host: int = 0
     """Sequences whose KV is in host memory."""
     free_host_blocks: int = 0
     total_host_blocks: int = 0
-    """Of the KV blocks there."""
+    """KV blocks in host memory."""
     host_losses: int = 0
-    """Times that attention on the CPU was lost, since the start."""
+    """Failures of attention on the CPU, since the start."""
     ready: bool = True
-    """Whether a step would be computed at once; not while workers are stopped or being started anew."""
+    """Whether a step would run at once; false while workers are stopped or being restarted."""
 
 
-class Report(msgspec.Struct, frozen=True, tag=True):
-    """What a step brought, or that commands were taken in."""
+class StepReport(msgspec.Struct, frozen=True, tag=True):
+    """The updates of a step, and the state after it or after new commands."""
 
     updates: tuple[SampleUpdate, ...]
     stats: EngineStats
@@ -158,10 +156,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine runs nothing any more, and why; the process ends."""
+class EngineStopped(msgspec.Struct, frozen=True, tag=True):
+    """The engine gave up for this reason, and its process ends."""
 
     message: str
 
 
-EngineMessage = Loading | Ready | StartFailed | Report | Refused | Failed
+EngineMessage = LoadProgress | EngineFacts | StartFailed | StepReport | Refused | EngineStopped

@@ -1,4 +1,4 @@
-"""What Prometheus sees, under vLLM's names where it has them."""
+"""Metrics for Prometheus, under vLLM's names where it has them."""
 
 import math
 
@@ -15,7 +15,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 
 class Metrics:
-    """Counts what became of requests; the engine's gauges are read when someone asks."""
+    """Counts how requests ended; the engine's gauges are read at each scrape."""
 
     def __init__(self, model_name: str, engine: EngineClient) -> None:
         self._registry = CollectorRegistry()
@@ -44,7 +44,7 @@ class Metrics:
         self._registry.register(_EngineCollector(model_name, engine))
 
     def ended(self, stream: RequestStream) -> None:
-        """A request has ended, in whatever way."""
+        """Count a request that has ended, for any reason."""
         prompt_tokens = len(stream.request.prompt)
         self._prompt_tokens.inc(prompt_tokens)
         self._prompt_length.observe(prompt_tokens)
@@ -58,7 +58,7 @@ class Metrics:
             self._observe_times(sample, stream.request.arrival_time, stream.last_token_times.get(index))
 
     def _observe_times(self, sample: Sequence, arrival: float, last_token: float | None) -> None:
-        """Those that the sample has come to."""
+        """Observe the times of the phases that the sample has reached."""
         scheduled, first_token = sample.first_scheduled_time, sample.first_token_time
         if scheduled is not None:
             self._queue.observe(max(0.0, scheduled - arrival))
@@ -72,11 +72,11 @@ class Metrics:
             self._per_token.observe((last_token - first_token) / (sample.output_length - 1))
 
     def rejected(self) -> None:
-        """A request was turned away."""
+        """Count a request that was turned away."""
         self._rejected.inc()
 
     def text(self) -> bytes:
-        """All of them in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _counter(self, name: str, help_text: str) -> Counter:
@@ -127,5 +127,5 @@ class _EngineCollector(Collector):
 
 
 def _share_in_use(free: int, blocks: int) -> float:
-    """Of so many blocks; 0 of none."""
+    """The share of blocks that are not free; 0 if there are no blocks."""
     return 1 - free / blocks if blocks else 0.0

@@ -1,4 +1,4 @@
-"""From a client's fields to what the engine is asked: sampling parameters within the limits of this model."""
+"""Sampling parameters for the engine, from the fields of a client's request and within the limits of the model."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -9,21 +9,21 @@ import msgspec
 from nanoserve.errors import UsageError
 from nanoserve.request import SamplingParams
 from nanoserve.server.api_errors import ApiError
-from nanoserve.server.messages import Ready
+from nanoserve.server.messages import EngineFacts
 from nanoserve.server.schemas import SAMPLING_NAMES, ChatRequest, CompletionRequest, ResponseFormat, SamplingFields
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""Of /v1/completions, as OpenAI documents it; a chat's answer may fill the context."""
+"""OpenAI's default for /v1/completions; a chat's answer may fill the context."""
 
 MAX_LOGPROBS_PER_REQUEST = 1 << 22
-"""Over all samples: each takes some 100 bytes, here and in the engine, until the answer is sent."""
+"""Limit over all samples. Each takes about 100 bytes, here and in the engine, until the answer is sent."""
 
 _ANY_OBJECT = '{"type":"object"}'
 _FIELD = re.compile(r"\b(" + "|".join((*SAMPLING_NAMES, "max_tokens", "logprobs")) + r")\b")
 
 
-def chat_params(asked: ChatRequest, facts: Ready, prompt_length: int) -> SamplingParams:
-    """Of a chat completion.
+def chat_params(asked: ChatRequest, facts: EngineFacts, prompt_length: int) -> SamplingParams:
+    """The parameters of a chat completion.
 
     Raises:
         ApiError: 400, for values out of range and prompts that do not fit.
@@ -42,7 +42,7 @@ def chat_params(asked: ChatRequest, facts: Ready, prompt_length: int) -> Samplin
 
 
 def _json_schema(asked: ResponseFormat | None) -> str | None:
-    """What the answer has to meet, as the text of a JSON schema."""
+    """The text of the JSON schema that the answer has to follow, if any."""
     if asked is None:
         return None
     field = "response_format.json_schema"
@@ -59,9 +59,9 @@ def _json_schema(asked: ResponseFormat | None) -> str | None:
 
 
 def completion_params(
-    asked: CompletionRequest, facts: Ready, prompt_lengths: Sequence[int]
+    asked: CompletionRequest, facts: EngineFacts, prompt_lengths: Sequence[int]
 ) -> Sequence[SamplingParams]:
-    """Of each prompt of a completion; prompts with the same max_tokens share one. Raises as ``chat_params`` does."""
+    """The parameters of each prompt; prompts with the same max_tokens share theirs. Raises as ``chat_params`` does."""
     return _params(
         asked,
         facts,
@@ -74,7 +74,7 @@ def completion_params(
 
 def _params(
     asked: SamplingFields,
-    facts: Ready,
+    facts: EngineFacts,
     prompt_lengths: Sequence[int],
     *,
     max_tokens: int | None,
@@ -128,8 +128,8 @@ def _max_tokens(wanted: int | None, default: int | None, context: int, prompt_le
     return wanted
 
 
-def check_token_ids(tokens: Collection[int], facts: Ready, name: str) -> None:
-    """Every id against the width of the logits: beyond it lies someone else's memory.
+def check_token_ids(tokens: Collection[int], facts: EngineFacts, name: str) -> None:
+    """Check every id against the width of the logits: a larger one would read outside the embedding.
 
     Raises:
         ApiError: 400, naming an id that is outside.
@@ -141,7 +141,7 @@ def check_token_ids(tokens: Collection[int], facts: Ready, name: str) -> None:
 
 
 def _named_field(message: str) -> str | None:
-    """The field that a message of SamplingParams speaks of."""
+    """The field that a message of SamplingParams names."""
     if message.startswith("json_schema"):
         return "response_format"
     found = _FIELD.search(message)

@@ -1,7 +1,7 @@
 """What clients may ask for: the OpenAI fields that nanoserve carries out, and vLLM's extras, each with one type.
 
-A field that is not here is refused, never ignored; so is a value of another type. Where OpenAI or vLLM document a field
-that nanoserve does not have, the values of it that ask for nothing are accepted, as clients send those too.
+A field that is not listed is refused, never ignored; so is a value of another type. OpenAI and vLLM document some
+fields that nanoserve does not support. Their values that ask for nothing are accepted, because clients send those too.
 """
 
 import re
@@ -20,12 +20,12 @@ _MISSING = re.compile(r"Object missing required field `([^`]*)`")
 
 
 def _nothing(*values: str) -> msgspec.Meta:
-    """Of a field that is there for these values alone, as JSON, beside null: they ask for nothing."""
+    """The type of an unsupported field: it accepts null and these values, as JSON, which ask for nothing."""
     return msgspec.Meta(extra={"nothing": values})
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """No field beside those listed."""
+    """A request object that refuses unknown fields."""
 
 
 class StreamOptions(_Strict, frozen=True, kw_only=True):
@@ -34,14 +34,19 @@ class StreamOptions(_Strict, frozen=True, kw_only=True):
     include_obfuscation: Annotated[Any, _nothing("false")] = None
 
 
-class SamplingFields(_Strict, frozen=True, kw_only=True):
-    """What both kinds of completion share; None is the same as absent."""
+class ModelField(_Strict, frozen=True, kw_only=True):
+    """A request that may name the model; None is the same as absent, in all fields."""
 
     model: str | None = None
+
+
+class SamplingFields(ModelField, frozen=True, kw_only=True):
+    """The fields that both kinds of completion share."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    """Accepted as OpenAI has it; it changes nothing about the answer."""
+    """Accepted because OpenAI has it; it does not change the answer."""
 
     n: int | None = None
     temperature: float | None = None
@@ -65,7 +70,7 @@ SAMPLING_NAMES = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
 )
-"""Fields that go to SamplingParams as they are."""
+"""Fields that are passed to SamplingParams unchanged."""
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
@@ -82,9 +87,9 @@ class JsonSchemaFormat(_Strict, frozen=True, kw_only=True):
     name: str
     schema: dict[str, Any]
     description: str | None = None
-    """As ``name``, for the client's own use."""
+    """For the client's own use, like ``name``."""
     strict: bool | None = None
-    """A schema is always kept to, whatever this says."""
+    """Every answer follows its schema, whatever this says."""
 
 
 class ResponseFormat(_Strict, frozen=True, kw_only=True):
@@ -93,7 +98,7 @@ class ResponseFormat(_Strict, frozen=True, kw_only=True):
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
-    """``/v1/chat/completions``. Messages are checked by text.messages."""
+    """``/v1/chat/completions``. Messages are checked by text.chat_template."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -120,20 +125,18 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     prompt_cache_key: Annotated[Any, _nothing()] = None
 
 
-class TokenizeRequest(_Strict, frozen=True, kw_only=True):
+class TokenizeRequest(ModelField, frozen=True, kw_only=True):
     """``/tokenize``: a text, or the messages of a conversation."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
 
-class DetokenizeRequest(_Strict, frozen=True, kw_only=True):
+class DetokenizeRequest(ModelField, frozen=True, kw_only=True):
     """``/detokenize``: the tokens of one text."""
 
-    model: str | None = None
     tokens: list[int]
 
 
@@ -157,7 +160,7 @@ def parse(body: bytes, schema: type[T]) -> T:
 
 @cache
 def _nothings(schema: type) -> dict[str, tuple[str, ...]]:
-    """Of each field that is not supported, the values that ask for nothing."""
+    """The values that ask for nothing, by the name of each unsupported field."""
     hints = get_type_hints(schema, include_extras=True)
     return {
         name: hint.__metadata__[0].extra["nothing"] for name, hint in hints.items() if get_origin(hint) is Annotated
@@ -165,7 +168,7 @@ def _nothings(schema: type) -> dict[str, tuple[str, ...]]:
 
 
 def _refuse_unsupported(asked: msgspec.Struct, within: str = "") -> None:
-    """Raise ApiError (400) for a field that asks for something that is not there."""
+    """Raise ApiError (400) for a field that asks for something that is not supported."""
     for name, values in _nothings(type(asked)).items():
         value = getattr(asked, name)
         if value is not None and msgspec.json.encode(value).decode() not in values:
@@ -176,7 +179,7 @@ def _refuse_unsupported(asked: msgspec.Struct, within: str = "") -> None:
 
 
 def _explained(message: str) -> ApiError:
-    """msgspec's words, with the field taken out of them."""
+    """The error for a message of msgspec, which names the wrong field in its text."""
     path = _PATH.search(message)
     param = path.group(2) if path else None
     within = f"{param}." if param else ""

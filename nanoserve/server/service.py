@@ -1,4 +1,4 @@
-"""What the endpoints share: the tokenizer, the engine, the limits, and the way from a prompt to a running request."""
+"""The state that endpoints share: tokenizer, engine and limits, and the steps from a prompt to a running request."""
 
 import asyncio
 import hashlib
@@ -16,49 +16,49 @@ import msgspec
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.request import MAX_SEED, Request, SamplingParams
+from nanoserve.server.answers import TokenTexts
 from nanoserve.server.api_errors import ApiError
 from nanoserve.server.engine_client import EngineClient, EngineUnavailable
 from nanoserve.server.hosts import AllowedHosts
-from nanoserve.server.logprobs import TokenTexts
-from nanoserve.server.messages import Ready
+from nanoserve.server.messages import EngineFacts
 from nanoserve.server.metrics import Metrics
 from nanoserve.server.streams import RequestStream
-from nanoserve.text.messages import check_text
+from nanoserve.text.chat_template import check_text
 from nanoserve.text.tokenizer import PromptTooLong, Tokenizer
 
 _INLINE_CHARACTERS = 4096
-"""Longer texts take long enough to tokenize that others would wait: they go to a thread."""
+"""Longer texts are tokenized in a thread, because other requests would wait too long."""
 _LONG_CHARACTERS = 32768
 _TOKENIZING_THREADS = 2
 _NO_ANNOTATIONS: tuple[str, list[object]] = ("annotations", [])
-"""OpenAI's client has it in every answer, and sends it back in the next request."""
+"""A field of every answer in OpenAI's client, which sends it back in the next request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What one client may take of the server."""
+class ClientLimits:
+    """How much of the server one client may use."""
 
     body_bytes: int = 1 << 20
-    """Of a request."""
+    """Longest body of a request."""
     client_seconds: float = 30.0
-    """Within which a client has to send its request, and to take what it is sent."""
+    """Time in which a client must send its request, or must read more of its answer."""
     request_seconds: float = 1800.0
-    """From the request to the end of its answer."""
+    """Time from the request to the end of its answer."""
     prompts: int = 128
-    """In one completion request."""
+    """Prompts in one completion request."""
     messages: int = 4096
-    """In one conversation."""
+    """Messages in one conversation."""
 
 
 class Service:
-    """Everything an endpoint needs.
+    """The object that every endpoint works with.
 
     Args:
-        model_name: under which the model is served.
-        root: its own name.
-        api_keys: one of which every client must show; empty where none is needed.
-        allowed_hosts: names that clients may call the server; None allows every name.
-        seed: makes the seeds repeatable that requests without one are given.
+        model_name: the name under which the model is served.
+        root: the model's own name.
+        api_keys: every client must show one of them; empty if no key is needed.
+        allowed_hosts: names by which clients may address the server; None allows every name.
+        seed: makes repeatable the seeds of requests that come without one.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Service:
         tokenizer: Tokenizer,
         engine: EngineClient,
         grammars: GrammarChecker,
-        limits: Limits,
+        limits: ClientLimits,
         api_keys: Sequence[str] = (),
         allowed_hosts: AllowedHosts | None = None,
         seed: int | None = None,
@@ -84,7 +84,7 @@ class Service:
         self.texts = TokenTexts(tokenizer)
         self.metrics = Metrics(model_name, engine)
         self.started = int(time.time())
-        self.draining = False  # no new requests are taken any more
+        self.draining = False  # true once the server takes no new requests
         self._counting: set[asyncio.Task[None]] = set()
         self._random = random.Random(seed)
         self._grammars = grammars
@@ -94,17 +94,22 @@ class Service:
 
     # ---- asking -----------------------------------------------------------------------------------------------
 
-    def facts(self) -> Ready:
-        """What the engine said of itself.
+    def facts(self) -> EngineFacts:
+        """The facts about the model that the engine reported.
 
         Raises:
-            EngineUnavailable: while it has said nothing yet, and when it should take nothing any more.
+            EngineUnavailable: before the engine was ready, and while the server stops.
         """
         if self.draining:
             raise EngineUnavailable("the server is stopping")
         if self.engine.facts is None:
             raise EngineUnavailable(self.engine.describe_state())
         return self.engine.facts
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Longest sequence in tokens; None before the engine was ready."""
+        return self.engine.facts.max_model_len if self.engine.facts else None
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for the name of another model."""
@@ -113,10 +118,10 @@ class Service:
             raise ApiError(404, message, code="model_not_found", param="model")
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, context: int | None = None) -> list[int]:
-        """Token ids of a text. ``context``: refuse it early if it is far longer than so many tokens.
+        """Token ids of a text. A text that is far longer than ``context`` tokens is refused early.
 
         Raises:
-            UsageError: for text that no model can read.
+            UsageError: for a text that is not valid Unicode.
             ApiError: 400, for a text that is far too long.
         """
         check_text(text)
@@ -130,11 +135,11 @@ class Service:
         add_generation_prompt: bool = True,
         context: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation. What says nothing in a message counts as absent; ``context`` as for ``encode``.
+        """Token ids of a conversation. Null fields of a message count as absent; ``context`` as for ``encode``.
 
         Raises:
             UsageError, ModelError: for messages that are malformed or that the template refuses.
-            ApiError: 400, for too many of them, and for those that are far too long.
+            ApiError: 400, for too many messages, and for a conversation that is far too long.
         """
         if len(messages) > self.limits.messages:
             message = f"{len(messages)} messages in one conversation; at most {self.limits.messages} are taken"
@@ -146,21 +151,21 @@ class Service:
         encode = partial(
             self.tokenizer.encode_chat, present, add_generation_prompt=add_generation_prompt, limit=context
         )
-        # Rendering waits for another process: that is never done in line.
+        # Rendering waits for another process, so it always runs in a thread.
         characters = max(_INLINE_CHARACTERS + 1, len(msgspec.json.encode(present)))
         return await self._tokenize(encode, "messages", context, characters=characters)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, control tokens and all."""
+        """Text of token ids, control tokens included."""
         decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=False)
         return await asyncio.get_running_loop().run_in_executor(self._unbounded_thread, decode)
 
     async def check_json_schema(self, schema: str) -> None:
-        """Raise ApiError (400) for a JSON schema that no grammar can be made of."""
+        """Raise ApiError (400) for a JSON schema that cannot become a grammar."""
         if self._grammars.knows(schema):
             return
         try:
-            # One at a time, and not in the threads that tokenize: they may take a quarter of a second.
+            # One at a time, and not in the threads that tokenize: a check may take a quarter of a second.
             await asyncio.get_running_loop().run_in_executor(self._grammar_thread, self._grammars.check, schema)
         except UsageError as error:
             raise ApiError(400, str(error), code="invalid_value", param="response_format") from None
@@ -168,12 +173,12 @@ class Service:
     async def _tokenize(
         self, encode: Callable[[], list[int]], param: str, context: int | None, *, characters: int
     ) -> list[int]:
-        # What neither a context nor its own length bounds waits for its like, and no one else for it.
+        # Long texts without a bound have a thread of their own, so that they delay only each other.
         threads = self._unbounded_thread if context is None and characters > _LONG_CHARACTERS else self._threads
         try:
             if characters > _INLINE_CHARACTERS:
                 return await asyncio.get_running_loop().run_in_executor(threads, encode)
-            await asyncio.sleep(0)  # a request may have many short prompts: others go on in between
+            await asyncio.sleep(0)  # a request may have many short prompts; other requests run in between
             return encode()
         except PromptTooLong:
             message = f"the prompt has far more tokens than the context holds: {context}"
@@ -194,7 +199,7 @@ class Service:
         )
 
     def begin(self, requests: list[Request]) -> list[RequestStream]:
-        """Put requests into the engine; ``end`` them in any case.
+        """Give requests to the engine. The caller must ``end`` their streams in any case.
 
         Raises:
             EngineUnavailable, QueueFull: if they cannot be taken now.
@@ -206,7 +211,7 @@ class Service:
             raise
 
     def end(self, streams: list[RequestStream]) -> None:
-        """The reader is done with them; what still runs is aborted."""
+        """Drop streams whose reader is done, and abort those that still run."""
         for stream in streams:
             self.engine.forget(stream)
         self._counting = {task for task in self._counting if not task.done()}
@@ -215,10 +220,10 @@ class Service:
     async def _count(self, streams: list[RequestStream]) -> None:
         for stream in streams:
             self.metrics.ended(stream)
-            await asyncio.sleep(0)  # there is an entry for each token: others go on in between
+            await asyncio.sleep(0)  # there is an entry for each token; other requests run in between
 
     def close(self) -> None:
-        """Give threads and the template's process back."""
+        """End the threads and child processes."""
         for threads in (self._threads, self._unbounded_thread, self._grammar_thread):
             threads.shutdown(wait=False, cancel_futures=True)
         self.tokenizer.close()
@@ -226,5 +231,5 @@ class Service:
 
 
 def cache_salt(key: bytes | None) -> str:
-    """Clients share cached prefixes with those of the same key: the times of others' prompts tell nothing."""
+    """A salt for each API key, so that response times reveal nothing about the prompts of other keys."""
     return "" if key is None else hashlib.blake2b(key, digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""The front end's main: HTTP and engine side by side, from the first signal of life to the last answer."""
+"""The front end's main: it runs HTTP and the engine side by side until the last answer."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from nanoserve.server.service import Service
 from nanoserve.text.tokenizer import check_vocabulary
 
 SEND_BUFFER_BYTES = 128 << 10
-"""What the system keeps for a client that does not read; the rest of its answer waits in the front end."""
+"""The system's buffer for a client that does not read; the rest of its answer waits in the front end."""
 MAX_HEADER_BYTES = 64 << 10
 _KEEP_ALIVE_SECONDS = 20
 _LAST_WORDS_SECONDS = 2
@@ -26,14 +26,14 @@ _BACKLOG = 2048
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """What the command is told. ``on_ready``: the engine takes requests. ``say``: a line for whoever runs it."""
+    """Calls to the command: ``on_ready`` when the engine takes requests, ``say`` with a line for the user."""
 
     on_ready: Callable[[], None]
     say: Callable[[str], None]
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 takes a free one.
+    """A socket that listens; port 0 takes a free port.
 
     Raises:
         RuntimeFailure: if the address cannot be used.
@@ -58,7 +58,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, with the signals left to us."""
+    """uvicorn's server without its handling of signals, which `_Signals` does."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -79,10 +79,10 @@ async def run_server(service: Service, listener: socket.socket, drain_seconds: f
     first = asyncio.create_task(signals.first.wait())
     try:
         await _first_of(engine, started, first)
-        await _first_of(engine, first)  # when it is ready, what is left to wait for is a signal
+        await _first_of(engine, first)  # once it is ready, only a signal ends the wait
         await _drain(service, signals, drain_seconds, callbacks)
     finally:
-        # A failed engine's streams get their last words while HTTP still runs.
+        # HTTP still runs here, so that the streams of a failed engine can end with an error.
         for task in (started, first, engine):
             task.cancel()
         await asyncio.gather(started, first, engine, return_exceptions=True)
@@ -93,7 +93,7 @@ async def run_server(service: Service, listener: socket.socket, drain_seconds: f
 
 
 async def _first_of(*tasks: "asyncio.Task[object]") -> None:
-    """Until one is done; an error of it is raised."""
+    """Wait until one task is done, and raise its error if it has one."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
@@ -107,7 +107,7 @@ async def _announce(service: Service, callbacks: Callbacks) -> None:
 
 
 async def _drain(service: Service, signals: "_Signals", seconds: float, callbacks: Callbacks) -> None:
-    """Take no new requests, and wait for those that run."""
+    """Take no new requests, and wait for the running ones."""
     service.draining = True
     if not service.engine.running:
         return

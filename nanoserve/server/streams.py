@@ -1,4 +1,4 @@
-"""One request as the front end follows it: the engine's updates come in, text goes out."""
+"""A running request in the front end: it takes the engine's updates and yields text."""
 
 import asyncio
 import time
@@ -7,27 +7,25 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 from nanoserve.errors import NanoserveError
-from nanoserve.outputs import RequestTracker
+from nanoserve.outputs import RequestTracker, TokenDecoder
 from nanoserve.request import FinishReason, Request, RequestOutput, Sequence, SequenceUpdate, Status
 from nanoserve.server.messages import Add, Ending, SampleUpdate
-from nanoserve.text.detokenizer import Decoder
 
 
 class RequestStream:
-    """A running request. The engine client feeds it; whoever made the request reads it."""
+    """A running request. The engine client adds updates; an endpoint reads the outputs."""
 
-    def __init__(self, request: Request, tokenizer: Decoder, news: asyncio.Event) -> None:
-        self.request = request  # as the first engine got it
-        self.sent = False  # whether the engine that lives now has it
-        self.gaps: list[float] = []  # seconds from each token to the next, of all samples
-        # of each sample that has a token, in seconds of the monotonic clock.
-        self.last_token_times: dict[int, float] = {}
+    def __init__(self, request: Request, tokenizer: TokenDecoder, news: asyncio.Event) -> None:
+        self.request = request  # as it was given to the first engine
+        self.sent = False  # whether the current engine has it
+        self.gaps: list[float] = []  # seconds from one token to the next, in all samples
+        self.last_token_times: dict[int, float] = {}  # by sample, in seconds of the monotonic clock
         self._tracker = RequestTracker(request, tokenizer)
-        # What the engine knows of its sequences, as far as it has told.
+        # A copy of the engine's sequences, as of its last update.
         self.samples = [Sequence(index, request, index, list(request.prompt)) for index in range(request.params.n)]
         self._ended: set[int] = set()
         self._failure: NanoserveError | None = None
-        self.news = news  # set whenever something comes; streams that one reader follows share it
+        self.news = news  # set at each update; the streams of one reader share it
 
     @property
     def request_id(self) -> str:
@@ -35,7 +33,7 @@ class RequestStream:
 
     @property
     def finished(self) -> bool:
-        """Whether there is nothing more to come."""
+        """Whether no more updates will come."""
         return self._tracker.finished or self._failure is not None
 
     @property
@@ -44,7 +42,7 @@ class RequestStream:
         return self.samples[0].cached_tokens
 
     def finish_reasons(self) -> list[str]:
-        """Of each sample, for the books; a sample that was given up counts as aborted."""
+        """The reason of each sample, for the metrics; a sample that never ended counts as aborted."""
         met_stop_string = FinishReason.STOP.value
         reasons = [sample.finish_reason for sample in self.samples]
         return [
@@ -53,7 +51,7 @@ class RequestStream:
         ]
 
     def take(self, update: SampleUpdate) -> bool:
-        """Add what an update brings; true if the sample's text met a stop string, so that the engine must end it."""
+        """Add an update; true if the sample's text met a stop string, so that the engine must end it."""
         if update.index in self._ended:
             return False
         sample, now = self.samples[update.index], time.monotonic()
@@ -70,20 +68,20 @@ class RequestStream:
         return met_stop_string
 
     def fail(self, error: NanoserveError) -> None:
-        """There will be no more updates; the reader gets what came so far, then the error."""
+        """End the stream: the reader gets the updates so far, then the error."""
         self._failure = self._failure or error
         self.news.set()
 
     def resumed(self) -> Add:
-        """The command with which another engine goes on where the last one died."""
+        """The command that makes a new engine continue the request where the last one died."""
         outputs = tuple(tuple(sample.output_tokens) for sample in self.samples)
         return Add(replace(self.request, resumed=outputs), tuple(sorted(self._ended)))
 
     def pending(self) -> RequestOutput | None:
-        """What the oldest step brought that no call has told of, if anything.
+        """The oldest unread update, if any.
 
         Raises:
-            NanoserveError: once everything has been seen, if the request could not go on.
+            NanoserveError: after the last update, if the request failed.
         """
         if self._tracker.has_news:
             return self._tracker.delta()
@@ -93,14 +91,14 @@ class RequestStream:
 
     @property
     def exhausted(self) -> bool:
-        """Whether ``pending`` has nothing more to say, now or later."""
+        """Whether ``pending`` will return nothing, now and later."""
         return self._tracker.finished and not self._tracker.has_news
 
     def whole(self) -> RequestOutput:
         """Everything so far.
 
         Raises:
-            NanoserveError: if the request could not go on.
+            NanoserveError: if the request failed.
         """
         if self._failure is not None:
             raise self._failure
@@ -108,23 +106,23 @@ class RequestStream:
 
 
 async def deltas(streams: SequenceOf[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """(place of the stream, what a step brought it), one after the other, until all have ended.
+    """Yield (place of the stream, its next update) until all streams have ended.
 
     Raises:
-        NanoserveError: if one of them cannot go on.
+        NanoserveError: if one of them fails.
     """
     news = streams[0].news
     while not all(stream.exhausted for stream in streams):
         news.clear()
         for place, stream in enumerate(streams):
             if (output := stream.pending()) is not None:
-                news.set()  # there may be more of it
+                news.set()  # there may be another update
                 yield place, output
         await news.wait()
 
 
 async def wholes(streams: SequenceOf[RequestStream]) -> list[RequestOutput]:
-    """The whole outputs, when all have ended; raises as ``deltas`` does."""
+    """The whole outputs, once all streams have ended; raises as ``deltas`` does."""
     news = streams[0].news
     while not all(stream.finished for stream in streams):
         news.clear()

@@ -1,40 +1,109 @@
-"""The two libraries that tokenize, behind one small interface."""
+"""The two libraries that tokenize, behind one small interface, and the control tokens of a vocabulary.
+
+A template turns a conversation into one string. In that string `<|im_end|>` written by the template looks exactly like
+`<|im_end|>` pasted by a user. So the spellings in the conversation get a *mark*, a private-use character that occurs
+nowhere else, before the template runs. A marked spelling is no longer a spelling: everything that still matches
+afterwards was written by the template. Then the marks are taken out again. A conversation without such spellings is
+not touched.
+"""
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanoserve.errors import ModelError
-from nanoserve.text.control_tokens import ControlTokens, Piece
+from nanoserve.errors import ModelError, UsageError
 
-# Control tokens by their looks, for tokenizers that forget to flag them special (the role tokens of some families).
+Piece = str | int
+"""A piece of a prompt: ordinary text, or the id of a control token."""
+
+_PRIVATE_USE = range(0xE000, 0xF900)
+# The form of control tokens, for tokenizers that do not flag them as special (the role tokens of some families).
 _CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 _MARKUP_SHAPE = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
+class ControlTokens:
+    """The control tokens of a tokenizer: their spellings and ids."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self.ids = {spelling: token_id for spelling, token_id in ids.items() if spelling}
+        # Longest first: if one spelling begins another, the longer one matches.
+        spellings = sorted(self.ids, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, spellings))) if spellings else None
+        self._beginnings = tuple({s[:end] for s in spellings for end in range(1, len(s))})
+        self._endings = tuple({s[start:] for s in spellings for start in range(1, len(s))})
+
+    def split(self, text: str) -> list[Piece]:
+        """Cut `text` at its control tokens: ["hello", 2, "there"]; empty texts are left out."""
+        if self._pattern is None:
+            return [text] if text else []
+        pieces: list[Piece] = []
+        position = 0
+        for match in self._pattern.finditer(text):
+            pieces += [text[position : match.start()], self.ids[match.group()]]
+            position = match.end()
+        pieces.append(text[position:])
+        return [piece for piece in pieces if piece != ""]
+
+    def mark(self, text: str, mark: str) -> str:
+        """Put `mark` into every spelling in `text`, and at an edge that could be one half of a spelling."""
+        if self._pattern is None or not text:
+            return text
+        # After every character: a spelling may contain another, or overlap with the next.
+        marked = self._pattern.sub(lambda match: "".join(character + mark for character in match.group()), text)
+        if text.startswith(self._endings):
+            marked = mark + marked
+        if text.endswith(self._beginnings):
+            marked = marked + mark
+        return marked
+
+    def mark_all(self, value: Any, mark: str) -> Any:
+        """`mark` applied to every string in a JSON value, names of fields included."""
+        if isinstance(value, str):
+            return self.mark(value, mark)
+        if isinstance(value, Mapping):
+            return {self._mark_name(name, mark): self.mark_all(item, mark) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.mark_all(item, mark) for item in value]
+        return value
+
+    def _mark_name(self, name: str, mark: str) -> str:
+        # Only whole spellings: a mark at the edge of an ordinary name would hide the field from the template.
+        return self.mark(name, mark) if self._pattern and self._pattern.search(name) else name
+
+
+def choose_mark(texts: Iterable[str]) -> str:
+    """A private-use character that occurs in none of `texts`."""
+    used = set().union(*texts)
+    for code in _PRIVATE_USE:
+        if chr(code) not in used:
+            return chr(code)
+    raise UsageError("the conversation uses every private-use character of Unicode; remove some of them")
+
+
 class Backend(Protocol):
-    """What a tokenizing library must be able to do."""
+    """The operations of a tokenizing library."""
 
     control_ids: Mapping[str, int]
-    """Spelling -> id of every control token; they are left out of decoded text."""
+    """Spelling -> id of every control token; decoded text leaves them out."""
     markup_ids: Mapping[str, int]
-    """Spelling -> id of every token that gives a prompt its structure: control tokens and what looks like them
-    (`[INST]`, `<tool_call>`), whether flagged special or not, and added tokens that the chat template spells. Other
-    added tokens are words."""
+    """Spelling -> id of every token that structures a prompt: control tokens, tokens that look like them (`[INST]`,
+    `<tool_call>`), flagged special or not, and added tokens that the chat template spells. Other added tokens are
+    words."""
     vocab_size: int
     """One more than the largest token id."""
 
     def encode(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
-        """Ids of the pieces in a row. Nothing inside a text piece is ever taken for a token of `markup_ids`.
+        """Ids of the pieces in a row. Text pieces never become tokens of `markup_ids`.
 
-        `add_special_tokens` adds what the tokenizer's own file puts around a text, such as BOS.
+        `add_special_tokens` adds the tokens that the tokenizer's own file puts around a text, such as BOS.
         """
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of the ids; ids outside the vocabulary have no text."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the ids; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
 
     def token_id(self, spelling: str) -> int | None:
         """The id of one token, or None."""
@@ -44,17 +113,17 @@ class Backend(Protocol):
 
 
 def _is_markup(spelling: str, template: str) -> bool:
-    core = spelling.strip()  # runs of blanks and single characters are words, whatever stands in a template
+    core = spelling.strip()  # runs of blanks and single characters are always words
     return len(core) > 1 and (core in template or _MARKUP_SHAPE.fullmatch(core) is not None)
 
 
 class TokenizersBackend:
     """`tokenizer.json` through the `tokenizers` library.
 
-    The library can be told to read special tokens as text, but then those of the template are text too. So the ones
-    that are meant are replaced by private separator tokens, which cut the text at exactly the places where the control
-    tokens would; their ids are put in afterwards. Ordinary text is tokenized as if the library had seen everything.
-    All markup is special to the library; what decoded text leaves out is chosen here.
+    The library can read special tokens as text, but then those of the template are text too. So the template's tokens
+    are replaced by private separator tokens, which cut the text exactly where the control tokens would. Their ids are
+    inserted afterwards. Ordinary text is tokenized as if the library had seen all tokens. All markup is special to the
+    library; this class chooses the tokens that decoded text leaves out.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], named_special: Sequence[str], template: str) -> None:
@@ -84,7 +153,7 @@ class TokenizersBackend:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
-        # One separator for each way in which control tokens swallow the blanks beside them, names unguessable.
+        # One separator for each way in which control tokens swallow blanks beside them, with unguessable names.
         nonce = secrets.token_hex(16)
         sides = {(token.lstrip, token.rstrip) for token in added.values()}
         separators = {side: f"\ue000{nonce}{side[0]:d}{side[1]:d}\ue001" for side in sides}
@@ -98,7 +167,7 @@ class TokenizersBackend:
         self._separator_ids = {self._tokenizer.token_to_id(text) for text in separators.values()}
 
     def _add_missing_tokens(self, settings: Mapping[str, Any], named_special: Sequence[str]) -> dict[int, Any]:
-        """Tokens that only tokenizer_config.json knows are added as HF does; answers all added tokens by id."""
+        """Add the tokens that only tokenizer_config.json knows, as HF does; returns all added tokens by id."""
         from tokenizers import AddedToken
 
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
@@ -117,7 +186,7 @@ class TokenizersBackend:
     def encode(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
         control = [piece for piece in pieces if isinstance(piece, int)]
         text = "".join(piece if isinstance(piece, str) else self._separator[piece] for piece in pieces)
-        # As a batch of one: the library lets other Python threads run meanwhile only for batches.
+        # A batch of one: the library releases the GIL only for batches.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         if control:
@@ -125,7 +194,7 @@ class TokenizersBackend:
             ids = [next(following) if token in self._separator_ids else token for token in ids]
         return ids
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         skipped = self._skipped if skip_special_tokens else ()
         shown = [token for token in token_ids if 0 <= token < self.vocab_size and token not in skipped]
         text: str = self._tokenizer.decode(shown, skip_special_tokens=False)
@@ -140,7 +209,7 @@ class TokenizersBackend:
 
 
 class SentencePieceBackend:
-    """`tokenizer.model` through `sentencepiece`, with the tokens that were added beside it."""
+    """`tokenizer.model` through `sentencepiece`, with the tokens that other files add."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any], added: Mapping[str, int], template: str) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -165,20 +234,21 @@ class SentencePieceBackend:
         }
         self.vocab_size = max([self._size - 1, *added.values()]) + 1
         self._skipped = frozenset(self.control_ids.values())
-        # Tokens that sentencepiece does not write itself: its controls and what lies beyond its vocabulary.
+        # Tokens that sentencepiece does not decode: its controls, and tokens beyond its vocabulary.
         self._spelling = {
             number: text for text, number in {**added, **controls}.items() if number >= self._size or text in controls
         }
         self._words = ControlTokens({text: number for text, number in added.items() if text not in self.markup_ids})
-        # The older reading gives every text between control tokens sentencepiece's leading blank, the newer one only
-        # the very beginning of the prompt.
+        # The legacy behaviour adds sentencepiece's leading blank to every text between control tokens; the newer one
+        # only to the beginning of the prompt.
         self._blank_everywhere = bool(settings.get("legacy", True))
         self._has_leading_blank = self._processor.encode("a", out_type=str)[0].startswith("▁")
         characters = set().union(*pieces)
-        # A character of no piece merges with nothing: behind it a text is tokenized as if it stood within another.
+        # A character that is in no piece never merges: text after it is tokenized as in the middle of a text.
         self._stopper = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in characters)
         self._stopper_length = len(self._processor.encode(self._stopper))
-        # Pieces that sentencepiece calls user-defined are found in any text; what is only text has them in two halves.
+        # sentencepiece finds user-defined pieces in any text; their spellings in ordinary text are encoded in two
+        # halves.
         self._halves: dict[int, list[int]] = {}
         self._halves |= {
             number: self.encode_within(text[0]) + self.encode_within(text[1:])
@@ -201,7 +271,7 @@ class SentencePieceBackend:
                 at_beginning = False
         return ids
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text = ""
         run: list[int] = []
         for token in token_ids:
@@ -218,7 +288,7 @@ class SentencePieceBackend:
         if not run:
             return ""
         text: str = self._processor.decode(run)
-        # sentencepiece takes one blank off the beginning of whatever it decodes; within a text it belongs there.
+        # sentencepiece drops a blank at the beginning of what it decodes; within a text the blank must stay.
         inside = not at_beginning and self._has_leading_blank
         return " " + text if inside and self._processor.id_to_piece(run[0]).startswith("▁") else text
 
@@ -232,7 +302,7 @@ class SentencePieceBackend:
         return 0 <= token_id < self._size and bool(self._processor.is_byte(token_id))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds in the middle of a text; nothing for control tokens, the unknown and the unused ones."""
+        """The bytes of a token in the middle of a text; empty for control, unknown and unused tokens."""
         if token_id in self._skipped:
             return b""
         if token_id in self._spelling:
@@ -244,7 +314,7 @@ class SentencePieceBackend:
         return bytes([int(piece[3:5], 16)]) if processor.is_byte(token_id) else piece.replace("▁", " ").encode()
 
     def encode_within(self, text: str) -> list[int]:
-        """Ids of a text that stands in the middle of another."""
+        """Ids of a text in the middle of another."""
         return self._encode_text(self._stopper + text)[self._stopper_length :]
 
     def _encode_text(self, text: str) -> list[int]:

@@ -1,16 +1,31 @@
-"""Chat templates: from a conversation to the one string a model was trained to continue."""
+"""Conversations: their check, and the chat template that turns one into the string a model was trained to continue."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nanoserve.errors import ModelError, UsageError
+from nanoserve.processes.children import LimitedProcess
 from nanoserve.processes.files import read_text
-from nanoserve.text.template_sandbox import TemplateSandbox
 
+ROLES = ("system", "user", "assistant", "tool")
+MAX_NESTING = 64
+"""More levels than any tool call needs, and few enough for the recursive steps after the check."""
 RESERVED_ARGUMENTS = ("messages", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TEMPLATE_CHARACTERS = 1 << 19
+
+_ROLE_ALIASES = {"developer": "system"}
+"""OpenAI's new name for `system`, which templates do not know."""
+_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
+
+# Limits of one rendering. A long conversation takes a few milliseconds; only a hostile template meets these.
+_SECONDS = 0.5
+_FUEL = 500_000
+_FUEL_PER_CHARACTER = 20
+_MAX_CHARACTERS = 1 << 20
+_MAX_GROWTH = 4
 
 _PROBES: tuple[tuple[str, ...], ...] = (("user",), ("system", "user", "assistant", "user"))
 _BLOCK = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
@@ -19,17 +34,98 @@ _DUNDER = re.compile(r"__[a-zA-Z_]+__")
 _GENERATION = re.compile(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})")
 
 
+def check_text(text: Any, name: str = "the prompt") -> str:
+    """`text` itself. Raises UsageError unless it is a string of Unicode characters without NUL."""
+    if not isinstance(text, str):
+        raise UsageError(f"{name} must be text, not {type(text).__name__}")
+    if "\0" in text:
+        raise UsageError(f"{name} contains a NUL character; remove it")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        position = error.start
+        raise UsageError(f"{name} is not valid Unicode: a lone surrogate at character {position}") from error
+    return text
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """A conversation in the form templates expect: known roles, contents joined to plain text.
+
+    Raises UsageError naming the message and the field that is wrong.
+    """
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        raise UsageError("messages must be a list of {role, content} objects")
+    if not messages:
+        raise UsageError("messages is empty; give at least one message")
+    return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _check_message(message: Any, name: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise UsageError(f"{name} must be an object with role and content, not {type(message).__name__}")
+    role = message.get("role")
+    role = _ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
+        raise UsageError(f"{name}.role must be one of {', '.join((*ROLES, *_ROLE_ALIASES))}, not {role!r:.40}")
+    unknown = sorted(str(field) for field in set(message) - _FIELDS)
+    if unknown:
+        raise UsageError(f"{name} has unknown fields: {', '.join(unknown)[:80]}")
+    checked = {field: _check_value(value, f"{name}.{field}") for field, value in message.items() if field != "content"}
+    return {**checked, "role": role, "content": _check_content(message, f"{name}.content")}
+
+
+def _check_content(message: Mapping[str, Any], name: str) -> str:
+    content = message.get("content")
+    if content is None and message.get("role") == "assistant" and message.get("tool_calls"):
+        return ""
+    if isinstance(content, str):
+        return check_text(content, name)
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise UsageError(f"{name} must be text or a list of text parts, not {type(content).__name__}")
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping) or kind != "text":
+            raise UsageError(f"{name}[{index}] must have type 'text', not {kind!r:.40}; nanoserve reads text only")
+        texts.append(check_text(part.get("text"), f"{name}[{index}].text"))
+    return "\n".join(texts)
+
+
+def _check_value(value: Any, name: str, levels: int = MAX_NESTING) -> Any:
+    """A JSON value with its strings checked. Raises UsageError for what JSON cannot hold, and for deep nesting."""
+    if levels == 0:
+        raise UsageError(f"{name:.80} is nested more than {MAX_NESTING} levels deep")
+    if isinstance(value, str):
+        return check_text(value, name)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {check_text(key, name): _check_value(item, f"{name}.{key}", levels - 1) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_check_value(item, f"{name}[{index}]", levels - 1) for index, item in enumerate(value)]
+    raise UsageError(f"{name} must be plain JSON, not {type(value).__name__}")
+
+
+def check_template_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Arguments for a chat template, such as {"enable_thinking": False}. Raises UsageError for reserved names."""
+    arguments = arguments or {}
+    for name in arguments:
+        if name in RESERVED_ARGUMENTS:
+            raise UsageError(f"template argument {name!r} is set by nanoserve; choose another name")
+    return {check_text(name): _check_value(value, f"template argument {name}") for name, value in arguments.items()}
+
+
 class ChatTemplate:
-    """One checked template, and where it came from."""
+    """A model's checked templates. Each renders in a process of its own, with bounded memory and time."""
 
     notice: str | None = None
-    """What a user should be told about the format, if anything."""
+    """What a user should know about the format, if anything."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: str) -> None:
         """`sources`: templates by name. Raises ModelError when one is malformed, hostile or never ends."""
         self._special_tokens = dict(special_tokens)
         self._texts = dict(sources)
-        self._sandboxes: dict[str, TemplateSandbox] = {}
+        self._sandboxes: dict[str, LimitedProcess] = {}
         self._origin = origin
         for source in sources.values():
             _check_source(source, origin)
@@ -42,7 +138,7 @@ class ChatTemplate:
             try:
                 self.render(probe)
             except UsageError:
-                continue  # refusing a conversation, say one with a system message, is a template's right
+                continue  # a template may refuse a conversation, for example one with a system message
 
     def render(
         self,
@@ -53,7 +149,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt as text. `messages` and `arguments` are plain JSON, already checked.
 
-        Raises UsageError when the template refuses the conversation, ModelError when it fails.
+        Raises UsageError with the template's own words when it refuses the conversation. Raises ModelError when it is
+        broken, or needs more time, memory or output than any conversation does.
         """
         arguments = arguments or {}
         name = "tool_use" if arguments.get("tools") and "tool_use" in self._texts else self._default_name()
@@ -65,7 +162,21 @@ class ChatTemplate:
             "messages": list(messages),
             "add_generation_prompt": add_generation_prompt,
         }
-        return self._sandbox(name).render(context)
+        request = json.dumps({"context": context})
+        limits = {
+            "fuel": _FUEL + _FUEL_PER_CHARACTER * len(request),
+            "max_characters": _MAX_CHARACTERS + _MAX_GROWTH * len(request),
+            "seconds": _SECONDS,
+        }
+        answer = self._sandbox(name).ask(request[:-1] + ", " + json.dumps(limits)[1:])
+        if answer is None:
+            answer = {"error": "it needs more memory or time than a template may have"}
+        if "refusal" in answer:
+            raise UsageError(f"the model's chat template refuses these messages: {answer['refusal']}")
+        if "error" in answer:
+            raise ModelError(f"the chat template in {self._origin} fails: {answer['error']}")
+        text: str = answer["text"]
+        return text
 
     @property
     def source(self) -> str:
@@ -80,15 +191,19 @@ class ChatTemplate:
     def _default_name(self) -> str:
         return "default" if "default" in self._texts else next(iter(self._texts))
 
-    def _sandbox(self, name: str) -> TemplateSandbox:
+    def _sandbox(self, name: str) -> LimitedProcess:
+        """The process of one template, which starts on first use."""
         if name not in self._sandboxes:
-            source = _GENERATION.sub(_replace_generation, self._texts[name])
-            self._sandboxes[name] = TemplateSandbox(source, self._origin)
+            template = _GENERATION.sub(_replace_generation, self._texts[name])
+            self._sandboxes[name] = LimitedProcess(
+                "nanoserve.text.template_process", "the process of the chat template", {"template": template}
+            )
+            self._sandboxes[name].start()
         return self._sandboxes[name]
 
 
 class PlainConversation:
-    """The format for models that bring no template: names and colons, which any language model has read."""
+    """The format for models without a template: names and colons, which any language model has read."""
 
     notice = "this model has no chat template; using a plain 'User: ... Assistant:' format, answers may ramble"
     source = ""
@@ -100,14 +215,14 @@ class PlainConversation:
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as plain text; template arguments mean nothing here and are refused."""
+        """The conversation as plain text. Raises UsageError for template arguments, which mean nothing here."""
         if arguments:
             raise UsageError(f"this model has no chat template that could use {', '.join(arguments)}")
         turns = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
         return "".join(turns) + ("Assistant:" if add_generation_prompt else "")
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no process to end."""
 
 
 def load_chat_template(

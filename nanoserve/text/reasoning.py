@@ -1,4 +1,4 @@
-"""Telling a model's reasoning, written between <think> and </think>, from its answer, while the text arrives."""
+"""Separating a model's reasoning, between <think> and </think>, from its answer while the text arrives."""
 
 from typing import Literal
 
@@ -12,8 +12,8 @@ Piece = tuple[Part, str]
 class ReasoningSplitter:
     """Splits streamed text into ("thinking", text) and ("answer", text) pieces; the tags belong to neither.
 
-    A model reasons before it answers, so only a tag at the very beginning opens a reasoning block; a later "<think>" is
-    something the model writes about. Blanks beside the tags are dropped.
+    A model reasons before it answers, so only a tag at the very beginning opens a reasoning block. A later "<think>" is
+    ordinary text. Blanks beside the tags are dropped.
     """
 
     def __init__(self, *, starts_inside: bool = False) -> None:
@@ -23,7 +23,7 @@ class ReasoningSplitter:
         self._held = ""
 
     def push(self, text: str) -> list[Piece]:
-        """The pieces that are certain now; what may be part of a tag, or blanks before one, is held back."""
+        """The pieces that are certain now. Text that may be part of a tag, and blanks before it, are held back."""
         self._held += text
         if self._state == "beginning":
             self._leave_beginning()
@@ -67,7 +67,7 @@ class ReasoningSplitter:
 
 
 def _length_of_partial_tag(text: str) -> int:
-    """How many characters at the end of `text` may begin the closing tag."""
+    """Number of characters at the end of `text` that may begin the closing tag."""
     longest = min(len(text), len(CLOSE) - 1)
     return next((length for length in range(longest, 0, -1) if CLOSE.startswith(text[-length:])), 0)
 

@@ -1,10 +1,10 @@
 """The process in which chat templates run: `python -c "from nanoserve.text.template_process import main; main()"`.
 
-A chat template is a small program that arrives with the weights. minijinja gives it nothing to escape to, and fuel
-bounds its instructions, but thirty instructions that each double a string ask for a terabyte. Memory and processor time
-can only be bounded for a process, so templates get one of their own. It reads one JSON object per line: first
-{"template": source}, then {"context": {...}, "fuel": n, "max_characters": n, "seconds": t} for each rendering. It
-answers each rendering with {"text": ...}, {"refusal": the template's own words to the user} or {"error": ...}.
+A chat template is a small program that arrives with the weights. minijinja offers it no way out, and fuel bounds its
+instructions. But thirty instructions that each double a string ask for a terabyte. Memory and processor time can only
+be bounded for a process, so each template gets one. The process reads one JSON object per line: first {"template":
+source}, then {"context": {...}, "fuel": n, "max_characters": n, "seconds": t} for each rendering. It answers each
+rendering with {"text": ...}, {"refusal": the template's own words to the user} or {"error": ...}.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 import minijinja
 
-from nanoserve.text.process_limits import limit_resources, limit_time
+from nanoserve.processes.children import answer_requests, limit_resources
 
 MEMORY_LIMIT = 256 << 20
 
@@ -40,17 +40,17 @@ def to_json(
     separators: Any = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002 - as above
 ) -> str:
-    """JSON as it stands: the filter that comes with template engines escapes the signs of HTML."""
+    """Plain JSON. The filter of the template engine would escape the special characters of HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def refuse(message: str) -> None:
-    """What a template calls when it cannot render a conversation."""
+    """The function `raise_exception`, which a template calls when it cannot render a conversation."""
     raise Refusal(message)
 
 
 def describe(error: minijinja.TemplateError) -> str:
-    """What went wrong and in which line, without the excerpt of the source."""
+    """The message of an error and its line, without the excerpt of the source."""
     line = f" (line {error.line})" if error.line else ""
     return f"{error.message.split(' (in <string>')[0]}{line}"
 
@@ -76,10 +76,4 @@ def main() -> None:
     limit_resources(MEMORY_LIMIT)
     environment = build_environment()
     template = json.loads(sys.stdin.buffer.readline())["template"]
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
-        limit_time(request["seconds"])
-        answer = render(environment, template, request)
-        limit_time(0)
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-        sys.stdout.buffer.flush()
+    answer_requests(lambda request: render(environment, template, request))

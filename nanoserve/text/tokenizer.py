@@ -7,19 +7,24 @@ from typing import Any
 
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.processes.files import read_optional_json_object
-from nanoserve.text.backends import Backend, SentencePieceBackend, TokenizersBackend
-from nanoserve.text.chat_template import RESERVED_ARGUMENTS, ChatTemplate, PlainConversation, load_chat_template
-from nanoserve.text.control_tokens import ControlTokens, choose_mark
-from nanoserve.text.messages import check_messages, check_template_arguments, check_text
+from nanoserve.text.backends import Backend, ControlTokens, SentencePieceBackend, TokenizersBackend, choose_mark
+from nanoserve.text.chat_template import (
+    ChatTemplate,
+    PlainConversation,
+    check_messages,
+    check_template_arguments,
+    check_text,
+    load_chat_template,
+)
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 _CHARACTERS_PER_TOKEN = 8
-"""More than ordinary text has: what is within its limit is rarely longer."""
+"""More than ordinary text has, so that a text within its limit is rarely encoded twice."""
 
 
 class PromptTooLong(UsageError):
-    """A prompt has far more tokens than may be."""
+    """A prompt has far more tokens than the limit."""
 
 
 class Tokenizer:
@@ -46,6 +51,8 @@ class Tokenizer:
         """One more than the largest token id."""
         self.special_ids = frozenset(backend.control_ids.values())
         """Ids that `decode` leaves out."""
+        self.decode = backend.decode
+        self.is_byte = backend.is_byte
         self.bos_token_id = self._named_id(named_tokens, "bos_token")
         self.eos_token_id = self._named_id(named_tokens, "eos_token")
 
@@ -56,20 +63,20 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """Token ids of a text typed by a user: spellings of special tokens in it are ordinary text.
 
-        Added tokens that are not special, such as `<think>`, are read: who writes a raw prompt chooses its format.
-        `add_special_tokens` puts around it what the model expects, usually BOS. Raises UsageError for text with NUL or
-        lone surrogates, and PromptTooLong early for one that has far more tokens than `limit`.
+        Added tokens that are not special, such as `<think>`, are recognized: the author of a raw prompt chooses its
+        format. `add_special_tokens` adds the tokens that the model expects around it, usually BOS. Raises UsageError
+        for text with NUL or lone surrogates, and PromptTooLong early for text with far more tokens than `limit`.
         """
         pieces = self._readable.split(check_text(text))
         self._check_length(pieces, limit)
         return self._encode(pieces, add_special_tokens=add_special_tokens)
 
     def _check_length(self, pieces: Sequence[str | int], limit: int | None) -> None:
-        """Raise PromptTooLong by the beginning of the pieces, if they surely have more tokens than `limit`.
+        """Raise PromptTooLong if a beginning of the pieces has more than twice `limit` tokens.
 
-        How many characters a token may stand for is not bounded: tokenizers drop characters, and join what they do not
-        know. So ever longer beginnings are tokenized. What they have too many by the cut, which changes their last
-        words at most, is far less than the limit itself.
+        The characters per token have no bound: tokenizers drop characters, and join unknown ones. So ever longer
+        beginnings are tokenized. Cutting changes at most the last words of a beginning, which adds far fewer tokens
+        than the limit.
         """
         length = _CHARACTERS_PER_TOKEN * (limit or 0)
         while limit is not None and length < sum(len(piece) if isinstance(piece, str) else 1 for piece in pieces):
@@ -98,17 +105,17 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation in the model's own chat format.
 
-        Tokens that structure the prompt, flagged special or not, come from the template alone: spellings of them in
+        Tokens that structure the prompt, flagged special or not, come only from the template: their spellings in
         messages, tool descriptions, tool calls and other arguments are ordinary text. The `content` of assistants is
-        the model's own: what is not special there, such as `<think>` or `<tool_call>`, is the token that the model
-        wrote, so that an answer comes back as it was. Put no one else's text there.
+        the model's own. There, spellings that are not special, such as `<think>` or `<tool_call>`, become tokens again,
+        so that an answer is encoded as the model wrote it. Put no other text there.
 
         Raises UsageError when the messages are malformed or the template refuses them, ModelError when the template
-        fails; and as `encode` does for a `limit`.
+        fails, and PromptTooLong as `encode` does.
         """
         pieces = self._chat_pieces(messages, template_arguments, add_generation_prompt=add_generation_prompt)
         self._check_length(pieces, limit)
-        # A template writes BOS where the model wants it; the plain format leaves that to the tokenizer.
+        # A template writes BOS itself; for the plain format the tokenizer adds it.
         return self._encode(pieces, add_special_tokens=not self.has_chat_template)
 
     def render_chat(
@@ -119,7 +126,7 @@ class Tokenizer:
         template_arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as the text that `encode_chat` tokenizes."""
-        arguments = check_template_arguments(template_arguments, RESERVED_ARGUMENTS)
+        arguments = check_template_arguments(template_arguments)
         return self._template.render(
             check_messages(messages), add_generation_prompt=add_generation_prompt, arguments=arguments
         )
@@ -132,7 +139,7 @@ class Tokenizer:
         add_generation_prompt: bool,
     ) -> list[str | int]:
         checked = check_messages(messages)
-        arguments = check_template_arguments(template_arguments, RESERVED_ARGUMENTS)
+        arguments = check_template_arguments(template_arguments)
         conversation = json.dumps([checked, arguments], ensure_ascii=False)
         mark = choose_mark([conversation, self._template.source])
         rendered = self._template.render(
@@ -150,14 +157,6 @@ class Tokenizer:
             marked["content"] = self._control.mark(message["content"], mark)
         return marked | {"role": message["role"]}
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the ids; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
-        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    def is_byte(self, token_id: int) -> bool:
-        """Whether the token is one raw byte of a byte-fallback vocabulary."""
-        return self._backend.is_byte(token_id)
-
     @property
     def has_chat_template(self) -> bool:
         """Whether the model brought a chat template of its own."""
@@ -165,7 +164,7 @@ class Tokenizer:
 
     @property
     def notice(self) -> str | None:
-        """What a user who chats should be told about the prompt format, if anything."""
+        """What a user who chats should know about the prompt format, if anything."""
         return self._template.notice
 
     def close(self) -> None:
@@ -174,7 +173,7 @@ class Tokenizer:
 
 
 def _beginning(pieces: Sequence[str | int], length: int) -> list[str | int]:
-    """The pieces up to so many characters; a control token counts as one."""
+    """The first `length` characters of the pieces; a control token counts as one."""
     beginning: list[str | int] = []
     for piece in pieces:
         if length <= 0:
@@ -214,7 +213,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def load_backend(directory: Path) -> Backend:
-    """The vocabulary of a model directory without its chat template; raises as `load_tokenizer` does."""
+    """The vocabulary of a model directory, without its chat template; raises as `load_tokenizer` does."""
     settings = read_optional_json_object(directory / "tokenizer_config.json")
     special = read_optional_json_object(directory / "special_tokens_map.json")
     return _load_backend(directory, settings, _named_tokens(special | settings), template="")
@@ -238,7 +237,7 @@ def _load_backend(
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token and its kin, which are written as text or as an object with a `content`."""
+    """bos_token and the like, which are written as text or as an object with a `content`."""
     found = {}
     for name in _NAMED_TOKENS:
         value = settings.get(name)

@@ -13,8 +13,8 @@ from nanoserve.benchmarks.peers.catalog import PEERS, PeerKind
 from nanoserve.benchmarks.peers.protocol import Opening
 from nanoserve.benchmarks.roofline import BandwidthProbe
 from nanoserve.errors import RuntimeFailure
-from nanoserve.installation import install_command
 from nanoserve.measures.figures import titled_figure
+from nanoserve.processes.installation import install_command
 from tests.benchmarks.conftest import Run
 from tests.benchmarks.fakes import FakePeer
 

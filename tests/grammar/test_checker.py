@@ -12,7 +12,7 @@ import pytest
 
 from nanoserve.errors import UsageError
 from nanoserve.grammar.checker import GrammarChecker
-from nanoserve.installation import install_command
+from nanoserve.processes.installation import install_command
 from tests.grammar.conftest import BUNDLED
 from tests.grammar.schemas import PERSON
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nanoserve.config import ModelConfig, RopeConfig, SamplingDefaults
 from nanoserve.errors import ModelError
-from nanoserve.models.rotary import RotaryEmbedding
+from nanoserve.models.decoder import RotaryEmbedding
 from tests.oracle.checkpoints import FAMILIES
 
 

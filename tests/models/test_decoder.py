@@ -7,8 +7,7 @@ from torch.nn import functional
 
 from nanoserve.config import ModelConfig, MoeConfig
 from nanoserve.models.attention import AttentionBatch, DenseCausalAttention, PagedAttention
-from nanoserve.models.decoder import Decoder
-from nanoserve.models.experts import SparseExperts
+from nanoserve.models.decoder import Decoder, SparseExperts
 from tests.oracle.checkpoints import FAMILIES
 
 BLOCK_SIZE = 4

@@ -7,9 +7,9 @@ import torch
 
 from nanoserve import LLM
 from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.processes.sizes import format_size, parse_size
 from nanoserve.runtime.launch import memory
 from nanoserve.runtime.launch.memory import available_memory, choose_num_blocks, kv_bytes_per_block, out_of_memory
-from nanoserve.sizes import format_size, parse_size
 from tests.runtime.small_model import small_config
 
 # 2 tensors x 2 layers x 2 heads x 8 numbers x 4 tokens x 4 bytes

@@ -11,7 +11,7 @@ from nanoserve.scheduler.plan import Begin, StepPlan, StepResult
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.server import engine_process
-from nanoserve.server.messages import EngineStart, Ready
+from nanoserve.server.messages import EngineFacts, EngineStart
 from tests.fakes.dying_executor import CAUSE, DyingExecutor
 from tests.fakes.memory_checking_executor import next_token
 
@@ -81,7 +81,7 @@ def build(start: EngineStart, mailbox: engine_process.Mailbox) -> Engine:
         max_num_seqs=config.max_num_seqs,
     )
     executor = PacedExecutor(num_blocks, BLOCK_SIZE, model=word)
-    mailbox.send(Ready(CONTEXT, VOCAB_SIZE, END_TOKENS, SamplingParams(), config.max_num_seqs))
+    mailbox.send(EngineFacts(CONTEXT, VOCAB_SIZE, END_TOKENS, SamplingParams(), config.max_num_seqs))
     return Engine(scheduler, executor, vocab_size=VOCAB_SIZE)
 
 

@@ -11,7 +11,7 @@ import pytest
 from nanoserve.config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.request import FinishReason, Request, SamplingParams
-from nanoserve.server import plain_endpoints
+from nanoserve.server import endpoints
 from nanoserve.server.api_errors import ApiError
 from nanoserve.server.engine_child import EngineChild
 from nanoserve.server.engine_client import EngineClient, EngineState, EngineUnavailable, QueueFull
@@ -19,18 +19,18 @@ from nanoserve.server.messages import (
     Add,
     Command,
     Ending,
+    EngineFacts,
     EngineStart,
     EngineStats,
-    Ready,
-    Report,
     SampleUpdate,
+    StepReport,
     Stop,
 )
 from nanoserve.server.metrics import Metrics
 from nanoserve.server.streams import RequestStream
 from tests.server.test_streams import Letters
 
-FACTS = Ready(64, 1000, (), SamplingParams(), 8)
+FACTS = EngineFacts(64, 1000, (), SamplingParams(), 8)
 
 
 class FakeChild:
@@ -58,10 +58,10 @@ class Front:
         """The next engine is there."""
         self.child = FakeChild()
         self.client._child = cast(EngineChild, self.child)
-        self.client._hear(FACTS, self.client._child)
+        self.client._take(FACTS, self.client._child)
 
     def hear(self, **stats: Any) -> None:
-        self.client._hear(Report((), EngineStats(**stats)), cast(EngineChild, self.child))
+        self.client._take(StepReport((), EngineStats(**stats)), cast(EngineChild, self.child))
 
     def die(self) -> None:
         asyncio.run(self.client._after_death("was killed"))
@@ -78,7 +78,7 @@ class Front:
         """The engine tells of a token, and perhaps of the end."""
         ending = Ending(FinishReason.LENGTH) if ends else None
         update = SampleUpdate(name, 0, (5,), (), (), 0, 0.0, ending)
-        self.client._hear(Report((update,), EngineStats()), cast(EngineChild, self.child))
+        self.client._take(StepReport((update,), EngineStats()), cast(EngineChild, self.child))
 
     def got(self) -> list[str]:
         """The requests that the engine has been given."""
@@ -89,7 +89,7 @@ class Front:
         service = SimpleNamespace(engine=self.client, facts=lambda: FACTS)
         http: Any = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(service=service)))
         try:
-            return str(asyncio.run(plain_endpoints.ready(http)).status_code)
+            return str(asyncio.run(endpoints.ready(http)).status_code)
         except ApiError as error:
             return f"{error.status}: {error}"
 

@@ -23,9 +23,9 @@ from nanoserve.server.messages import (
     EngineMessage,
     EngineSockets,
     EngineStats,
-    Failed,
+    EngineStopped,
     Refused,
-    Report,
+    StepReport,
     Stop,
 )
 from tests.fakes.dying_executor import DyingExecutor
@@ -58,12 +58,12 @@ class Wire:
         assert self.reports.poll(WAIT_MILLISECONDS), "the engine said nothing"
         return msgspec.msgpack.decode(self.reports.recv(), type=EngineMessage)
 
-    def report(self) -> Report:
+    def report(self) -> StepReport:
         message = self.hear()
-        assert isinstance(message, Report)
+        assert isinstance(message, StepReport)
         return message
 
-    def finish(self) -> list[Report]:
+    def finish(self) -> list[StepReport]:
         """Turn until there is nothing left to do."""
         self.loop.turn()
         reports = [self.report()]
@@ -191,10 +191,10 @@ def test_the_last_word_is_why_the_engine_runs_nothing_any_more(wire: Wire) -> No
     wire.send(Add(Request("r", (WORKER_POISON_TOKEN, 3), SamplingParams(), seed=0)))
     wire.loop.run()
     messages = [wire.hear()]
-    while not isinstance(messages[-1], Failed):
+    while not isinstance(messages[-1], EngineStopped):
         messages.append(wire.hear())
     assert messages[-1].message.startswith("the workers died 3 times")
-    reports = [message for message in messages if isinstance(message, Report)]
+    reports = [message for message in messages if isinstance(message, StepReport)]
     assert not any(report.updates for report in reports), "what ends so is answered with that word"
     assert wire.engine.losses == 2
 
@@ -224,9 +224,9 @@ def test_the_last_death_is_told_before_the_last_word(wire: Wire) -> None:
     wire.send(Add(_request(max_tokens=50)))
     wire.loop.run()
     messages = [wire.hear()]
-    while not isinstance(messages[-1], Failed):
+    while not isinstance(messages[-1], EngineStopped):
         messages.append(wire.hear())
-    assert isinstance(messages[-2], Report) and messages[-2].stats.losses == 3
+    assert isinstance(messages[-2], StepReport) and messages[-2].stats.losses == 3
     assert messages[-1].message.startswith("the workers died 3 times within ")
 
 
@@ -244,7 +244,7 @@ RUBBISH = [
     ),
     msgspec.msgpack.encode(
         {
-            "type": "Ready",
+            "type": "EngineFacts",
             "max_model_len": 9,
             "vocab_size": 9,
             "end_tokens": [],

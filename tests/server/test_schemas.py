@@ -9,12 +9,12 @@ import pytest
 from nanoserve.errors import UsageError
 from nanoserve.request import SamplingParams
 from nanoserve.server.api_errors import ApiError
-from nanoserve.server.messages import Ready
+from nanoserve.server.messages import EngineFacts
 from nanoserve.server.sampling import chat_params, completion_params
 from nanoserve.server.schemas import ChatRequest, CompletionRequest, parse
-from nanoserve.text.messages import check_messages
+from nanoserve.text.chat_template import check_messages
 
-FACTS = Ready(1024, 4096, (0,), SamplingParams(), 256)
+FACTS = EngineFacts(1024, 4096, (0,), SamplingParams(), 256)
 NULLS = (
     *("metadata", "store", "service_tier", "parallel_tool_calls", "modalities", "prediction", "functions"),
     *("function_call", "audio", "reasoning_effort", "verbosity", "prompt_cache_key", "safety_identifier"),

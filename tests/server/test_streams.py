@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from nanoserve.errors import RuntimeFailure
-from nanoserve.outputs import MOST_PIECES
+from nanoserve.outputs import MAX_DELTAS
 from nanoserve.request import FinishReason, Request, SamplingParams
-from nanoserve.server import generation
-from nanoserve.server.answers import Answer, ChatAnswer, CompletionAnswer, Heading
+from nanoserve.server import endpoints
+from nanoserve.server.answers import ChatFormat, CompletionFormat, TextFormat
 from nanoserve.server.messages import Ending, SampleUpdate
 from nanoserve.server.schemas import ChatRequest, CompletionRequest, SamplingFields, parse
 from nanoserve.server.streams import RequestStream
@@ -36,12 +36,12 @@ class Client:
     """Reads an answer of one prompt; sees each chunk when it is sent."""
 
     def __init__(self, asked: SamplingFields = CHAT, **params: Any) -> None:
-        heading, letters = Heading("answer", "letters"), Letters()
+        letters = Letters()
         texts: Any = None  # of log probabilities, which nobody asks for
-        answer: Answer = ChatAnswer(heading, texts) if asked is CHAT else CompletionAnswer(heading, texts)
+        answer: CompletionFormat = (ChatFormat if asked is CHAT else TextFormat)("letters", texts)
         request = Request("r", (1, 2), SamplingParams(**params), seed=0)
         self.stream = RequestStream(request, letters, asyncio.Event())
-        self._job = generation._Job(asked, answer, [request])
+        self._job = endpoints._Completion(asked, answer, [request])
         self.chunks: list[Any] = []
 
     def step(self, *tokens: int, index: int = 0, ending: FinishReason | None = None, error: str | None = None) -> None:
@@ -56,7 +56,7 @@ class Client:
         """What the client has when it has all, while the script tells the engine's part."""
 
         async def both() -> None:
-            reading = asyncio.create_task(generation._emit_chunks(self._job, [self.stream], self.emit))
+            reading = asyncio.create_task(endpoints._emit_chunks(self._job, [self.stream], self.emit))
             await script()
             await reading
 
@@ -120,7 +120,7 @@ def test_steps_that_came_together_are_chunks_of_their_own() -> None:
 
 
 def test_what_a_slow_reader_has_not_taken_is_merged() -> None:
-    client, steps = Client(), 10 * MOST_PIECES
+    client, steps = Client(), 10 * MAX_DELTAS
 
     async def script() -> None:
         for step in range(steps):
@@ -128,7 +128,7 @@ def test_what_a_slow_reader_has_not_taken_is_merged() -> None:
         client.step(0, ending=FinishReason.LENGTH)
 
     choices = client.read(script)
-    assert len(choices) == MOST_PIECES
+    assert len(choices) == MAX_DELTAS
     text = "".join(delta["content"] for delta in deltas(choices))
     assert text == "".join(chr(ord("a") + step % 26) for step in range(steps)) + "a"
     assert choices[-1]["finish_reason"] == "length"

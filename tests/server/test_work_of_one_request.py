@@ -13,24 +13,24 @@ import msgspec
 import pytest
 import zmq
 
+from nanoserve import outputs
+from nanoserve.outputs import StopStrings
 from nanoserve.processes.sockets import SocketKeys, connect, listen, local_address
 from nanoserve.request import MAX_STOP_TOKENS, CompletionOutput, Request, RequestOutput, SamplingParams
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.server import generation
-from nanoserve.server.answers import CompletionAnswer, Heading
+from nanoserve.server import endpoints
+from nanoserve.server.answers import TextFormat
 from nanoserve.server.api_errors import ApiError
 from nanoserve.server.engine_process import COMMAND_BYTES, Mailbox
-from nanoserve.server.messages import Add, EngineSockets, Ready
+from nanoserve.server.messages import Add, EngineFacts, EngineSockets
 from nanoserve.server.sampling import MAX_LOGPROBS_PER_REQUEST, chat_params, completion_params
 from nanoserve.server.schemas import ChatRequest, CompletionRequest, parse
-from nanoserve.server.service import Limits, Service
-from nanoserve.text import stop_strings
-from nanoserve.text.stop_strings import StopStrings
+from nanoserve.server.service import ClientLimits, Service
 from nanoserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text.building import make_byte_level
 
-FACTS = Ready(1024, 4096, (0,), SamplingParams(), 256)
+FACTS = EngineFacts(1024, 4096, (0,), SamplingParams(), 256)
 LARGEST = {
     "stop_token_ids": list(range(MAX_STOP_TOKENS)),
     "logit_bias": {str(token): -1.0 for token in range(1024)},
@@ -66,8 +66,8 @@ def test_samples_and_prompts_share_stop_tokens_and_stop_strings(monkeypatch: pyt
     sequences = scheduler.table.unfinished("a")
     assert len(sequences) == 16 and len({id(sequence.stop_tokens) for sequence in sequences}) == 1
     compiled: list[str] = []
-    pattern = stop_strings._Pattern
-    monkeypatch.setattr(stop_strings, "_Pattern", lambda text: compiled.append(text) or pattern(text))
+    pattern = outputs._Pattern
+    monkeypatch.setattr(outputs, "_Pattern", lambda text: compiled.append(text) or pattern(text))
     stops = tuple(f"{index} not yet compiled" for index in range(16))
     for _ in range(128 * 16):
         StopStrings(stops)
@@ -110,10 +110,10 @@ def test_the_choices_of_an_answer_are_made_one_at_a_time(monkeypatch: pytest.Mon
     made: list[int] = []
     seen: list[int] = []
 
-    class Counting(CompletionAnswer):
-        def choice(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
-            made.append(choice)
-            return super().choice(choice, output)
+    class Counting(TextFormat):
+        def choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+            made.append(index)
+            return super().choice(index, output)
 
     async def outputs(_streams: object) -> list[RequestOutput]:
         return [RequestOutput(str(number), None, (1,), samples, True, 0, None) for number in range(128)]
@@ -124,10 +124,10 @@ def test_the_choices_of_an_answer_are_made_one_at_a_time(monkeypatch: pytest.Mon
             await asyncio.sleep(0)
 
     async def both() -> dict[str, Any]:
-        monkeypatch.setattr(generation, "wholes", outputs)
+        monkeypatch.setattr(endpoints, "wholes", outputs)
         requests = [Request("a", (1,), SamplingParams(n=16), 0)] * 128
-        job = generation._Job(_asked(), Counting(Heading("a", "m"), cast(Any, None)), requests)
-        whole = generation._whole(cast(Service, SimpleNamespace(limits=Limits())), job, [])
+        job = endpoints._Completion(_asked(), Counting("m", cast(Any, None)), requests)
+        whole = endpoints._whole(cast(Service, SimpleNamespace(limits=ClientLimits())), job, [])
         answer, _ = await asyncio.gather(whole, other())
         return cast(dict[str, Any], msgspec.json.decode(msgspec.json.encode(answer)))
 
@@ -167,7 +167,7 @@ class Edge:
             tokenizer=tokenizer,
             engine=cast(Any, SimpleNamespace(facts=FACTS)),
             grammars=cast(Any, None),
-            limits=Limits(messages=50),
+            limits=ClientLimits(messages=50),
         )
 
     def refuse(self, prompt: str | Sequence[dict[str, str]], context: int) -> ApiError:

@@ -8,10 +8,9 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanoserve.errors import ModelError, UsageError
+from nanoserve.processes.children import ProcessKilled
 from nanoserve.server.api_errors import as_api_error
-from nanoserve.text.chat_template import ChatTemplate, load_chat_template
-from nanoserve.text.limited_process import ProcessKilled
-from nanoserve.text.messages import check_messages
+from nanoserve.text.chat_template import ChatTemplate, check_messages, load_chat_template
 from nanoserve.text.tokenizer import load_tokenizer
 from tests.text.building import make_byte_level
 from tests.text.templates import STYLES

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoserve.errors import UsageError
-from nanoserve.text.stop_strings import StopStrings
+from nanoserve.outputs import StopStrings
 from tests.text.building import PATIENT
 
 

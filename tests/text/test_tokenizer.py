@@ -421,7 +421,7 @@ def test_text_never_imports_torch():
     import subprocess
     import sys
 
-    modules = "tokenizer, detokenizer, stop_strings, reasoning"
+    modules = "tokenizer, reasoning"
     program = (
         f"import sys; sys.modules['torch'] = None; from nanoserve.text import {modules}; import nanoserve.models.hub"
     )

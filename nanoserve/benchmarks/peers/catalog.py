@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from nanoserve.installation import install_command
+from nanoserve.processes.installation import install_command
 
 
 @dataclass(frozen=True, slots=True)

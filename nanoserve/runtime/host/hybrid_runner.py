@@ -190,7 +190,7 @@ class HybridRunner(ModelRunner):
             device = DeviceRows(*self.decoder.enter(inputs.first, inputs.positions), attention, inputs.computed)
         for number, half in enumerate(halves):
             beginning = step.beginning[number]
-            if self.decoder.shard.is_first and beginning is not None:
+            if self.decoder.is_first and beginning is not None:
                 half.append(beginning.group(self.decoder))
             rows = (row for row in step.plan.rows if row.tier == "host" and row.sub_batch == number)
             half += self.hybrid.take([row.sequence for row in rows if not row.tokens])

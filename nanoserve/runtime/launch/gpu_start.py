@@ -10,6 +10,7 @@ import torch
 from nanoserve.config import EngineConfig
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.hub import ProgressCallback
+from nanoserve.processes.sizes import format_size
 from nanoserve.runtime.compile.layer_pieces import EagerPieces, LayerPieces, whole_layer
 from nanoserve.runtime.compile.torch_compile import TorchCompileLayers
 from nanoserve.runtime.launch.devices import compiler_errors
@@ -17,7 +18,6 @@ from nanoserve.runtime.launch.memory import memory_errors, out_of_memory
 from nanoserve.runtime.launch.memory_profile import MemoryProfileRun, measured_memory
 from nanoserve.runtime.step.decode_graphs import CudaRecorder, DecodeGraphs, StaticInputs, bucket_sizes
 from nanoserve.runtime.step.model_runner import ModelRunner
-from nanoserve.sizes import format_size
 from triton_ops.gpu.experts import never_waits
 
 COMPILING, WARMING_UP = "compiling layers", "warming up"

@@ -9,7 +9,7 @@ import torch
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.sizes import format_size
+from nanoserve.processes.sizes import format_size
 
 CPU_SHARE = 0.25
 """Of free memory, for the cache by default: the machine's owner is working on it too."""

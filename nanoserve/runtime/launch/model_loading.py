@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.models.decoder import Decoder
+from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.dummy import make_dummy_model
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.models.loading import load_model
 from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shapes import dummy_config
-from nanoserve.models.shards import Shard, TensorParallelGroup
+from nanoserve.models.shards import Shard
 from nanoserve.processes.files import unreadable_as_model_error
 from nanoserve.runtime.launch.devices import check_model, use_writable_triton_cache
 from nanoserve.runtime.launch.memory import memory_errors, weights_do_not_fit

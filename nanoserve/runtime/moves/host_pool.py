@@ -19,8 +19,8 @@ from torch import Tensor
 from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.shards import Shard
+from nanoserve.processes.sizes import format_size
 from nanoserve.runtime.launch.memory import available_memory, kv_bytes_per_block, memory_errors
-from nanoserve.sizes import format_size
 
 HOST_SHARE = 0.25
 """Share of free memory for a pool whose size was not asked for: the rest is for the KV cache of

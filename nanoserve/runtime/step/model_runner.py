@@ -155,7 +155,7 @@ class ModelRunner:
         step = PreparedStep(plan, DeviceToHostCopy(self.device), self._stage_copies(plan.copies))
         if plan.rows:
             states, ends = self._stage_rows(step, plan.rows)
-            if self.decoder.shard.is_last:
+            if self.decoder.is_last:
                 step.sampled = SampledRows.stage(plan.rows, ends, states, self._staging)
         self._staging.transfer()
         return step
@@ -210,7 +210,7 @@ class ModelRunner:
         ends, tables = row_ends(rows), [record.block_table for record in records]
         step.inputs = next(self._inputs).build(rows, ends, tables, self._staging.add)
         step.fed = self._stage_fed(rows, ends)
-        if self.decoder.shard.is_last:
+        if self.decoder.is_last:
             step.prompts = self._stage_prompts(rows, ends, records)
         return [record.sampling for record in records], ends
 

@@ -17,6 +17,7 @@ from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction, RMSNo
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shards import shards_of_layouts
+from nanoserve.processes.sizes import format_size
 from nanoserve.processes.threads import cores_in_use
 from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
 from nanoserve.runtime.host.host_processor import HostProcessor
@@ -36,7 +37,6 @@ from nanoserve.runtime.workers.messages import Allocate, Loaded, Loading, Ready,
 from nanoserve.runtime.workers.process import WorkerEndpoint
 from nanoserve.runtime.workers.ranks import Ranks, meet
 from nanoserve.runtime.workers.worker import Worker, WorkerLayout
-from nanoserve.sizes import format_size
 from triton_ops.cpu import cpu_operators
 
 

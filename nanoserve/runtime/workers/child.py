@@ -1,27 +1,20 @@
 """One worker process as the engine sees it: started, watched, ended."""
 
 import contextlib
-import json
 import os
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import msgspec
 
+from nanoserve.processes.children import describe_exit, kill_group, python_command
 from nanoserve.runtime.workers.messages import WorkerStart
 
 GRACE_SECONDS = 2.0
 """For a process to end by itself before it is killed."""
 
-# Where nanoserve itself is: an editable installation is found by a hook of the site, not on the path.
-_PACKAGES = str(Path(__file__).parents[3])
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from nanoserve.runtime.workers.process import main; main()"
-)
+_PROGRAM = "from nanoserve.runtime.workers.process import main; main()"
 
 
 class WorkerChild:
@@ -38,7 +31,7 @@ class WorkerChild:
         """It waits for `begin`."""
         self.rank = rank
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, json.dumps([_PACKAGES, *sys.path]), str(directory)],
+            python_command(_PROGRAM, str(directory)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": str(threads)},
@@ -65,11 +58,11 @@ class WorkerChild:
     def killed(self) -> str | None:
         """By which signal it died; None if it lives or ended by itself."""
         code = self._process.poll()
-        return None if code is None or code >= 0 else _ending(code)
+        return None if code is None or code >= 0 else describe_exit(code)
 
     def ending(self) -> str:
         """How it ended; to be asked of one that has."""
-        return _ending(self._process.wait())
+        return describe_exit(self._process.wait())
 
     def let_go(self) -> None:
         """Let go of it: it ends itself and all that it has started, or is killed."""
@@ -82,15 +75,5 @@ class WorkerChild:
         """Until it is gone: by itself at best, else killed at that monotonic time."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, until - time.monotonic()))
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left; macOS: none but the dead
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
         self._process.wait()
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"

@@ -4,10 +4,10 @@ import pytest
 
 from nanoserve.config import EngineConfig
 from nanoserve.errors import UsageError
+from nanoserve.processes.sizes import format_size
 from nanoserve.runtime.launch.memory import CPU_SHARE, CUDA_SHARE
 from nanoserve.runtime.workers.executor import common_num_blocks
 from nanoserve.runtime.workers.messages import Loaded
-from nanoserve.sizes import format_size
 
 
 def config(**settings: object) -> EngineConfig:

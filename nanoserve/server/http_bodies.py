@@ -1,4 +1,4 @@
-"""Server-sent events, and noticing that a client is gone."""
+"""Bodies over HTTP: JSON that is read within limits, and answers of server-sent events."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -6,30 +6,69 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nanoserve.server.api_errors import ClientGone
+from nanoserve.server.api_errors import ApiError, ClientGone
+from nanoserve.server.service import ClientLimits
 
-_HEADERS = [
+_CLOSE = {"connection": "close"}
+_EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy must not collect the pieces
+    (b"x-accel-buffering", b"no"),  # a proxy must pass each event on at once
 ]
 _DONE = b"data: [DONE]\n\n"
 
 T = TypeVar("T")
-
-
 Emit = Callable[[object], Awaitable[None]]
 
 
+async def read_json_body(request: Request, limits: ClientLimits) -> bytes:
+    """The body, undecoded.
+
+    Raises:
+        ApiError: 413 if it is too long, 408 if it is too slow, 415 if it is not declared as JSON.
+        ClientGone: if the client hung up.
+    """
+    # A web page can make a browser post forms and plain text anywhere, but JSON only where that is allowed.
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, "send the header Content-Type: application/json", code="unsupported_media_type")
+    declared = request.headers.get("content-length", "0")
+    if int(declared) > limits.body_bytes:
+        raise _too_long(limits)
+    try:
+        async with asyncio.timeout(limits.client_seconds):
+            return await _read(request, limits)
+    except TimeoutError:
+        message = f"the body did not arrive within {limits.client_seconds:g} s"
+        raise ApiError(408, message, code="request_timeout", headers=_CLOSE) from None
+    except ClientDisconnect:
+        raise ClientGone from None
+
+
+async def _read(request: Request, limits: ClientLimits) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limits.body_bytes:
+            raise _too_long(limits)
+    return bytes(body)
+
+
+def _too_long(limits: ClientLimits) -> ApiError:
+    message = f"the body is longer than {limits.body_bytes} bytes (--max-body-size)"
+    return ApiError(413, message, code="request_too_large", headers=_CLOSE)
+
+
 class EventStream(Response):
-    """An answer of events.
+    """An answer of server-sent events.
 
     Args:
         produce: sends the events one by one with the function it is given; cancelled when the client goes.
-        close: called in any case when it is over.
+        close: called at the end in any case.
     """
 
     def __init__(
@@ -55,7 +94,7 @@ class EventStream(Response):
             data = b"data: " + msgspec.json.encode(event) + b"\n\n"
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
-        headers = _HEADERS + self._own_headers
+        headers = _EVENT_HEADERS + self._own_headers
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._produce(emit)
         await send({"type": "http.response.body", "body": _DONE, "more_body": False})

@@ -14,10 +14,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE | re
 
 
 def parse_size(size: str | int) -> int:
-    """Bytes of "512MiB", "2GB" (10^9 each), "1g" (2^30, as docker has it), "1.5 GiB" or a plain number of bytes.
+    """The bytes that "512MiB", "2GB" (10^9 each), "1g" (2^30, as in docker), "1.5 GiB" or a plain number mean.
 
     Raises:
-        UsageError: if it is nothing of the kind, or not at least one byte.
+        UsageError: if it is not a size, or less than one byte.
     """
     match = _SIZE.fullmatch(str(size))
     unit = _UNITS.get(match[2].lower()) if match else None
@@ -29,7 +29,7 @@ def parse_size(size: str | int) -> int:
 
 
 def format_size(number: int) -> str:
-    """Bytes for people, in binary units: "1.5 GiB". Rounded up, so that a size named as needed is enough."""
+    """Bytes for people, in binary units: "1.5 GiB". Rounded up, so that a size reported as needed is enough."""
     for unit, power in (("GiB", 3), ("MiB", 2), ("KiB", 1)):
         if number >= 1024**power:
             return f"{-(-number * 10 // 1024**power) / 10:.1f} {unit}"

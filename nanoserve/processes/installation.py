@@ -1,4 +1,4 @@
-"""Where this package comes from: a checkout it lies in, a clone it was installed from, or neither. No torch."""
+"""Where this package comes from: the checkout that holds it, a clone that it was installed from, or neither."""
 
 import json
 import os
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-PLACE = Path(__file__).resolve().parents[1]
-"""The directory with the packages: that of a checkout, or site-packages."""
+PLACE = Path(__file__).resolve().parents[2]
+"""The directory that holds the packages: a checkout, or site-packages."""
 _PACKAGES = ("nanoserve", "triton_ops")
 
 
 def install_command(extra: str, place: Path = PLACE) -> str:
-    """What installs the packages of an extra into the environment that this package runs in."""
+    """The command that installs the packages of an extra into the running environment."""
     source = _source(place)
     if source is None:
         return f"pip install 'nanoserve[{extra}]'"
@@ -22,9 +22,9 @@ def install_command(extra: str, place: Path = PLACE) -> str:
 
 
 def commit(place: Path = PLACE) -> str | None:
-    """The commit of the code that runs, with "+changes" behind it if any of its files differ; None if it is unknown.
+    """The commit of the running code, followed by "+changes" if its files differ from it; None if it is unknown.
 
-    Of a copy that was installed from a clone, this is the clone's present commit, and its files are the installed ones.
+    For a copy that was installed from a clone, the clone's present commit is compared with the installed files.
     """
     source = _source(place)
     if source is None:
@@ -51,7 +51,7 @@ def _source(place: Path) -> Path | None:
 
 
 def _direct_url(place: Path) -> dict[str, Any]:
-    """What pip wrote down about where it found the package (PEP 610); empty for one from an index."""
+    """The source of the package as pip recorded it (PEP 610); empty for a package from an index."""
     for distribution in metadata.distributions(name="nanoserve", path=[str(place)]):
         try:
             found = json.loads(distribution.read_text("direct_url.json") or "{}")
@@ -63,5 +63,5 @@ def _direct_url(place: Path) -> dict[str, Any]:
 
 def _git(place: Path, *arguments: str) -> str:
     words = ["git", "-C", str(place), *arguments]
-    unlocked = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # to look at a clone changes nothing in it
+    unlocked = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # reading a clone must not change it
     return subprocess.run(words, capture_output=True, text=True, check=True, timeout=10, env=unlocked).stdout.strip()

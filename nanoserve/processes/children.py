@@ -1,0 +1,190 @@
+"""Child processes that run nanoserve's code, and those among them that do untrusted work.
+
+A `LimitedProcess` does untrusted work: if it hangs, crashes or eats memory, nothing else is harmed. The child's side is
+a module whose `main` sets its limits with `limit_resources` and then calls `answer_requests`. Questions and answers are
+lines of JSON.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nanoserve.errors import RuntimeFailure
+
+ATTEMPTS = 2
+"""Tries at a question whose process is killed from outside, as the system does when memory is short."""
+SILENCE_SECONDS = 20.0
+"""Limit for a child that neither computes nor answers; its processor time is limited inside it."""
+GRACE_SECONDS = 2.0
+"""Time to end for a child that has closed its stdout."""
+
+_KILLED_FROM_OUTSIDE = (-9, -15)
+"""SIGKILL and SIGTERM. A child's own limits end it by other signals."""
+
+_PACKAGES = str(Path(__file__).parents[2])
+"""The directory of the package. An editable installation is found by an import hook, which children may lack."""
+
+
+def python_command(program: str, *arguments: str, flags: Sequence[str] = ()) -> list[str]:
+    """The command of a Python process that finds the same packages; `arguments` are its sys.argv[2:]."""
+    prepare = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    return [sys.executable, *flags, "-c", prepare + program, json.dumps([_PACKAGES, *sys.path]), *arguments]
+
+
+def kill_group(leader: int) -> None:
+    """Kill a process and its children: a compiler, for example, would outlive it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; on macOS: only dead ones
+        os.killpg(leader, signal.SIGKILL)
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, from its exit code."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+class ProcessKilled(RuntimeFailure):
+    """The child was killed from outside, again and again: nothing is wrong with the question."""
+
+
+class LimitedProcess:
+    """A child that answers one line of JSON with another, one at a time. Safe to use from several threads.
+
+    Args:
+        module: the child runs the `main` of this module.
+        purpose: the child's name in messages.
+        greeting: the first line that the child reads.
+    """
+
+    def __init__(self, module: str, purpose: str, greeting: dict[str, Any]) -> None:
+        # -I and -S: the child skips the start-up work of site.
+        self._command = python_command(f"from {module} import main; main()", flags=("-I", "-S"))
+        self._purpose = purpose
+        self._greeting = json.dumps(greeting)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the child now, so that it loads in the background; otherwise `ask` starts it."""
+        with self._lock:
+            self._running()
+
+    def ask(self, line: str) -> dict[str, Any] | None:
+        """The child's answer; None if it died over the question. The next question starts another child.
+
+        Raises:
+            ProcessKilled: if it was killed from outside in every attempt.
+        """
+        with self._lock:
+            for _ in range(ATTEMPTS):
+                with contextlib.suppress(ProcessKilled):
+                    return self._ask(line)
+        raise ProcessKilled(f"{self._purpose} was killed {ATTEMPTS} times; is the machine short of memory?")
+
+    def close(self) -> None:
+        """End the process; a later question would start another."""
+        with self._lock:
+            self._discard()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None:
+            return self._process
+        process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        self._process = process
+        self._finalizer = weakref.finalize(self, _end, process)
+        _send(process, self._greeting)
+        return process
+
+    def _discard(self) -> None:
+        if self._process is not None:
+            self._finalizer()
+            self._process = None
+
+    def _ask(self, line: str) -> dict[str, Any] | None:
+        process = self._running()
+        assert process.stdout is not None
+        _send(process, line)
+        silent = threading.Event()
+
+        def give_up() -> None:
+            silent.set()
+            process.kill()
+
+        watchdog = threading.Timer(SILENCE_SECONDS, give_up)
+        watchdog.start()
+        try:
+            answer = process.stdout.readline()
+        except BaseException:
+            # Interrupted: the answer would otherwise be read as that of the next question.
+            self._discard()
+            raise
+        finally:
+            watchdog.cancel()
+        if not answer:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+            self._discard()
+            if process.returncode in _KILLED_FROM_OUTSIDE and not silent.is_set():
+                raise ProcessKilled
+            return None
+        result: dict[str, Any] = json.loads(answer)
+        return result
+
+
+def _send(process: subprocess.Popen[bytes], line: str) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # the child is dead; `_ask` notices when no answer comes
+        process.stdin.write(line.encode() + b"\n")
+        process.stdin.flush()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+def limit_resources(memory: int, stack: int | None = None) -> None:
+    """Bound this process's memory and stack, in bytes. Ctrl-C at the terminal then reaches the parent alone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform != "win32":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if stack is not None:
+            resource.setrlimit(resource.RLIMIT_STACK, (stack, stack))
+
+
+def limit_time(seconds: float) -> None:
+    """End this process when it has computed for `seconds`; 0 lifts the limit. Waiting does not count."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def answer_requests(answer: Callable[[dict[str, Any]], dict[str, str]]) -> None:
+    """Answer the objects on stdin, one per line, until it closes. `seconds` of each is its processor time."""
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        limit_time(request["seconds"])
+        result = answer(request)
+        limit_time(0)
+        sys.stdout.buffer.write(json.dumps(result).encode() + b"\n")
+        sys.stdout.buffer.flush()
