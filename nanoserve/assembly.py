@@ -11,7 +11,7 @@ import torch
 from nanoserve.config import EngineConfig, ModelConfig, SamplingDefaults
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.costs.measured_machine import MachineSpeeds, layout_predictors, measured_machine
-from nanoserve.costs.measured_predictor import MeasuredPredictor
+from nanoserve.costs.measured_times import MeasuredPredictor
 from nanoserve.costs.profile import read_profile
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
@@ -22,9 +22,10 @@ from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.models.shards import shards_of_layouts
-from nanoserve.record.forecasts import Forecasts
+from nanoserve.record.recorder import Telling
+from nanoserve.record.trace import RunTrace
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.core_division import divide_cores
 from nanoserve.runtime.launch.devices import usable_device
@@ -36,7 +37,6 @@ from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_predic
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.gpu_staging import staging_memory
 from nanoserve.runtime.moves.host_pool import HostPool, choose_host_blocks
-from nanoserve.runtime.trace.traced_executor import TracingExecutor
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Policy, Predictor
 from nanoserve.scheduler.plan import LayoutCapacity
@@ -60,7 +60,7 @@ class BuiltEngine:
     default_params: SamplingParams
     """What the model's generation_config.json recommends."""
     operators: CpuOperators | None
-    layers: "AotInductorLayers | RemoteLayers | LayersOfAll | None"
+    layers: "LayerRunner | RemoteLayers | LayersOfAll | None"
     """What is built in the background and makes steps faster; None where nothing is."""
     gpu: GpuFacts | None
     """What getting the GPU ready took; None without one."""
@@ -90,8 +90,8 @@ def build_engine(
     with ExitStack() as failing:
         file = failing.enter_context(ChromeTraceFile(Path(config.trace)))  # fails at once if it cannot be written
         built = build(resolved, config, progress, default_params)
-        _trace(built.engine, file, config)
-        failing.pop_all()  # the executor closes it
+        _trace(built, file, config)
+        failing.pop_all()  # the end of the run closes it
     return built
 
 
@@ -107,13 +107,21 @@ def _check_host_attention(config: EngineConfig) -> None:
         read_profile(Path(config.profile))
 
 
-def _trace(built: Engine | Dispatcher, file: ChromeTraceFile, config: EngineConfig) -> None:
-    """Have what every engine does written into one file."""
-    engines = built.engines if isinstance(built, Dispatcher) else (built,)
+def _trace(built: BuiltEngine, file: ChromeTraceFile, config: EngineConfig) -> None:
+    """Have what every engine does written into one file, which the first engine closes: it ends last."""
+    engines = built.engine.engines if isinstance(built.engine, Dispatcher) else (built.engine,)
     for number, engine in enumerate(engines):
-        which = number if len(engines) > 1 else None
-        engine.executor = TracingExecutor(
-            engine.executor, file, scheduler=engine.scheduler, layouts=config.layouts, engine=which
+        engine.recorder.forecasts.of_all = True
+        engine.recorder.add(
+            RunTrace(
+                file,
+                engine.now(),
+                layouts=config.layouts,
+                tells_times=isinstance(engine.executor, Telling),
+                host_link_bandwidth=None if built.speeds is None else built.speeds.host_link_bandwidth,
+                name=f"engine {number}" if len(engines) > 1 else None,
+                close=file.flush if number else file.close,
+            )
         )
 
 
@@ -132,9 +140,9 @@ def _build_here(
     operators = cpu_operators() if gpu is None else None
     # Before anything is compiled for a number of threads.
     processor = HostProcessor.set_apart(config.host_threads, device) if config.attends_on_host else None
-    layers: AotInductorLayers | None = None
+    layers: LayerRunner | None = None
     if operators is not None and not config.eager:
-        layers = AotInductorLayers(
+        layers = LayerRunner.ahead_of_time(
             decoder, block_size=config.block_size, operators=operators, with_pieces=config.attends_on_host
         )
     executor = LocalExecutor(
@@ -144,12 +152,12 @@ def _build_here(
         block_size=config.block_size,
         device=device,
         layers=layers,
-        run_layer=DecoderLayer.__call__ if gpu is None else gpu.run_layer,
+        run_layer=DecoderLayer.__call__ if gpu is None else gpu.layers,
         grammars=GrammarCompiler(resolved.tokenizer_directory, model.vocab_size),
         feeds_tokens=gpu is not None and not config.eager,
         host_pool=host_pool,
         processor=processor,
-        pieces=layers if gpu is None else gpu.pieces,
+        pieces=layers if gpu is None else gpu.layers,
     )
     facts = None if gpu is None else gpu.capture(executor.runner, max_model_len, progress)
     if processor is None or speeds is None:
@@ -315,7 +323,6 @@ def _make_scheduler(
         other_layouts=others,
         predictors=predictors,
         feeds_tokens=feeds_tokens,
-        observer=Forecasts(predictors) if predictors else None,
     )
 
 

@@ -6,6 +6,7 @@ from functools import reduce
 from operator import add
 
 from nanoserve.errors import RuntimeFailure, UsageError, WorkersFailed
+from nanoserve.record.recorder import Recorder
 from nanoserve.request import FinishReason, Request, SequenceUpdate
 from nanoserve.scheduler.plan import Executor
 from nanoserve.scheduler.scheduler import Scheduler
@@ -112,7 +113,20 @@ class Engine:
         self.vocab_size = vocab_size
         self.tokens = TokenCounts()  # of its requests
         self.losses = 0  # how often the executor's workers died and new ones were started
+        self._recorder = Recorder(scheduler, executor) if scheduler.predictors else None
         self.failure: str | None = None  # why the executor runs nothing any more; None while it does
+
+    @property
+    def recorder(self) -> Recorder:
+        """What shows this engine to observers. From the first call on it stands before the executor."""
+        if self._recorder is None:
+            self._recorder = Recorder(self.scheduler, self.executor)
+        return self._recorder
+
+    @property
+    def _runs(self) -> Executor | Recorder:
+        """What plans are handed to."""
+        return self.executor if self._recorder is None else self._recorder
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -122,7 +136,7 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether a plan would be computed at once; not while workers are stopped or being started anew."""
-        return self.failure is None and bool(getattr(self.executor, "ready", True))
+        return self.failure is None and self.executor.ready
 
     @property
     def has_work(self) -> bool:
@@ -154,7 +168,7 @@ class Engine:
 
     def now(self) -> float:
         """Seconds on the executor's clock."""
-        return self.executor.now()
+        return self._runs.now()
 
     def add(self, request: Request) -> None:
         """Take a request in; it runs from the next step on.
@@ -173,12 +187,17 @@ class Engine:
                 raise UsageError(f"{name}: token id {outside[0]} is not in the vocabulary of {self.vocab_size}")
         self.scheduler.add(request)
         self.tokens.on_request(request)
+        if self._recorder is not None:
+            self._recorder.on_request(request)
 
     def stop(
         self, request_id: str, *, index: int | None = None, reason: FinishReason = FinishReason.ABORT
     ) -> list[SequenceUpdate]:
         """End a request, or one of its samples, from outside: an abort, or a stop string seen in the text."""
-        return self.tokens.on_updates(self.scheduler.stop(request_id, self.now(), index=index, reason=reason))
+        if self._recorder is not None:
+            self._recorder.on_stop(request_id, index, reason)
+        updates = self.scheduler.stop(request_id, self.now(), index=index, reason=reason)
+        return self._tell(self.tokens.on_updates(updates))
 
     def step(self, until: float | None = None) -> list[SequenceUpdate]:
         """Submit as many plans as may be in flight, then take in what has become known.
@@ -196,15 +215,16 @@ class Engine:
     def submit(self) -> list[SequenceUpdate]:
         """The first half of a step; returns what has ended because nothing can be submitted."""
         if self.failure is not None:
-            return self._fail(WorkersFailed(self.failure))
+            return self._tell(self._fail(WorkersFailed(self.failure)))
+        scheduler, runs = self.scheduler, self._runs
         try:
-            while self.has_work and self.scheduler.steps_in_flight < self.executor.max_in_flight:
-                plan = self.scheduler.schedule(self.executor.now())
+            while scheduler.has_work and scheduler.steps_in_flight < self.executor.max_in_flight:
+                plan = scheduler.schedule(runs.now())
                 if plan is None:
                     break
-                self.executor.submit(plan)
+                runs.submit(plan)
         except RuntimeFailure as error:
-            return self._fail(error)
+            return self._tell(self._fail(error))
         return []
 
     def collect(self, until: float | None = None) -> list[SequenceUpdate]:
@@ -214,20 +234,27 @@ class Engine:
             return updates
         try:
             if self.scheduler.awaits_results or (until is not None and not self.has_work):
-                for result in self.executor.collect(until):
+                runs = self._runs
+                for result in runs.collect(until):
                     self.losses += result.lost is not None
-                    updates += self.tokens.on_updates(self.scheduler.apply(result, self.executor.now()))
+                    updates += self.tokens.on_updates(self.scheduler.apply(result, runs.now()))
         except RuntimeFailure as error:
             updates += self._fail(error)
+        return self._tell(updates)
+
+    def _tell(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
+        """Whoever observes this engine sees what sequences gained."""
+        if self._recorder is not None:
+            self._recorder.on_updates(updates)
         return updates
 
     def _fail(self, error: RuntimeFailure) -> list[SequenceUpdate]:
         """What is in flight ends with an error, or everything."""
         if isinstance(error, WorkersFailed):
             self.failure = str(error)
-            return self.tokens.on_updates(self.scheduler.fail_all(self.failure, self.executor.now()))
-        return self.tokens.on_updates(self.scheduler.fail_steps(str(error), self.executor.now()))
+            return self.tokens.on_updates(self.scheduler.fail_all(self.failure, self.now()))
+        return self.tokens.on_updates(self.scheduler.fail_steps(str(error), self.now()))
 
     def close(self) -> None:
         """Close the executor."""
-        self.executor.close()
+        self._runs.close()

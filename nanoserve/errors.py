@@ -25,3 +25,8 @@ class ModelError(NanoserveError):
     """The model directory is missing, incomplete or not supported."""
 
     exit_code = 3
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; empty if it has none."""
+    return (str(error).strip().splitlines() or [""])[0]

@@ -9,22 +9,13 @@ functions are counted. The test of this script holds three of its figures below 
 import ast
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = ("nanoserve", "triton_ops")
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """A folder of the package, or the files beside the folders."""
-
-    files: int
-    lines: int
+from nanoserve.papers.gllm.code_size import PACKAGES, ROOT, Room, rooms, sources, together
 
 
 @dataclass(slots=True)
@@ -45,23 +36,6 @@ class Visit:
 
 
 OWN = tuple(f"{ROOT / package}/" for package in PACKAGES)
-
-
-def sources() -> Iterator[Path]:
-    """All Python files of the product."""
-    for package in PACKAGES:
-        yield from sorted((ROOT / package).rglob("*.py"))
-
-
-def rooms() -> dict[str, Room]:
-    """Files and lines of every room."""
-    files, lines = Counter[str](), Counter[str]()
-    for path in sources():
-        package, *inner = path.relative_to(ROOT).parts
-        room = package if package != "nanoserve" else f"nanoserve/{inner[0]}" if len(inner) > 1 else "nanoserve/*.py"
-        files[room] += 1
-        lines[room] += len(path.read_text().splitlines())
-    return {room: Room(files[room], lines[room]) for room in sorted(files)}
 
 
 def repeated_class_names() -> dict[str, int]:
@@ -109,9 +83,9 @@ def observed(action: Callable[[], Any], visit: Visit) -> None:
 
 def _print_rooms(by_room: Mapping[str, Room]) -> None:
     for room, size in by_room.items():
-        print(f"{room:28} {size.files:4} files {size.lines:7,} lines")
-    product = [size for room, size in by_room.items() if room.startswith("nanoserve")]
-    print(f"{'nanoserve':28} {sum(one.files for one in product):4} files {sum(one.lines for one in product):7,} lines")
+        print(f"{room:28} {size.files:4} files {size.lines:7,} lines {size.code:7,} of code")
+    product = together(size for room, size in by_room.items() if room.startswith("nanoserve"))
+    print(f"{'nanoserve':28} {product.files:4} files {product.lines:7,} lines {product.code:7,} of code")
 
 
 def main() -> None:

@@ -63,7 +63,7 @@ def main(name: str, first: str, second: str, dtype: str) -> None:
 
 
 def measure(directory: Path, dtype: str, shards: "list[tuple[Shard, ...]]") -> list[Timing]:
-    """Of all workers, each of which has a shard for either layout."""
+    """Timings of all workers, each of which has a shard for either layout."""
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(len(shards))
     ends = []

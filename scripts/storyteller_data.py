@@ -11,9 +11,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from storyteller_chats import Turn, story_chat
-from storyteller_tales import MAX_CHAT_STORY_BYTES, exchange_nouns, find_nouns, rename_people
-from storyteller_words import BOYS, GIRLS, GROUP_OF_NOUN, plural
+from storyteller_tales import (
+    BOYS,
+    GIRLS,
+    GROUP_OF_NOUN,
+    MAX_CHAT_STORY_BYTES,
+    Turn,
+    exchange_nouns,
+    find_nouns,
+    plural,
+    rename_people,
+    story_chat,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 VOCABULARY_SIZE = 4096
@@ -132,7 +141,7 @@ Token = tuple[int, int]
 """A token's id, and how much learning it counts."""
 Document = list[Token]
 PICKED_UP_WEIGHT = 12
-"""Of a noun where a story first takes it from its request: few tokens, and all that the user asked for."""
+"""Weight of a noun where a story first takes it from its request: few tokens, and all that the user asked for."""
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> Document:
@@ -214,7 +223,7 @@ def draw_document(corpus: Corpus, tokenizer: Tokenizer, mix: Mix, random_source:
 def draw_echo(corpus: Corpus, tokenizer: Tokenizer, random_source: random.Random) -> Document:
     """Random nouns and names, or a story with its nouns exchanged, and then the same again.
 
-    Nothing helps but to look back, as a story must at its request and a story told anew at the one before.
+    Nothing helps but to look back, as a story must at its request and a changed story at the one before.
     """
     if random_source.random() < 0.5:
         once = exchange_nouns(random_source.choice(corpus.short_stories), random_source)[0]

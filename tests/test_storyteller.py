@@ -1,7 +1,7 @@
 """The bundled storyteller keeps its promises: its size and shape, its tokenizer, and the stories it tells."""
 
-import importlib.util
 import json
+import random
 import re
 from collections import Counter
 from pathlib import Path
@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from nanoserve.config import ModelConfig
+from scripts.storyteller_tales import HELD_OUT_PAIRS, plural, story_chat, with_article
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "nanoserve" / "assets"
@@ -22,21 +23,15 @@ FEWEST_ENDED = 0.90
 FEWEST_WITHOUT_REPETITION = 0.90
 MOST_REPEATS_OF_A_FOUR_GRAM = 3
 
-words_file = importlib.util.spec_from_file_location("storyteller_words", REPOSITORY / "scripts/storyteller_words.py")
-assert words_file is not None and words_file.loader is not None
-storyteller_words = importlib.util.module_from_spec(words_file)
-words_file.loader.exec_module(storyteller_words)
-PAIRS: tuple[tuple[str, str], ...] = storyteller_words.HELD_OUT_PAIRS
-
 
 def ask(first: str, second: str) -> str:
     """One of the fixed prompts."""
-    return f"a story about {storyteller_words.with_article(first)} and {storyteller_words.with_article(second)}"
+    return f"a story about {with_article(first)} and {with_article(second)}"
 
 
 def has_word(text: str, word: str) -> bool:
     """Whether the word or its plural is in the text as a whole word."""
-    return re.search(rf"\b({word}|{storyteller_words.plural(word)})\b", text.lower()) is not None
+    return re.search(rf"\b({word}|{plural(word)})\b", text.lower()) is not None
 
 
 def most_repeats(text: str) -> int:
@@ -103,24 +98,32 @@ def stories() -> list[tuple[str, bool]]:
     from nanoserve.llm import LLM
     from nanoserve.request import SamplingParams
 
-    conversations = [[{"role": "user", "content": ask(*pair)}] for pair in PAIRS]
+    conversations = [[{"role": "user", "content": ask(*pair)}] for pair in HELD_OUT_PAIRS]
     params = [
         SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=MAX_STORY_TOKENS)
-        for seed in range(len(PAIRS))
+        for seed in range(len(HELD_OUT_PAIRS))
     ]
     with LLM(STORYTELLER) as llm:
         answers = [request.outputs[0] for request in llm.chat(conversations, params)]
     return [(answer.text, answer.finish_reason == "stop") for answer in answers]
 
 
+def test_invented_chats_ask_for_no_pair_of_the_test() -> None:
+    random_source = random.Random(0)
+    real = ["Lily had a dog and a kite.\n\nThe dog ran.\n\nLily was happy."]
+    for _ in range(300):
+        for role, text in story_chat(real, random_source):
+            assert role != "user" or not any(has_word(text, one) and has_word(text, two) for one, two in HELD_OUT_PAIRS)
+
+
 def test_asks_forty_different_prompts() -> None:
-    assert len({ask(*pair) for pair in PAIRS}) == 40
+    assert len({ask(*pair) for pair in HELD_OUT_PAIRS}) == 40
 
 
 def test_stories_use_both_words(stories: list[tuple[str, bool]]) -> None:
     found = [
         has_word(text, first) and has_word(text, second)
-        for (text, _), (first, second) in zip(stories, PAIRS, strict=True)
+        for (text, _), (first, second) in zip(stories, HELD_OUT_PAIRS, strict=True)
     ]
     assert sum(found) / len(found) >= FEWEST_WITH_BOTH_WORDS
 

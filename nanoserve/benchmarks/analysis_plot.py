@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Point = tuple[float, float]
 
 _STYLES = (("o", -2), ("s", -30))
-"""Of prefill and decode: marker, and by how many points the names stand lower, so that they do not meet."""
+"""Marker of prefill and decode, and by how many points the names are set lower, so that they do not overlap."""
 _NEARBY = 1.6
 """Points whose coordinates differ by less than this factor share a label."""
 

@@ -33,7 +33,7 @@ class Round(Bracketed, frozen=True, kw_only=True):
     same_tokens: dict[str, float]
 
 
-class Ratio(msgspec.Struct, frozen=True):
+class PeerRatio(msgspec.Struct, frozen=True):
     """Ours over a peer's, in the rounds of one case and one bandwidth state."""
 
     case: str
@@ -106,7 +106,7 @@ def _agreement(answers: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, flo
     }
 
 
-def ratios(rounds: Sequence[Round], ours: str = "nanoserve") -> list[Ratio]:
+def ratios(rounds: Sequence[Round], ours: str = "nanoserve") -> list[PeerRatio]:
     """Medians and extremes of ours over theirs, for every case, peer, metric and bandwidth state."""
     values: dict[tuple[str, str, str, str], list[float]] = {}
     for place, state in sorted(bandwidth_states(rounds).items()):
@@ -114,7 +114,7 @@ def ratios(rounds: Sequence[Round], ours: str = "nanoserve") -> list[Ratio]:
         for (peer, metric), ratio in _ratios_within(done, ours).items():
             values.setdefault((done.case, peer, metric, state), []).append(ratio)
     return [
-        Ratio(*key, rounds=len(found), median=statistics.median(found), low=min(found), high=max(found))
+        PeerRatio(*key, rounds=len(found), median=statistics.median(found), low=min(found), high=max(found))
         for key, found in values.items()
     ]
 

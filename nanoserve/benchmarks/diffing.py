@@ -16,7 +16,7 @@ HIGHER_IS_BETTER = frozenset(
         *("prefill_ratio", "decode_ratio", "output_ratio", "of_floor"),
     }
 )
-"""Of all other metrics, which are durations, less is better."""
+"""Metrics for which more is better. All others are durations: less is better."""
 
 Samples = dict[str, dict[str, list[float]]]
 """case -> metric -> its repeated measurements."""
@@ -30,7 +30,7 @@ class Change(msgspec.Struct, frozen=True):
     before: float
     after: float
     ratio: float
-    """Of the medians; low and high bound it with 95 % confidence."""
+    """Ratio of the medians; low and high bound it with 95 % confidence."""
     low: float
     high: float
     worse: float

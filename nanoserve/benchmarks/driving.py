@@ -9,8 +9,8 @@ from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import RequestTiming
 from nanoserve.processes.interrupts import deferred_interrupts
+from nanoserve.record.events import Collected, Event, Planned
 from nanoserve.request import Request, SamplingParams
-from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +49,19 @@ class _Progress:
         return RequestTiming(self.input_tokens, tuple(self.times))
 
 
-class RecordingExecutor:
-    """An Executor that remembers the shape and the duration of every plan it passes on."""
+class _FinishedSteps:
+    """An observer that remembers the shape and the duration of every plan that has ended."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self.max_in_flight = executor.max_in_flight
-        self.feeds_tokens = executor.feeds_tokens
+    def __init__(self) -> None:
         self._shapes: dict[int, StepShape] = {}
         self.finished: list[tuple[StepShape, float]] = []
 
-    def submit(self, plan: StepPlan) -> None:
-        self._shapes[plan.step] = StepShape.of(plan)
-        self._executor.submit(plan)
-
-    def collect(self, until: float | None) -> list[StepResult]:
-        results = self._executor.collect(until)
-        for result in results:
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Planned):
+            self._shapes[event.plan.step] = StepShape.of(event.plan)
+        for result in event.results if isinstance(event, Collected) else ():
             if result.step is not None:
                 self.finished.append((self._shapes.pop(result.step), result.seconds))
-        return results
-
-    def now(self) -> float:
-        return self._executor.now()
-
-    def close(self) -> None:
-        self._executor.close()
 
 
 class EngineDriver:
@@ -86,8 +73,8 @@ class EngineDriver:
     def __init__(self, engine: Engine, on_step: Callable[[StepShape], None] = lambda _: None) -> None:
         self._engine = engine
         self._on_step = on_step
-        self._recorder = RecordingExecutor(engine.executor)
-        engine.executor = self._recorder
+        self._steps = _FinishedSteps()
+        engine.recorder.add(self._steps)
         self._runs = 0
 
     def run(self, prompts: Sequence[tuple[int, ...]], output_tokens: Sequence[int]) -> EngineRun:
@@ -99,7 +86,7 @@ class EngineDriver:
         """
         engine, salt = self._engine, f"run-{self._runs}"
         self._runs += 1
-        self._recorder.finished.clear()
+        self._steps.finished.clear()
         issued = engine.now()
         running: dict[str, _Progress] = {}
         try:
@@ -117,7 +104,7 @@ class EngineDriver:
         return EngineRun(timings, tokens, tuple(steps))
 
     def _drain(self, running: dict[str, _Progress], issued: float) -> list[StepRecord]:
-        engine, finished = self._engine, self._recorder.finished
+        engine, finished = self._engine, self._steps.finished
         steps: list[StepRecord] = []
         while engine.has_work:
             began = time.perf_counter()

@@ -1,7 +1,8 @@
-"""One engine in this process, measured beside the machine it runs on."""
+"""Engines in this process, measured beside the machine they run on."""
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
@@ -10,7 +11,7 @@ from nanoserve.benchmarks.floors import ModelCost, StepShape
 from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 from nanoserve.benchmarks.settling import settle_operators
 from nanoserve.benchmarks.step_summary import summarize_steps
-from nanoserve.errors import UsageError
+from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.llm import LLM
 from nanoserve.measures.metrics import MILLISECONDS, BatchRates, request_distributions
 from nanoserve.measures.workloads import RequestShape, random_prompts
@@ -26,28 +27,43 @@ _TELL_SECONDS = 1.0
 
 
 class LocalBench:
-    """Measures an open LLM; the machine's limits are looked at once, its bandwidth around every measurement.
+    """Measures open LLMs of one model. The machine's limits are measured once, its bandwidth around every measurement.
 
     Args:
-        announce: is told, in a line, what is waited for before anything is measured.
+        llms: one, or an eager and a compiled one, whose runs are interleaved.
+        announce: takes a line that says what is waited for before anything is measured.
         progress: is told how far that is, and then how far the runs are.
-        probes: whether to look at the machine: without, no figure is held against its limits.
+        probes: whether to measure the machine. Without, no figure is compared with its limits.
+
+    Raises:
+        RuntimeFailure: if two LLMs are given and the layers of both are eager.
     """
 
     def __init__(
-        self, llm: LLM, *, seed: int, announce: Callable[[str], None], progress: ProgressCallback, probes: bool
+        self,
+        llms: Sequence[LLM],
+        *,
+        seed: int,
+        announce: Callable[[str], None],
+        progress: ProgressCallback,
+        probes: bool,
     ) -> None:
         import torch
 
-        self._llm = llm
-        self._driver = EngineDriver(llm.engine, self._count)
+        self._llm = llm = llms[0]
         self._seed = seed
         self._progress = progress
         self._done = self._expected = 0
         self._told = 0.0
         dtype = resolve_dtype(llm.engine_config.dtype, torch.device(llm.engine_config.device), llm.config.dtype)
         operators = settle_operators(announce)
-        llm.prepare(lambda stage, done, _: None if done else announce(f"{stage}, once on this machine ..."))
+        for each in llms:
+            each.prepare(lambda stage, done, _: None if done else announce(f"{stage}, once on this machine ..."))
+        self._drivers = {_layers(each): EngineDriver(each.engine, self._count) for each in llms}
+        if len(self._drivers) < len(llms):
+            raise RuntimeFailure(
+                "layers cannot be compiled on this machine, so there is nothing to compare eager ones with"
+            )
         self._cost = ModelCost(llm.config, dtype.itemsize)
         self._probe = self._limits = None
         if probes:
@@ -59,7 +75,7 @@ class LocalBench:
             "model": llm.model_name,
             "dtype": str(dtype).removeprefix("torch."),
             "operators": operators,
-            "layers": "compiled" if llm.compiled else "eager",
+            "layers": " and ".join(self._drivers),
             "threads": torch.get_num_threads(),
             "policy": llm.engine_config.policy_name,
         }
@@ -77,9 +93,11 @@ class LocalBench:
             )
 
     def expect(self, shapes: Sequence[RequestShape], *, runs: int) -> None:
-        """These requests will be run together so many times: what progress is told is how much of it is done."""
+        """Count the work of these requests, run together `runs` times on each engine, for the progress display."""
         steps = max(shape.output_tokens for shape in shapes)
-        self._expected += runs * (_STEP_TOKENS * steps + sum(shape.total_tokens for shape in shapes))
+        self._expected += (
+            runs * len(self._drivers) * (_STEP_TOKENS * steps + sum(shape.total_tokens for shape in shapes))
+        )
 
     def _count(self, step: StepShape) -> None:
         self._done += _STEP_TOKENS + step.tokens
@@ -89,31 +107,42 @@ class LocalBench:
 
     def warm_up(self, shapes: Sequence[RequestShape]) -> None:
         """Run these, unmeasured."""
-        self._run(list(shapes) or [_WARM_UP], repeat=0)
+        for driver in self._drivers.values():
+            self._run(driver, list(shapes) or [_WARM_UP], repeat=0)
 
-    def measure(self, case: str, shapes: Sequence[RequestShape], *, repeats: int) -> dict[str, Any]:
-        """A report's row for requests that are issued together, ``repeats`` times over."""
+    def measure(self, case: str, shapes: Sequence[RequestShape], *, repeats: int) -> list[dict[str, Any]]:
+        """Run requests that are issued together, ``repeats`` times on each engine.
+
+        Returns:
+            A report's rows, one for each engine. With two engines a row's case ends in its layers.
+        """
         before = self._bandwidth()
         self._foreign.read()
-        runs = [self._run(shapes, repeat) for repeat in range(1, repeats + 1)]
+        runs: dict[str, list[EngineRun]] = {layers: [] for layers in self._drivers}
+        for repeat in range(1, repeats + 1):
+            drivers = list(self._drivers.items())
+            for layers, driver in drivers if repeat % 2 else reversed(drivers):
+                runs[layers].append(self._run(driver, shapes, repeat))
         foreign = self._foreign.read()
-        after = self._bandwidth()
-        steps = [step for run in runs for step in run.steps]
-        facts = {"case": case, "requests": len(shapes), "repeats": repeats}
-        readings = [*before, *after]
+        readings = [*before, *self._bandwidth()]
         beside = {"read_gb_per_s": [reading / 1e9 for reading in readings], "foreign_cores": foreign}
         # The machine may be faster now than it was ever seen.
         limits = None if self._limits is None else self._limits.at_least(*readings)
-        return facts | timing_fields(runs) | {"steps": summarize_steps(steps, self._cost, limits)} | beside
+        rows = []
+        for layers, done in runs.items():
+            facts = {"case": f"{case} {layers}" if len(runs) > 1 else case, "requests": len(shapes), "repeats": repeats}
+            steps = summarize_steps([step for run in done for step in run.steps], self._cost, limits)
+            rows.append(facts | timing_fields(done) | {"steps": steps} | beside)
+        return rows
 
     def _bandwidth(self) -> list[float]:
         """A reading, where the machine is looked at."""
         return [] if self._probe is None else [self._probe.read()]
 
-    def _run(self, shapes: Sequence[RequestShape], repeat: int) -> EngineRun:
+    def _run(self, driver: EngineDriver, shapes: Sequence[RequestShape], repeat: int) -> EngineRun:
         lengths = [shape.input_tokens for shape in shapes]
         prompts = random_prompts(lengths, self._llm.config.vocab_size, self._seed + repeat)
-        return self._driver.run(prompts, [shape.output_tokens for shape in shapes])
+        return driver.run(prompts, [shape.output_tokens for shape in shapes])
 
 
 def timing_fields(runs: Sequence[EngineRun]) -> dict[str, Any]:
@@ -134,6 +163,24 @@ def timing_fields(runs: Sequence[EngineRun]) -> dict[str, Any]:
         "seconds": _mean([max(timing.e2el for timing in run.timings) for run in runs]),
         "samples": samples,
     }
+
+
+def compiled_ratios(case: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What compiling gains, from the rows of an eager and a compiled engine: for each metric the median and the
+    extremes of the ratios within a round. Above 1 the compiled layers are faster, whichever way the metric counts."""
+    samples = {row["case"].rpartition(" ")[2]: row["samples"] for row in rows}
+    found = []
+    for metric, compiled in samples["compiled"].items():
+        pairs = [(one, other) for one, other in zip(compiled, samples["eager"][metric], strict=True) if one and other]
+        ratios = [one / other if metric.endswith("_per_s") else other / one for one, other in pairs]
+        if ratios:
+            spread = {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
+            found.append({"case": case, "metric": metric, "rounds": len(ratios), **spread})
+    return found
+
+
+def _layers(llm: LLM) -> str:
+    return "compiled" if llm.compiled else "eager"
 
 
 def _mean(values: Sequence[float | None]) -> float:

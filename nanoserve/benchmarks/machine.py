@@ -11,7 +11,7 @@ from typing import Any
 
 from nanoserve import __version__
 from nanoserve.processes.installation import commit
-from nanoserve.runtime.launch.this_machine import processor
+from nanoserve.processes.threads import processor_name_and_flags
 
 PACKAGES = ("torch", "triton", "transformers", "llama-cpp-python", "numpy", "safetensors", "tokenizers")
 ENVIRONMENT = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "MKL_NUM_THREADS")
@@ -46,7 +46,7 @@ def command_line() -> str:
 @cache
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, memory and system."""
-    model, flags = processor()
+    model, flags = processor_name_and_flags()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "processor": model,
@@ -63,7 +63,7 @@ def available_cores() -> int:
 
 
 def installed_versions() -> dict[str, str]:
-    """Of the packages that matter to a benchmark, without importing them."""
+    """Versions of the packages that matter to a benchmark, without importing them."""
     versions = {}
     for name in PACKAGES:
         try:

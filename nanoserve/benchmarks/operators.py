@@ -54,7 +54,7 @@ class OperatorCase:
     num_bytes: int
     """What every route must read: each key, value and weight once, in the number format they are kept in."""
     operations: int
-    """Of the matrix products, two for each multiply-add."""
+    """Operations of the matrix products, two for each multiply-add."""
     routes: Mapping[str, Route]
 
 
@@ -152,7 +152,7 @@ def _attend_alone(query: Tensor, caches: Iterator[tuple[Tensor, Tensor]], rows: 
 
 
 def _cache_shape(batch: int, context: int) -> tuple[int, ...]:
-    """Of keys or values of so many sequences."""
+    """Shape of a cache of the keys or values of ``batch`` sequences."""
     shape = dummy_config(SHAPE)
     return batch * -(-context // BLOCK_SIZE), shape.num_kv_heads, BLOCK_SIZE, shape.head_dim
 

@@ -34,7 +34,7 @@ def _number(text: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class LinePanel:
     """A part of a chart: what its lines show, and the columns that they are."""
 
     heading: str
@@ -42,7 +42,7 @@ class Panel:
 
 
 def plot_lines(
-    path: Path, title: str, axis: str, tick: str, panels: Sequence[Panel], rows: Sequence[dict[str, Any]]
+    path: Path, title: str, axis: str, tick: str, panels: Sequence[LinePanel], rows: Sequence[dict[str, Any]]
 ) -> None:
     """One panel beside another, a line per column over the rows, which lie at equal distances.
 

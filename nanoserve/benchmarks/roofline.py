@@ -20,11 +20,11 @@ from nanoserve.processes.files import replace_file
 READ_BYTES = 2**30
 """Far beyond any cache that this machine could have for itself."""
 _PRODUCT_SIZES = (256, 512, 1024, 2048)
-"""Of square matrices; the largest that is quick reaches the most."""
+"""Sizes of square matrices; the largest that is quick reaches the most."""
 _LONGEST_PRODUCT = 0.5
 """In seconds: Ctrl-C acts behind it. A number format that is slow here is known by its small products."""
 _PARTS = 8
-"""Of the buffer, read one after another: Ctrl-C acts between them."""
+"""Pieces of the buffer, read one after another: Ctrl-C acts between them."""
 _PASSES = 5
 _LOOKS = 4
 STAGE = "reading and multiplying, to know what the machine does at best"

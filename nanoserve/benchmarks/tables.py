@@ -12,7 +12,7 @@ from rich.text import Text
 _WIDTH_OF_A_FILE = 200
 _NOTHING = "-"
 _FRAME = 3
-"""Of a column: a line, and a space on either side; one more line ends the table."""
+"""Width around a column: a line, and a space on either side. One more line ends the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _least_width(part: Sequence[_Filled]) -> int:
 
 
 def _widths(part: Sequence[_Filled], width: int) -> list[int]:
-    """Of each column: the least, and a character in turn for those that want more, as long as there is room."""
+    """Widths of the columns: the least ones, widened in turn by a character as long as there is room."""
     widths, room = [one.least for one in part], width - _least_width(part)
     while room > 0 and (narrow := [place for place, one in enumerate(part) if widths[place] < one.best]):
         for place in narrow[:room]:

@@ -4,12 +4,16 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.rounds import GIGA, Bracketed, bandwidth_states, until_enough_count
+from nanoserve.layout import ParallelLayout
+from nanoserve.measures.chrome_trace import ChromeTraceFile
+from nanoserve.record.run_record import RunRecord
+from nanoserve.record.trace import RunTrace
 from nanoserve.request import Request
 
 
@@ -30,8 +34,48 @@ class Named(Protocol):
 
 F = TypeVar("F", bound=ComparedFigures)
 C = TypeVar("C", bound=Named)
-D = TypeVar("D")
-"""What a variant has done: its run."""
+
+
+class KeptRun(NamedTuple):
+    """A run, and the parallel layouts that it had."""
+
+    name: str
+    record: RunRecord
+    layouts: Sequence[ParallelLayout] = (ParallelLayout(),)
+
+
+class KeptRuns:
+    """The last run of each variant, to be drawn; all runs are written into a trace as they are done.
+
+    Args:
+        file: of the trace; None writes none.
+    """
+
+    def __init__(self, file: ChromeTraceFile | None) -> None:
+        self.last: dict[str, KeptRun] = {}  # by name
+        self._file = file
+        self._began: float | None = None
+
+    def keep(self, run: KeptRun, host_link_bandwidth: float | None = None) -> None:
+        """A run is done. In the trace it stands behind those before it, on tracks of its own.
+
+        Raises:
+            RuntimeFailure: if it cannot be written.
+        """
+        name, record, layouts = self.last[run.name] = run
+        if self._began is None:
+            self._began = record.arrivals[0].arrival_time
+        if self._file is not None:
+            trace = RunTrace(
+                self._file,
+                self._began,
+                layouts=layouts,
+                tells_times=bool(record.stage_times),
+                host_link_bandwidth=host_link_bandwidth,
+                name=name,
+            )
+            for event in record.events:
+                trace(event)
 
 
 class VariantsRound(Bracketed, Generic[F], frozen=True, kw_only=True):
@@ -41,7 +85,7 @@ class VariantsRound(Bracketed, Generic[F], frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VariantsBench(ABC, Generic[C, D, F]):
+class VariantsBench(ABC, Generic[C, F]):
     """What all rounds share."""
 
     case: str
@@ -53,15 +97,15 @@ class VariantsBench(ABC, Generic[C, D, F]):
     probe: Callable[[], float]
     """A reading of the machine's read bandwidth, in bytes per second."""
     foreign: ForeignLoad
-    keep: Callable[[C, D], None]
+    keep: Callable[[C, RunRecord], None]
     """Is given each measured run as it is done."""
 
     @abstractmethod
-    def run(self, variant: C, number: int) -> D:
+    def run(self, variant: C, number: int) -> RunRecord:
         """Have a variant do a round's requests."""
 
     @abstractmethod
-    def figures(self, variant: C, run: D, foreign_cores: float | None) -> F:
+    def figures(self, variant: C, record: RunRecord, foreign_cores: float | None) -> F:
         """What came of its run, beside which others kept so many cores busy."""
 
     def warm_up(self) -> None:
@@ -80,12 +124,12 @@ class VariantsBench(ABC, Generic[C, D, F]):
         loads: list[float] = []
         for variant in [*self.variants[turn:], *self.variants[:turn]]:
             self.foreign.read()
-            run = self.run(variant, number)
+            record = self.run(variant, number)
             foreign_cores = self.foreign.read()
             if foreign_cores is not None:
                 loads.append(foreign_cores)
-            done[variant.name] = self.figures(variant, run, foreign_cores)
-            self.keep(variant, run)
+            done[variant.name] = self.figures(variant, record, foreign_cores)
+            self.keep(variant, record)
         return VariantsRound(
             case=self.case,
             number=number,

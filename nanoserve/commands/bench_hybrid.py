@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from nanoserve.benchmarks.hybrid.cases import Case, Work
     from nanoserve.benchmarks.hybrid.policies import HybridEngine
     from nanoserve.benchmarks.hybrid.rounds import Bench
-    from nanoserve.benchmarks.pipeline.picture import RunKeeper
     from nanoserve.benchmarks.report import Report
+    from nanoserve.benchmarks.variants import KeptRuns
     from nanoserve.config import ModelConfig
     from nanoserve.models.hub import ResolvedModel
     from nanoserve.request import Request
@@ -121,7 +121,7 @@ def hybrid(*, asked: HybridWorkOptions, engine: HybridOptions, results: ResultOp
       nanoserve bench hybrid --policy sarathi,overlap,overlap:cohorts=4,hybrid --json hybrid.json
     """
     from nanoserve.benchmarks.hybrid.policies import parse_contenders
-    from nanoserve.benchmarks.pipeline.picture import RunKeeper
+    from nanoserve.benchmarks.variants import KeptRuns
     from nanoserve.measures.chrome_trace import ChromeTraceFile
 
     config, work = engine.config(), asked.read(engine.block_size)
@@ -130,7 +130,7 @@ def hybrid(*, asked: HybridWorkOptions, engine: HybridOptions, results: ResultOp
     operators = settled_operators(engine.threads)
     with ExitStack() as opened:
         trace = None if engine.trace_out is None else ChromeTraceFile(Path(engine.trace_out))
-        keeper = RunKeeper(None if trace is None else opened.enter_context(trace))
+        keeper = KeptRuns(None if trace is None else opened.enter_context(trace))
         resolved, model = resolved_model(engine)
         _check_fits(work, config, model)
         running = _open(resolved, config, model, work, opened)
@@ -190,16 +190,16 @@ def _benches(
     work: "Work",
     config: EngineConfig,
     model: "ModelConfig",
-    keeper: "RunKeeper",
+    keeper: "KeptRuns",
     seed: int,
 ) -> "list[Bench]":
     """One for each case."""
     from nanoserve.benchmarks.cpu_load import ForeignLoad
     from nanoserve.benchmarks.hybrid.policies import Scheduling
     from nanoserve.benchmarks.hybrid.rounds import Bench
-    from nanoserve.benchmarks.pipeline.picture import ShownRun
     from nanoserve.benchmarks.pipeline.running import make_requests
     from nanoserve.benchmarks.roofline import BandwidthProbe
+    from nanoserve.benchmarks.variants import KeptRun
 
     scheduling = Scheduling(
         running,
@@ -221,7 +221,7 @@ def _benches(
             vocab_size=model.vocab_size,
             probe=probe.read,
             foreign=foreign,
-            keep=lambda variant, run: keeper.keep(ShownRun(f"{case.name}, {variant.name}", run, 1)),
+            keep=lambda variant, run: keeper.keep(KeptRun(f"{case.name}, {variant.name}", run)),
             engine=running,
             block_size=config.block_size,
         )

@@ -65,9 +65,8 @@ def paper(
     """
     from nanoserve.benchmarks.report import Report
     from nanoserve.measures.figures import check_plotting
-    from nanoserve.papers.catalog import load_paper
     from nanoserve.papers.charts import draw
-    from nanoserve.papers.framework import Scale
+    from nanoserve.papers.framework import Scale, load_paper
     from nanoserve.papers.running import Runner
 
     chosen = load_paper(name)

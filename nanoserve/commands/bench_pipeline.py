@@ -27,11 +27,11 @@ from nanoserve.runtime.launch.torchrun import TorchrunProcess
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.pipeline.engines import Metadata, OpenEngine
-    from nanoserve.benchmarks.pipeline.picture import RunKeeper
     from nanoserve.benchmarks.pipeline.policies import Scheduling
     from nanoserve.benchmarks.pipeline.rounds import Bench, Variant
     from nanoserve.benchmarks.report import Report
     from nanoserve.benchmarks.serving.work import Work
+    from nanoserve.benchmarks.variants import KeptRuns
     from nanoserve.config import ModelConfig
     from nanoserve.models.hub import ResolvedModel
     from nanoserve.request import Request
@@ -117,7 +117,7 @@ class ComparisonOptions:
         Raises:
             UsageError: for what is none, or several.
         """
-        from nanoserve.benchmarks.serving.arrivals import parse_rates
+        from nanoserve.benchmarks.serving.requests import parse_rates
 
         rates = parse_rates(self.request_rate, "--request-rate")
         if len(rates) > 1:
@@ -157,7 +157,7 @@ def pipeline(
       nanoserve bench pipeline --policy throttling --metadata both --json metadata.json
       nanoserve bench pipeline --policy sarathi --against-one-process --rounds 5
     """
-    from nanoserve.benchmarks.pipeline.picture import RunKeeper
+    from nanoserve.benchmarks.variants import KeptRuns
     from nanoserve.measures.chrome_trace import ChromeTraceFile
     from nanoserve.scheduler.policies import parse_policies
 
@@ -169,7 +169,7 @@ def pipeline(
     operators = settled_operators(engine.threads)
     with ExitStack() as opened:
         trace = None if engine.trace_out is None else ChromeTraceFile(Path(engine.trace_out))
-        keeper = RunKeeper(None if trace is None else opened.enter_context(trace))
+        keeper = KeptRuns(None if trace is None else opened.enter_context(trace))
         opened.enter_context(kept(report, lambda: _show(report, results, keeper)))
         resolved, model = resolved_model(engine)
         engines = _open_engines(resolved, config, metadatas, comparison, opened)
@@ -265,17 +265,17 @@ def _bench(
     seed: int,
     config: EngineConfig,
     model: "ModelConfig",
-    keeper: "RunKeeper",
+    keeper: "KeptRuns",
 ) -> "Bench":
     import torch
 
     from nanoserve.benchmarks.cpu_load import ForeignLoad
     from nanoserve.benchmarks.floors import ModelCost
-    from nanoserve.benchmarks.pipeline.picture import ShownRun
     from nanoserve.benchmarks.pipeline.rounds import Bench
     from nanoserve.benchmarks.pipeline.running import make_requests
     from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
-    from nanoserve.benchmarks.serving.arrivals import poisson_arrivals
+    from nanoserve.benchmarks.serving.requests import poisson_arrivals
+    from nanoserve.benchmarks.variants import KeptRun
     from nanoserve.models.dtypes import resolve_dtype
 
     dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
@@ -298,7 +298,7 @@ def _bench(
         limits=limits,
         probe=probe.read,
         foreign=ForeignLoad(),
-        keep=lambda variant, run: keeper.keep(ShownRun(variant.name, run, variant.tensor_parallel)),
+        keep=lambda variant, run: keeper.keep(KeptRun(variant.name, run, variant.layouts)),
     )
 
 
@@ -328,7 +328,7 @@ def _facts(
     }
 
 
-def _show(report: "Report", results: ResultOptions, keeper: "RunKeeper") -> None:
+def _show(report: "Report", results: ResultOptions, keeper: "KeptRuns") -> None:
     from nanoserve.commands.pipeline_tables import show_pipeline
 
     title = show_pipeline(report)

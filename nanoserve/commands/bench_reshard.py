@@ -21,10 +21,10 @@ from nanoserve.runtime.launch.torchrun import TorchrunProcess
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
-    from nanoserve.benchmarks.resharding.picture import RunKeeper
     from nanoserve.benchmarks.resharding.policies import Workers
     from nanoserve.benchmarks.resharding.rounds import Bench, Variant
     from nanoserve.benchmarks.serving.work import Work
+    from nanoserve.benchmarks.variants import KeptRuns
     from nanoserve.config import ModelConfig
     from nanoserve.models.hub import ResolvedModel
     from nanoserve.request import Request
@@ -107,8 +107,8 @@ def reshard(
       nanoserve bench reshard --prefill-parallel p2 --decode-parallel t2 --input 256 --output 32 --requests 64
       nanoserve bench reshard --against-own-workers --rounds 5 --json reshard.json --trace-out reshard-trace.json
     """
-    from nanoserve.benchmarks.resharding.picture import RunKeeper
     from nanoserve.benchmarks.resharding.rounds import pairs
+    from nanoserve.benchmarks.variants import KeptRuns
     from nanoserve.measures.chrome_trace import ChromeTraceFile
 
     engine.check_is_for_cpu()
@@ -119,7 +119,7 @@ def reshard(
     operators = settled_operators(engine.threads)
     with ExitStack() as opened:
         trace = None if engine.trace_out is None else ChromeTraceFile(Path(engine.trace_out))
-        keeper = RunKeeper(None if trace is None else opened.enter_context(trace))
+        keeper = KeptRuns(None if trace is None else opened.enter_context(trace))
         resolved, model = resolved_model(engine)
         groups = _open_workers(resolved, config, model, comparison, opened)
         variants, work = _contenders(groups, config, model, work, report)
@@ -187,13 +187,12 @@ def _contenders(
     return list(scheduling.variants(groups)), fitting_work(work, context, report)
 
 
-def _bench(
-    variants: "Sequence[Variant]", work: "Work", seed: int, model: "ModelConfig", keeper: "RunKeeper"
-) -> "Bench":
+def _bench(variants: "Sequence[Variant]", work: "Work", seed: int, model: "ModelConfig", keeper: "KeptRuns") -> "Bench":
     from nanoserve.benchmarks.cpu_load import ForeignLoad
     from nanoserve.benchmarks.pipeline.running import make_requests
     from nanoserve.benchmarks.resharding.rounds import Bench
     from nanoserve.benchmarks.roofline import BandwidthProbe
+    from nanoserve.benchmarks.variants import KeptRun
 
     def requests(number: int) -> "list[Request]":
         return make_requests(work.shapes, [0.0] * len(work.shapes), model.vocab_size, 1000 * seed + number)
@@ -205,7 +204,9 @@ def _bench(
         vocab_size=model.vocab_size,
         probe=BandwidthProbe().read,
         foreign=ForeignLoad(),
-        keep=keeper.keep,
+        keep=lambda variant, run: keeper.keep(
+            KeptRun(variant.name, run, variant.layouts), variant.place.host_link_bandwidth
+        ),
     )
 
 
@@ -235,7 +236,7 @@ def _facts(
     }
 
 
-def _show(report: "Report", results: ResultOptions, keeper: "RunKeeper", held: Sequence[tuple[str, str, str]]) -> None:
+def _show(report: "Report", results: ResultOptions, keeper: "KeptRuns", held: Sequence[tuple[str, str, str]]) -> None:
     from nanoserve.commands.reshard_tables import show_reshard
 
     title = show_reshard(report, held)

@@ -34,7 +34,7 @@ def fitting_work(work: "Work", context: int, report: "Report") -> "Work":
 
 
 def measure_rounds(
-    benches: "Sequence[tuple[VariantsBench[Any, Any, Any], dict[str, Any]]]", wanted: int, report: "Report"
+    benches: "Sequence[tuple[VariantsBench[Any, Any], dict[str, Any]]]", wanted: int, report: "Report"
 ) -> None:
     """Warm up, then make rounds of each case until enough count; each goes into the report, with the facts of its case,
     as it is done."""

@@ -54,8 +54,8 @@ class LoadOptions:
         Raises:
             UsageError: for options that contradict each other.
         """
-        from nanoserve.benchmarks.serving.arrivals import parse_rates
         from nanoserve.benchmarks.serving.measuring import Point
+        from nanoserve.benchmarks.serving.requests import parse_rates
         from nanoserve.measures.workloads import parse_sizes
 
         if self.arrivals not in ARRIVALS:
@@ -187,7 +187,7 @@ def _target(server: ServerOptions, engine: EngineOptions, report: "Report", open
 
 
 def _show(report: "Report", results: ResultOptions) -> None:
-    from nanoserve.benchmarks.serving.warnings import warnings
+    from nanoserve.benchmarks.serving.records import warnings
     from nanoserve.benchmarks.tables import Column, print_table
 
     document = report.document
@@ -224,14 +224,16 @@ def _show(report: "Report", results: ResultOptions) -> None:
 
 def _plot(path: Path, title: str, rows: list[dict[str, Any]]) -> None:
     """Percentiles of each latency, and the output, over the loads."""
-    from nanoserve.benchmarks.plots import Panel, plot_lines
+    from nanoserve.benchmarks.plots import LinePanel, plot_lines
     from nanoserve.benchmarks.tables import Column
 
     panels = [
-        Panel(f"{_short(metric)} in ms", [Column(name, f"{metric}.{name}", ".3f") for name in ("p50", "p90", "p99")])
+        LinePanel(
+            f"{_short(metric)} in ms", [Column(name, f"{metric}.{name}", ".3f") for name in ("p50", "p90", "p99")]
+        )
         for metric in LATENCIES
     ]
-    panels.append(Panel("output tokens/s", [Column("mean", "output_tokens_per_s", ".3f")]))
+    panels.append(LinePanel("output tokens/s", [Column("mean", "output_tokens_per_s", ".3f")]))
     axis = "clients" if rows[0]["concurrency"] else "requests/s offered"
     plot_lines(path, title, axis, "tick", panels, rows)
 

@@ -70,7 +70,7 @@ def throughput(
     with llm, kept(report, lambda: _show(report, results)), show_progress() as progress:
         from nanoserve.benchmarks.local import LocalBench  # imports torch, for which opening sets the threads first
 
-        bench = LocalBench(llm, seed=engine.seed or 0, announce=remark, progress=progress, probes=not no_probe)
+        bench = LocalBench([llm], seed=engine.seed or 0, announce=remark, progress=progress, probes=not no_probe)
         report.put("engine", bench.facts)
         if trace is not None:
             fitting = [shape for shape in shapes if shape.total_tokens <= llm.max_model_len]
@@ -83,7 +83,8 @@ def throughput(
         bench.expect(shapes, runs=repeats)
         bench.warm_up(warm_up)
         remark(f"measuring {len(shapes)} requests of {name}")
-        report.add(bench.measure(name, shapes, repeats=repeats))
+        for row in bench.measure(name, shapes, repeats=repeats):
+            report.add(row)
     return EXIT_OK
 
 

@@ -89,7 +89,7 @@ def _set_apart(host_threads: int | None, device: str) -> "HostProcessor":
 
 
 def _show(profile: "Profile") -> None:
-    from nanoserve.benchmarks.profiling.rows import prediction_rows, time_rows
+    from nanoserve.benchmarks.profiling.prediction import prediction_rows, time_rows
     from nanoserve.benchmarks.rounds import busy_note
     from nanoserve.benchmarks.tables import Column, print_table
 

@@ -1,6 +1,5 @@
 """``nanoserve simulate``: policies on hardware that nobody here has."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,10 @@ from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.report import Report
+    from nanoserve.measures.chrome_trace import ChromeTraceFile
     from nanoserve.measures.slo import Slo
     from nanoserve.scheduler.load import Policy
     from nanoserve.simulator import Runtime
-    from nanoserve.simulator.chrome_trace import ChromeTrace
     from nanoserve.simulator.plots import PlottedRun
 
 
@@ -59,8 +58,8 @@ def simulate(
       nanoserve simulate --rate 40 --requests 5000 --replicas 16 --router least-tokens --slo ttft=2000,tpot=100
       nanoserve simulate --policy seesaw --prefill-parallel P4 --decode-parallel T4 --host-kv-memory 80
     """
+    from nanoserve.measures.chrome_trace import ChromeTraceFile
     from nanoserve.measures.slo import parse_slo
-    from nanoserve.simulator.chrome_trace import ChromeTrace
     from nanoserve.simulator.plots import plot_simulation
 
     chosen = policies.by_name()
@@ -73,8 +72,8 @@ def simulate(
     report = results.open_report("simulate", settings)
     place = _place(settings, simulated)
     with ExitStack() as files, kept(report, lambda: _show(report, work, place)):
-        traces = [] if trace_out is None else [files.enter_context(ChromeTrace(trace_out))]
-        runs = [setup.run(name, policy, report, traces) for name, policy in chosen.items()]
+        trace = None if trace_out is None else files.enter_context(ChromeTraceFile(trace_out))
+        runs = [setup.run(name, policy, report, trace) for name, policy in chosen.items()]
         if results.plot is not None:
             plot_simulation(results.plot, f"{place}\n{_title(report, work)}", runs)
     return EXIT_OK
@@ -110,13 +109,15 @@ class _Setup:
             "max_num_seqs": self.policies.max_num_seqs,
         }
 
-    def run(self, name: str, policy: "Policy", report: "Report", traces: "Sequence[ChromeTrace]") -> "PlottedRun":
+    def run(self, name: str, policy: "Policy", report: "Report", trace: "ChromeTraceFile | None") -> "PlottedRun":
         """One policy's run, whose figures are a row of the report."""
+        from nanoserve.record.trace import SimulationTrace
+        from nanoserve.record.window import StepWindow
         from nanoserve.simulator import simulate as run
         from nanoserve.simulator.plots import PlottedRun
-        from nanoserve.simulator.window import StepWindow
 
         simulated, window = self.simulated, StepWindow()
+        traces = [] if trace is None else [SimulationTrace(trace, self.hardware.block_size)]
         result = run(
             policy,
             simulated.layouts[0],
@@ -132,7 +133,6 @@ class _Setup:
             host_blocks=simulated.host_blocks,
             other_layouts=simulated.other_layouts,
             predictors=simulated.predictors,
-            tier_observers=traces,
         )
         report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
         return PlottedRun(name, result, window)

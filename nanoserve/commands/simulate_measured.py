@@ -9,8 +9,7 @@ from nanoserve.commands.simulate_options import MOST_BLOCKS, HardwareOptions
 from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from nanoserve.costs.measured_predictor import MeasuredPredictor
-    from nanoserve.costs.measured_times import MeasuredTimes
+    from nanoserve.costs.measured_times import MeasuredPredictor, MeasuredTimes
     from nanoserve.costs.profile import Profile
     from nanoserve.simulator import OtherLayout
 
@@ -81,6 +80,6 @@ class MeasuredHardware:
 
     @property
     def predictors(self) -> "Sequence[MeasuredPredictor]":
-        from nanoserve.costs.measured_predictor import MeasuredPredictor
+        from nanoserve.costs.measured_times import MeasuredPredictor
 
         return (MeasuredPredictor(self.profile),)

@@ -45,7 +45,7 @@ def _told_when_done(process: TorchrunProcess) -> Iterator[list[int]]:
     try:
         yield codes
     finally:
-        from nanoserve.runtime.launch.torchrun_rendezvous import SharedKeys
+        from nanoserve.runtime.launch.rendezvous import SharedKeys
 
         with suppress(RuntimeFailure):  # torchrun is gone, and so are the others
             SharedKeys.of_torchrun(process).set_finished(codes[-1])
@@ -54,7 +54,7 @@ def _told_when_done(process: TorchrunProcess) -> Iterator[list[int]]:
 def _keep_worker(process: TorchrunProcess, engine: WorkersOptions) -> int:
     prepare_threads(engine.threads)
     from nanoserve.models.hub import ResolvedModel, resolve_model
-    from nanoserve.runtime.launch.torchrun_rendezvous import SharedKeys
+    from nanoserve.runtime.launch.rendezvous import SharedKeys
     from nanoserve.runtime.workers.agent import WorkerAgent
 
     def resolve() -> ResolvedModel:

@@ -8,7 +8,7 @@ What a simulator, a planner or a policy asks:
     costs.stage_seconds(work, stage)      # device time of one pipeline stage: operators, kernels, all-reduces
     costs.send_seconds(work, stage)       # activations from this stage to the next one; 0 after the last
     costs.host_seconds(work)              # the CPU's part of a step: schedule, prepare inputs, take results back
-    costs.swap_seconds(tokens, stage)     # the KV of so many tokens between device and host, one way, per stage
+    costs.swap_seconds(tokens, stage)     # the KV of this many tokens between device and host, one way, per stage
     costs.reload_seconds(stage)           # the stage's weights from host memory (Seesaw's re-sharding)
     costs.host_attention_seconds(context)   # one layer's decode attention on the CPU (APEX) ...
     costs.host_exchange_seconds(rows)     # ... and its queries, keys and values there, its result back
@@ -23,8 +23,8 @@ from nanoserve.costs.counts import Precision
 from nanoserve.costs.efficiency import Efficiency
 from nanoserve.costs.hardware import Machine, load_machine
 from nanoserve.costs.memory import DoesNotFit
-from nanoserve.costs.model_table import load_shape
 from nanoserve.costs.step_costs import StepCosts
+from nanoserve.costs.tables import load_shape
 from nanoserve.costs.work import StepWork
 from nanoserve.layout import ParallelLayout
 

@@ -34,18 +34,18 @@ class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """How long it takes."""
     share: float
-    """Of the step."""
+    """Share of the step's time."""
 
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Decoding with so many sequences."""
+    """Decoding with a batch of sequences."""
 
     batch: int
     """Sequences on the devices of a replica."""
     tpot: float
     """Seconds from token to token of a sequence."""
     tokens_per_second: float
-    """Of all sequences: batch / tpot."""
+    """Output tokens of all sequences per second: batch / tpot."""
     tokens_per_second_with_prefill: float
     """Output tokens over the time of their prompts and their own."""
     kv_share: float
@@ -92,7 +92,7 @@ class Analysis:
         return self.costs.work([], [(0, self.input_tokens)])
 
     def decode_work(self, batch: int) -> StepWork:
-        """One token of each of so many sequences; in a pipeline, of those that one micro-batch holds."""
+        """One token of each of `batch` sequences; in a pipeline, of those in one micro-batch."""
         rows = -(-batch // self.costs.num_stages)
         return self.costs.work([self.context] * rows)
 
@@ -109,7 +109,7 @@ class Analysis:
 
     @cached_property
     def prefill_seconds(self) -> float:
-        """From prompt to prompt, with enough of them to fill the pipeline."""
+        """Seconds from prompt to prompt, with enough prompts to fill the pipeline."""
         prompts = self.costs.num_stages
         return self._round_seconds(self.prefill_work(), prompts) / prompts
 
@@ -162,7 +162,7 @@ class Analysis:
         )
 
     def _round_seconds(self, work: StepWork, sequences: int) -> float:
-        """Until every micro-batch of so many sequences had its turn; there are as many as stages, if sequences suffice.
+        """Seconds until every micro-batch had its turn. There is one for each stage, if there are enough sequences.
 
         The slowest stage sets the pace of a full pipeline; what one micro-batch needs alone is the least.
         """

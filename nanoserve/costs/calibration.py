@@ -54,7 +54,7 @@ class _Fit:
         return [(operator.bytes / layers, operator.flops / layers) for operator in operators]
 
     def _matrix_share(self) -> float:
-        """Of operations between the last two sizes a factor of two apart, so that what is not computing cancels."""
+        """Share of the peak between the last two sizes a factor of two apart, so that overheads cancel."""
         curve, peak = self._profile.linear, self._profile.device.operations_per_second
         large = curve.sizes[-1]
         small = max([size for size in curve.sizes if size <= large / 2], default=curve.sizes[0])
@@ -67,7 +67,7 @@ class _Fit:
         return _share(self._counts.layer_flops_per_pair * pairs / peak, curve.seconds[-1])
 
     def host_attention_floor(self) -> float:
-        """Of the largest batch and context."""
+        """The least seconds of host attention at the largest batch and context."""
         grid, host, counts = self._profile.host_attention, self._profile.host, self._counts
         keys = grid.batches[-1] * grid.contexts[-1]
         moving = keys * counts.layer_kv_bytes / host.read_bytes_per_second

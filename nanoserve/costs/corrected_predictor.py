@@ -13,8 +13,8 @@ from nanoserve.costs.step_features import HostBatch, StepFeatures, Strategy
 _OCTAVES: Final = 4
 """Between one size that has a factor of its own and the next: 16 times as large."""
 _COMMON, _OWN, _OF_STRATEGY = 0.6, 0.4, 0.3
-"""Standard deviations of the factors' logarithms before anything is measured: of what all sizes of a part have in
-common, of what each differs by, and of a strategy."""
+"""Standard deviations of the factors' logarithms before anything is measured: of the common part of all sizes of a
+part, of each size's own part, and of a strategy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def _prior() -> list[list[float]]:
 
 @dataclass(slots=True)
 class _Sum:
-    """Seconds, and how much of them each factor is in; ``sizes`` are those of the parts, for those who look."""
+    """Seconds, and how many of them each factor scales."""
 
     seconds: float = 0.0
     by_factor: dict[int, float] = field(default_factory=dict)
@@ -88,14 +88,14 @@ class CorrectedPredictor:
     Every part of a step has factors, at sizes 16 times apart and a line between them: the linear layers, attention of
     decodes and of prompts, attention on the CPU, and what a step takes beside its layers. And there is one for each of
     the strategies that use the host: running layers in pieces, and a CPU that reads memory beside the device, make all
-    of a step longer. Factors stay between an eighth and 8. All that is known comes from what ``observe`` and
-    ``observe_host`` were told, in order: who is told the same predicts the same.
+    of a step longer. Factors stay between an eighth and 8. All knowledge comes from the
+    arguments of ``observe`` and ``observe_host``, in order: the same calls give the same predictions.
 
-    The host's factors are measured only if a policy uses the host. So a while without drifts them back to 1, or else a
-    CPU that was slow once would never be asked again.
+    The host's factors are measured only if a policy uses the host. So without measurements they drift back to 1:
+    otherwise a CPU that was slow once would never be used again.
 
     Args:
-        base: whose times are corrected.
+        base: the predictor whose times are corrected.
     """
 
     def __init__(self, base: Predictor) -> None:
@@ -135,11 +135,11 @@ class CorrectedPredictor:
         return learned * self._base.slowdown(strategy)
 
     def swap_seconds(self, context_tokens: int) -> float:
-        """See Predictor; as it was, for nobody measures swaps."""
+        """See Predictor; uncorrected, because swaps are not measured."""
         return self._base.swap_seconds(context_tokens)
 
     def transition_seconds(self, layout: int) -> float:
-        """See Predictor; as it was."""
+        """See Predictor; uncorrected."""
         return self._base.transition_seconds(layout)
 
     # -------------------------------------------------------------------------------------- of whole steps
@@ -149,7 +149,8 @@ class CorrectedPredictor:
         return self._step(work).seconds * self.slowdown(work.strategy)
 
     def observe(self, work: StepFeatures, seconds: float) -> None:
-        """A step took so long. Nothing is learned from one without device rows, which waits for the CPU, or no time."""
+        """Learn from a step's time. Steps without device rows, which wait for the CPU, and times that are not positive
+        are ignored."""
         if not work.device.tokens or not (seconds > 0 and isfinite(seconds)):
             return
         step = self._step(work)
@@ -167,7 +168,7 @@ class CorrectedPredictor:
         self._remember(work)
 
     def observe_host(self, sequences: int, context_tokens: int, seconds: float) -> None:
-        """Attention of one layer on the CPU took so long."""
+        """Learn from the time of one layer's attention on the CPU."""
         predicted = self.host_attention_seconds(sequences, context_tokens)
         if not (seconds > 0 and isfinite(seconds)) or predicted <= 0:
             return
@@ -195,12 +196,12 @@ class CorrectedPredictor:
         return exp(sum([share * mean[index] for index, share in part.shares(size)]))
 
     def _of(self, part: _Part, size: float, seconds: float) -> _Sum:
-        """A part of that size, which takes so long by the base."""
+        """A part of that size and its seconds by the base, corrected."""
         corrected = self._factor(part, size) * seconds
         return _Sum(corrected, {index: share * corrected for index, share in part.shares(size)})
 
     def _step(self, work: StepFeatures) -> _Sum:
-        """But for what the strategy adds."""
+        """A step without the slowdown of its strategy."""
         both = work.strategy == "asymmetric"
         step = self._pipelined(work) if both else self._united(work)
         rows = max(1, work.sampled)
@@ -222,7 +223,7 @@ class CorrectedPredictor:
     def _pipelined(self, work: StepFeatures) -> _Sum:
         """Layers of two sub-batches: while the device computes one, the CPU attends for the other, and both wait.
 
-        What changes from layer to layer is who has come to it: rows whose tokens were under way skip what they passed.
+        The rows differ from layer to layer: rows whose tokens were under way skip the layers that they have passed.
         """
         host = (*work.host, *work.host_second)
         changes = {0, self.num_layers, *(batch.first_layer for batch in host), *(batch.attended for batch in host)}
@@ -236,11 +237,11 @@ class CorrectedPredictor:
         return layers
 
     def _linear(self, tokens: int) -> _Sum:
-        """Of one layer."""
+        """The linear part of one layer."""
         return self._of(_LINEAR, tokens, self._base.linear_seconds(tokens)) if tokens else _Sum()
 
     def _device_attention(self, work: StepFeatures) -> _Sum:
-        """Of one layer. A chunk takes what a prompt to its end takes longer than one to its beginning."""
+        """Attention of one layer. A chunk takes the difference of a prompt to its end and one to its beginning."""
         keys = work.device.decode_context
         attention = self._of(_ATTENTION, keys, self._base.attention_seconds(keys)) if keys else _Sum()
         for start, length in work.device.chunks:
@@ -250,7 +251,7 @@ class CorrectedPredictor:
         return attention
 
     def _cpu(self, layer: int, batches: Sequence[HostBatch]) -> _Sum:
-        """Attention on the CPU of those who need it in that layer."""
+        """Attention on the CPU for the rows that need it in that layer."""
         attending = [batch for batch in batches if batch.attended <= layer]
         keys = sum([batch.context_tokens for batch in attending])
         if not keys:

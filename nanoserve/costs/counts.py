@@ -22,14 +22,14 @@ from nanoserve.layout import ParallelLayout
 STORED_BITS = {4: 4 + 16 / 128, 8: 8.0, 16: 16.0, 32: 32.0}
 _SAMPLED_ROWS = 256
 _BYTES_PER_LOGIT = 32
-"""Of the largest step: eight float32 numbers, the logit itself, as it is changed, and what top-p weighs."""
+"""Bytes per logit in the largest step: eight float32 numbers, for the logit, its changes and the work of top-p."""
 
 OperatorKind = Literal["matrix", "prefill attention", "decode attention", "look-up"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Bits of a number: of the layers' matrices, of keys and values, and of all else (activations, embedding, head).
+    """Bits per number: the layers' matrices, keys and values, and everything else (activations, embedding, head).
 
     Raises:
         UsageError: for a number of bits that is not 4, 8, 16 or 32.
@@ -46,17 +46,17 @@ class Precision:
 
     @property
     def weight_bytes(self) -> float:
-        """Of one weight of a layer, its share of the scales included."""
+        """Bytes per weight of a layer, its share of the scales included."""
         return STORED_BITS[self.weight_bits] / 8
 
     @property
     def kv_bytes(self) -> float:
-        """Of one number of a key or value."""
+        """Bytes per number of a key or value."""
         return self.kv_bits / 8
 
     @property
     def other_bytes(self) -> float:
-        """Of one activation, or one weight of embedding or head."""
+        """Bytes per activation, and per weight of embedding or head."""
         return self.other_bits / 8
 
 
@@ -66,7 +66,7 @@ class Operator(msgspec.Struct, frozen=True):
     name: str
     """Qkv, attention, output, gate_up, down, experts, router, embedding, head."""
     kind: OperatorKind
-    """Which efficiency it has."""
+    """Selects the efficiency."""
     flops: float
     """Floating point operations."""
     weight_bytes: float
@@ -96,16 +96,16 @@ class Matrix(msgspec.Struct, frozen=True):
     activations: int
     """Numbers read and written for one token."""
     bytes_per_weight: float
-    """As it is stored."""
+    """Bytes per stored weight."""
     reached: float = 1.0
     """The share of the experts that one token is sent to; 1 for what is no expert."""
 
     def weights_read(self, tokens: int) -> float:
-        """Numbers that so many tokens read; with experts, what is expected if each token chooses evenly."""
+        """Weights that this many tokens read; with experts, the expectation if each token chooses evenly."""
         return self.weights if self.reached == 1.0 else self.weights * (1 - (1 - self.reached) ** tokens)
 
     def operator(self, tokens: int, layers: int, activation_bytes: float) -> Operator:
-        """The product in so many layers, for so many tokens, whose numbers take so many bytes."""
+        """The product in `layers` layers for `tokens` tokens, activations of `activation_bytes` bytes per number."""
         return Operator(
             self.name,
             "matrix",
@@ -235,7 +235,7 @@ class ModelCounts:
 
     @property
     def layer_kv_bytes(self) -> float:
-        """Of one token in one layer, on one device."""
+        """Bytes of keys and values of one token in one layer, on one device."""
         return 2 * self.kv_heads * self.model.head_dim * self.precision.kv_bytes
 
     @property
@@ -244,15 +244,15 @@ class ModelCounts:
         return 4.0 * self.heads * self.model.head_dim
 
     def step_bytes(self, tokens: int, stage: int) -> float:
-        """What a step of so many tokens holds at once on one device: the widest part of a layer, and on the last stage
-        the logits of the rows that are sampled."""
+        """Bytes that a step of this many tokens holds at once on one device: the widest part of a layer, and on the
+        last stage the logits of the sampled rows."""
         parts = [part for kind in self.stages[stage] for part in (self._matrices[kind][:2], self._matrices[kind][2:])]
         widest = self.model.hidden_size + max(sum(matrix.activations for matrix in part) for part in parts)
         rows = min(tokens, _SAMPLED_ROWS) if stage == self.last_stage else 0
         return tokens * widest * self.precision.other_bytes + rows * self.model.vocab_size * _BYTES_PER_LOGIT
 
     def activation_bytes(self, tokens: int) -> float:
-        """The hidden states of so many tokens: what an all-reduce sums, and what goes from stage to stage."""
+        """Bytes of the hidden states of this many tokens, which all-reduces sum and stages send on."""
         return tokens * self.model.hidden_size * self.precision.other_bytes
 
     def _stage_kinds(self, pipeline_split: Sequence[int] | None) -> Iterator[dict[LayerKind, int]]:

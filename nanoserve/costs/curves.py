@@ -1,4 +1,4 @@
-"""Curve and Grid: measured times over sizes, straight lines between the sizes that were measured."""
+"""MeasuredCurve and MeasuredGrid: measured times over sizes, straight lines between the sizes that were measured."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -7,12 +7,12 @@ from itertools import accumulate, chain, pairwise
 import msgspec
 
 _LARGEST = 2**50
-"""Of sizes, bytes perhaps: as floats they are still exact."""
+"""Largest size, which may be bytes: floats up to here are exact."""
 _LONGEST, _SHORTEST = 3e7, 1e-9
-"""Seconds: of any measured time, and of a difference of two."""
+"""Seconds: the longest measured time, and the shortest difference of two."""
 
 
-class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MeasuredCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times over one size (tokens, rows, bytes).
 
     Raises:
@@ -20,12 +20,12 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     sizes: tuple[int, ...]
-    """Measured ones, ascending, from 1."""
+    """Measured sizes, ascending, from 1."""
     seconds: tuple[float, ...]
-    """The median at each."""
+    """The median at each size."""
     low: tuple[float, ...]
     high: tuple[float, ...]
-    """Its quartiles."""
+    """The quartiles at each size."""
 
     def __post_init__(self) -> None:
         check_sizes("sizes", self.sizes)
@@ -33,19 +33,21 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             check_seconds(name, getattr(self, name), len(self.sizes))
 
     def at(self, size: float) -> float:
-        """Seconds at that size: 0 at 0, the first one's below the first, beyond the last one along the last line."""
+        """Seconds at that size: 0 at 0, constant below the first size, along the last line beyond the last."""
         return interpolate(self.sizes, self.seconds, size)
 
-    def undisturbed(self) -> "Curve":
-        """The same with its lower quartiles for times."""
-        return Curve(sizes=self.sizes, seconds=self.low, low=self.low, high=self.high)
+    def undisturbed(self) -> "MeasuredCurve":
+        """The same with the lower quartiles as times."""
+        return msgspec.structs.replace(self, seconds=self.low)
 
-    def rising(self) -> "Curve":
-        """The same as far as no size takes less than a smaller one: two that noise has turned meet half way."""
-        return Curve(sizes=self.sizes, seconds=_rising(self.seconds), low=_rising(self.low), high=_rising(self.high))
+    def rising(self) -> "MeasuredCurve":
+        """The same curve, made monotonic: two times that noise has exchanged meet half way."""
+        return msgspec.structs.replace(
+            self, seconds=_rising(self.seconds), low=_rising(self.low), high=_rising(self.high)
+        )
 
 
-class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MeasuredGrid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times over the number of sequences and the keys that each reads.
 
     Raises:
@@ -54,7 +56,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
-    """Measured ones, ascending, from 1."""
+    """Measured sizes, ascending, from 1."""
     seconds: tuple[tuple[float, ...], ...]
     """The medians, one row for each batch."""
     low: tuple[tuple[float, ...], ...]
@@ -72,10 +74,10 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 check_seconds(name, row, len(self.contexts))
 
     def at(self, batch: float, context: float) -> float:
-        """Seconds for so many sequences of so many keys each: a line over the contexts, then one over the batches.
+        """Seconds for `batch` sequences of `context` keys each: a line over the contexts, then one over the batches.
 
-        Beyond the last ones it grows in proportion, as what reads many bytes does: lines that are drawn on in two
-        directions may cross, and more would take less.
+        Beyond the last sizes it grows in proportion, as reading bytes does. Extended lines in two directions might
+        cross, and then more sequences would take less time.
         """
         if batch <= 0:
             return 0.0
@@ -84,43 +86,38 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         few, many = (interpolate(self.contexts, self.seconds[row], min(context, longest)) for row in (lower, upper))
         return _on_line(few, many, share) * max(1.0, batch / most) * max(1.0, context / longest)
 
-    def undisturbed(self) -> "Grid":
-        """The same with its lower quartiles for times."""
-        return Grid(batches=self.batches, contexts=self.contexts, seconds=self.low, low=self.low, high=self.high)
+    def undisturbed(self) -> "MeasuredGrid":
+        """The same with the lower quartiles as times."""
+        return msgspec.structs.replace(self, seconds=self.low)
 
-    def rising(self) -> "Grid":
-        """The same as far as neither more sequences nor more keys take less."""
-        return Grid(
-            batches=self.batches,
-            contexts=self.contexts,
+    def rising(self) -> "MeasuredGrid":
+        """The same grid, made monotonic in sequences and in keys."""
+        return msgspec.structs.replace(
+            self,
             seconds=_rising_rows(self.seconds),
             low=_rising_rows(self.low),
             high=_rising_rows(self.high),
         )
 
-    def less(self, part: Curve) -> "Grid":
-        """The same without what the curve says of each batch."""
+    def less(self, part: MeasuredCurve) -> "MeasuredGrid":
+        """The same grid minus the curve's time for each batch."""
 
         def without(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
             pairs = zip(self.batches, rows, strict=True)
             return tuple(tuple(max(_SHORTEST, value - part.at(batch)) for value in row) for batch, row in pairs)
 
-        return Grid(
-            batches=self.batches,
-            contexts=self.contexts,
-            seconds=without(self.seconds),
-            low=without(self.low),
-            high=without(self.high),
+        return msgspec.structs.replace(
+            self, seconds=without(self.seconds), low=without(self.low), high=without(self.high)
         )
 
-    def over_keys(self) -> Curve:
-        """Over the keys in all, whoever reads them: the means of the cells with as many."""
+    def over_keys(self) -> MeasuredCurve:
+        """A curve over the total number of keys: the means of the cells with equal totals."""
         cells: dict[int, list[float]] = {}
         for size, seconds in self._cells():
             cells.setdefault(size, []).append(seconds)
         sizes = tuple(sorted(cells))
         means = tuple(sum(cells[size]) / len(cells[size]) for size in sizes)
-        return Curve(sizes=sizes, seconds=means, low=means, high=means)
+        return MeasuredCurve(sizes=sizes, seconds=means, low=means, high=means)
 
     def _cells(self) -> Iterator[tuple[int, float]]:
         for batch, row in zip(self.batches, self.seconds, strict=True):
@@ -136,8 +133,10 @@ def interpolate(sizes: Sequence[int], seconds: Sequence[float], size: float) -> 
 
 
 def _between(sizes: Sequence[int], size: float) -> tuple[int, int, float]:
-    """Places of the sizes that it lies between, and how far: 0 at the lower one, 1 at the upper one. Below the first it
-    is 0; beyond the last, more than 1 behind the last two."""
+    """Indices of the sizes around `size`, and its place between them: 0 at the lower, 1 at the upper.
+
+    The place is 0 below the first size. Beyond the last it is above 1, counted from the last two.
+    """
     if size <= sizes[0]:
         return 0, 0, 0.0
     upper = min(bisect_left(sizes, size), len(sizes) - 1)
@@ -165,7 +164,7 @@ def _rising_rows(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ..
 
 
 def check_sizes(name: str, sizes: Sequence[int]) -> None:
-    """That there are two or more, ascending from 1.
+    """Check that there are two or more sizes, ascending from 1.
 
     Raises:
         ValueError: naming the field.
@@ -177,7 +176,7 @@ def check_sizes(name: str, sizes: Sequence[int]) -> None:
 
 
 def check_seconds(name: str, seconds: Sequence[float], count: int) -> None:
-    """That there are so many, all above 0 and none beyond a year or so.
+    """Check that there are `count` times, above 0 and at most about a year.
 
     Raises:
         ValueError: naming the field.

@@ -17,19 +17,19 @@ class Efficiency:
     """
 
     matrix: float = 0.7
-    """Of a device's operations, in matrix products."""
+    """Share of a device's operations that matrix products reach."""
     attention: float = 0.5
-    """Of a device's operations, in the attention of prompts."""
+    """Share of a device's operations that the attention of prompts reaches."""
     memory: float = 0.8
-    """Of a device's memory bandwidth."""
+    """Share of a device's memory bandwidth."""
     link: float = 0.75
-    """Of a link's bandwidth."""
+    """Share of a link's bandwidth."""
     processor: float = 0.6
-    """Of a CPU's memory bandwidth and operations, in attention."""
+    """Share of a CPU's memory bandwidth and operations that attention reaches."""
     usable_memory: float = 0.9
-    """Of a device's memory, for weights and KV cache; the rest is for activations and the libraries."""
+    """Share of a device's memory for weights and KV cache; the rest is for activations and libraries."""
     kernel_seconds: float = 3e-6
-    """From one kernel's end to the next one's full speed."""
+    """Seconds from one kernel's end to the next one's full speed."""
     kernels_per_layer: int = 10
     """Kernels of a layer (norms, qkv, rotary embedding, cache write, attention, output, gate_up, activation, down),
     all-reduces aside."""
@@ -48,7 +48,7 @@ class Efficiency:
 
     @classmethod
     def ideal(cls) -> "Efficiency":
-        """All that the data sheets promise, and no overhead: the limits that closed forms describe."""
+        """Everything that data sheets promise, and no overhead: the limits that closed forms describe."""
         return cls(
             matrix=1.0,
             attention=1.0,

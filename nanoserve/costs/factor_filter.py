@@ -1,4 +1,4 @@
-"""FactorFilter: what several factors are, from measured numbers that each depend on some of them."""
+"""FactorFilter: estimates several factors from measured numbers that each depend on some of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import log, sqrt
@@ -6,21 +6,21 @@ from math import log, sqrt
 import numpy as np
 
 _BOUND = log(8.0)
-"""No factor is believed to be beyond 8, or below an eighth."""
+"""Factors stay between an eighth and 8."""
 _MOST_DEVIATIONS, _MOST_AT_ONCE = 2.0, log(2.0)
-"""What lies further from what was expected counts as lying there, and as less certain (Huber). The second one is for
-the beginning, when anything may be expected but the first steps warm up."""
+"""Larger errors are cut to this many deviations, and count as less certain (Huber). The second limit is for the
+beginning, when the variance is large and the first steps warm up."""
 _FADING = 5e-4
-"""Share of what is known that is doubted with every number: what is measured no more may have changed."""
+"""Share of the prior covariance that returns with every number: a factor may change while it is not measured."""
 _DRIFT = 1e-4
-"""Of what is measured no more, so much of its logarithm is forgotten with every number: half of it in 7000."""
+"""Share of its logarithm that an unmeasured factor loses with every number: half of it in 7000."""
 _NOISE, _LEAST_NOISE, _MOST_NOISE = 0.3, 0.02, 0.5
-"""Relative scatter of measured numbers: in the beginning, at least and at most."""
+"""Relative scatter of measured numbers: initial, least and most."""
 _NOISE_RATE = 0.02
 
 
 class Noise:
-    """How far numbers of one kind scatter around what was expected, relatively; outliers count in part."""
+    """The relative scatter of numbers of one kind around their expectation; outliers count in part."""
 
     def __init__(self) -> None:
         self._variance = _NOISE**2
@@ -30,7 +30,7 @@ class Noise:
         return self._variance
 
     def observe(self, error: float) -> None:
-        """One number was off by so much, as a logarithm."""
+        """Take in the error of one number, as a logarithm."""
         limited = min(error * error, 9.0 * self._variance)
         variance = self._variance + _NOISE_RATE * (limited - self._variance)
         self._variance = min(max(variance, _LEAST_NOISE**2), _MOST_NOISE**2)
@@ -42,10 +42,10 @@ class FactorFilter:
     One number is measured of a step that has several parts, so each must be given its share of the error. Least mean
     squares would give it to each part by its share of the time, and mistake one part's error for another's as long as
     they come together; it would take thousands of steps to tell them apart. The filter remembers which combinations are
-    known already: the first steps with a prompt correct what prompts take and leave alone what a hundred decodes have
-    told. It costs the square of the number of factors, which are some twenty.
+    known already: the first steps with a prompt correct the time of prompts and leave alone what a hundred decodes have
+    shown. It costs the square of the number of factors, which are about twenty.
 
-    In logarithms twice too long and half of it are equally wrong, no factor becomes negative, and a step in which the
+    In logarithms twice and half the time are equally wrong, no factor becomes negative, and a step in which the
     machine stood still is off by 4 or so and not by a thousand deviations; of that, two deviations count.
 
     Args:
@@ -58,12 +58,12 @@ class FactorFilter:
         self._doubt = _FADING * self._covariance
 
     def observe(self, gradient: Mapping[int, float], error: float, noise: Noise) -> None:
-        """Take one number in.
+        """Take in one number.
 
         Args:
             gradient: by factor, how the logarithm of the number grows with the factor's.
             error: logarithm of what was measured over what was expected.
-            noise: of such numbers; is told of this one.
+            noise: the scatter of such numbers; it takes in this one.
         """
         slopes = np.zeros(len(self.mean))
         slopes[list(gradient)] = list(gradient.values())
@@ -80,6 +80,6 @@ class FactorFilter:
         noise.observe(error)
 
     def drift_back(self, factors: Iterable[int]) -> None:
-        """Come a little nearer to 1: for what nobody may measure again as long as it is believed to be slow."""
+        """Move factors a little towards 1: those that may not be measured again while they count as slow."""
         for factor in factors:
             self.mean[factor] *= 1.0 - _DRIFT

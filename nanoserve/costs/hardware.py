@@ -28,7 +28,7 @@ class Device:
 
     name: str
     memory_bytes: float
-    """All of it."""
+    """Total bytes."""
     memory_bandwidth: float
     """Bytes per second."""
     flops: float
@@ -66,7 +66,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Processor:
+class HostCpu:
     """The CPUs of a host: bytes per second of their memory and float32 operations per second."""
 
     name: str
@@ -82,17 +82,17 @@ class Machine:
     name: str
     device: Device
     devices_per_node: int
-    """As many share ``link``."""
+    """Devices of a node, which share ``link``."""
     link: Link
     """Between the devices of a node."""
     network: Link | None
     """Between nodes; None if there is but one."""
     host_link: Link
     """Between each device and the host's memory."""
-    processor: Processor | None
+    processor: HostCpu | None
     """The host's CPUs, None if unknown."""
     host_memory_bytes: float
-    """Of a node; 0 if unknown."""
+    """Host memory of a node; 0 if unknown."""
     source: str
     """Where the figures of the device come from."""
 
@@ -195,9 +195,9 @@ def _link(tables: Tables, name: str, source: str) -> Link:
     )
 
 
-def _processor(tables: Tables, name: str, source: str) -> Processor:
+def _processor(tables: Tables, name: str, source: str) -> HostCpu:
     entry = _entry(tables, "processors", name, source)
-    return Processor(
+    return HostCpu(
         name=name,
         memory_bandwidth=entry.positive("memory_gb_per_s") * GIGA,
         flops=entry.positive("gflops") * GIGA,

@@ -1,7 +1,7 @@
-"""The machine at hand as the cost model takes it, from speeds that were measured within a second. No torch.
+"""This machine in the terms of the cost model, from speeds that were measured within a second. No torch.
 
-``nanoserve profile`` (profile.py) takes minutes and knows one device; an engine of several workers asks at every start,
-by measuring_speeds.py of the runtime, and decides by what it gets.
+``nanoserve profile`` (profile.py) takes minutes and covers one device. An engine with several workers measures its
+speeds at every start (measuring_speeds.py of the runtime) and decides by them.
 """
 
 import math
@@ -21,7 +21,7 @@ _BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 
 
 class MachineSpeeds(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker reaches while all others do the same; the mean over all of them.
+    """The speeds that each worker reaches while all work: the mean over the workers.
 
     Raises:
         ValueError: for a speed that is not above 0, or a latency below.
@@ -35,7 +35,7 @@ class MachineSpeeds(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes per second between the device and host memory, in the slower direction. On a CPU, of copies within memory,
     bytes that are moved counted once."""
     link_bandwidth: float = math.inf
-    """Bytes per second between workers: bus bandwidth of an all-reduce. Infinite for one alone."""
+    """Bytes per second between workers: bus bandwidth of an all-reduce. Infinite for one worker."""
     link_latency: float = 0.0
     """Seconds of one message between them; an all-reduce over t workers takes 2 ceil(log2 t)."""
 
@@ -54,13 +54,13 @@ def measured_machine(
     memory_bytes: float = 0.0,
     host_memory_bytes: float = 0.0,
 ) -> Machine:
-    """A node of so many workers.
+    """A node of `devices` workers.
 
     Args:
-        speeds: of each.
+        speeds: what each worker reaches.
         devices: how many, each a device of its own to the cost model, whatever processor they share.
-        memory_bytes: of one of them; 0 if nobody asks, as predictors do not.
-        host_memory_bytes: of the node, for pairs of layouts; 0 if nobody asks.
+        memory_bytes: memory of one device; 0 if it does not matter, as for predictors.
+        host_memory_bytes: host memory of the node, for pairs of layouts; 0 if it does not matter.
     """
     return Machine(
         name="this machine",
@@ -82,7 +82,7 @@ def measured_machine(
 
 
 def precision_of(dtype: str) -> Precision:
-    """Every number in the format that torch calls so: float32, bfloat16 or float16.
+    """The precision with every number in this torch dtype: float32, bfloat16 or float16.
 
     Raises:
         UsageError: for another name.
@@ -96,11 +96,11 @@ def precision_of(dtype: str) -> Precision:
 def layout_predictors(
     machine: Machine, model: ModelConfig, dtype: str, layouts: Sequence[ParallelLayout]
 ) -> tuple[CostPredictor, ...]:
-    """What the Scheduler takes: for each layout, what its steps take and what changing to the others does.
+    """A predictor for each layout: the times of its steps, and of changing to the others.
 
     Args:
         machine: with at least as many devices as a replica of each layout.
-        model: the whole of it.
+        model: the whole model.
         dtype: of weights, keys and values, as torch calls it.
         layouts: by number; only one replica of each counts.
 

@@ -30,16 +30,16 @@ class DeviceMemory:
         self._counts, self._machine, self._efficiency = counts, machine, efficiency
 
     def weight_bytes(self, stage: int) -> float:
-        """Of one device of the stage."""
+        """Weights of one device of the stage."""
         return self._counts.stage_weight_bytes(stage)
 
     def usable_bytes(self, stage: int, step_tokens: int = 0) -> float:
-        """For weights, keys and values on one device of the stage: the usable share, and less where a step takes more.
+        """Bytes for weights, keys and values on one device of the stage: the usable share, less if a step needs more.
 
-        As an engine that measures its largest step before it makes a KV cache.
+        An engine decides the same way, by measuring its largest step before it makes a KV cache.
 
         Args:
-            step_tokens: of the largest step; 0 if nobody asks.
+            step_tokens: tokens of the largest step; 0 leaves steps out.
         """
         memory = self._machine.device.memory_bytes
         usable = memory * self._efficiency.usable_memory
@@ -48,14 +48,14 @@ class DeviceMemory:
         return min(usable, memory - _LIBRARY_BYTES - self._counts.step_bytes(step_tokens, stage))
 
     def kv_bytes(self, stage: int, step_tokens: int = 0) -> float:
-        """What is left for keys and values on one device of the stage; negative if the weights do not fit."""
+        """Bytes left for keys and values on one device of the stage; negative if the weights do not fit."""
         return self.usable_bytes(stage, step_tokens) - self.weight_bytes(stage)
 
     def kv_blocks(self, block_size: int, step_tokens: int = 0) -> int:
-        """Blocks of so many tokens that every stage can hold: all stages share one block table.
+        """Blocks of `block_size` tokens that every stage can hold: all stages share one block table.
 
         Args:
-            step_tokens: of the largest step, whose activations lie beside them; 0 if nobody asks.
+            step_tokens: tokens of the largest step, whose activations need room too; 0 leaves steps out.
 
         Raises:
             DoesNotFit: if there is no room for one block beside the weights.
@@ -74,7 +74,7 @@ class DeviceMemory:
         return blocks
 
     def host_kv_blocks(self, host_bytes: float, block_size: int) -> int:
-        """Blocks of so many tokens, all layers and all heads, in so much host memory."""
+        """Blocks of this many tokens, all layers and all heads, in this much host memory."""
         model = self._counts.model
         per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * self._counts.precision.kv_bytes
         return int(host_bytes // (block_size * per_token))
@@ -121,6 +121,6 @@ class DeviceMemory:
         return DeviceMemory(counts, self._machine, self._efficiency)._fits()
 
     def _fits(self) -> bool:
-        """With room for a few thousand tokens."""
+        """Whether the weights fit with room for a few thousand tokens."""
         stages, per_token = range(len(self._counts.stages)), self._counts.kv_bytes_per_token
         return all(self.kv_bytes(stage) >= _USEFUL_TOKENS * per_token(stage) for stage in stages)

@@ -1,6 +1,6 @@
-"""What policies are told of the times to come: Predictor, and CostPredictor, which answers from the cost model.
+"""Predictor, by which policies know step times in advance, and CostPredictor, which answers from the cost model.
 
-MeasuredPredictor answers from a profile, CorrectedPredictor by another Predictor and the steps that it saw.
+MeasuredPredictor answers from a profile; CorrectedPredictor corrects another Predictor by the steps that ran.
 """
 
 from collections.abc import Sequence
@@ -12,22 +12,22 @@ from nanoserve.costs.work import StepWork
 
 
 class Predictor(Protocol):
-    """What a step will take, by a profile or a cost model.
+    """Times of future steps, from a profile or a cost model.
 
     Seconds of one layer of one stage, unless a name says otherwise.
     """
 
     num_layers: int
-    """Of the model."""
+    """Layers of the model."""
 
     def linear_seconds(self, tokens: int) -> float:
-        """The linear layers for so many rows of tokens, with all that runs beside them but attention."""
+        """The linear layers for this many tokens, with everything beside them except attention."""
 
     def attention_seconds(self, context_tokens: int) -> float:
-        """Decode attention on the device over so many keys, summed over sequences."""
+        """Decode attention on the device over `context_tokens` keys, summed over sequences."""
 
     def prefill_attention_seconds(self, tokens: int) -> float:
-        """Attention of one prompt of so many tokens, from its beginning.
+        """Attention of one prompt of this many tokens, from its beginning.
 
         A Load does not tell how many prompts a step's tokens belong to, nor where in them they begin. A policy that
         asks for all of them at once takes them for one new prompt: too much for several short ones, for the time grows
@@ -35,16 +35,16 @@ class Predictor(Protocol):
         """
 
     def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
-        """Decode attention on the CPU over so many keys, with moving queries, keys, values and results."""
+        """Decode attention on the CPU over this many keys, with moving queries, keys, values and results."""
 
     def step_overhead_seconds(self, rows: int = 1) -> float:
-        """What a whole step takes beside its layers, with so many rows that are sampled."""
+        """Time of a whole step outside its layers, with `rows` sampled rows."""
 
     def slowdown(self, strategy: Strategy) -> float:
-        """By which factor a step of that strategy takes longer than its parts; 1 where nobody measured it."""
+        """The factor by which a step of that strategy takes longer than its parts; 1 if it was not measured."""
 
     def swap_seconds(self, context_tokens: int) -> float:
-        """The KV of so many tokens, all layers, one way between device and host."""
+        """The KV of this many tokens, all layers, one way between device and host."""
 
     def transition_seconds(self, layout: int) -> float:
         """Changing from the current layout to that one, with nothing in flight."""
@@ -68,7 +68,7 @@ class CostPredictor:
         self._layers = costs.counts.layers(0)
 
     def linear_seconds(self, tokens: int) -> float:
-        """The linear layers for so many rows of tokens, with all that runs beside them but attention.
+        """The linear layers for this many tokens, with everything beside them except attention.
 
         Beside them runs the CPU's work for each sequence. That of a prompt is counted for each of its tokens, which is
         too much: at the default 10 us, a few percent of what a prompt takes.
@@ -77,9 +77,9 @@ class CostPredictor:
         return self._costs.layers_seconds(tokens, 0) / self._layers + per_row
 
     def attention_seconds(self, context_tokens: int) -> float:
-        """Decode attention on the device over so many keys, summed over sequences.
+        """Decode attention on the device over `context_tokens` keys, summed over sequences.
 
-        With sliding windows this is an upper limit: whose keys they are is not known.
+        With sliding windows this is an upper limit: the sequences' own lengths are not known.
         """
         if not context_tokens:
             return 0.0
@@ -88,13 +88,13 @@ class CostPredictor:
         return self._costs.attention_seconds(work, 0) / self._layers
 
     def prefill_attention_seconds(self, tokens: int) -> float:
-        """Attention of a prompt of so many tokens, from its beginning."""
+        """Attention of a prompt of this many tokens, from its beginning."""
         if not tokens:
             return 0.0
         return self._costs.attention_seconds(self._costs.work([], [(0, tokens)]), 0) / self._layers
 
     def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
-        """Decode attention on the CPU over so many keys, with moving queries, keys, values and results.
+        """Decode attention on the CPU over this many keys, with moving queries, keys, values and results.
 
         Raises:
             UsageError: if the machine names no processor.
@@ -102,17 +102,17 @@ class CostPredictor:
         return self._costs.host_attention_seconds(context_tokens) + self._costs.host_exchange_seconds(sequences)
 
     def step_overhead_seconds(self, rows: int = 1) -> float:
-        """What a whole step takes beside its layers: the CPU's fixed part, embedding and head."""
+        """Time of a whole step outside its layers: the CPU's fixed part, embedding and head."""
         work = StepWork(decodes=rows, sampled=rows)
         ends = sum(self._costs.ends_seconds(work, stage) for stage in range(self._costs.num_stages))
         return self._costs.efficiency.step_seconds + ends
 
     def slowdown(self, strategy: Strategy) -> float:
-        """None: the cost model knows the parts."""
+        """1: the cost model has no measured slowdown."""
         return 1.0
 
     def swap_seconds(self, context_tokens: int) -> float:
-        """The KV of so many tokens, all layers, one way between device and host; the slowest stage counts."""
+        """The KV of this many tokens, all layers, one way between device and host; the slowest stage counts."""
         return max(self._costs.swap_seconds(context_tokens, stage) for stage in range(self._costs.num_stages))
 
     def transition_seconds(self, layout: int) -> float:

@@ -1,66 +1,52 @@
 """Profile: what ``nanoserve profile`` measured of one model on one machine (APEX's offline profiler). No torch.
 
-``MeasuredTimes`` (measured_times.py) and ``MeasuredPredictor`` (measured_predictor.py) answer from it; ``step_costs``
-is the cost model with the factors it reaches. Times are seconds.
+``MeasuredTimes`` and ``MeasuredPredictor`` (measured_times.py) answer from it; ``step_costs`` is the cost model with
+the factors it reaches. Times are seconds.
 """
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.counts import Precision
-from nanoserve.costs.curves import Curve, Grid
+from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
 from nanoserve.costs.efficiency import Efficiency
-from nanoserve.costs.hardware import Device, Link, Machine, Processor
+from nanoserve.costs.hardware import Device, HostCpu, Link, Machine
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.processes.files import replace_file
 
 SCHEMA: Final = "nanoserve-profile/2"
 _MOST_TOKENS = 2**28
-"""Of a measured KV cache: each of its blocks takes some memory when it is simulated."""
+"""Limit for a measured KV cache: each of its blocks takes some memory when it is simulated."""
 _MOST_LAYERS = 100_000
 _MOST_TIMES_AS_LONG = 1000.0
 _SETTINGS = ("model", "dtype", "operators", "layers", "threads", "host_threads", "rounds")
 
 
-class Reached(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a device does at best: bytes read per second and operations per second of a large matrix product.
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 
-    Raises:
-        ValueError: for what is not above 0.
-    """
+
+class Reached(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a device does at best: bytes read per second and operations per second of a large matrix product."""
 
     name: str
-    memory_bytes: float
-    read_bytes_per_second: float
-    operations_per_second: float
-
-    def __post_init__(self) -> None:
-        for name in ("memory_bytes", "read_bytes_per_second", "operations_per_second"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)}")
+    memory_bytes: PositiveFloat
+    read_bytes_per_second: PositiveFloat
+    operations_per_second: PositiveFloat
 
 
 class KvMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The engine's KV cache, as large as it was when measured.
+    """The engine's KV cache, as large as it was when measured."""
 
-    Raises:
-        ValueError: if it is empty, or beyond all measure.
-    """
-
-    kv_tokens: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.kv_tokens <= _MOST_TOKENS:
-            raise ValueError(f"kv_tokens must be 1 to {_MOST_TOKENS}, not {str(self.kv_tokens)[:20]}")
+    kv_tokens: Annotated[int, msgspec.Meta(ge=1, le=_MOST_TOKENS)]
 
     def kv_blocks(self, block_size: int) -> int:
-        """Blocks of so many tokens.
+        """Blocks of `block_size` tokens.
 
         Raises:
             UsageError: if there is not room for one.
@@ -82,7 +68,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A workload that ran for real, and what was predicted."""
 
     workload: str
-    """In words."""
+    """Description in words."""
     real: tuple[RunFigures, ...]
     """Each run."""
     by_profile: RunFigures
@@ -99,7 +85,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     schema: Literal["nanoserve-profile/2"]
-    """Of the file."""
+    """Schema of the file."""
     about: dict[str, Any]
     """Machine, versions, command, commit and when."""
     settings: dict[str, str | int]
@@ -108,34 +94,34 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     foreign_cores: float | None
     """How many other programs kept busy meanwhile; None where the system does not tell."""
     model: ModelConfig
-    """Its shape."""
+    """The model's shape."""
     bits: int
-    """Of weights, keys and values."""
+    """Bits of weights, keys and values."""
     device: Reached
     host: Reached
-    """What computes, and the CPU beside it, which is the device itself where there is no other."""
+    """The device and the CPU beside it; the same where the CPU is the device."""
     memory: KvMemory
-    """Of the KV cache."""
-    linear: Curve
+    """The KV cache."""
+    linear: MeasuredCurve
     """A layer without attention, over tokens; embedding and last norm are divided between the layers."""
-    decode_attention: Grid
+    decode_attention: MeasuredGrid
     """Attention of single tokens in one layer, on the device."""
-    host_attention: Grid
+    host_attention: MeasuredGrid
     """The same by the threads that attend in host memory, beside a busy device, from handing over queries, keys and
     values until the result is there."""
-    host_exchange: Curve
+    host_exchange: MeasuredCurve
     """Over rows, the same for sequences of one key each: it is mostly handing over."""
-    prefill_attention: Curve
-    """Of one whole prompt in one layer, over its tokens."""
-    copy: Curve
+    prefill_attention: MeasuredCurve
+    """Attention of one whole prompt in one layer, over its tokens."""
+    copy: MeasuredCurve
     """Between device memory and the CPU's, over bytes; one place to another where both are the same."""
-    inputs: Curve
+    inputs: MeasuredCurve
     """What an executor does in a step before its layers, over rows."""
-    head: Curve
+    head: MeasuredCurve
     """Logits and greedy sampling, over sampled rows."""
-    engine: Curve
+    engine: MeasuredCurve
     """Scheduling, and taking answers in, over rows."""
-    beside_host: float = 1.0
+    beside_host: Annotated[float, msgspec.Meta(ge=1, le=_MOST_TIMES_AS_LONG)] = 1.0
     """How many times as long a layer without attention takes while attention in host memory is busy too: above 1 where
     both read the same memory."""
     efficiency: Efficiency = Efficiency()
@@ -147,8 +133,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if missing := [name for name in _SETTINGS if name not in self.settings]:
             raise ValueError(f"settings must have {', '.join(missing)}")
         Precision(weight_bits=self.bits, kv_bits=self.bits, other_bits=self.bits)
-        if not 1 <= self.beside_host <= _MOST_TIMES_AS_LONG:
-            raise ValueError(f"beside_host must be 1 to {_MOST_TIMES_AS_LONG}, not {self.beside_host}")
         if not 1 <= self.model.num_layers <= _MOST_LAYERS:
             raise ValueError(f"num_layers must be 1 to {_MOST_LAYERS}, not {str(self.model.num_layers)[:20]}")
 
@@ -166,19 +150,19 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return msgspec.structs.replace(self, predictions=tuple(predictions))
 
     def rising(self) -> "Profile":
-        """The same as far as nothing takes less for being larger, as medians of a busy machine sometimes have it."""
+        """The same with monotonic times: on a busy machine medians sometimes fall with size."""
         return msgspec.structs.replace(self, **{name: found.rising() for name, found in self._measured().items()})
 
     def undisturbed(self) -> "Profile":
-        """The same with lower quartiles for times: of a few samples, others disturb more than half now and then."""
+        """The same with lower quartiles as times: other programs may disturb more than half of a few samples."""
         return msgspec.structs.replace(self, **{name: found.undisturbed() for name, found in self._measured().items()})
 
-    def _measured(self) -> dict[str, Curve | Grid]:
+    def _measured(self) -> dict[str, MeasuredCurve | MeasuredGrid]:
         fields = {field.name: getattr(self, field.name) for field in msgspec.structs.fields(self)}
-        return {name: found for name, found in fields.items() if isinstance(found, Curve | Grid)}
+        return {name: found for name, found in fields.items() if isinstance(found, MeasuredCurve | MeasuredGrid)}
 
     def machine(self) -> Machine:
-        """This machine as the cost model takes it: what was reached at best, of which ``efficiency`` has the shares."""
+        """This machine in the terms of the cost model: the best speeds, of which ``efficiency`` has the shares."""
         sizes, seconds = self.copy.sizes, self.copy.seconds
         link = Link(
             name="copy",
@@ -200,7 +184,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             link=link,
             network=None,
             host_link=link,
-            processor=Processor(
+            processor=HostCpu(
                 name=host.name,
                 memory_bandwidth=host.read_bytes_per_second,
                 flops=host.operations_per_second,
@@ -220,7 +204,7 @@ def read_profile(path: Path) -> Profile:
     """A profile that ``nanoserve profile --json`` wrote.
 
     Raises:
-        UsageError: if the file is none, naming the key that is wrong.
+        UsageError: if the file is no profile, naming the key that is wrong.
     """
     try:
         if path.exists() and not path.is_file():  # a directory; or a pipe or device, reading which might never end
@@ -235,7 +219,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def check_writable(path: Path) -> None:
-    """That a profile can be written there, before anything is measured.
+    """Check that a profile can be written there, before anything is measured.
 
     Raises:
         RuntimeFailure: if not.

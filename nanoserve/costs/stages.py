@@ -40,7 +40,7 @@ def stage_layers(
     """The layers of each stage: as many as `pipeline_split` says, or divided by cost.
 
     Args:
-        asked: the words that so many stages were asked for by, for errors; None: --pp.
+        asked: the option's words, for errors; None stands for --pp.
 
     Raises:
         UsageError: if the stages cannot be filled, or the split is not one of this model's layers.
@@ -60,7 +60,7 @@ def stage_layers(
 
 @lru_cache(maxsize=1024)
 def divide_layers(model: ModelConfig, stages: int) -> tuple[int, ...]:
-    """How many layers each of so many stages gets; the embedding belongs to the first, the head to the last."""
+    """How many layers each stage gets; the embedding belongs to the first, the head to the last."""
     if stages == 1:  # the counts of a layer are those of such a model
         return (model.num_layers,)
     decode, mixed = _shares(model, "bytes"), _shares(model, "flops")
@@ -71,14 +71,14 @@ def divide_layers(model: ModelConfig, stages: int) -> tuple[int, ...]:
 
 
 def divide(costs: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Cut a row of costs into so many pieces, none empty: how many entries each has.
+    """Cut a row of costs into `stages` pieces, none empty; returns how many entries each has.
 
     The dearest piece is as cheap as can be; of those divisions the most even one is taken (least sum of squares, so
     that keys and values are spread well too), and of equally even ones that with the smaller first pieces.
     O(stages * len(costs)^2).
     """
     sums = list(accumulate(costs, initial=0))
-    # By position: the least that the dearest piece can cost if so many pieces end there; then the best such division.
+    # By position: the least cost of the dearest piece if the pieces so far end there; then the best such division.
     dearest: list[float] = [0] + [float("inf")] * len(costs)
     for stage in range(1, stages + 1):
         dearest = [
@@ -126,7 +126,7 @@ def _shares(model: ModelConfig, measure: str) -> list[float]:
 
 
 def _layer_cost(model: ModelConfig, kind: LayerKind, chunks: list[tuple[int, int]], measure: str) -> float:
-    """Of a model of one such layer, all that is the layer's."""
+    """The cost of one such layer, in a model of this layer alone."""
     moe = replace(model.moe, sparse_layers=frozenset({0})) if model.moe is not None and kind.sparse else None
     counts = ModelCounts(replace(model, num_layers=1, sliding_windows=(kind.window,), moe=moe))
     work = StepWork.of([_CONTEXT] * _DECODES, chunks, sampled=0, windows=counts.windows)

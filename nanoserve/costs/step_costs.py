@@ -32,7 +32,7 @@ class Channel:
         return self.latency + num_bytes / self.bandwidth
 
     def all_reduce_seconds(self, num_bytes: float, devices: int) -> float:
-        """The sum of ``num_bytes`` on each of so many devices, known to all of them.
+        """The sum of ``num_bytes`` on each of `devices` devices, known to all of them.
 
         Every device sends and receives 2 (t - 1) / t of the bytes (a ring, reduce-scatter then all-gather), at *bus*
         bandwidth; *algorithm* bandwidth, bytes over time, is lower by that factor. The shortest way there and back is
@@ -142,7 +142,7 @@ class StepCosts:
         return self.efficiency.step_seconds + work.rows * self.efficiency.row_seconds
 
     def step_seconds(self, work: StepWork) -> float:
-        """From the first stage to the last with nothing else in the pipeline, the host's part before it."""
+        """Seconds from the first stage to the last in an empty pipeline, with the host's part before."""
         stages = range(self.num_stages)
         device = sum(self.stage_seconds(work, stage) + self.send_seconds(work, stage) for stage in stages)
         return self.host_seconds(work) + device
@@ -180,7 +180,7 @@ class StepCosts:
     # ------------------------------------------------------------------------- host memory and processor
 
     def swap_seconds(self, tokens: int, stage: int) -> float:
-        """The KV of so many tokens between device and host, one way; the devices of all stages do it at once."""
+        """The KV of this many tokens between device and host, one way; the devices of all stages work at once."""
         return self._host.send_seconds(tokens * self.counts.kv_bytes_per_token(stage))
 
     def reload_seconds(self, stage: int) -> float:
@@ -188,7 +188,7 @@ class StepCosts:
         return self._host.send_seconds(self.counts.stage_weight_bytes(stage))
 
     def host_attention_seconds(self, context: int) -> float:
-        """One layer's decode attention on the CPU, for rows that read so many keys in all (APEX).
+        """One layer's decode attention on the CPU, for rows that read `context` keys in total (APEX).
 
         All heads: one CPU serves all devices of a stage.
 
@@ -205,7 +205,7 @@ class StepCosts:
         return max(moving, computing) / share
 
     def host_exchange_seconds(self, rows: int) -> float:
-        """One layer's queries, keys and values of so many rows to the host, and the attention's result back."""
+        """One layer's queries, keys and values of `rows` rows to the host, and the attention's result back."""
         if not rows:
             return 0.0
         counts = self.counts
@@ -222,7 +222,7 @@ class StepCosts:
         return max(moved / self._bandwidth, 2.0 * matrix.per_token * tokens / self._flops["matrix"])
 
     def _all_reduce_seconds(self, tokens: int, stage: int) -> float:
-        """One all-reduce of the hidden states of so many tokens."""
+        """One all-reduce of the hidden states of this many tokens."""
         return self._group[stage].all_reduce_seconds(self.counts.activation_bytes(tokens), self._degree)
 
     def _gather_seconds(self, work: StepWork, stage: int) -> float:

@@ -1,4 +1,4 @@
-"""StepFeatures: what a step's time depends on, told of its plan before it runs and of its result behind it."""
+"""StepFeatures: what a step's time depends on, made from its plan before it runs and from its result afterwards."""
 
 from typing import Literal
 
@@ -26,25 +26,25 @@ class HostBatch(msgspec.Struct, frozen=True):
 
     @property
     def first_layer(self) -> int:
-        """Whose linear part they come to next."""
+        """The layer whose linear part they reach next."""
         return max(0, self.attended - 1)
 
 
 class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
-    """A step, as far as its time is concerned."""
+    """A step, reduced to what its time depends on."""
 
     strategy: Strategy
     """How host sequences take part."""
     device: StepWork
     """The rows whose KV is on the device."""
     host: tuple[HostBatch, ...] = ()
-    """Of an overlapped step, those that begin a token and those that join the device's rows in a layer: before the
-    step, all that may. Of an asymmetric one, sub-batch 0, with the device's rows."""
+    """In an overlapped step, those that begin a token and those that join the device's rows in a layer: before the
+    step, all that may. In an asymmetric one, sub-batch 0, with the device's rows."""
     host_second: tuple[HostBatch, ...] = ()
     """Sub-batch 1 of an asymmetric step."""
 
     @property
     def sampled(self) -> int:
-        """Rows that get logits. Of an overlapped step, those on the device: whoever ends beside them is one of few."""
+        """Rows that get logits. An overlapped step counts those on the device: few host rows end beside them."""
         ending = (*self.host, *self.host_second) if self.strategy == "asymmetric" else ()
         return self.device.sampled + sum([batch.sequences for batch in ending])

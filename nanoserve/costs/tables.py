@@ -1,16 +1,24 @@
-"""Data files of the cost model: TOML tables whose entries name their source, read with errors that name the key."""
+"""Data files of the cost model: TOML tables whose entries name their source, and published shapes (models.toml).
+
+Errors name the key.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from nanoserve.config import ModelConfig
 from nanoserve.errors import UsageError
+from nanoserve.processes.files import read_json_object, unreadable_as_model_error
 
 Tables = Mapping[str, Mapping[str, Any]]
+SHIPPED_MODELS = Path(__file__).with_name("models.toml")
 _LONGEST_QUOTE = 40
 LARGEST = 1e12
-"""Of any figure, in its unit: far beyond all hardware, and small enough to be multiplied with."""
+"""Limit for any figure, in its unit: far beyond all hardware, and small enough for products."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -117,3 +125,40 @@ class Entry:
 
     def _found(self, key: str) -> str:
         return repr(self.values[key]) if key in self.values else "nothing"
+
+
+@cache
+def published_shapes() -> Mapping[str, Mapping[str, Any]]:
+    """Each model's config.json, as far as its shape goes."""
+    tables = read_toml(SHIPPED_MODELS)
+    return MappingProxyType(
+        {name: _config(Entry.of({"models": tables}, "models", name, SHIPPED_MODELS.name)) for name in tables}
+    )
+
+
+def load_shape(spec: str) -> ModelConfig:
+    """The shape of a published model, of a config.json, or of a directory that holds one. No weights are needed.
+
+    Raises:
+        UsageError: for an unknown name, listing the known ones.
+        ModelError: for a config.json that cannot be used.
+    """
+    path = Path(spec)
+    with unreadable_as_model_error():
+        if spec.endswith(".json") and path.is_file():
+            return ModelConfig.from_hf(read_json_object(path), source=str(path))
+        if path.is_dir():
+            return ModelConfig.from_directory(path)
+    name = spec.removeprefix("dummy:").lower()
+    shapes = published_shapes()
+    if name not in shapes:
+        raise UsageError(
+            f"unknown model {spec!r}: no config.json, no directory with one, and none of {', '.join(shapes)}"
+        )
+    return ModelConfig.from_hf(shapes[name], source=name)
+
+
+def _config(entry: Entry) -> Mapping[str, Any]:
+    entry.text("source")
+    config = {key: value for key, value in entry.values.items() if key not in ("source", "null_keys")}
+    return config | dict.fromkeys(entry.values.get("null_keys", ()))

@@ -1,4 +1,4 @@
-"""What one micro-batch holds, as far as its cost is concerned."""
+"""What the cost of a micro-batch depends on."""
 
 from collections.abc import Iterable, Sequence
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.model_table import published_shapes
+from nanoserve.costs.tables import published_shapes
 from nanoserve.errors import ModelError
 from nanoserve.processes.files import read_json_object
 

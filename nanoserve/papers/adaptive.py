@@ -5,17 +5,16 @@ that out. Figure "list" is the comparison; figure "parts" switches the two ideas
 where memory is short.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import geometric_mean
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from nanoserve.benchmarks.tables import Column
-from nanoserve.papers.cases import Case, Outcome, System
-from nanoserve.papers.claims import Claim, Spread
-from nanoserve.papers.framework import Finding, Outcomes, Paper, PaperFigure, Run, Scale
-from nanoserve.papers.tuning import over_seeds, ratio, spread
+from nanoserve.papers.cases import Metric, PipelineCase, PipelineOutcome, Runs, System, over_seeds
+from nanoserve.papers.claims import ClaimRow, Spread, claims
+from nanoserve.papers.framework import Finding, Paper, PaperFigure, Run, Scale
 
 THROTTLING = System(label="throttling", policy="throttling")
 ADAPTIVE = System(label="adaptive", policy="adaptive")
@@ -27,7 +26,7 @@ VARIANTS = (
 )
 
 
-class Setting(NamedTuple):
+class ListEntry(NamedTuple):
     """One line of the list."""
 
     model: str
@@ -42,7 +41,7 @@ class Setting(NamedTuple):
 
 
 SETTINGS = [
-    Setting(model, machine, devices, lengths, pool, load)
+    ListEntry(model, machine, devices, lengths, pool, load)
     for model, machine, devices in (
         ("qwen2.5-14b", "gllm-l20", 2),
         ("qwen2.5-32b", "gllm-l20", 4),
@@ -55,59 +54,84 @@ SETTINGS = [
 """3 models x 2 workloads x 2 pools x 3 loads."""
 
 SHORT_OF_MEMORY = [
-    Setting("qwen2.5-32b", "gllm-l20", 4, "azure-conv", 0.125, 1.2),
-    Setting("qwen2.5-32b", "gllm-l20", 4, "azure-conv", 0.0625, 1.2),
-    Setting("qwen2.5-32b", "gllm-l20", 4, "256+1024", 0.0625, 1.2),  # answers that are long beside the pool, and equal
+    ListEntry("qwen2.5-32b", "gllm-l20", 4, "azure-conv", 0.125, 1.2),
+    ListEntry("qwen2.5-32b", "gllm-l20", 4, "azure-conv", 0.0625, 1.2),
+    ListEntry(
+        "qwen2.5-32b", "gllm-l20", 4, "256+1024", 0.0625, 1.2
+    ),  # answers that are long beside the pool, and equal
 ]
 
 _REQUESTS, _REQUESTS_OF_FULL = 500, 2000
 _SEED_OF_CAPACITY = 1000
 """The most that throttling serves is found with other requests than those that are compared."""
 
-_ALIKE = 0.02
-"""What counts as equal."""
-
-Figure = Callable[[Outcome], float]
+_MEAN, _WORST = "geometric mean", "worst setting"
 
 
-def _throughput(outcome: Outcome) -> float:
+def _throughput(outcome: PipelineOutcome) -> float:
     return outcome.result.tokens_per_second
 
 
-def _tpot(outcome: Outcome) -> float:
+def _tpot(outcome: PipelineOutcome) -> float:
     assert outcome.result.tpot_ms is not None, "answers have more than one token"
     return outcome.result.tpot_ms.mean
 
 
-def _ttft(outcome: Outcome) -> float:
+def _ttft(outcome: PipelineOutcome) -> float:
     assert outcome.result.ttft_ms is not None, "there are requests"
     return outcome.result.ttft_ms.mean
 
 
-def _preemptions(outcome: Outcome) -> float:
+def _preemptions(outcome: PipelineOutcome) -> float:
     return outcome.result.preemptions
 
 
-class Comparison(NamedTuple):
-    """The runs of a setting, one for each seed."""
+Place = tuple[ListEntry, str]
+"""An entry of the list, and the label of a system."""
 
-    setting: Setting
-    system: System
-    cases: Sequence[Case]
-    throttling: Sequence[Case]
 
-    def row(self, outcomes: Outcomes) -> dict[str, object]:
-        """The figures over those of throttling, and what was preempted, with the spread over seeds."""
-        row: dict[str, object] = {**self.setting._asdict(), "policy": self.system.label}
-        for name, figure in (("throughput", _throughput), ("tpot", _tpot), ("ttft", _ttft)):
-            found = ratio(self.cases, self.throttling, outcomes, figure)
+class Comparisons(Runs[Place, PipelineCase]):
+    """Systems over throttling in every entry of a list; the jobs of throttling are among them."""
+
+    @property
+    def places(self) -> list[Place]:
+        """All but those of throttling."""
+        return [(entry, label) for entry, label in self.jobs if label != THROTTLING.label]
+
+    def over_throttling(self, place: Place, metric: Metric) -> Spread:
+        """A metric over that of throttling."""
+        return self.ratio(place, (place[0], THROTTLING.label), metric)
+
+    def row(self, place: Place) -> dict[str, object]:
+        """Metrics over those of throttling, and preemptions, with the spread over seeds."""
+        entry, label = place
+        base = entry, THROTTLING.label
+        row: dict[str, object] = {**entry._asdict(), "policy": label}
+        for name, metric in (("throughput", _throughput), ("tpot", _tpot), ("ttft", _ttft)):
+            found = self.over_throttling(place, metric)
             row |= {name: found, f"{name}_text": found.text("{:.3f}")}
-        for name, cases in (("preemptions", self.cases), ("throttling_preemptions", self.throttling)):
-            found = spread(cases, outcomes, _preemptions)
+        for name, key in (("preemptions", place), ("throttling_preemptions", base)):
+            found = self.spread(key, _preemptions)
             row |= {name: found, f"{name}_text": found.text("{:.0f}")}
-        row["throttling_tokens_per_second"] = spread(self.throttling, outcomes, _throughput)
-        row["throttling_tpot_ms"] = spread(self.throttling, outcomes, _tpot)
+        row["throttling_tokens_per_second"] = self.spread(base, _throughput)
+        row["throttling_tpot_ms"] = self.spread(base, _tpot)
         return row
+
+    def by_seed(self, places: Sequence[Place], metric: Metric) -> list[list[tuple[float, float]]]:
+        """For each seed a metric in all these places, with that of throttling."""
+        columns = [
+            list(zip(self.values(one, metric), self.values((one[0], THROTTLING.label), metric), strict=True))
+            for one in places
+        ]
+        return [list(seed) for seed in zip(*columns, strict=True)]
+
+    def ratios(self, places: Sequence[Place], metric: Metric) -> list[list[float]]:
+        """For each seed, the ratio to throttling in each of these places."""
+        return [[mine / theirs for mine, theirs in seed] for seed in self.by_seed(places, metric)]
+
+    def mean_ratio(self, places: Sequence[Place], metric: Metric) -> Spread:
+        """The geometric mean of each seed's ratios."""
+        return Spread.of(map(geometric_mean, self.ratios(places, metric)))
 
 
 _COLUMNS = [
@@ -123,133 +147,84 @@ _COLUMNS = [
 
 
 def compare(
-    settings: Iterable[Setting], systems: Sequence[System], requests: int, scale: Scale, run: Run
-) -> tuple[list[Comparison], Outcomes]:
-    """Every system over throttling in every setting: one round for the loads, one for the comparisons."""
-    at_once = {setting: _all_at_once(setting, requests) for setting in settings}
+    entries: Iterable[ListEntry], systems: Sequence[System], requests: int, scale: Scale, run: Run
+) -> Comparisons:
+    """Every system over throttling in every entry: one round for the loads, one for the comparisons."""
+    at_once = {entry: _all_at_once(entry, requests) for entry in entries}
     outcomes = run(at_once.values())
-    comparisons = []
-    for setting, case in at_once.items():
-        rate = setting.load * _requests_per_second(outcomes[case])
-        throttling = over_seeds(replace(case, rate=rate), scale.seeds)
-        for system in systems:
-            cases = [replace(one, system=system) for one in throttling]
-            comparisons.append(Comparison(setting, system, cases, throttling))
-    return comparisons, run(case for one in comparisons for case in (*one.throttling, *one.cases))
+    jobs = {}
+    for entry, case in at_once.items():
+        rate = entry.load * _requests_per_second(outcomes[case])
+        for system in (THROTTLING, *systems):
+            jobs[entry, system.label] = over_seeds(replace(case, rate=rate, system=system), scale.seeds)
+    return Comparisons(run, jobs)
 
 
-def _all_at_once(setting: Setting, requests: int) -> Case:
-    return Case(
+def _all_at_once(entry: ListEntry, requests: int) -> PipelineCase:
+    return PipelineCase(
         system=THROTTLING,
-        model=setting.model,
-        machine=setting.machine,
-        devices=setting.devices,
-        lengths=setting.lengths,
+        model=entry.model,
+        machine=entry.machine,
+        devices=entry.devices,
+        lengths=entry.lengths,
         requests=requests,
-        pool=setting.pool,
+        pool=entry.pool,
         seed=_SEED_OF_CAPACITY,
     )
 
 
-def _requests_per_second(outcome: Outcome) -> float:
-    """In the steady state, of requests of average length."""
+def _requests_per_second(outcome: PipelineOutcome) -> float:
+    """Requests of average length per second, in the steady state."""
     result = outcome.result
     return outcome.steady.tokens_per_second * result.requests / (result.input_tokens + result.output_tokens)
 
 
 def _list(scale: Scale, run: Run) -> Finding:
-    comparisons, outcomes = compare(SETTINGS, [ADAPTIVE], scale.pick(_REQUESTS, _REQUESTS_OF_FULL), scale, run)
-    rows = [one.row(outcomes) for one in comparisons]
-    return Finding(_claims(comparisons, outcomes), None, rows, [Column("model", "model"), *_COLUMNS])
-
-
-def _parts(scale: Scale, run: Run) -> Finding:
-    comparisons, outcomes = compare(
-        SHORT_OF_MEMORY, VARIANTS, scale.pick(_REQUESTS // 2, _REQUESTS_OF_FULL), scale, run
-    )
-    rows = [one.row(outcomes) for one in comparisons]
-    whole = [one for one in comparisons if one.system == ADAPTIVE]
-    longest = whole[-1]
-    claims = [
-        Claim(
-            figure="parts",
-            says="throughput where memory is short, geometric mean",
-            paper="higher",
-            ours=_mean(_ratios(whole, outcomes, _throughput)),
-            form="{:.3f}x",
-            at_least=1.0,
-            assumption="how many blocks throttling leaves idle beside what answers grow by",
-        ),
-        Claim(
-            figure="parts",
-            says="preemptions where answers are long and equal",
-            paper="fewer",
-            ours=ratio(longest.cases, longest.throttling, outcomes, _preemptions),
-            form="{:.2f}x",
-            at_most=1.0,
-            assumption="the tenth of the pool that may be reserved: half of it preempts less and serves less",
-        ),
-    ]
-    return Finding(claims, None, rows, [Column("policy", "policy"), *_COLUMNS])
-
-
-def _claims(every: Sequence[Comparison], outcomes: Outcomes) -> list[Claim]:
-    """The list in a few numbers. Nobody else has claimed them: the "paper" is what adaptive is meant for."""
-
-    def claim(
-        says: str, meant: str, ours: Spread, hangs_on: str, *bounds: float | None, form: str = "{:.3f}x"
-    ) -> Claim:
-        low, high = bounds
-        return Claim(
-            figure="list", says=says, paper=meant, ours=ours, form=form, at_least=low, at_most=high, assumption=hangs_on
-        )
-
-    short = [one for one in every if one.setting.pool < 1 and one.setting.load > 1]
+    """The list in a few numbers. No paper claims them: in its column stands what adaptive is meant for."""
+    found = compare(SETTINGS, [ADAPTIVE], scale.pick(_REQUESTS, _REQUESTS_OF_FULL), scale, run)
+    every = found.places
+    short = [one for one in every if one[0].pool < 1 and one[0].load > 1]
+    worst_throughput = Spread.of(map(min, found.ratios(every, _throughput)))
+    worst_tpot = Spread.of(map(max, found.ratios(every, _tpot)))
+    more = Spread.of(sum(mine - theirs for mine, theirs in seed) for seed in found.by_seed(every, _preemptions))
     idle = "blocks above the expected growth are used, where throttling leaves 5 % idle"
     flat = "up to 128 tokens a step takes as long as with one: 16-bit products on these devices"
     known = "answers are as long as they were before"
-    mean, worst = "geometric mean", "worst setting"
-    throughput, tpot, ttft = (_ratios(every, outcomes, figure) for figure in (_throughput, _tpot, _ttft))
-    more = [
-        sum(_preemptions(outcomes[case]) - _preemptions(outcomes[base]) for case, base in zip(runs, bases, strict=True))
-        for runs, bases in _by_seed(every)
+    low = f"throughput at load 1.2 with the small pool, {_MEAN}"
+    rows: list[ClaimRow] = [
+        (f"throughput, {_MEAN}", "not lower", found.mean_ratio(every, _throughput), "at least 1.000x", idle),
+        (f"throughput, {_WORST}", "not lower", worst_throughput, "at least 0.980x", idle),
+        (f"TPOT, {_MEAN}", "not higher", found.mean_ratio(every, _tpot), "at most 1.000x", flat),
+        (f"TPOT, {_WORST}", "not higher", worst_tpot, "at most 1.020x", flat),
+        ("preemptions, difference over all settings", "not more", more, "at most +0", known),
+        (low, "higher", found.mean_ratio(short, _throughput), "at least 1.000x", idle),
+        (f"TTFT, {_MEAN}", "lower", found.mean_ratio(every, _ttft), "at most 1.000x", flat),
     ]
-    return [
-        claim(f"throughput, {mean}", "not lower", _mean(throughput), idle, 1.0, None),
-        claim(f"throughput, {worst}", "not lower", Spread.of(map(min, throughput)), idle, 1 - _ALIKE, None),
-        claim(f"TPOT, {mean}", "not higher", _mean(tpot), flat, None, 1.0),
-        claim(f"TPOT, {worst}", "not higher", Spread.of(map(max, tpot)), flat, None, 1 + _ALIKE),
-        claim("preemptions, difference over all settings", "not more", Spread.of(more), known, None, 0, form="{:+.0f}"),
-        claim(
-            f"throughput at load 1.2 with the small pool, {mean}",
+    return Finding(claims("list", rows), None, [*map(found.row, every)], [Column("model", "model"), *_COLUMNS])
+
+
+def _parts(scale: Scale, run: Run) -> Finding:
+    requests = scale.pick(_REQUESTS // 2, _REQUESTS_OF_FULL)
+    found = compare(SHORT_OF_MEMORY, VARIANTS, requests, scale, run)
+    whole = [one for one in found.places if one[1] == ADAPTIVE.label]
+    rows: list[ClaimRow] = [
+        (
+            f"throughput where memory is short, {_MEAN}",
             "higher",
-            _mean(_ratios(short, outcomes, _throughput)),
-            idle,
-            1.0,
-            None,
+            found.mean_ratio(whole, _throughput),
+            "at least 1.000x",
+            "how many blocks throttling leaves idle beside what answers grow by",
         ),
-        claim(f"TTFT, {mean}", "lower", _mean(ttft), flat, None, 1.0),
+        (
+            "preemptions where answers are long and equal",
+            "fewer",
+            found.over_throttling(whole[-1], _preemptions),
+            "at most 1.00x",
+            "the tenth of the pool that may be reserved: half of it preempts less and serves less",
+        ),
     ]
-
-
-def _by_seed(comparisons: Sequence[Comparison]) -> list[tuple[list[Case], list[Case]]]:
-    """For each seed the cases of all settings, and those of throttling."""
-    cases = zip(*(one.cases for one in comparisons), strict=True)
-    throttling = zip(*(one.throttling for one in comparisons), strict=True)
-    return [(list(runs), list(bases)) for runs, bases in zip(cases, throttling, strict=True)]
-
-
-def _ratios(comparisons: Sequence[Comparison], outcomes: Outcomes, figure: Figure) -> list[list[float]]:
-    """For each seed, the ratio to throttling in each setting."""
-    return [
-        [figure(outcomes[case]) / figure(outcomes[base]) for case, base in zip(runs, bases, strict=True)]
-        for runs, bases in _by_seed(comparisons)
-    ]
-
-
-def _mean(ratios: Iterable[Sequence[float]]) -> Spread:
-    """The geometric mean of each seed's ratios."""
-    return Spread.of(map(geometric_mean, ratios))
+    table = [*map(found.row, found.places)]
+    return Finding(claims("parts", rows), None, table, [Column("policy", "policy"), *_COLUMNS])
 
 
 PAPER = Paper(

@@ -1,11 +1,15 @@
-"""One simulation, described by values: what runs it needs no more than that."""
+"""One simulation, described by values; many of them side by side; and the same search for a setting for all systems."""
 
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.measures.slo import Slo
+from nanoserve.papers.claims import Spread
+from nanoserve.papers.framework import Outcomes, Run
 from nanoserve.papers.observers import Steady, SteadyWindow, StepLog, StepSample
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator import SimulationResult, Workload, burst, poisson_arrivals, simulate
@@ -24,47 +28,124 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     """By its name in the registry."""
     token_budget: int = 2048
-    """Of a step."""
+    """Tokens of a step at most."""
     parameters: tuple[tuple[str, Any], ...] = ()
-    """Of the policy, other than its defaults."""
+    """Parameters of the policy that are not at their defaults."""
     runtime: str = "decoupled"
     """Decoupled or coupled metadata (simulator/pipeline.py)."""
     tensor_parallel: bool = False
     """True where all devices divide every layer, instead of the layers among them."""
 
     def layout(self, devices: int) -> ParallelLayout:
-        """On so many devices."""
+        """How it spreads a model over that many devices."""
         if self.tensor_parallel:
             return ParallelLayout(tensor_parallel=devices)
         return ParallelLayout(pipeline_parallel=devices)
 
     def with_(self, label: str, **parameters: Any) -> "System":
         """The same with other parameters of its policy."""
-        return msgspec.structs.replace(self, label=label, parameters=(*self.parameters, *parameters.items()))
+        return replace(self, label=label, parameters=(*self.parameters, *parameters.items()))
 
 
 class SystemCase(msgspec.Struct, frozen=True, kw_only=True):
-    """What every simulation of a system is described by, whatever else it takes."""
+    """A simulation of a system: the fields that all of them have. A SimulationJob."""
 
     system: System
     """What is simulated."""
     seed: int = 0
-    """Of arrivals and lengths."""
+    """Seed of arrivals and lengths."""
+
+    @property
+    def name(self) -> str:
+        """For the line of progress."""
+        raise NotImplementedError
+
+    def run(self) -> Any:
+        """Simulate it."""
+        raise NotImplementedError
 
 
-class Case(SystemCase, frozen=True, kw_only=True):
-    """A system on hardware, and the requests that come; a Job."""
+AnyCase = TypeVar("AnyCase", bound=SystemCase)
+AnyJob = TypeVar("AnyJob")
+Key = TypeVar("Key")
+Metric = Callable[[Any], float]
+"""One number of an outcome."""
+
+TOKEN_BUDGETS = (256, 512, 1024, 2048, 4096)
+"""Tokens of a step: every system is tuned over all of these, in each case again."""
+
+
+class Runs(Generic[Key, AnyJob]):
+    """Jobs by key, one for each seed, and their outcomes: how every figure runs and compares.
+
+    Args:
+        run: runs them all at once.
+        jobs: lists of equal length where they are compared.
+    """
+
+    def __init__(self, run: Run, jobs: Mapping[Key, Sequence[AnyJob]]) -> None:
+        self.jobs = jobs
+        self._outcomes: Outcomes = run(job for several in jobs.values() for job in several)  # type: ignore[misc]
+
+    def outcomes(self, key: Key) -> list[Any]:
+        """Outcomes in the order of the seeds."""
+        return [self._outcomes[job] for job in self.jobs[key]]
+
+    def values(self, key: Key, metric: Metric) -> list[float]:
+        """One metric, seed by seed."""
+        return [metric(outcome) for outcome in self.outcomes(key)]
+
+    def spread(self, key: Key, metric: Metric) -> Spread:
+        """One metric over seeds."""
+        return Spread.of(self.values(key, metric))
+
+    def mean(self, key: Key, metric: Metric) -> float:
+        """Mean of one metric over seeds."""
+        return self.spread(key, metric).mean
+
+    def means(self, key: Key, metrics: Mapping[str, Metric]) -> dict[str, float]:
+        """Means of several metrics, by name."""
+        return {name: self.mean(key, metric) for name, metric in metrics.items()}
+
+    def ratio(self, above: Key, below: Key, metric: Metric) -> Spread:
+        """One metric of the first key's jobs over that of the second's, pair by pair with equal seeds."""
+        pairs = zip(self.values(above, metric), self.values(below, metric), strict=True)
+        return Spread.of(first / second for first, second in pairs)
+
+
+def with_budget(case: AnyCase, token_budget: int) -> AnyCase:
+    """The case with another token budget."""
+    return replace(case, system=replace(case.system, token_budget=token_budget))
+
+
+def tuned(cases: Sequence[AnyCase], run: Run, score: Metric, budgets: Sequence[int] = TOKEN_BUDGETS) -> list[AnyCase]:
+    """Each case with the token budget of the list whose outcome scores highest, the first of equals."""
+    outcomes = run(with_budget(case, budget) for case in cases for budget in budgets)
+
+    def best(case: AnyCase) -> int:
+        return max(budgets, key=lambda budget: score(outcomes[with_budget(case, budget)]))
+
+    return [with_budget(case, best(case)) for case in cases]
+
+
+def over_seeds(case: AnyCase, seeds: Iterable[int]) -> list[AnyCase]:
+    """The case with each seed."""
+    return [replace(case, seed=seed) for seed in seeds]
+
+
+class PipelineCase(SystemCase, frozen=True, kw_only=True):
+    """A system on hardware, and the requests that arrive."""
 
     model: str
     machine: str
     devices: int
-    """Which, and how many."""
+    """Names of model and machine, and how many devices."""
     lengths: str
-    """By name."""
+    """Name of a distribution of lengths."""
     requests: int
     """How many."""
     rate: float | None = None
-    """Of Poisson arrivals, per second; None means all at once."""
+    """Requests per second, Poisson arrivals; None means all at once."""
     max_num_seqs: int = 4096
     """Sequences that hold blocks at a time."""
     pool: float = 1.0
@@ -74,7 +155,7 @@ class Case(SystemCase, frozen=True, kw_only=True):
     logged_steps: int = 0
     """How many steps are kept from its beginning on."""
     slo: Slo | None = None
-    """What a good answer keeps to."""
+    """Limits of a good answer."""
 
     @property
     def name(self) -> str:
@@ -85,7 +166,7 @@ class Case(SystemCase, frozen=True, kw_only=True):
         """The step times."""
         return StepCosts(load_shape(self.model), load_machine(self.machine), self.system.layout(self.devices))
 
-    def run(self) -> "Outcome":
+    def run(self) -> "PipelineOutcome":
         """Simulate it.
 
         Raises:
@@ -106,15 +187,15 @@ class Case(SystemCase, frozen=True, kw_only=True):
             observers=(window, log),
             slo=self.slo,
         )
-        return Outcome(result=result, steady=window.result(), log=log.samples)
+        return PipelineOutcome(result=result, steady=window.result(), log=log.samples)
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class PipelineOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a case came to."""
 
     result: SimulationResult
-    """Of the whole run, its start and its end included."""
+    """The whole run, its start and its end included."""
     steady: Steady
-    """Of the window between them."""
+    """The window between them."""
     log: list[StepSample]
     """Steps from the window's beginning on."""

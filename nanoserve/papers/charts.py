@@ -1,42 +1,43 @@
 """Pictures as data: panels of curves or bars with axes that say what they are, drawn by matplotlib at the very end."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from nanoserve.measures.figures import save_figure, titled_figure
+from nanoserve.papers.claims import Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PANEL_WIDTH, _PANEL_HEIGHT = 4.2, 3.4
 _LONE_WIDTH = 7.0
-"""Of the panel of a chart with one column."""
+"""Width of the panel of a chart with one column."""
 _BAR_GROUP = 0.8
 """Share of the room between two ticks that bars fill."""
 _HEAD = 0.6
 _ROOM_FOR_LEGEND = 1.3
 _MOST_CHARACTERS = 28
-"""Names below an axis that are longer together lean."""
+"""Names below an axis are rotated if they are longer together."""
 
 
-class Curve(msgspec.Struct, frozen=True, kw_only=True):
+class ChartCurve(msgspec.Struct, frozen=True):
     """One line of a panel, or one bar of each of its groups."""
 
     label: str
     """In the legend; empty for none."""
-    xs: tuple[float, ...] | tuple[str, ...]
+    xs: Sequence[float] | Sequence[str]
     """Numbers for lines; for bars the names of the groups, equal for all curves of a panel."""
-    ys: tuple[float, ...]
+    ys: Sequence[float]
     """As many."""
-    lows: tuple[float, ...] = ()
-    highs: tuple[float, ...] = ()
+    lows: Sequence[float] = ()
+    highs: Sequence[float] = ()
     """How far ys spread over seeds; empty where that is not shown."""
     style: str = "o-"
-    """Of matplotlib: "o-", "--", "," ..."""
+    """Line style of matplotlib: "o-", "--", "," ..."""
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +48,7 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     x: str
     y: str
     """What the axes are, with units."""
-    curves: tuple[Curve, ...]
+    curves: Sequence[ChartCurve]
     """What is drawn."""
     kind: Literal["line", "bar", "stack"] = "line"
     """"line", or "bar": groups beside one another, or "stack": bars on top of one another, the first lowest."""
@@ -60,15 +61,42 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     """Values on the vertical axis that a dotted line marks."""
 
 
-class Chart(msgspec.Struct, frozen=True, kw_only=True):
+class Chart(msgspec.Struct, frozen=True):
     """A picture: panels in rows."""
 
     title: str
     """Above all."""
-    panels: tuple[Panel, ...]
+    panels: Sequence[Panel]
     """From left to right, row by row."""
     columns: int = 4
     """Panels in a row."""
+
+
+def panel(
+    title: str,
+    x: str,
+    y: str,
+    xs: Sequence[float] | Sequence[str],
+    heights: Mapping[str, Sequence[float] | Sequence[Spread]],
+    *,
+    styles: Mapping[str, str] | str = "o-",
+    **options: Any,
+) -> Panel:
+    """Axes whose curves share their places on the horizontal axis.
+
+    Args:
+        heights: of each curve, by its label; spreads are drawn with the range over seeds.
+        styles: of all curves, or by label where not "o-".
+        options: other fields of Panel.
+    """
+    curves = []
+    for label, ys in heights.items():
+        style = styles if isinstance(styles, str) else styles.get(label, "o-")
+        spreads = [one for one in ys if isinstance(one, Spread)]
+        means = [one.mean if isinstance(one, Spread) else one for one in ys]
+        lows, highs = [one.low for one in spreads], [one.high for one in spreads]
+        curves.append(ChartCurve(label, xs, means, lows, highs, style))
+    return Panel(title=title, x=x, y=y, curves=curves, **options)
 
 
 def draw(chart: Chart, path: Path) -> None:
@@ -115,7 +143,7 @@ def _draw_panel(axes: "Axes", panel: Panel) -> None:
         axes.legend(fontsize="small", ncols=len(panel.curves) if panel.kind == "bar" else 1)
 
 
-def _draw_bars(axes: "Axes", curves: Sequence[Curve]) -> None:
+def _draw_bars(axes: "Axes", curves: Sequence[ChartCurve]) -> None:
     """Groups stand at 0, 1, 2 ...; the bars of a group beside one another, in the order of the curves."""
     groups = curves[0].xs
     width = _BAR_GROUP / len(curves)
@@ -133,7 +161,7 @@ def _draw_bars(axes: "Axes", curves: Sequence[Curve]) -> None:
         axes.set_ylim(top=_ROOM_FOR_LEGEND * max(max(curve.ys) for curve in curves))
 
 
-def _draw_stacks(axes: "Axes", curves: Sequence[Curve]) -> None:
+def _draw_stacks(axes: "Axes", curves: Sequence[ChartCurve]) -> None:
     """One bar at 0, 1, 2 ..., made of what the curves have there."""
     groups = curves[0].xs
     tops = [0.0] * len(groups)

@@ -11,10 +11,11 @@ Verdict = Literal["yes", "mostly", "no"]
 _NUMBER = r"([+]?)(\d+(?:\.\d+)?) ?(?:x|%)?"
 _STATED = re.compile(rf"(?:up to |more than )?{_NUMBER}(?: to {_NUMBER})?(?: \(.*)?")
 _FAR = 1.5
+_ASKED = re.compile(r"(?:at (least|most) )?([+]?)(\d+(?:\.(\d+))?)(\D*?)(?: to [+]?(\d+(?:\.\d+)?)\D*)?")
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """A figure over seeds; seeds differ in arrivals and lengths."""
+    """A metric over seeds; seeds differ in arrivals and lengths."""
 
     mean: float
     low: float
@@ -22,7 +23,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
-        """Of one value or more.
+        """Mean, lowest and highest of one value or more.
 
         Raises:
             ValueError: without values.
@@ -42,7 +43,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """What a paper says, and what came out here."""
 
     figure: str
-    """Of the paper, or the section, where it stands."""
+    """The paper's figure or section where it stands."""
     says: str
     """The relation, in words."""
     paper: str
@@ -53,10 +54,10 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """How ours is written, for str.format: "{:.2f}x"."""
     at_least: float | None = None
     at_most: float | None = None
-    """What ours must lie between for the relation to hold; None is no bound. They are nanoserve's own, chosen for the
-    relation that the paper draws, and not the paper's."""
+    """What ours must lie between for the relation to hold; None is no bound. The bounds are nanoserve's own, not the
+    paper's, and are chosen for the relation that the paper draws."""
     assumption: str
-    """What our figure hangs on most; where the claim does not hold, what would be needed for it."""
+    """What our number depends on most. Where the claim does not hold: what it would need."""
 
     @property
     def holds(self) -> Verdict:
@@ -101,3 +102,42 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
     def _within(self, value: float) -> bool:
         return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
+
+
+Asked = str | tuple[str, float | None, float | None]
+"""What must hold, as the table shows it ("at least 1.30x", "0.95x to 1.05x"); it tells the number's form, too. Computed
+bounds are a tuple: form, lowest, highest."""
+ClaimRow = tuple[str, str, Spread | float, Asked, str]
+"""What is claimed, the paper's number, ours, what is asked, and what ours depends on most."""
+
+
+def claims(figure: str | None, rows: Iterable[ClaimRow]) -> list[Claim]:
+    """The claims of a figure; of several if it is None, and each claim then begins with its figure: "1.6: ..."."""
+    found = []
+    for says, paper, ours, asked, assumption in rows:
+        place, words = (figure, says) if figure is not None else says.split(": ", 1)
+        form, low, high = _bounds(asked) if isinstance(asked, str) else asked
+        spread = ours if isinstance(ours, Spread) else Spread.of([ours])
+        found.append(
+            Claim(
+                figure=place,
+                says=words,
+                paper=paper,
+                ours=spread,
+                form=form,
+                at_least=low,
+                at_most=high,
+                assumption=assumption,
+            )
+        )
+    return found
+
+
+def _bounds(asked: str) -> tuple[str, float | None, float | None]:
+    """Read the form of a number, the lowest and the highest value off what is asked."""
+    match = _ASKED.fullmatch(asked)
+    if match is None:
+        raise ValueError(f"not a bound: {asked!r}")
+    side, sign, number, decimals, unit, high = match.groups()
+    form = f"{{:{sign}.{len(decimals or '')}f}}{unit}"
+    return form, None if side == "most" else float(number), float(high or number) if side != "least" else None

@@ -1,7 +1,11 @@
-"""What a paper's figure is: a function that runs jobs and says what they amount to, in words, numbers and a picture."""
+"""What a paper's figure is: a function that runs jobs and says what they amount to, in words, numbers and a picture.
+
+Each paper lives in a module of its own, which is imported when it is asked for.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
 from nanoserve.benchmarks.tables import Column
@@ -10,26 +14,24 @@ from nanoserve.papers.charts import Chart
 from nanoserve.papers.claims import Claim
 
 Value = TypeVar("Value")
+PAPERS = ("gllm", "seesaw", "apex", "lecture", "adaptive")
+"""Names on the command line: modules of this package with a PAPER each."""
 
 
-class Job(Hashable, Protocol):
-    """Something to compute in a process of its own: it pickles, and equal jobs have equal outcomes.
-
-    Attributes:
-        name: for the line of progress.
-    """
+class SimulationJob(Hashable, Protocol):
+    """Something to compute in a process of its own: it pickles, and equal jobs have equal outcomes."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """For the line of progress."""
 
     def run(self) -> Any:
         """The outcome, which pickles."""
 
 
 Outcomes = Mapping[Any, Any]
-"""By job."""
-
-Run = Callable[[Iterable[Job]], Outcomes]
+"""Outcomes by job."""
+Run = Callable[[Iterable[SimulationJob]], Outcomes]
 """Runs jobs side by side, each once, and answers with the outcomes of these and of all before."""
 
 
@@ -75,8 +77,8 @@ class PaperFigure:
     title: str
     """What it shows."""
     make: Callable[[Scale, Run], Finding]
-    """Runs what it needs and says what came out. Best given all its jobs at once, for they run side by side; what
-    depends on outcomes (a setting that is searched for) takes a second round."""
+    """Runs what it needs and says what came out. It submits all jobs at once where it can, for they run side by side;
+    what depends on outcomes (a setting that is searched for) takes a second round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,3 +105,15 @@ class Paper:
             known = ", ".join(figure.number for figure in self.figures)
             raise UsageError(f"{self.title} has no figure {number!r} here; choose one of {known}")
         return found
+
+
+def load_paper(name: str) -> Paper:
+    """The paper of that name.
+
+    Raises:
+        UsageError: listing the names.
+    """
+    if name not in PAPERS:
+        raise UsageError(f"unknown paper {name!r}; choose one of {', '.join(PAPERS)}")
+    paper: Paper = import_module(f"nanoserve.papers.{name}").PAPER
+    return paper

@@ -5,6 +5,7 @@ forms (costs/closed_forms.py); requests' lengths are drawn from the shipped tabl
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from nanoserve.benchmarks.tables import Column
@@ -13,8 +14,8 @@ from nanoserve.costs.analysis import Analysis
 from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, decode_throughput, mlp_intensity
 from nanoserve.costs.counts import Operator
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.papers.charts import Chart, Curve, Panel
-from nanoserve.papers.claims import Claim, Spread
+from nanoserve.papers.charts import Chart, ChartCurve, Panel, panel
+from nanoserve.papers.claims import Claim, ClaimRow, Spread, claims
 from nanoserve.papers.framework import Finding, Paper, PaperFigure, Run, Scale
 from nanoserve.simulator.length_tables import length_tables
 
@@ -23,10 +24,6 @@ MODEL, DEVICE = "llama-2-13b", "h100"
 GROUPED_MODEL = "llama-3.1-8b"
 CONTEXT = 1024
 BATCHES = (1, 4, 16, 64, 256, 295, 512, 1024)
-
-
-def _exact(number: float) -> Spread:
-    return Spread.of([number])
 
 
 def _ideal(model: str = MODEL) -> StepCosts:
@@ -41,7 +38,7 @@ def _intensity(costs: StepCosts, work: StepWork, names: Iterable[str]) -> float:
 
 
 def _feed_forward(costs: StepCosts, batch: int, context: int) -> float:
-    """Of so many decoding sequences."""
+    """Operations per byte of the feed-forward part, for ``batch`` decoding sequences."""
     return _intensity(costs, costs.work([context] * batch), ("gate_up", "down"))
 
 
@@ -65,91 +62,61 @@ def roofline(scale: Scale, run: Run) -> Finding:
         }
         for batch in BATCHES
     ]
-    claims = [*_balance_claims(costs), *_attention_claims(costs)]
-    return Finding(claims, _roofline_chart(costs, rows), rows, _ROOFLINE_COLUMNS)
+    columns = [
+        Column("sequences decoding", "batch", ",d"),
+        Column("feed-forward: exact", "mlp", ",.1f"),
+        Column("equation (10)", "mlp_closed", ",.1f"),
+        Column("attention: exact", "attention", ".2f"),
+        Column("equation (13)", "attention_closed", ".2f"),
+    ]
+    return Finding(_roofline_claims(costs), _roofline_chart(costs, rows), rows, columns)
 
 
-def _balance_claims(costs: StepCosts) -> list[Claim]:
-    balance = costs.machine.device.intensity
-    return [
-        Claim(
-            figure="1.3",
-            says="FLOP per byte at which an H100 is balanced",
-            paper="295",
-            ours=_exact(balance),
-            form="{:.0f}",
-            at_least=295,
-            at_most=296,
-            assumption="989 TFLOPS and 3.35 TB/s of the data sheet, all of both reached",
+def _roofline_claims(costs: StepCosts) -> list[Claim]:
+    balance, one = costs.machine.device.intensity, _attention(costs)
+    rows: list[ClaimRow] = [
+        (
+            "1.3: FLOP per byte at which an H100 is balanced",
+            "295",
+            balance,
+            "295 to 296",
+            "989 TFLOPS and 3.35 TB/s of the data sheet, all of both reached",
         ),
-        Claim(
-            figure="1.5",
-            says=f"decoding sequences from which on {MODEL}'s feed-forward part is bound by operations",
-            paper="above 295",
-            ours=_exact(_saturating_batch(costs, balance)),
-            form="{:.0f}",
-            at_least=295,
-            at_most=360,
-            assumption="activations are moved too: the limit B of equation (11) is reached from below",
+        (
+            f"1.5: decoding sequences from which on {MODEL}'s feed-forward part is bound by operations",
+            "above 295",
+            _saturating_batch(costs, balance),
+            "295 to 360",
+            "activations are moved too: the limit B of equation (11) is reached from below",
+        ),
+        ("1.6: FLOP per byte of attention in decoding", "below 1", one, "at most 1.000", "as many key as query heads"),
+        (
+            "1.6: the same for 256 sequences, over one: batching does not help attention",
+            "1x",
+            _attention(costs, 256) / one,
+            "0.99x to 1.01x",
+            "no sequence shares its keys",
+        ),
+        (
+            f"2.1: the same for {GROUPED_MODEL}, whose four query heads share a key head, over {MODEL}",
+            "by the group",
+            _attention(_ideal(GROUPED_MODEL)) / one,
+            "3.80x to 4.20x",
+            "four query heads to a key head",
+        ),
+        (
+            f"1.6: FLOP per byte of attention over a prompt of {CONTEXT}, which is bound by operations",
+            f"{attention_intensity(CONTEXT, CONTEXT):.0f}",
+            _intensity(costs, costs.work([], [(0, CONTEXT)]), ("attention",)),
+            ("{:.0f}", balance, None),
+            "needs all pairs of equation (12): a causal prompt computes half of them; 1,200 tokens would do",
         ),
     ]
-
-
-def _attention_claims(costs: StepCosts) -> list[Claim]:
-    one = _attention(costs)
-    return [
-        Claim(
-            figure="1.6",
-            says="FLOP per byte of attention in decoding",
-            paper="below 1",
-            ours=_exact(one),
-            form="{:.3f}",
-            at_most=1,
-            assumption="as many key as query heads",
-        ),
-        Claim(
-            figure="1.6",
-            says="the same for 256 sequences, over one: batching does not help attention",
-            paper="1x",
-            ours=_exact(_attention(costs, 256) / one),
-            form="{:.2f}x",
-            at_least=0.99,
-            at_most=1.01,
-            assumption="no sequence shares its keys",
-        ),
-        Claim(
-            figure="2.1",
-            says=f"the same for {GROUPED_MODEL}, whose four query heads share a key head, over {MODEL}",
-            paper="by the group",
-            ours=_exact(_attention(_ideal(GROUPED_MODEL)) / one),
-            form="{:.2f}x",
-            at_least=3.8,
-            at_most=4.2,
-            assumption="four query heads to a key head",
-        ),
-        Claim(
-            figure="1.6",
-            says=f"FLOP per byte of attention over a prompt of {CONTEXT}, which is bound by operations",
-            paper=f"{attention_intensity(CONTEXT, CONTEXT):.0f}",
-            ours=_exact(_intensity(costs, costs.work([], [(0, CONTEXT)]), ("attention",))),
-            form="{:.0f}",
-            at_least=costs.machine.device.intensity,
-            assumption="needs all pairs of equation (12): a causal prompt computes half of them; 1,200 tokens would do",
-        ),
-    ]
-
-
-_ROOFLINE_COLUMNS = [
-    Column("sequences decoding", "batch", ",d"),
-    Column("feed-forward: exact", "mlp", ",.1f"),
-    Column("equation (10)", "mlp_closed", ",.1f"),
-    Column("attention: exact", "attention", ".2f"),
-    Column("equation (13)", "attention_closed", ".2f"),
-]
+    return claims(None, rows)
 
 
 def _saturating_batch(costs: StepCosts, wanted: float) -> float:
-    """The least number of decoding sequences whose feed-forward products do so many operations per byte."""
+    """The least number of decoding sequences whose feed-forward products reach that many operations per byte."""
     batch = 1
     while _feed_forward(costs, batch, 1) < wanted:
         batch += 1
@@ -158,32 +125,24 @@ def _saturating_batch(costs: StepCosts, wanted: float) -> float:
 
 def _roofline_chart(costs: StepCosts, rows: Sequence[dict[str, float]]) -> Chart:
     device = costs.machine.device
-    reach = (0.3, device.intensity, 3000.0)
-    roof = Curve(
-        label=device.name,
-        xs=reach,
-        ys=tuple(min(device.flops, one * device.memory_bandwidth) / 1e12 for one in reach),
-        style="k-",
-    )
 
-    def points(label: str, intensities: Sequence[float], style: str) -> Curve:
-        heights = tuple(min(device.flops, one * device.memory_bandwidth) / 1e12 for one in intensities)
-        return Curve(label=label, xs=tuple(intensities), ys=heights, style=style)
+    def curve(label: str, intensities: Sequence[float], style: str) -> ChartCurve:
+        heights = [min(device.flops, one * device.memory_bandwidth) / 1e12 for one in intensities]
+        return ChartCurve(label, intensities, heights, style=style)
 
-    sizes = f"{BATCHES[0]} to {BATCHES[-1]}"
-    panel = Panel(
-        title=f"decoding, {MODEL}, batches of {sizes}",
+    panel_of_both = Panel(
+        title=f"decoding, {MODEL}, batches of {BATCHES[0]} to {BATCHES[-1]}",
         x="FLOP per byte",
         y="TFLOP per second",
         curves=(
-            roof,
-            points("feed-forward part", [row["mlp"] for row in rows], "o"),
-            points("attention", [row["attention"] for row in rows], "s"),
+            curve(device.name, (0.3, device.intensity, 3000.0), "k-"),
+            curve("feed-forward part", [row["mlp"] for row in rows], "o"),
+            curve("attention", [row["attention"] for row in rows], "s"),
         ),
         log_x=True,
         log_y=True,
     )
-    return Chart(title=f"Roofline of an {DEVICE.upper()}", panels=(panel,))
+    return Chart(f"Roofline of an {DEVICE.upper()}", [panel_of_both])
 
 
 # --------------------------------------------------------------------------------------- latency and throughput (1.7)
@@ -194,7 +153,32 @@ def batches(scale: Scale, run: Run) -> Finding:
     costs = _ideal()
     most = Analysis(costs, CONTEXT, 1).largest_batch
     rows = _batch_rows(costs, most)
-    return Finding(_batch_claims(costs, most, rows), _batch_chart(rows), rows, _BATCH_COLUMNS)
+    columns = [
+        Column("sequences decoding", "batch", ",d"),
+        Column("ms: exact", "latency", ",.2f"),
+        Column("L(B)", "closed", ",.2f"),
+        Column("with efficiencies", "real", ",.2f"),
+        Column("tok/s: exact", "throughput", ",.0f"),
+        Column("B / L(B)", "throughput_closed", ",.0f"),
+        Column("fits", "fits"),
+    ]
+    panels = [
+        panel(
+            title,
+            "sequences decoding",
+            y,
+            [float(row["batch"]) for row in rows],
+            {label: [row[field] for row in rows] for label, field in fields.items()},
+            styles={"L(B)": "--", "B / L(B)": "--", "with efficiencies": "s-"},
+            log_x=True,
+        )
+        for title, y, fields in (
+            ("latency", "ms per token", {"exact": "latency", "L(B)": "closed", "with efficiencies": "real"}),
+            ("throughput", "tokens per second", {"exact": "throughput", "B / L(B)": "throughput_closed"}),
+        )
+    ]
+    chart = Chart(f"Decoding, {MODEL} on an {DEVICE.upper()}, context {CONTEXT}", panels, columns=2)
+    return Finding(_batch_claims(costs, most, rows), chart, rows, columns)
 
 
 def _batch_rows(costs: StepCosts, most: int) -> list[dict[str, Any]]:
@@ -220,75 +204,30 @@ def _batch_rows(costs: StepCosts, most: int) -> list[dict[str, Any]]:
 
 def _batch_claims(costs: StepCosts, most: int, rows: Sequence[dict[str, Any]]) -> list[Claim]:
     ten, one = (costs.stage_seconds(costs.work([CONTEXT] * batch), 0) for batch in (10, 1))
-    return [
-        Claim(
-            figure="1.1",
-            says="throughput of 10 sequences over that of one",
-            paper="8.3x",
-            ours=_exact(10 * one / ten),
-            form="{:.1f}x",
-            at_least=7.5,
-            at_most=10,
-            assumption=f"the lecture takes 2 ms more for ten; here their keys at a context of {CONTEXT} are read",
+    found = [
+        (
+            "1.1: throughput of 10 sequences over that of one",
+            "8.3x",
+            10 * one / ten,
+            "7.5x to 10.0x",
+            f"the lecture takes 2 ms more for ten; here their keys at a context of {CONTEXT} are read",
         ),
-        Claim(
-            figure="1.7",
-            says="exact time of a decode step over L(B), the furthest off of all batches that fit",
-            paper="1x",
-            ours=_exact(max(row["latency"] / row["closed"] for row in rows if row["fits"] == "yes")),
-            form="{:.3f}x",
-            at_least=0.99,
-            at_most=1.1,
-            assumption="every efficiency 1; L(B) leaves out activations, and all operations",
+        (
+            "1.7: exact time of a decode step over L(B), the furthest off of all batches that fit",
+            "1x",
+            max(row["latency"] / row["closed"] for row in rows if row["fits"] == "yes"),
+            "0.990x to 1.100x",
+            "every efficiency 1; L(B) leaves out activations, and all operations",
         ),
-        Claim(
-            figure="1.7",
-            says=f"most sequences of {CONTEXT} tokens in an 80 GB device: 256 do not fit",
-            paper="below 256",
-            ours=_exact(most),
-            form="{:.0f}",
-            at_most=255,
-            assumption=f"16 bits everywhere, a context of {CONTEXT}, all memory usable",
+        (
+            f"1.7: most sequences of {CONTEXT} tokens in an 80 GB device: 256 do not fit",
+            "below 256",
+            most,
+            "at most 255",
+            f"16 bits everywhere, a context of {CONTEXT}, all memory usable",
         ),
     ]
-
-
-_BATCH_COLUMNS = [
-    Column("sequences decoding", "batch", ",d"),
-    Column("ms: exact", "latency", ",.2f"),
-    Column("L(B)", "closed", ",.2f"),
-    Column("with efficiencies", "real", ",.2f"),
-    Column("tok/s: exact", "throughput", ",.0f"),
-    Column("B / L(B)", "throughput_closed", ",.0f"),
-    Column("fits", "fits"),
-]
-
-
-def _batch_chart(rows: Sequence[dict[str, Any]]) -> Chart:
-    def drawn(label: str, field: str, style: str) -> Curve:
-        ys = tuple(row[field] for row in rows)
-        return Curve(label=label, xs=tuple(float(row["batch"]) for row in rows), ys=ys, style=style)
-
-    latency = Panel(
-        title="latency",
-        x="sequences decoding",
-        y="ms per token",
-        curves=(
-            drawn("exact", "latency", "o-"),
-            drawn("L(B)", "closed", "--"),
-            drawn("with efficiencies", "real", "s-"),
-        ),
-        log_x=True,
-    )
-    throughput = Panel(
-        title="throughput",
-        x="sequences decoding",
-        y="tokens per second",
-        curves=(drawn("exact", "throughput", "o-"), drawn("B / L(B)", "throughput_closed", "--")),
-        log_x=True,
-    )
-    title = f"Decoding, {MODEL} on an {DEVICE.upper()}, context {CONTEXT}"
-    return Chart(title=title, panels=(latency, throughput), columns=2)
+    return claims(None, found)
 
 
 # ------------------------------------------------------------------------------------------------------ paging (4.2)
@@ -297,48 +236,38 @@ BLOCK = 16
 
 
 def paging(scale: Scale, run: Run) -> Finding:
-    """Section 4.2: of the slots that a running sequence holds, how many have a token in them, averaged over its life.
+    """Section 4.2: the share of a running sequence's slots that hold a token, averaged over its life.
 
-    A contiguous region must hold the longest sequence there can be; here, as kindly as can be, the longest of the
-    trace. "Prompt known" reserves what the prompt takes and the longest answer. Blocks are taken as they are needed.
+    A contiguous region must hold the longest sequence there can be; here it is only the longest of the trace. "Prompt
+    known" reserves what the prompt takes and the longest answer. Blocks are taken as they are needed.
     """
     rows: list[dict[str, Any]] = []
     for name, table in length_tables().items():
-        shapes = [shape for shape, _ in zip(table.draw(seed=0), range(scale.pick(5_000, 20_000)), strict=False)]
+        shapes = list(islice(table.draw(seed=0), scale.pick(5_000, 20_000)))
         rows.append({"trace": name, **memory_use(shapes)})
-    claims = [
-        Claim(
-            figure="4.2",
-            says=f"slots in use of blocks of {BLOCK}",
-            paper="last block only",
-            ours=Spread.of(100 * row["paged"] for row in rows),
-            form="{:.1f} %",
-            at_least=95,
-            assumption="blocks are taken when they are needed, none is shared",
+    found = [
+        (
+            f"slots in use of blocks of {BLOCK}",
+            "last block only",
+            Spread.of(100 * row["paged"] for row in rows),
+            "at least 95.0 %",
+            "blocks are taken when they are needed, none is shared",
         ),
-        Claim(
-            figure="4.2",
-            says="sequences at a time, blocks over regions for the longest",
-            paper="more",
-            ours=Spread.of(row["gain"] for row in rows),
-            form="{:.1f}x",
-            at_least=1,
-            assumption="memory full in both; regions as long as the trace's longest request, not the model's context",
+        (
+            "sequences at a time, blocks over regions for the longest",
+            "more",
+            Spread.of(row["gain"] for row in rows),
+            "at least 1.0x",
+            "memory full in both; regions as long as the trace's longest request, not the model's context",
         ),
     ]
-    traces = tuple(row["trace"] for row in rows)
-    panel = Panel(
-        title="slots that hold a token",
-        x="trace",
-        y="share of what is reserved, %",
-        curves=tuple(
-            Curve(label=label, xs=traces, ys=tuple(100 * row[field] for row in rows))
-            for label, field in (
-                ("longest sequence", "contiguous"),
-                ("prompt known", "prompt_known"),
-                (f"blocks of {BLOCK}", "paged"),
-            )
-        ),
+    fields = {"longest sequence": "contiguous", "prompt known": "prompt_known", f"blocks of {BLOCK}": "paged"}
+    bars = panel(
+        "slots that hold a token",
+        "trace",
+        "share of what is reserved, %",
+        [row["trace"] for row in rows],
+        {label: [100 * row[field] for row in rows] for label, field in fields.items()},
         kind="bar",
     )
     columns = [
@@ -350,7 +279,7 @@ def paging(scale: Scale, run: Run) -> Finding:
         Column(f"blocks of {BLOCK}", "paged", ".1%"),
         Column("sequences, blocks over region", "gain", ".1f"),
     ]
-    return Finding(claims, Chart(title="Paging against contiguous reservation", panels=(panel,)), rows, columns)
+    return Finding(claims("4.2", found), Chart("Paging against contiguous reservation", [bars]), rows, columns)
 
 
 def memory_use(shapes: Sequence[RequestShape]) -> dict[str, float]:

@@ -1,13 +1,13 @@
-"""What a figure wants to know beside a run's result: its steady state, and single steps of it."""
+"""What a figure needs beside a run's result: its steady state, and single steps of it."""
 
 import math
 from collections.abc import Sequence
 
 import msgspec
 
-from nanoserve.costs.work import StepWork
+from nanoserve.record.events import Planned, StepObserver
+from nanoserve.record.times import StageTimes
 from nanoserve.scheduler.plan import StepPlan
-from nanoserve.simulator.pipeline import Passage
 
 
 class Steady(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,20 +18,20 @@ class Steady(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float
     """Prompt and output tokens; a prompt counts when its first token is known, and only once."""
     bubble_share: float
-    """Of the time, the mean over stages, in which a stage computed nothing."""
+    """Share of the time in which a stage computed nothing, mean over stages."""
     step_tokens: float
     """Mean of a micro-batch."""
     variation: float
-    """Of these tokens, standard deviation over mean."""
+    """Standard deviation of a micro-batch's tokens over their mean."""
     prefill_tokens: float
     decodes: float
-    """Of a micro-batch, on average."""
+    """Prompt tokens and decodes of a micro-batch, on average."""
 
 
-class SteadyWindow:
-    """Measures between two moments of progress, so that a run's start and its end do not dilute the figures.
+class SteadyWindow(StepObserver):
+    """Measures between two moments of progress, so that a run's start and its end do not dilute the metrics.
 
-    At the start memory is empty and nobody decodes; at the end a few long answers drain. The window lies between the
+    At the start memory is empty and nothing decodes; at the end a few long answers drain. The window lies between the
     first tokens of two requests, counted in the order in which they come: the same share of the work for every policy.
 
     Args:
@@ -47,23 +47,23 @@ class SteadyWindow:
         self._tokens = self._steps = self._prefill = self._decodes = 0
         self._sum = self._squares = 0.0
         self._busy: list[float] = []
-        self._newest: tuple[int, Sequence[Passage]] = (0, ())
+        self._newest: tuple[int, Sequence[StageTimes]] = (0, ())
 
     @property
     def is_open(self) -> bool:
         """Whether steps count now."""
         return self._first <= len(self._answered) < self._last
 
-    def on_step(self, now: float, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
+    def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
         """A step enters the pipeline."""
         counts = self.is_open
-        for begin in plan.begin:
+        for begin in planned.plan.begin:
             if begin.sequence not in self._answered:
                 self._prompts[begin.sequence] = begin.prompt_length
-        gained = self._gained(plan)
+        gained = self._gained(planned.plan)
         if counts:
-            self._count(now, work)
-            self._newest = (gained, passages)
+            self._count(planned)
+            self._newest = (gained, stages)
 
     def _gained(self, plan: StepPlan) -> int:
         """Output tokens of the step, and the prompts that are computed with it."""
@@ -74,25 +74,25 @@ class SteadyWindow:
                 self._answered.add(row.sequence)
         return gained
 
-    def _count(self, now: float, work: StepWork) -> None:
+    def _count(self, planned: Planned) -> None:
         """What the step before came to, for only now it is known to lie within the window; and this one's tokens."""
-        gained, passages = self._newest
+        gained, stages = self._newest
         if not self._steps:
-            self._begin = now
-        self._end = now
+            self._begin = planned.time
+        self._end = planned.time
         self._tokens += gained
-        self._busy = self._busy or [0.0] * len(passages)
-        for stage, passage in enumerate(passages):
-            self._busy[stage] += passage.end - passage.start
-        tokens = work.tokens
+        self._busy = self._busy or [0.0] * len(stages)
+        for stage, times in enumerate(stages):
+            self._busy[stage] += times.computed - times.started
+        tokens = planned.tokens
         self._steps += 1
         self._sum += tokens
         self._squares += tokens * tokens
-        self._decodes += work.decodes
-        self._prefill += tokens - work.decodes
+        self._decodes += planned.decodes
+        self._prefill += planned.prompt_tokens
 
     def result(self) -> Steady:
-        """Of the steps that began in the window.
+        """The steady state, from the steps that began in the window.
 
         Raises:
             ValueError: if there were too few of them.
@@ -122,7 +122,7 @@ class StepSample(msgspec.Struct, frozen=True):
     passages: tuple[tuple[float, float], ...]
 
 
-class StepLog:
+class StepLog(StepObserver):
     """Keeps single steps from the window's beginning on, whether it closes or not.
 
     Args:
@@ -134,9 +134,9 @@ class StepLog:
         self.samples: list[StepSample] = []
         self._window, self._limit = window, limit
 
-    def on_step(self, now: float, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
+    def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
         """A step enters the pipeline."""
         begun = bool(self.samples) or self._window.is_open
         if begun and len(self.samples) < self._limit:
-            spans = tuple((passage.start, passage.end) for passage in passages)
-            self.samples.append(StepSample(now, work.tokens - work.decodes, work.decodes, spans))
+            spans = tuple((times.started, times.computed) for times in stages)
+            self.samples.append(StepSample(planned.time, planned.prompt_tokens, planned.decodes, spans))

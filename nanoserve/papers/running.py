@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from nanoserve.benchmarks.machine import available_cores
 from nanoserve.errors import RuntimeFailure
-from nanoserve.papers.framework import Job, Outcomes
+from nanoserve.papers.framework import Outcomes, SimulationJob
 
 Progress = Callable[[int, int, str], None]
 """Is told how many jobs are done, of how many, and which was the last."""
@@ -36,7 +36,7 @@ class Runner:
         self._workers = workers or available_cores()
         self._progress = progress
         self._pool: ProcessPoolExecutor | None = None
-        self._outcomes: dict[Job, Any] = {}
+        self._outcomes: dict[SimulationJob, Any] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -51,7 +51,7 @@ class Runner:
                 process.terminate()
         self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
-    def run(self, jobs: Iterable[Job]) -> Outcomes:
+    def run(self, jobs: Iterable[SimulationJob]) -> Outcomes:
         """The outcomes of these jobs, and of all before; what is known already does not run again.
 
         Raises:
@@ -73,7 +73,7 @@ class Runner:
             raise RuntimeFailure("a process that simulated has died: too little memory?") from error
         return self._outcomes
 
-    def _submit(self, job: Job) -> "Future[Any]":
+    def _submit(self, job: SimulationJob) -> "Future[Any]":
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self._workers, mp_context=context, initializer=_follow_parent)
@@ -93,5 +93,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _run(job: Job) -> Any:
+def _run(job: SimulationJob) -> Any:
     return job.run()

@@ -1,8 +1,13 @@
-"""The number of torch's threads and how they wait. OpenMP reads both when torch is imported."""
+"""The processor of this machine, and how many threads torch gets and how they wait.
+
+Threads are decided before torch is imported, when OpenMP reads its variables.
+"""
 
 import math
 import os
+import platform
 from collections.abc import MutableMapping
+from functools import cache
 from pathlib import Path
 
 MOST_THREADS = 1024
@@ -71,3 +76,18 @@ def _limit(quota: Path) -> int:
         return math.ceil(int(granted) / int(period))
     except (OSError, ValueError, ZeroDivisionError):  # "max" is no number
         return os.cpu_count() or 1
+
+
+@cache
+def processor_name_and_flags() -> tuple[str, frozenset[str]]:
+    """The processor's name, and the instruction sets that it lists."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine(), frozenset()
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    flags = fields.get("flags") or fields.get("Features", "")
+    return fields.get("model name", platform.machine()), frozenset(flags.split())

@@ -15,7 +15,6 @@ import msgspec
 from nanoserve.costs.step_features import HostBatch, StepFeatures
 from nanoserve.scheduler.load import Cohort, Decision, Predictor
 from nanoserve.scheduler.plan import HostWork, Row, StepPlan, StepResult, work_of
-from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.tiers import HostCohorts
 
 _MANY, _ONE_IN = 256, 5
@@ -60,19 +59,18 @@ class Forecasts:
 
     Args:
         predictors: by layout. Those that do not learn get no forecasts.
+        tell: is called with each forecast when its step was measured, after what was measured is learned.
     """
 
-    def __init__(self, predictors: Sequence[Predictor]) -> None:
+    def __init__(
+        self, predictors: Sequence[Predictor], tell: Callable[[Forecast], None] = lambda forecast: None
+    ) -> None:
         self._predictors = [one if isinstance(one, LearningPredictor) else None for one in predictors]
         self.of_all = False  # whether every plan is predicted, as a trace wants it; else only those learned from
         self._in_flight: dict[int, tuple[Forecast, LearningPredictor | None]] = {}
         self._newest: LearningPredictor | None = None  # of the last plan
         self._plans, self._host_results = _Lessons(), _Lessons()
-        self._watchers: list[Callable[[Forecast], None]] = []
-
-    def watch(self, watcher: Callable[[Forecast], None]) -> None:
-        """Show it each forecast when its step was measured, after what was measured is learned."""
-        self._watchers.append(watcher)
+        self._tell = tell
 
     @property
     def corrections(self) -> Mapping[str, float]:
@@ -111,9 +109,7 @@ class Forecasts:
             work = msgspec.structs.replace(work, host=_joined(work, result, forecast.step, cohorts or HostCohorts()))
         if predictor is not None:
             predictor.observe(work, result.seconds)
-        known = replace(forecast, work=work, measured=result.seconds)
-        for watcher in self._watchers:
-            watcher(known)
+        self._tell(replace(forecast, work=work, measured=result.seconds))
 
     def on_reset(self) -> None:
         """Nothing in flight will be measured."""
@@ -184,9 +180,3 @@ def _by_size(works: Iterable[HostWork]) -> dict[tuple[int, int], list[float]]:
     for work in works:
         seconds[work.sequences, work.context_tokens].append(work.seconds)
     return seconds
-
-
-def forecasts_of(scheduler: Scheduler) -> Forecasts:
-    """The forecasts that observe a scheduler; empty ones if nothing predicts its steps."""
-    observer = scheduler.observer
-    return observer if isinstance(observer, Forecasts) else Forecasts(())

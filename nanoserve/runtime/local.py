@@ -15,8 +15,7 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.processes.sizes import format_size
-from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
-from nanoserve.runtime.compile.layer_pieces import LayerPieces
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.memory import kv_bytes_per_block, memory_errors
 from nanoserve.runtime.moves.host_pool import HostPool
@@ -58,16 +57,17 @@ class LocalExecutor:
         num_blocks: int,
         block_size: int,
         device: torch.device | str,
-        layers: AotInductorLayers | None = None,
+        layers: LayerRunner | None = None,
         run_layer: LayerFunction = DecoderLayer.__call__,
         grammars: GrammarCompiler | None = None,
         feeds_tokens: bool = False,
         host_pool: HostPool | None = None,
         processor: HostProcessor | None = None,
-        pieces: LayerPieces | None = None,
+        pieces: LayerRunner | None = None,
     ) -> None:
         self.feeds_tokens = feeds_tokens
         self.max_in_flight = 2 if feeds_tokens else 1
+        self.ready = True  # this process always is
         self._device = torch.device(device)
         size = num_blocks * kv_bytes_per_block(config, block_size, decoder.dtype)
         decoder.eval()

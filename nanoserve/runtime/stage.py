@@ -12,8 +12,7 @@ from torch import Tensor
 
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
-from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
-from nanoserve.runtime.compile.layer_pieces import EagerPieces, LayerPieces
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.host.hybrid_runner import Header, HybridRunner, HybridStep
 from nanoserve.runtime.launch.memory import memory_errors
@@ -26,9 +25,7 @@ from triton_ops.cpu import CpuOperators, cpu_operators
 class Stage:
     """A runner, what moves blocks of its cache, and what is built in the background to make it faster."""
 
-    def __init__(
-        self, runner: ModelRunner, *, part: HostPart | None = None, layers: AotInductorLayers | None = None
-    ) -> None:
+    def __init__(self, runner: ModelRunner, *, part: HostPart | None = None, layers: LayerRunner | None = None) -> None:
         """part: of the host pool, for swaps; layers: those that the runner runs, where they are compiled."""
         self.runner = runner
         # the runner, if the CPU attends for host sequences.
@@ -37,7 +34,7 @@ class Stage:
         if part is not None:
             self.mover = BlockMover(runner.caches.keys, runner.caches.values, part, runner.device)
         self.layers = layers
-        self._built: list[CpuOperators | AotInductorLayers] = []
+        self._built: list[CpuOperators | LayerRunner] = []
         if runner.device.type == "cpu":
             self._built.append(cpu_operators())
         if layers is not None:
@@ -52,9 +49,9 @@ class Stage:
         num_blocks: int,
         block_size: int,
         device: torch.device,
-        layers: AotInductorLayers | None = None,
+        layers: LayerRunner | None = None,
         run_layer: LayerFunction = DecoderLayer.__call__,
-        pieces: LayerPieces | None = None,
+        pieces: LayerRunner | None = None,
         grammars: GrammarCompiler | None = None,
         storage: Tensor | None = None,
         part: HostPart | None = None,
@@ -90,7 +87,7 @@ class Stage:
                 run_layer=run_layer,
                 grammars=grammars,
                 storage=storage,
-                pieces=pieces or layers or EagerPieces(),
+                pieces=pieces or layers or LayerRunner(),
                 make_host=lambda: processor.start(decoder.config, part, device),
             )
         return cls(runner, part=part, layers=layers)

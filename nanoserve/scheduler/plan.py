@@ -114,6 +114,11 @@ class StepPlan(msgspec.Struct, frozen=True):
     transition: int | None = None
     """The layout to change to; such a plan holds nothing else."""
 
+    @property
+    def ends(self) -> bool:
+        """Whether its step ends. A plan of nothing but swaps is answered by theirs."""
+        return bool(self.rows) or self.transition is not None or self.strategy == "overlap"
+
 
 class Answer(msgspec.Struct, frozen=True):
     """What became known of one sequence: sampled tokens (one, or several accepted), or what went wrong."""
@@ -210,6 +215,10 @@ class Executor(Protocol):
 
         Raises: as `submit` does.
         """
+
+    @property
+    def ready(self) -> bool:
+        """Whether a plan would be computed at once; not while workers are stopped or being started."""
 
     def now(self) -> float:
         """Seconds on this executor's clock, real or virtual."""

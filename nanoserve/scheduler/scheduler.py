@@ -33,6 +33,9 @@ MOST_HOST_LOSSES = 3
 class SchedulerObserver(Protocol):
     """Sees what is planned and what comes of it, and changes nothing."""
 
+    def on_load(self, load: Load) -> None:
+        """The policy is shown this, and decides."""
+
     def on_plan(self, plan: StepPlan, decision: Decision, cohorts: HostCohorts | None) -> None:
         """A plan is made; the cohorts do not follow it yet."""
 
@@ -103,7 +106,6 @@ class Scheduler:
         predictors: for the policy, one per layout.
         feeds_tokens: whether the executor takes fed rows; one more plan may be in flight then. Sequences that cannot be
             fed (``SamplingParams.may_be_fed``) skip every other plan while others are.
-        observer: sees plans and results.
 
     Raises:
         ValueError: if tokens are to be fed through more than one stage.
@@ -123,12 +125,11 @@ class Scheduler:
         other_layouts: SequenceOf[LayoutCapacity] = (),
         predictors: SequenceOf[Predictor] = (),
         feeds_tokens: bool = False,
-        observer: SchedulerObserver | None = None,
     ) -> None:
         if feeds_tokens and max([pipeline_depth, *(one.pipeline_depth for one in other_layouts)]) > 1:
             raise ValueError("tokens are fed within one stage: pipeline_depth must be 1")
         self.policy = policy
-        self.observer = observer
+        self.observer: SchedulerObserver | None = None  # sees plans and results
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
@@ -146,7 +147,7 @@ class Scheduler:
         self.waiting, self.running, self.on_host = self.table.waiting, self.table.running, self.table.on_host
         self._tiers = Tiers(self.table) if host_blocks else None
         self._layouts = Layouts([LayoutCapacity(num_blocks, pipeline_depth), *other_layouts])
-        self._predictors = tuple(predictors)
+        self.predictors = tuple(predictors)
         self.held = self.table.held
         self._plans_in_flight: dict[int, StepPlan] = {}
         self._previous: Decision | None = None
@@ -246,6 +247,8 @@ class Scheduler:
     def _build(self, now: float, *, admits: bool = True) -> PlanBuilder:
         """Ask the policy and carry its answer out, as far as the blocks go."""
         load, decodes, prefills = self._survey()
+        if self.observer is not None:
+            self.observer.on_load(load)
         decision, tiers = self.policy.decide(load), self._tiers
         builder = PlanBuilder(self.table, tiers, decision, now, running_decodes=load.running_decodes, admits=admits)
         if self._layouts.drains_for(decision.layout):
@@ -341,7 +344,7 @@ class Scheduler:
             longest_remaining=longest,
             layout=self._layouts.current,
             layouts=len(self._layouts.capacities),
-            predictor=self._predictors[self._layouts.current] if self._predictors else None,
+            predictor=self.predictors[self._layouts.current] if self.predictors else None,
             **({} if self._tiers is None else self._survey_host(self._tiers)),
         )
         return load, decodes, prefills

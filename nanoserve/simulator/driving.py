@@ -1,19 +1,15 @@
 """The loop around an Engine that serves both clocks: requests enter when their time has come, steps follow."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from nanoserve.engine import Engine
-from nanoserve.request import Request, SequenceUpdate
-
-OnUpdates = Callable[[float, list[SequenceUpdate]], None]
-"""Is told what sequences gained, and when."""
+from nanoserve.request import Request
 
 
-def advance(engine: Engine, until: float | None, on_updates: OnUpdates) -> None:
+def advance(engine: Engine, until: float | None) -> None:
     """Let an engine work until that time on its clock, or until it has nothing to do."""
     while engine.has_work and (until is None or engine.now() < until):
-        if updates := engine.step(until):
-            on_updates(engine.now(), updates)
+        engine.step(until)
 
 
 def admit(engine: Engine, request: Request) -> None:
@@ -27,26 +23,17 @@ def admit(engine: Engine, request: Request) -> None:
     engine.add(request)
 
 
-def drive(
-    engine: Engine,
-    requests: Iterable[Request],
-    on_updates: OnUpdates,
-    on_admission: Callable[[float, Request], None] | None = None,
-) -> None:
-    """Run requests to their ends.
+def drive(engine: Engine, requests: Iterable[Request]) -> None:
+    """Run requests to their ends; whoever wants to know what comes of them observes the engine's recorder.
 
     Args:
         engine: over an executor with a real or a virtual clock.
         requests: in the order of their arrival times, which are on the executor's clock; taken one at a time.
-        on_updates: is told what sequences gained, and when.
-        on_admission: is told when the engine takes a request in.
 
     Raises:
         UsageError: if a request can never run.
     """
     for request in requests:
-        advance(engine, request.arrival_time, on_updates)
+        advance(engine, request.arrival_time)
         admit(engine, request)
-        if on_admission is not None:
-            on_admission(engine.now(), request)
-    advance(engine, None, on_updates)
+    advance(engine, None)

@@ -2,22 +2,15 @@
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from nanoserve.costs.work import StepWork
+from nanoserve.record.times import StageTimes, Times
 from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult, work_of
 from nanoserve.simulator.pipeline import DECOUPLED, Passage, Pipeline, Runtime, StepTimes
 
 END_TOKEN, DUMMY_TOKEN = 0, 1
 VOCAB_SIZE = 2
 """Of what is answered: a token that ends the sequence, and one that does not."""
-
-
-class StepObserver(Protocol):
-    """Is shown every step as it enters the pipeline."""
-
-    def on_step(self, now: float, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
-        """When it does, the plan, what it amounts to, and its passage through each stage."""
 
 
 class DummyModel:
@@ -49,7 +42,6 @@ class SimulatedExecutor:
         runtime: how inputs are prepared.
         max_in_flight: plans in the pipeline at most; None means one for each stage.
         answer: the tokens of a plan; None means a DummyModel.
-        observers: are shown every step.
     """
 
     def __init__(
@@ -59,16 +51,16 @@ class SimulatedExecutor:
         runtime: Runtime = DECOUPLED,
         max_in_flight: int | None = None,
         answer: Callable[[StepPlan], tuple[Answer, ...]] | None = None,
-        observers: Sequence[StepObserver] = (),
     ) -> None:
         self.max_in_flight = max_in_flight or times.num_stages
         self.feeds_tokens = False
+        self.ready = True
         self.pipeline = Pipeline(times, runtime)  # in which plans run now
         self.pipelines: tuple[Pipeline, ...] = (self.pipeline,)  # of every parallel layout there is
         self.host_tokens = 0  # sampled so far for sequences in host memory
         self._times = times
         self._answer = answer or DummyModel()
-        self._observers = observers
+        self._told: list[Times] = []
         self._now = 0.0
         self._pending: list[tuple[float, int, StepResult]] = []  # a heap: when, in which order, what
         self._results = self._in_flight = 0
@@ -84,7 +76,7 @@ class SimulatedExecutor:
         work = self._work(plan.rows)
         passages = self.pipeline.run(work, self._now)
         self._end(passages[-1].end, StepResult(plan.step, answers, seconds=passages[-1].end - passages[0].start))
-        self._show(plan, work, passages)
+        self._tell(plan, work, passages)
         return passages
 
     def _check_room(self, plan: StepPlan) -> None:
@@ -101,9 +93,17 @@ class SimulatedExecutor:
         heapq.heappush(self._pending, (time, self._results, result))
         self._results += 1
 
-    def _show(self, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
-        for observer in self._observers:
-            observer.on_step(self._now, plan, work, passages)
+    def _tell(self, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
+        """What the stages will do for a plan that is submitted now."""
+        now, step, tokens = self._now, plan.step, work.tokens
+        for stage, (start, end) in enumerate(passages):
+            self._told.append(StageTimes(step, stage, tokens, now, now, start, start, end, end))
+
+    def take_times(self) -> Sequence[Times]:
+        """What was submitted since the last call will do, which is known at once."""
+        told = tuple(self._told)
+        self._told.clear()
+        return told
 
     def _work(self, rows: Iterable[Row]) -> StepWork:
         return work_of(rows, self._times.work)

@@ -9,13 +9,12 @@ from typing import NamedTuple
 from nanoserve.dispatcher import Router, least_tokens
 from nanoserve.engine import Engine
 from nanoserve.errors import UsageError
-from nanoserve.request import Request, SequenceUpdate
+from nanoserve.record.metrics import LatencyMetrics, LayoutTime, StepMetrics
+from nanoserve.request import Request
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.driving import admit, advance
 from nanoserve.simulator.executor import SimulatedExecutor
-from nanoserve.simulator.meters import RequestMeter, StepMeter
 from nanoserve.simulator.result import ReplicaFigures
-from nanoserve.simulator.tier_meter import LayoutTime, TierMeter
 
 MOST_REPLICAS = 1024
 """Each takes a megabyte or more, for its KV blocks alone."""
@@ -41,14 +40,13 @@ class Replica:
     engine: Engine
     scheduler: Scheduler
     executor: SimulatedExecutor
-    steps: StepMeter
-    lives: RequestMeter
-    tiers: TierMeter
+    steps: StepMetrics
+    lives: LatencyMetrics
 
     @property
     def layout_times(self) -> list[LayoutTime]:
         """How long each parallel layout was current."""
-        return self.tiers.layout_times(self.executor.now())
+        return self.steps.layout_times(self.executor.now())
 
     @property
     def stages(self) -> list[StageTime]:
@@ -58,10 +56,6 @@ class Replica:
             for pipeline, time in zip(self.executor.pipelines, self.layout_times, strict=True)
             for busy in pipeline.busy_seconds
         ]
-
-    def on_updates(self, now: float, updates: list[SequenceUpdate]) -> None:
-        """Its sequences gained something."""
-        self.lives.on_updates(now, updates)
 
     def take(self, request: Request) -> None:
         """Let a request in that has come just now."""
@@ -128,7 +122,7 @@ def drive_fleet(fleet: Sequence[Replica], router: Router, requests: Iterable[Req
     """
     for request in requests:
         for replica in fleet:
-            advance(replica.engine, request.arrival_time, replica.on_updates)
+            advance(replica.engine, request.arrival_time)
         fleet[router([replica.engine.tokens.outstanding for replica in fleet])].take(request)
     for replica in fleet:
-        advance(replica.engine, None, replica.on_updates)
+        advance(replica.engine, None)

@@ -5,15 +5,15 @@ as two halves: before attention (queries, keys and values) and behind it (output
 take the same time, the mean of the stage's.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import attrgetter
-from typing import Protocol
 
 import msgspec
 
 from nanoserve.costs.work import StepWork
+from nanoserve.record.times import HostTimes
 from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork
 from nanoserve.simulator.pipeline import Passage, TieredTimes
 
@@ -59,23 +59,16 @@ class SubBatch:
     """Its rows whose KV is in host memory, each from its layer on."""
 
 
-class ProcessorObserver(Protocol):
-    """Is shown what the CPU computes."""
-
-    def on_host_attention(self, passage: Passage, seconds: float, rows: int) -> None:
-        """For how many host sequences it attends for how long, between which moments: one layer, or a whole step."""
-
-
 class Processor:
     """The host's CPUs: they compute the attention of one cohort in one layer at a time, in the order of arrival.
 
     Args:
-        observers: are shown what they compute.
+        tell: is called with what they compute: one layer, or a whole step.
     """
 
-    def __init__(self, observers: Sequence[ProcessorObserver] = ()) -> None:
+    def __init__(self, tell: Callable[[HostTimes], None] = lambda times: None) -> None:
         self.free = 0.0  # when everything they were given is computed
-        self._observers = observers
+        self._tell = tell
 
     def compute(self, seconds: float, rows: int, arrived: float) -> float:
         """Take work that arrives then; returns when it is done."""
@@ -86,8 +79,7 @@ class Processor:
     def occupy(self, passage: Passage, seconds: float, rows: int) -> None:
         """Work for so many seconds between these two moments, and be free behind them."""
         self.free = passage.end
-        for observer in self._observers:
-            observer.on_host_attention(passage, seconds, rows)
+        self._tell(HostTimes(passage.start, passage.end, seconds, rows))
 
 
 class HostAttention:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoserve.measures.figures import save_figure, titled_figure
+from nanoserve.record.window import StepWindow, WindowStep
 from nanoserve.simulator.result import SimulationResult
-from nanoserve.simulator.window import StepWindow, WindowStep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,15 +77,15 @@ def add_legend(figure: "Figure") -> None:
 
 
 def draw_stages(axes: "Axes", window: StepWindow, title: str) -> None:
-    """A bar for each passage of a micro-batch through a stage."""
+    """A bar for each micro-batch in each stage."""
     steps, (start, end) = window.steps, window.span
-    stages = max(len(step.passages) for step in steps)
+    stages = max(len(step.spans) for step in steps)
     unit, per_second = ("ms", 1e3) if end - start < 1 else ("s", 1.0)
     span = (end - start) * per_second
     for stage in range(stages):
         axes.broken_barh([(0, span)], (stage - _BAR_HEIGHT / 2, _BAR_HEIGHT), color=_IDLE, zorder=0)
-        for step in (one for one in steps if stage < len(one.passages)):  # layouts differ in their stages
-            left, right = ((moment - start) * per_second for moment in step.passages[stage])
+        for step in (one for one in steps if stage < len(one.spans)):  # layouts differ in their stages
+            left, right = ((moment - start) * per_second for moment in step.spans[stage])
             _draw_passage(axes, stage, left, right - left, step)
             middle = (left + right) / 2
             if right - left > _DIGIT_SHARE * len(str(step.step)) * span and left >= 0 and right <= span:

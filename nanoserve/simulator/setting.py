@@ -4,16 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanoserve.engine import Engine
-from nanoserve.record.forecasts import Forecasts
+from nanoserve.record.events import Observer
+from nanoserve.record.metrics import LatencyMetrics, RequestObserver, StepMetrics
 from nanoserve.scheduler.load import Policy, Predictor
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.executor import VOCAB_SIZE, SimulatedExecutor, StepObserver
+from nanoserve.simulator.executor import VOCAB_SIZE, SimulatedExecutor
 from nanoserve.simulator.fleet import Replica
-from nanoserve.simulator.meters import RequestMeter, RequestObserver, StepMeter
 from nanoserve.simulator.pipeline import Runtime, StepTimes, TieredTimes
-from nanoserve.simulator.tier_meter import TierMeter
-from nanoserve.simulator.tiered_executor import TieredExecutor, TierObserver
+from nanoserve.simulator.tiered_executor import TieredExecutor
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +53,8 @@ class EngineSetting:
         """Tokens of a sequence that takes all blocks in every layout; the KV of its last token is never written."""
         return min([self.num_blocks, *(layout.num_blocks for layout in self.other_layouts)]) * self.block_size + 1
 
-    def replica(
-        self,
-        observers: Sequence[StepObserver],
-        tier_observers: Sequence[TierObserver],
-        request_observers: Sequence[RequestObserver],
-    ) -> Replica:
-        """One engine with meters around it."""
+    def replica(self, observers: Sequence[Observer], request_observers: Sequence[RequestObserver]) -> Replica:
+        """One engine, which is measured and observed."""
         scheduler = Scheduler(
             self.policy,
             num_blocks=self.num_blocks,
@@ -72,22 +66,20 @@ class EngineSetting:
             host_blocks=self.host_blocks,
             other_layouts=[LayoutCapacity(one.num_blocks, one.times.num_stages) for one in self.other_layouts],
             predictors=self.predictors,
-            observer=Forecasts(self.predictors),
         )
-        steps, lives = StepMeter(scheduler.pool), RequestMeter(request_observers)
-        tiers = TierMeter(steps, scheduler.host_pool, 1 + len(self.other_layouts))
-        executor = self._executor((steps, tiers, *observers), (tiers, *tier_observers))
-        return Replica(Engine(scheduler, executor, vocab_size=VOCAB_SIZE), scheduler, executor, steps, lives, tiers)
+        executor = self._executor()
+        engine = Engine(scheduler, executor, vocab_size=VOCAB_SIZE)
+        steps, lives = StepMetrics(self.block_size, 1 + len(self.other_layouts)), LatencyMetrics(request_observers)
+        engine.recorder.add(steps, lives, *observers)
+        return Replica(engine, scheduler, executor, steps, lives)
 
-    def _executor(self, observers: Sequence[StepObserver], tier_observers: Sequence[TierObserver]) -> SimulatedExecutor:
+    def _executor(self) -> SimulatedExecutor:
         if not self.host_blocks and not self.other_layouts:
-            return SimulatedExecutor(self.times, runtime=self.runtime, observers=observers)
+            return SimulatedExecutor(self.times, runtime=self.runtime)
         if not isinstance(self.times, TieredTimes):
             raise TypeError("host memory and other layouts want step times that know them: see TieredTimes")
         return TieredExecutor(
             [self.times, *(layout.times for layout in self.other_layouts)],
             block_size=self.block_size,
             runtime=self.runtime,
-            observers=observers,
-            tier_observers=tier_observers,
         )

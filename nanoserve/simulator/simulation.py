@@ -1,19 +1,19 @@
-"""simulate: Scheduler, Engine and policy as they are, on a SimulatedExecutor, with meters around them."""
+"""simulate: Scheduler, Engine and policy as they are, on a SimulatedExecutor, measured as they run."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from nanoserve.errors import UsageError
+from nanoserve.measures.sketches import Sketch, mean_series
 from nanoserve.measures.slo import Slo
+from nanoserve.record.events import Observer
+from nanoserve.record.metrics import RequestObserver, SloMeter
 from nanoserve.request import Request
 from nanoserve.scheduler.load import Policy, Predictor
-from nanoserve.simulator.executor import StepObserver
 from nanoserve.simulator.fleet import Replica, bubble_share, check_replicas, drive_fleet, make_router
-from nanoserve.simulator.meters import RequestObserver, Sketch, SloMeter, mean_series
 from nanoserve.simulator.pipeline import DECOUPLED, Runtime, StepTimes
 from nanoserve.simulator.result import SimulationResult
 from nanoserve.simulator.setting import EngineSetting, OtherLayout
-from nanoserve.simulator.tiered_executor import TierObserver
 
 
 def simulate(
@@ -25,7 +25,7 @@ def simulate(
     block_size: int = 16,
     max_num_seqs: int = 2048,
     runtime: Runtime = DECOUPLED,
-    observers: Sequence[StepObserver] = (),
+    observers: Sequence[Observer] = (),
     slo: Slo | None = None,
     request_observers: Sequence[RequestObserver] = (),
     replicas: int = 1,
@@ -33,7 +33,6 @@ def simulate(
     host_blocks: int = 0,
     other_layouts: Sequence[OtherLayout] = (),
     predictors: Sequence[Predictor] = (),
-    tier_observers: Sequence[TierObserver] = (),
 ) -> SimulationResult:
     """Run requests to their ends in virtual time. Prefixes are not cached, for the tokens mean nothing.
 
@@ -42,12 +41,11 @@ def simulate(
 
     Args:
         requests: of a Workload, in order of arrival; they are taken as their time comes.
-        observers: are shown every step; of a fleet, every step of its first engine.
+        observers: are shown all events; of a fleet, those of its first engine.
         slo: what a good answer keeps to, for attainment and goodput.
         request_observers: are shown every request when it has ended.
         replicas: whole engines, each like that.
         router: which of them gets a request: a name in ROUTERS.
-        tier_observers: are shown swaps, transitions and the CPU's attention; of a fleet, those of its first engine.
 
     Raises:
         UsageError: for a request that the blocks can never hold, or none at all, for an impossible fleet, and for
@@ -66,10 +64,7 @@ def simulate(
         other_layouts=other_layouts,
         predictors=predictors,
     )
-    fleet = [
-        setting.replica(() if number else observers, () if number else tier_observers, (within, *request_observers))
-        for number in range(replicas)
-    ]
+    fleet = [setting.replica(() if number else observers, (within, *request_observers)) for number in range(replicas)]
     drive_fleet(fleet, make_router(router), _fitting(requests, setting.longest))
     if not within.requests:
         raise UsageError("there are no requests to simulate")
@@ -90,7 +85,6 @@ def _fitting(requests: Iterable[Request], longest: int) -> Iterator[Request]:
 
 def _result(fleet: Sequence[Replica], within: SloMeter | None) -> SimulationResult:
     lives, steps = [replica.lives for replica in fleet], [replica.steps for replica in fleet]
-    tiers = [replica.tiers for replica in fleet]
     seconds = max(replica.executor.now() for replica in fleet)
     requests = sum(one.requests for one in lives)
     inputs, outputs = sum(one.input_tokens for one in lives), sum(one.output_tokens for one in lives)
@@ -121,17 +115,17 @@ def _result(fleet: Sequence[Replica], within: SloMeter | None) -> SimulationResu
         slo_attainment=None if within is None else within.attainment,
         goodput=None if within is None else within.attaining / seconds,
         replicas=tuple(replica.figures(seconds) for replica in fleet),
-        strategy_steps=dict(sum((one.strategy_steps for one in tiers), Counter[str]())),
-        transitions=sum(one.transitions for one in tiers),
-        transition_seconds=sum(one.transition_seconds for one in tiers),
+        strategy_steps=dict(sum((one.strategy_steps for one in steps), Counter[str]())),
+        transitions=sum(one.transitions for one in steps),
+        transition_seconds=sum(one.transition_seconds for one in steps),
         layout_seconds=tuple(
             sum(time.seconds for time in times) for times in zip(*(one.layout_times for one in fleet), strict=True)
         ),
-        swapped_out_tokens=sum(one.swapped_tokens["out"] for one in tiers),
-        swapped_in_tokens=sum(one.swapped_tokens["in"] for one in tiers),
-        host_occupancy=sum(one.occupancy.seconds for one in tiers) / (seconds * len(fleet)),
-        host_peak=max(one.occupancy.peak for one in tiers),
-        host_series=tuple(mean_series([one.occupancy.series for one in tiers]).points),
+        swapped_out_tokens=sum(one.swapped_tokens["out"] for one in steps),
+        swapped_in_tokens=sum(one.swapped_tokens["in"] for one in steps),
+        host_occupancy=sum(one.host_occupancy.seconds for one in steps) / (seconds * len(fleet)),
+        host_peak=max(one.host_occupancy.peak for one in steps),
+        host_series=tuple(mean_series([one.host_occupancy.series for one in steps]).points),
         host_tokens=sum(one.executor.host_tokens for one in fleet),
-        processor_share=sum(one.processor_seconds for one in tiers) / (seconds * len(fleet)),
+        processor_share=sum(one.processor_seconds for one in steps) / (seconds * len(fleet)),
     )

@@ -1,27 +1,14 @@
 """TieredExecutor: a SimulatedExecutor with host memory, attention on the CPU, and several parallel layouts."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from nanoserve.errors import UsageError
+from nanoserve.record.times import ReshardTimes, SwapTimes
 from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult, Swap
-from nanoserve.simulator.executor import SimulatedExecutor, StepObserver
+from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.host_attention import HostAttention, HostRow, Processor, SubBatch
 from nanoserve.simulator.host_link import HostLink
 from nanoserve.simulator.pipeline import DECOUPLED, MovingTimes, Passage, Pipeline, Runtime, TieredTimes
-
-
-class TierObserver(Protocol):
-    """Is shown what happens beside the stages."""
-
-    def on_swap(self, now: float, swap: Swap, tokens: int, passage: Passage) -> None:
-        """When it was submitted, the swap, the tokens that its blocks hold, and when the link carries them."""
-
-    def on_transition(self, now: float, plan: StepPlan, passage: Passage) -> None:
-        """When it was submitted, the plan, and when the link carries the weights."""
-
-    def on_host_attention(self, passage: Passage, seconds: float, rows: int) -> None:
-        """The CPU attends: between which moments, for how long, and for how many host sequences."""
 
 
 class TieredExecutor(SimulatedExecutor):
@@ -37,8 +24,7 @@ class TieredExecutor(SimulatedExecutor):
     Args:
         layouts: their times; the first one is current in the beginning. Host rows want those of TieredTimes.
         block_size: tokens per KV block.
-        runtime, answer, observers: as the SimulatedExecutor takes them; observers are shown steps only.
-        tier_observers: are shown swaps, transitions and the CPU.
+        runtime, answer: as the SimulatedExecutor takes them.
 
     Attributes:
         max_in_flight: of the deepest layout; the scheduler knows each one's own depth.
@@ -51,19 +37,16 @@ class TieredExecutor(SimulatedExecutor):
         block_size: int,
         runtime: Runtime = DECOUPLED,
         answer: Callable[[StepPlan], tuple[Answer, ...]] | None = None,
-        observers: Sequence[StepObserver] = (),
-        tier_observers: Sequence[TierObserver] = (),
     ) -> None:
         deepest = max(times.num_stages for times in layouts)
-        super().__init__(layouts[0], runtime=runtime, max_in_flight=deepest, answer=answer, observers=observers)
+        super().__init__(layouts[0], runtime=runtime, max_in_flight=deepest, answer=answer)
         self.pipelines = (self.pipeline, *(Pipeline(times, runtime) for times in layouts[1:]))
         self._link = HostLink()
-        self._processor = Processor(tier_observers)
+        self._processor = Processor(self._told.append)
         self._layouts = tuple(layouts)
         self._layout = 0
         self._block_size = block_size
         self._host = self._host_attention(layouts[0])
-        self._tier_observers = tier_observers
         self._last_end = 0.0
 
     def submit(self, plan: StepPlan) -> None:
@@ -102,8 +85,7 @@ class TieredExecutor(SimulatedExecutor):
         start, end = self._link.move(swap.direction, seconds, source.start)
         passage = Passage(start, max(end, source.end))
         self._know(passage.end, StepResult(None, swapped=(swap.swap,)))
-        for observer in self._tier_observers:
-            observer.on_swap(self._now, swap, tokens, passage)
+        self._told.append(SwapTimes(swap.swap, 0, swap.direction, 0, *passage, after_row=swap.after_row))
 
     def _change_layout(self, plan: StepPlan, layout: int) -> None:
         self._check_room(plan)
@@ -117,8 +99,7 @@ class TieredExecutor(SimulatedExecutor):
         self.pipeline.not_before(passage.end)
         self._host = self._host_attention(times)
         self._end(passage.end, StepResult(plan.step, seconds=seconds))
-        for observer in self._tier_observers:
-            observer.on_transition(self._now, plan, passage)
+        self._told.append(ReshardTimes(plan.step, 0, layout, 0, *passage))
 
     # ---- host rows --------------------------------------------------------------------------------------------
 
@@ -156,7 +137,7 @@ class TieredExecutor(SimulatedExecutor):
             host_work=self._host.take_work(passage.end),
         )
         self._end(passage.end, result)
-        self._show(plan, work, [passage])
+        self._tell(plan, work, [passage])
         return [passage]
 
     def _overlap(

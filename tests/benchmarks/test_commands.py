@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from nanoserve import LLM
 from nanoserve.benchmarks import operators
 from nanoserve.benchmarks.driving import EngineDriver
+from nanoserve.benchmarks.local import compiled_ratios
 from nanoserve.benchmarks.peers.catalog import PEERS, PeerKind
 from nanoserve.benchmarks.peers.protocol import Opening
 from nanoserve.benchmarks.roofline import BandwidthProbe
@@ -46,6 +48,67 @@ def test_latency_writes_a_table_json_and_a_chart(bench: Run, tmp_path: Path) -> 
     assert found["engine"]["operators"].startswith(("C++", "plain torch ("))
     assert found["engine"]["dtype"] in out
     assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("layers", ["eager,compiled", "compiled,eager"])
+def test_latency_of_eager_and_compiled_layers_prints_their_ratio(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: str
+) -> None:
+    """An LLM without `--eager` passes for a compiled one, for compiling takes a minute."""
+    monkeypatch.setattr(LLM, "compiled", property(lambda llm: not llm.engine_config.eager))
+    monkeypatch.setattr(LLM, "prepare", lambda llm, progress: None)
+    run, runs = EngineDriver.run, []
+
+    def recorded(self: EngineDriver, *arguments: Any) -> Any:
+        runs.append(id(self))
+        return run(self, *arguments)
+
+    monkeypatch.setattr(EngineDriver, "run", recorded)
+    report = tmp_path / "report.json"
+    sizes = ("--batch-sizes", "1,2", "--input", 6, "--output", 3, "--repeats", 3, "--no-probe", "--json", report)
+    code, out, _ = bench("latency", "--layers", layers, *sizes)
+    assert code == 0
+    found = json.loads(report.read_text())
+    assert [row["case"] for row in found["rows"]] == [f"{n} x 6+3 {one}" for n in (1, 2) for one in layers.split(",")]
+    assert found["engine"]["layers"] == layers.replace(",", " and ")
+    assert "compiled layers over eager ones" in out
+    metrics = ["ttft_ms", "tpot_ms", "output_tokens_per_s"]
+    assert [(ratio["case"], ratio["metric"]) for ratio in found["ratios"]] == [
+        (f"{n} x 6+3", metric) for n in (1, 2) for metric in metrics
+    ]
+    assert all(0 < ratio["low"] <= ratio["median"] <= ratio["high"] for ratio in found["ratios"])
+    assert all(ratio["rounds"] == 3 for ratio in found["ratios"])
+    first, second = runs[:2]
+    assert runs == [first, second, *(first, second), *(second, first), *(first, second)] * 2, "warm-ups, then in turn"
+
+
+def test_ratios_above_one_say_that_compiled_layers_are_faster() -> None:
+    rows = [
+        {"case": "1 x 6+3 eager", "samples": {"tpot_ms": [4.0, 6.0, 2.0], "output_tokens_per_s": [10.0, 30.0, 20.0]}},
+        {"case": "1 x 6+3 compiled", "samples": {"tpot_ms": [2.0, 2.0, 4.0], "output_tokens_per_s": [20.0, 30.0, 5.0]}},
+    ]
+    spread = {"case": "1 x 6+3", "rounds": 3}
+    assert compiled_ratios("1 x 6+3", rows) == [
+        {**spread, "metric": "tpot_ms", "median": 2.0, "low": 0.5, "high": 3.0},
+        {**spread, "metric": "output_tokens_per_s", "median": 1.0, "low": 0.25, "high": 2.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("--layers", "fused"), "--layers fused: choose eager, compiled or eager,compiled"),
+        (("--layers", "compiled", "--eager"), "--eager and --layers say the same; leave one of them out"),
+        (("--layers", "eager,compiled"), "layers cannot be compiled on this machine"),
+    ],
+)
+def test_layers_that_cannot_be_compared_are_refused(
+    bench: Run, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], line: str
+) -> None:
+    monkeypatch.setattr(LLM, "compiled", False)
+    monkeypatch.setattr(LLM, "prepare", lambda llm, progress: None)
+    code, _, err = bench("latency", *options, "--batch-sizes", 1, "--input", 6, "--output", 3, "--no-probe")
+    assert code != 0 and line in err
 
 
 def test_what_is_waited_for_is_said_and_can_be_skipped(bench: Run, tmp_path: Path) -> None:

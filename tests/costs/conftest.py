@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from nanoserve.config import ModelConfig, MoeConfig
-from nanoserve.costs.hardware import Device, Link, Machine, Processor
-from nanoserve.costs.model_table import load_shape
+from nanoserve.costs.hardware import Device, HostCpu, Link, Machine
+from nanoserve.costs.tables import load_shape
 
 
 def tiny_model(**changes: object) -> ModelConfig:
@@ -34,7 +34,7 @@ def round_machine(**changes: object) -> Machine:
         link=link,
         network=None,
         host_link=replace(link, bandwidth=5.0),
-        processor=Processor(name="cpu", memory_bandwidth=20.0, flops=1e9, measured=True),
+        processor=HostCpu(name="cpu", memory_bandwidth=20.0, flops=1e9, measured=True),
         host_memory_bytes=0.0,
         source="made up",
     )

@@ -3,21 +3,21 @@
 from collections.abc import Callable, Sequence
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.curves import Curve, Grid
+from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
 from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, Reached
 from tests.costs.conftest import tiny_model
 
 
-def curve(sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
+def curve(sizes: Sequence[int], seconds: Sequence[float]) -> MeasuredCurve:
     """Without any spread."""
     times = tuple(map(float, seconds))
-    return Curve(sizes=tuple(sizes), seconds=times, low=times, high=times)
+    return MeasuredCurve(sizes=tuple(sizes), seconds=times, low=times, high=times)
 
 
-def grid(batches: Sequence[int], contexts: Sequence[int], seconds: Callable[[int, int], float]) -> Grid:
+def grid(batches: Sequence[int], contexts: Sequence[int], seconds: Callable[[int, int], float]) -> MeasuredGrid:
     """Without any spread."""
     rows = tuple(tuple(seconds(batch, context) for context in contexts) for batch in batches)
-    return Grid(batches=tuple(batches), contexts=tuple(contexts), seconds=rows, low=rows, high=rows)
+    return MeasuredGrid(batches=tuple(batches), contexts=tuple(contexts), seconds=rows, low=rows, high=rows)
 
 
 def made_up_profile(model: ModelConfig | None = None, **changes: object) -> Profile:

@@ -3,7 +3,7 @@
 import pytest
 
 from nanoserve.costs.counts import ModelCounts, Operator, Precision, tensor_degrees
-from nanoserve.costs.model_table import load_shape
+from nanoserve.costs.tables import load_shape
 from nanoserve.costs.work import StepWork, chunk_keys, chunk_pairs
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout

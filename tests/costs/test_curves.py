@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.costs.curves import Curve, Grid
+from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
 from tests.costs.profiles import curve, grid
 
 
@@ -102,11 +102,11 @@ def test_a_rising_grid_rises(batches: list[int], contexts: list[int], data: st.D
 )
 def test_what_is_no_curve_is_refused(sizes: tuple[int, ...], seconds: tuple[float, ...], says: str) -> None:
     with pytest.raises(ValueError) as refused:
-        Curve(sizes=sizes, seconds=seconds, low=(1.0, 1.0), high=(1.0, 1.0))
+        MeasuredCurve(sizes=sizes, seconds=seconds, low=(1.0, 1.0), high=(1.0, 1.0))
     assert says in str(refused.value)
 
 
 def test_a_grid_needs_a_row_for_each_batch() -> None:
     row = ((1.0, 1.0),)
     with pytest.raises(ValueError, match="a row for each of 2 batches, not 1"):
-        Grid(batches=(1, 2), contexts=(1, 2), seconds=row, low=row, high=row)
+        MeasuredGrid(batches=(1, 2), contexts=(1, 2), seconds=row, low=row, high=row)

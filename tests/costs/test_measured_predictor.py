@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.costs.measured_predictor import MeasuredPredictor
+from nanoserve.costs.measured_times import MeasuredPredictor
 from nanoserve.costs.step_features import Strategy
 from nanoserve.scheduler.load import Predictor
 from tests.costs.profiles import curve, grid, made_up_profile

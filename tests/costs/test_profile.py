@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from nanoserve.costs.calibration import calibrate
-from nanoserve.costs.curves import Curve
+from nanoserve.costs.curves import MeasuredCurve
 from nanoserve.costs.efficiency import Efficiency
 from nanoserve.costs.measured_times import MeasuredTimes
 from nanoserve.costs.profile import Prediction, RunFigures, check_writable, read_profile, write_profile
@@ -72,7 +72,7 @@ Change = Callable[[dict[str, Any]], Any]
         (lambda found: found["linear"].update(sizes=[1, "two"]), "$.linear.sizes[1]"),
         (lambda found: found["linear"].update(sizes=[10, 1]), "ascending, not [10, 1] - at `$.linear`"),
         (lambda found: found["host_attention"]["seconds"].pop(), "$.host_attention"),
-        (lambda found: found["device"].update(memory_bytes=0), "memory_bytes must be a number above 0, not 0"),
+        (lambda found: found["device"].update(memory_bytes=0), "Expected `float` > 0.0 - at `$.device.memory_bytes`"),
         (lambda found: found["efficiency"].update(matrix=2), "matrix is a share above 0 and at most 1, not 2"),
         (lambda found: found["model"].update(num_layers="many"), "$.model.num_layers"),
     ],
@@ -154,7 +154,7 @@ def head_seconds(costs: StepCosts, rows: int) -> float:
     return costs.operator_seconds(costs.counts.head.operator(rows, 1, 2.0))
 
 
-def pairs_curve(rate: float) -> Curve:
+def pairs_curve(rate: float) -> MeasuredCurve:
     """32 operations a pair."""
     return curve((10, 20, 40), [32 * size * (size + 1) / 2 / rate for size in (10, 20, 40)])
 

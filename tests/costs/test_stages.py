@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from nanoserve.config import MoeConfig
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
-from nanoserve.costs.model_table import published_shapes
 from nanoserve.costs.stages import divide, divide_layers, stage_layers
+from nanoserve.costs.tables import published_shapes
 
 MODEL = load_shape("llama-3.2-1b")
 

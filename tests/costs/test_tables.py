@@ -7,9 +7,8 @@ import pytest
 
 from nanoserve.costs import load_machine, load_shape
 from nanoserve.costs.hardware import SHIPPED
-from nanoserve.costs.model_table import SHIPPED as MODELS
-from nanoserve.costs.model_table import published_shapes
-from nanoserve.costs.tables import read_toml
+from nanoserve.costs.tables import SHIPPED_MODELS as MODELS
+from nanoserve.costs.tables import published_shapes, read_toml
 from nanoserve.errors import ModelError, UsageError
 
 TABLES = read_toml(SHIPPED)

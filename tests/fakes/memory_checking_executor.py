@@ -116,6 +116,7 @@ class MemoryCheckingExecutor:
     ) -> None:
         self.max_in_flight = 2 if feeds_tokens else depth
         self.feeds_tokens = feeds_tokens
+        self.ready = True
         self.block_size = block_size
         self.num_layers = num_layers
         self._cpu_is_done = cycle(cpu_is_done)

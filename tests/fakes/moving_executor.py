@@ -1,10 +1,12 @@
 """MovingExecutor: a simulated engine with several layouts that tells, as worker processes do, what each worker did."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import msgspec
 
 from nanoserve.costs.work import StepWork
-from nanoserve.runtime.trace.stage_times import ReshardTimes, StageTimes, SwapTimes
-from nanoserve.scheduler.plan import StepPlan, StepResult, Swap
+from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes, Times
+from nanoserve.scheduler.plan import StepPlan, StepResult
 from nanoserve.simulator.pipeline import MovingTimes, Passage
 from nanoserve.simulator.tiered_executor import TieredExecutor
 from tests.fakes.observed_executor import dummy_answers
@@ -24,11 +26,10 @@ class MovingExecutor(TieredExecutor):
     def __init__(
         self, layouts: Sequence[MovingTimes], *, block_size: int, workers: int = 2, began: float = 1000.0
     ) -> None:
-        super().__init__(layouts, block_size=block_size, answer=dummy_answers, observers=[self], tier_observers=[self])
+        super().__init__(layouts, block_size=block_size, answer=dummy_answers)
         self._began = began
         self._workers = workers
-        self._times_taken: list[StageTimes] = []
-        self._moves_taken: list[ReshardTimes | SwapTimes] = []
+        self._swapped: dict[int, int] = {}  # by swap: the bytes of a worker
         self._free = [0.0] * workers
 
     @property
@@ -36,44 +37,37 @@ class MovingExecutor(TieredExecutor):
         """The one that runs, or that a transition in flight leads to."""
         return self._layout
 
-    def on_step(self, now: float, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
-        """A plan enters the pipeline: what becomes of it is known at once."""
+    def submit(self, plan: StepPlan) -> None:
+        """Note how much its swaps move."""
+        for swap in plan.swaps:
+            self._swapped[swap.swap] = KV_BYTES * len(swap.device_blocks) * self._block_size
+        super().submit(plan)
+
+    def _tell(self, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
+        now = self._now
         arrived, ranks = now, self._workers // len(passages)
         for stage, passage in enumerate(passages):
             for rank in range(stage * ranks, (stage + 1) * ranks):
                 free = max(self._free[rank], now)
                 moments = (now, now, free, max(arrived, free), passage.end, passage.end)
-                self._times_taken.append(
+                self._told.append(
                     StageTimes(plan.step, rank, work.tokens, *(self._began + moment for moment in moments))
                 )
                 self._free[rank] = passage.end
             arrived = passage.end
 
-    def on_swap(self, now: float, swap: Swap, tokens: int, passage: Passage) -> None:
-        """A swap is submitted."""
-        span = [self._began + moment for moment in passage]
+    def take_times(self) -> list[Times]:
+        """Every worker takes part in every move."""
+        return [one for times in super().take_times() for one in self._of_workers(times)]
+
+    def _of_workers(self, times: Times) -> Iterator[Times]:
+        if not isinstance(times, ReshardTimes | SwapTimes):
+            yield times
+            return
+        size = WEIGHT_BYTES if isinstance(times, ReshardTimes) else self._swapped[times.swap]
+        span = {"began": self._began + times.began, "ended": self._began + times.ended}
         for rank in range(self._workers):
-            self._moves_taken.append(SwapTimes(swap.swap, rank, swap.direction, KV_BYTES * tokens, *span))
-
-    def on_transition(self, now: float, plan: StepPlan, passage: Passage) -> None:
-        """The layout changes."""
-        assert plan.transition is not None
-        span = [self._began + moment for moment in passage]
-        for rank in range(self._workers):
-            self._moves_taken.append(ReshardTimes(plan.step, rank, plan.transition, WEIGHT_BYTES, *span))
-
-    def on_host_attention(self, passage: Passage, seconds: float, rows: int) -> None:
-        """Nothing attends on the host here."""
-
-    def take_times(self) -> list[StageTimes]:
-        """Since the last call."""
-        taken, self._times_taken = self._times_taken, []
-        return taken
-
-    def take_moves(self) -> list[ReshardTimes | SwapTimes]:
-        """Since the last call."""
-        taken, self._moves_taken = self._moves_taken, []
-        return taken
+            yield msgspec.structs.replace(times, rank=rank, num_bytes=size, **span)
 
     def now(self) -> float:
         return self._began + super().now()

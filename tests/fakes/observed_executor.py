@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from nanoserve.costs.work import StepWork
-from nanoserve.runtime.trace.stage_times import StageTimes
+from nanoserve.record.times import StageTimes
 from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
 from nanoserve.simulator.executor import DUMMY_TOKEN, SimulatedExecutor
 from nanoserve.simulator.pipeline import DECOUPLED, Passage, Runtime, StepTimes
@@ -12,6 +12,12 @@ from nanoserve.simulator.pipeline import DECOUPLED, Passage, Runtime, StepTimes
 def dummy_answers(plan: StepPlan) -> tuple[Answer, ...]:
     """A token that means nothing for every row that is sampled."""
     return tuple(Answer(row.sequence, (DUMMY_TOKEN,)) for row in plan.rows if row.sample)
+
+
+class UntoldExecutor(SimulatedExecutor):
+    """Says what it did with its results alone, as an engine's own process does."""
+
+    take_times = None  # type: ignore[assignment]
 
 
 class ObservedExecutor(SimulatedExecutor):
@@ -30,30 +36,23 @@ class ObservedExecutor(SimulatedExecutor):
         began: float = 1000.0,
         answer: Callable[[StepPlan], tuple[Answer, ...]] = dummy_answers,
     ) -> None:
-        super().__init__(times, runtime=runtime, answer=answer, observers=[self])
+        super().__init__(times, runtime=runtime, answer=answer)
         self._began = began
-        self._taken: list[StageTimes] = []
         self._free = [0.0] * times.num_stages
         self._prepared = 0.0
         self._step_times = times
 
-    def on_step(self, now: float, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
-        """A plan enters the pipeline: what becomes of it is known at once."""
-        arrived = now
+    def _tell(self, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
+        arrived = now = self._now
         self._prepared = max(self._prepared, now) + self._step_times.host_seconds(work)
         for stage, passage in enumerate(passages):
             began = max(self._free[stage], now)
             moments = (now, self._prepared, began, max(arrived, began), passage.end, passage.end)
             times = [self._began + moment for moment in moments]
-            self._taken.append(StageTimes(plan.step, stage, work.tokens, *times))
+            self._told.append(StageTimes(plan.step, stage, work.tokens, *times))
             self._free[stage] = passage.end
             last = stage == len(passages) - 1
             arrived = passage.end + (0.0 if last else self._step_times.send_seconds(work, stage))
-
-    def take_times(self) -> list[StageTimes]:
-        """Since the last call."""
-        taken, self._taken = self._taken, []
-        return taken
 
     def now(self) -> float:
         return self._began + super().now()

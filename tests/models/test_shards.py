@@ -17,7 +17,7 @@ from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model
 from nanoserve.models.shards import Shard, make_shards, shard_config, shards_of_layouts, whole_model
 from nanoserve.models.weights import shard_parts, tensor_parts
-from nanoserve.runtime.compile.layer_compiler import layer_config
+from nanoserve.runtime.compile.aot_build import layer_kind
 from tests.models.test_decoder import paged, random_tokens
 from tests.models.thread_ranks import ThreadGroup, on_every_rank
 from tests.oracle.checkpoints import FAMILIES, make_checkpoint, rename_glm_as_chatglm
@@ -218,10 +218,12 @@ def test_one_shard_is_the_model(family: str) -> None:
 @pytest.mark.parametrize("family", ["mistral", "qwen2-window", "qwen3_moe"])
 def test_layers_of_all_stages_share_their_compiled_library(family: str) -> None:
     config = ModelConfig.from_hf(FAMILIES[family]().to_dict())
-    kinds = [layer_config(config, index) for index in range(config.num_layers)]
+    kinds = [layer_kind("layer", config, index) for index in range(config.num_layers)]
     for shard in make_shards(config, pipeline_parallel=2, tensor_parallel=1):
         own = shard_config(config, shard)
-        assert [layer_config(own, index) for index in range(own.num_layers)] == [kinds[index] for index in shard.layers]
+        assert [layer_kind("layer", own, index) for index in range(own.num_layers)] == [
+            kinds[index] for index in shard.layers
+        ]
 
 
 def test_windows_of_a_stage_are_its_own() -> None:

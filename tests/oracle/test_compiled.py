@@ -11,8 +11,7 @@ from nanoserve.models.attention import AttentionBatch, PagedAttention
 from nanoserve.models.decoder import Decoder, LayerFunction
 from nanoserve.models.loading import load_model
 from nanoserve.request import Request, SamplingParams
-from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
-from nanoserve.runtime.compile.layer_pieces import whole_layer
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from tests.oracle.test_engine import OUTPUT_TOKENS, SETTINGS, prompts, run, transformers_greedy
 from triton_ops import reference_operators
 from triton_ops.cpu import cpu_operators
@@ -28,10 +27,12 @@ COUNTS = [(1, 1), (1, 2), (2, 2), (1, 7), (16, 16), (17, 17), (3, 39), (1, 64)]
 """Rows and tokens: 0 and 1 are what compilers like to take for constants; the rest lies around powers of two."""
 
 
-def compiled(decoder: Decoder, *, with_pieces: bool) -> AotInductorLayers:
+def compiled(decoder: Decoder, *, with_pieces: bool) -> LayerRunner:
     if not cpu_operators().wait():
         pytest.skip(f"nothing can be built: {cpu_operators().problem}")
-    layers = AotInductorLayers(decoder, block_size=BLOCK_SIZE, operators=cpu_operators(), with_pieces=with_pieces)
+    layers = LayerRunner.ahead_of_time(
+        decoder, block_size=BLOCK_SIZE, operators=cpu_operators(), with_pieces=with_pieces
+    )
     layers.start()
     layers.wait()
     assert layers.loaded
@@ -53,13 +54,13 @@ def test_compiled_layers_give_the_tokens_of_transformers(family: str, checkpoint
         assert run(decoder, config, SETTINGS[0], requests, layers)[0] == expected
     for rows, tokens in COUNTS:
         torch.testing.assert_close(*hidden_states(decoder, layers, rows, tokens), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(*hidden_states(decoder, whole_layer(layers), rows, tokens), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(*hidden_states(decoder, layers.in_pieces, rows, tokens), rtol=1e-4, atol=1e-4)
     if family in WITH_PIECES:
         check_pieces_of_parts_of_batches(decoder, layers)
 
 
 @torch.inference_mode()
-def check_pieces_of_parts_of_batches(decoder: Decoder, layers: AotInductorLayers) -> None:
+def check_pieces_of_parts_of_batches(decoder: Decoder, layers: LayerRunner) -> None:
     """Rows that lie between others, or apart, as those of host sequences do."""
     config, batch = decoder.config, torch.Generator().manual_seed(1)
     hidden = torch.randn(12, config.hidden_size, generator=batch)

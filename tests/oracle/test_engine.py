@@ -17,7 +17,7 @@ from nanoserve.engine import Engine
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model
 from nanoserve.request import Request, SamplingParams
-from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.scheduler import Scheduler
@@ -69,7 +69,7 @@ def run(
     config: ModelConfig,
     setting: Setting,
     requests: list[Request],
-    layers: AotInductorLayers | None = None,
+    layers: LayerRunner | None = None,
 ) -> tuple[list, Scheduler]:
     """Each sample's tokens, in the order of the requests."""
     executor = LocalExecutor(

@@ -2,11 +2,11 @@
 
 import pytest
 
-from nanoserve.papers.adaptive import ADAPTIVE, SETTINGS, THROTTLING, Setting, compare
+from nanoserve.papers.adaptive import ADAPTIVE, SETTINGS, THROTTLING, ListEntry, compare
 from nanoserve.papers.framework import Scale
 from nanoserve.papers.running import Runner
 
-SMALL = Setting("qwen3-0.6b", "l4", 1, "40+20", 0.01, 0.8)
+SMALL = ListEntry("qwen3-0.6b", "l4", 1, "40+20", 0.01, 0.8)
 
 
 def test_the_list_is_whole() -> None:
@@ -15,14 +15,14 @@ def test_the_list_is_whole() -> None:
 
 
 def test_policies_meet_at_the_same_rate_with_the_same_requests() -> None:
+    entries = [SMALL, SMALL._replace(load=1.6)]
     with Runner(1) as runner:
-        comparisons, outcomes = compare(
-            [SMALL, SMALL._replace(load=1.6)], [THROTTLING, ADAPTIVE], 60, Scale(seeds=(0, 1)), runner.run
-        )
-    light, _, heavy, _ = comparisons
-    rates = [case.rate for case in (*light.cases, *heavy.cases)]
-    assert rates[2:] == [pytest.approx(2 * rates[0])] * 2
-    itself, adaptive = (one.row(outcomes) for one in comparisons[:2])
+        found = compare(entries, [ADAPTIVE], 60, Scale(seeds=(0, 1)), runner.run)
+    assert found.places == [(entry, ADAPTIVE.label) for entry in entries]
+    light, heavy = ([case.rate for case in found.jobs[place]] for place in found.places)
+    assert heavy == [pytest.approx(2 * light[0])] * 2
+    itself, adaptive = found.row((SMALL, THROTTLING.label)), found.row((SMALL, ADAPTIVE.label))
     assert [itself[f"{name}_text"] for name in ("throughput", "tpot", "ttft")] == ["1.000"] * 3
     assert adaptive["policy"] == "adaptive" and adaptive["ttft_text"] != "1.000"
-    assert [case.seed for case in comparisons[1].cases] == [case.seed for case in comparisons[1].throttling] == [0, 1]
+    for place in ((SMALL, ADAPTIVE.label), (SMALL, THROTTLING.label)):
+        assert [case.seed for case in found.jobs[place]] == [0, 1]

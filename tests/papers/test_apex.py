@@ -20,11 +20,10 @@ from nanoserve.papers.apex.settings import (
     HostCase,
     HostOutcome,
     mean_lengths,
-    ratio,
-    tuned,
+    throughput,
 )
-from nanoserve.papers.catalog import load_paper
-from nanoserve.papers.framework import Job, Scale
+from nanoserve.papers.cases import tuned
+from nanoserve.papers.framework import Scale, SimulationJob, load_paper
 
 _SMALL = HostCase(system=NEO, platform=T4, lengths="osc:50", requests=20)
 
@@ -40,7 +39,7 @@ class _Run:
     def __init__(self) -> None:
         self.outcomes: dict[Any, Any] = {}
 
-    def __call__(self, jobs: Iterable[Job]) -> Mapping[Any, Any]:
+    def __call__(self, jobs: Iterable[SimulationJob]) -> Mapping[Any, Any]:
         for job in jobs:
             if job in self.outcomes:
                 continue
@@ -97,9 +96,8 @@ def test_lengths_have_the_means_they_are_named_for() -> None:
 
 def test_where_the_device_holds_everything_all_systems_are_equal() -> None:
     cases = [replace(_SMALL, system=system, rate=0.3) for system in SYSTEMS]
-    outcomes = {case: case.run() for case in cases}
-    for case in cases[1:]:
-        assert ratio([case], cases[:1], outcomes).mean == pytest.approx(1, abs=0.02)
+    speeds = [throughput(case.run()) for case in cases]
+    assert speeds[1:] == [pytest.approx(speeds[0], rel=0.02)] * len(speeds[1:])
 
 
 def test_a_batch_that_fits_the_device_is_not_held_up_on_the_host() -> None:
@@ -110,17 +108,16 @@ def test_a_batch_that_fits_the_device_is_not_held_up_on_the_host() -> None:
     """
     small = HostCase(system=DEVICE, platform=A10, lengths="1000:50", requests=30, seed=1)
     cases = [replace(small, system=replace(system, token_budget=2048)) for system in SYSTEMS]
-    outcomes = {case: case.run() for case in cases}
-    gains = {case.system.label: ratio([case], cases[:1], outcomes).mean for case in cases[1:]}
+    device, *others = (throughput(case.run()) for case in cases)
+    gains = {case.system.label: speed / device for case, speed in zip(cases[1:], others, strict=True)}
     assert gains.pop("overlap") >= 0.9
     assert min(gains.values()) >= 0.98
 
 
 def test_in_a_backlog_ours_is_as_good_as_any() -> None:
     cases = [replace(_SMALL, system=replace(system, token_budget=1024), requests=40) for system in SYSTEMS]
-    outcomes = {case: case.run() for case in cases}
-    (ours,) = (case for case in cases if case.system.label == HYBRID.label)
-    gains = [ratio([ours], [case], outcomes).mean for case in cases]
+    speeds = {case.system.label: throughput(case.run()) for case in cases}
+    gains = [speeds[HYBRID.label] / speed for speed in speeds.values()]
     assert min(gains) >= 0.98
     assert gains[0] > 1.4  # over the device alone
 
@@ -128,7 +125,9 @@ def test_in_a_backlog_ours_is_as_good_as_any() -> None:
 def test_every_system_is_tuned_over_the_same_budgets() -> None:
     run = _Run()
     cases = [replace(_SMALL, system=system) for system in (DEVICE, HYBRID)]
-    assert [case.system.token_budget for case in tuned(cases, run)] == [max(TOKEN_BUDGETS)] * 2
+    assert [case.system.token_budget for case in tuned(cases, run, throughput, TOKEN_BUDGETS)] == [
+        max(TOKEN_BUDGETS)
+    ] * 2
     assert {(case.system.label, case.system.token_budget) for case in run.outcomes} == {
         (system.label, budget) for system in (DEVICE, HYBRID) for budget in TOKEN_BUDGETS
     }

@@ -9,7 +9,7 @@ from nanoserve.papers.apex.settings import DEVICE
 from nanoserve.papers.cases import System
 from nanoserve.papers.gllm.systems import VLLM, WITH_CK
 from nanoserve.papers.seesaw.runs import policy_of
-from nanoserve.papers.seesaw.settings import STATIC, WHOLE_PROMPTS, Choice
+from nanoserve.papers.seesaw.settings import STATIC, WHOLE_PROMPTS, LayoutChoice
 from nanoserve.scheduler.policies import make_policy
 from tests.scheduler.loads import IDLE
 
@@ -22,7 +22,7 @@ def test_vllm_and_sarathi_serve_have_no_admission_reserve(system: System) -> Non
 
 @pytest.mark.parametrize("policy", [STATIC, WHOLE_PROMPTS])
 def test_seesaws_static_configurations_have_none_either_and_share_answers_out(policy: str) -> None:
-    static = policy_of(Choice(prefill=ParallelLayout(pipeline_parallel=4), policy=policy))
+    static = policy_of(LayoutChoice(prefill=ParallelLayout(pipeline_parallel=4), policy=policy))
     assert not static.admission_reserve  # type: ignore[attr-defined]
     answers_only = replace(IDLE, running_decodes=40, ready_decodes=40, pipeline_depth=4)
     assert static.decide(answers_only).decodes == 10

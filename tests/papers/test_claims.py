@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from nanoserve.papers.claims import Claim, Spread
+from nanoserve.papers.claims import Asked, Claim, Spread, claims
 
 
 def _claim(*values: float, at_least: float | None = None, at_most: float | None = None) -> Claim:
@@ -55,3 +55,31 @@ def test_what_holds_but_is_far_from_the_papers_number_says_so(paper: str, ours: 
 def test_without_values_there_is_no_spread() -> None:
     with pytest.raises(ValueError, match="one value"):
         Spread.of([])
+
+
+@pytest.mark.parametrize(
+    ("asked", "form", "low", "high"),
+    [
+        ("at least 1.30x", "{:.2f}x", 1.3, None),
+        ("at most 12.0 %", "{:.1f} %", None, 12.0),
+        ("at most +0", "{:+.0f}", None, 0.0),
+        ("1.90x to 2.20x", "{:.2f}x", 1.9, 2.2),
+        (("{:.2f}x", 1.055, None), "{:.2f}x", 1.055, None),
+    ],
+)
+def test_what_is_asked_tells_the_bounds_and_the_form(
+    asked: Asked, form: str, low: float | None, high: float | None
+) -> None:
+    (claim,) = claims("1", [("it is more", "2x", 1.5, asked, "none")])
+    assert (claim.form, claim.at_least, claim.at_most) == (form, low, high)
+    assert claim.bounds == asked or isinstance(asked, tuple)
+
+
+def test_a_claim_may_name_its_figure_itself() -> None:
+    (claim,) = claims(None, [("1, 4: bubbles: few", "few", 1.0, "at most 2", "none")])
+    assert (claim.figure, claim.says) == ("1, 4", "bubbles: few")
+
+
+def test_what_is_no_bound_is_an_error() -> None:
+    with pytest.raises(ValueError, match="not a bound"):
+        claims("1", [("it is more", "2x", 1.0, "about 2x", "none")])

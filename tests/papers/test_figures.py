@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from nanoserve.measures.slo import Slo
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.papers.cases import Case, Outcome, System
-from nanoserve.papers.catalog import load_paper
-from nanoserve.papers.framework import Job, Scale
+from nanoserve.papers.cases import PipelineCase, PipelineOutcome, System
+from nanoserve.papers.framework import Scale, SimulationJob, load_paper
+from nanoserve.papers.gllm.code_size import LABORATORY, code_lines, lines_of_code, rooms
 from nanoserve.papers.gllm.serving import lone_request_limits
 from nanoserve.papers.lecture import BLOCK, memory_use
 
@@ -19,8 +19,8 @@ FIGURES = [(name, figure.number) for name in ("gllm", "lecture") for figure in l
 
 
 @cache
-def _outcome() -> Outcome:
-    case = Case(
+def _outcome() -> PipelineOutcome:
+    case = PipelineCase(
         system=System(label="any", policy="throttling"),
         model="qwen3-0.6b",
         machine="l4",
@@ -39,16 +39,16 @@ class _Run:
     """Notes the jobs and runs none of them: each takes longer the more requests come a second."""
 
     def __init__(self) -> None:
-        self.outcomes: dict[Any, Outcome] = {}
+        self.outcomes: dict[Any, PipelineOutcome] = {}
 
-    def __call__(self, jobs: Iterable[Job]) -> Mapping[Any, Any]:
+    def __call__(self, jobs: Iterable[SimulationJob]) -> Mapping[Any, Any]:
         for job in jobs:
-            assert isinstance(job, Case)
+            assert isinstance(job, PipelineCase)
             self.outcomes[job] = _slower(_outcome(), 1 + (job.rate or 0.0))
         return self.outcomes
 
 
-def _slower(outcome: Outcome, factor: float) -> Outcome:
+def _slower(outcome: PipelineOutcome, factor: float) -> PipelineOutcome:
     result = outcome.result
     assert result.ttft_ms is not None and result.e2el_ms is not None
     times = {
@@ -87,7 +87,7 @@ def test_a_full_run_holds_more_than_a_reduced_one() -> None:
 
 
 def test_limits_follow_from_what_a_lone_request_takes() -> None:
-    case = Case(
+    case = PipelineCase(
         system=System(label="any", policy="sarathi"),
         model="llama-3.1-100b",
         machine="gllm-a800",
@@ -114,3 +114,18 @@ def test_what_reservations_hold_by_hand() -> None:
     assert both["contiguous"] == pytest.approx((17 + 18 + 48) / (3 * 48))
     assert both["prompt_known"] == pytest.approx((17 + 18 + 48) / (2 * 18 + 49))
     assert both["gain"] == pytest.approx(3 * 48 / (32 + 32 + 48))
+
+
+def test_table_1_puts_every_room_beside_the_papers_systems() -> None:
+    found = lines_of_code(Scale(), _Run())
+    lines = {row["code_of"]: row["lines"] for row in found.rows}
+    by_room = rooms()
+    assert {f"nanoserve/{name}" for name in LABORATORY} <= set(by_room)
+    assert {name: lines[name] for name in by_room} == {name: size.lines for name, size in by_room.items()}
+    assert lines["all of nanoserve"] == sum(size.lines for size in by_room.values())
+    assert [lines[f"{name} (paper)"] for name in ("gLLM", "SGLang", "vLLM")] == [3_874, 65_097, 226_874]
+
+
+def test_a_line_of_code_is_no_comment_docstring_or_blank() -> None:
+    source = '"""A module."""\n\n# why\nvalue = """two\nlines"""  # both count\n\n\ndef f():\n    """Do it."""\n'
+    assert code_lines(source) == 3

@@ -2,15 +2,14 @@
 
 import pytest
 
-from nanoserve.costs import StepWork
-from nanoserve.papers.cases import Case, System
+from nanoserve.papers.cases import PipelineCase, System
 from nanoserve.papers.observers import SteadyWindow
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
-from nanoserve.simulator.pipeline import Passage
+from tests.record.planned import planned, stage_times
 
 
-def _case(**changes: object) -> Case:
+def _case(**changes: object) -> PipelineCase:
     settings: dict[str, object] = {
         "system": System(label="any", policy="sarathi", token_budget=64),
         "model": "qwen3-0.6b",
@@ -19,7 +18,7 @@ def _case(**changes: object) -> Case:
         "lengths": "30+20",
         "requests": 400,
     }
-    return Case(**(settings | changes))  # type: ignore[arg-type]
+    return PipelineCase(**(settings | changes))  # type: ignore[arg-type]
 
 
 def test_the_window_agrees_with_the_whole_run_where_nothing_changes() -> None:
@@ -37,10 +36,9 @@ def test_a_prompt_that_is_computed_again_counts_once() -> None:
     params = SamplingParams(temperature=0.0)
     begin = Begin(sequence=7, tokens=(1,) * 10, prompt_length=10, index=0, seed=0, params=params)
     row = Row(sequence=7, start=0, tokens=(1,) * 10, sample=True)
-    work = StepWork.of(chunks=[(0, 10)])
     for second in range(3):  # first token; preempted and computed again; done
         plan = StepPlan(step=second, begin=(begin,), rows=(row,))
-        window.on_step(float(second), plan, work, [Passage(second, second + 0.5)])
+        window.on_step(planned(plan, second), stage_times(second, (second, second + 0.5)))
     steady = window.result()
     assert steady.seconds == 2  # from the first step to the last, which is not counted
     assert steady.tokens_per_second * steady.seconds == 10 + 1 + 1

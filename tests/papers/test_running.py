@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.papers.cases import Case, System
+from nanoserve.papers.cases import PipelineCase, Runs, System, over_seeds, tuned, with_budget
 from nanoserve.papers.claims import Spread
 from nanoserve.papers.running import Runner
-from nanoserve.papers.tuning import over_seeds, ratio, spread, tuned, with_budget
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -68,16 +67,15 @@ def test_every_case_is_tuned_over_the_same_list() -> None:
     cases = over_seeds(_case(), [0, 1])
     with Runner(1) as runner:
         found = tuned(cases, runner.run, lambda one: -one.steady.step_tokens, budgets=[64, 32])
-        outcomes = runner.run(found)
-        large = runner.run(with_budget(case, 64) for case in cases)
+        runs = Runs(runner.run, {"best": found, "large": [with_budget(case, 64) for case in cases]})
     assert [(case.seed, case.system.token_budget) for case in found] == [(0, 32), (1, 32)]
-    steps = spread(found, outcomes, lambda one: one.steady.step_tokens)
-    assert steps.high < spread([with_budget(case, 64) for case in cases], large, lambda one: one.steady.step_tokens).low
-    assert ratio(found, found, outcomes, lambda one: one.steady.step_tokens) == Spread(1, 1, 1)
+    best, large = (runs.spread(key, lambda one: one.steady.step_tokens) for key in ("best", "large"))
+    assert best.high < large.low
+    assert runs.ratio("best", "best", lambda one: one.steady.step_tokens) == Spread(1, 1, 1)
 
 
-def _case() -> Case:
-    return Case(
+def _case() -> PipelineCase:
+    return PipelineCase(
         system=System(label="any", policy="throttling"),
         model="qwen3-0.6b",
         machine="l4",

@@ -8,31 +8,31 @@ import pytest
 
 from nanoserve.costs import ParallelLayout
 from nanoserve.costs.hardware import GIBI
+from nanoserve.papers.cases import TOKEN_BUDGETS
 from nanoserve.papers.charts import draw
 from nanoserve.papers.framework import Scale
 from nanoserve.papers.running import Runner
 from nanoserve.papers.seesaw import PAPER, model, sensitivity
 from nanoserve.papers.seesaw.estimate import BestBudget, Estimate, Shortlist
-from nanoserve.papers.seesaw.runs import FREQUENT, RARE, ClosedBatch, Outcome
+from nanoserve.papers.seesaw.runs import FREQUENT, RARE, BatchOutcome, ClosedBatch
 from nanoserve.papers.seesaw.search import compare
-from nanoserve.papers.seesaw.settings import LONGEST, RESHARDING, Choice, Setting
-from nanoserve.papers.tuning import TOKEN_BUDGETS
+from nanoserve.papers.seesaw.settings import LONGEST, RESHARDING, LayoutChoice, OfflineBatch
 
 P4, T4, T2P2 = (
     ParallelLayout(pipeline_parallel=4),
     ParallelLayout(tensor_parallel=4),
     ParallelLayout(tensor_parallel=2, pipeline_parallel=2),
 )
-SMALL = Setting(model="llama-3-15b", machine="seesaw-a10", devices=4, lengths="1000+60", requests=24)
-CHANGING = Choice(prefill=P4, decode=T4, policy=RESHARDING)
+SMALL = OfflineBatch(model="llama-3-15b", machine="seesaw-a10", devices=4, lengths="1000+60", requests=24)
+CHANGING = LayoutChoice(prefill=P4, decode=T4, policy=RESHARDING)
 
 
-def outcome(choice: Choice, setting: Setting = SMALL) -> Outcome:
+def outcome(choice: LayoutChoice, setting: OfflineBatch = SMALL) -> BatchOutcome:
     return ClosedBatch(setting=setting, choice=choice).run()
 
 
 def test_all_layouts_that_fit_are_looked_at() -> None:
-    seventy = Setting(model="llama-2-70b", machine="seesaw-a10", devices=8, lengths="arxiv", requests=50)
+    seventy = OfflineBatch(model="llama-2-70b", machine="seesaw-a10", devices=8, lengths="arxiv", requests=50)
     assert {layout.name for layout in seventy.layouts()} == {"P8", "T2P4", "T4P2", "T8"}  # two replicas do not fit
     assert {layout.name for layout in SMALL.layouts()} == {"P4", "T2P2", "T4", "D2P2", "D2T2"}
     assert max(shape.total_tokens for shape in seventy.shapes()) <= LONGEST
@@ -46,17 +46,17 @@ def test_the_whole_time_of_an_all_reduce_is_scaled_and_the_hosts_link_is_not() -
     assert slow.reload_seconds(0) == fast.reload_seconds(0)
 
 
-@pytest.mark.parametrize("choice", [Choice(prefill=T2P2, token_budget=512), Choice(prefill=T4), CHANGING])
-def test_the_estimate_that_chooses_is_near_the_simulation(choice: Choice) -> None:
+@pytest.mark.parametrize("choice", [LayoutChoice(prefill=T2P2, token_budget=512), LayoutChoice(prefill=T4), CHANGING])
+def test_the_estimate_that_chooses_is_near_the_simulation(choice: LayoutChoice) -> None:
     assert Estimate(SMALL).seconds(choice) == pytest.approx(outcome(choice).seconds, rel=0.15)
 
 
 def test_data_parallel_replicas_share_the_requests() -> None:
     twice = ParallelLayout(data_parallel=2, tensor_parallel=2)
-    halves = outcome(Choice(prefill=twice))
+    halves = outcome(LayoutChoice(prefill=twice))
     alone = ParallelLayout(tensor_parallel=2)
     half = msgspec.structs.replace(SMALL, devices=2, requests=SMALL.requests // 2)
-    assert halves.seconds == pytest.approx(outcome(Choice(prefill=alone), half).seconds)
+    assert halves.seconds == pytest.approx(outcome(LayoutChoice(prefill=alone), half).seconds)
 
 
 def test_both_sides_are_searched_over_the_same_budgets() -> None:
@@ -72,7 +72,7 @@ def test_both_sides_are_searched_over_the_same_budgets() -> None:
         )
     assert all(choice.decode is None for choice in found.static)
     assert all(choice.decode and choice.decode.data_parallel == choice.replicas for choice in found.resharding)
-    static = Choice(prefill=T4)
+    static = LayoutChoice(prefill=T4)
     tuned = BestBudget(setting=SMALL, choice=static).run()
     estimate = Estimate(SMALL)
     assert estimate.seconds(tuned) <= estimate.seconds(static)
@@ -89,7 +89,7 @@ def test_a_run_is_made_of_its_parts() -> None:
 
 def test_without_tiered_buffering_transitions_are_frequent_or_batches_small() -> None:
     """Figure 2, with a pool that does not hold all prompts at once."""
-    many = Setting(
+    many = OfflineBatch(
         model="codellama-34b",
         machine="seesaw-a10",
         devices=4,
@@ -141,7 +141,7 @@ def test_where_the_time_goes_adds_up() -> None:
 
 
 def test_the_gain_at_a_bandwidth_is_over_the_best_static_one() -> None:
-    point = sensitivity.Point(
+    point = sensitivity.BandwidthPoint(
         factor=1.0, static={"d1t1p8": 30.0, "d1t8p1": 24.0}, pairs={"d1p8->d1t8": 20.0, "d2p4->d2t4": 40.0}
     )
     assert (point.winner, point.stages, point.gain) == ("d1t8p1", 1, 1.2)
@@ -153,8 +153,8 @@ def test_the_figures_are_those_of_the_paper() -> None:
 
 def test_who_gives_way_moves_to_the_host_also_from_a_pipeline() -> None:
     """Figure 13: computing a preempted prompt again would take two more transitions for one answer."""
-    long_answers = Setting(model="llama-2-70b", machine="seesaw-a10", devices=8, lengths="3000+600", requests=60)
-    pair = Choice(
+    long_answers = OfflineBatch(model="llama-2-70b", machine="seesaw-a10", devices=8, lengths="3000+600", requests=60)
+    pair = LayoutChoice(
         prefill=ParallelLayout(pipeline_parallel=8),
         decode=ParallelLayout(tensor_parallel=4, pipeline_parallel=2),
         policy=RESHARDING,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from subprocess import CalledProcessError
 
 import pytest
@@ -15,11 +16,9 @@ from nanoserve.models.attention import AttentionFunction, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.shards import make_shards
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.compile.layer_pieces import whole_layer
-from nanoserve.runtime.compile.torch_compile import TorchCompileLayers
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.launch import gpu_start
-from nanoserve.runtime.launch.gpu_start import GpuStart
-from nanoserve.runtime.launch.memory_profile import MemoryProfileRun
+from nanoserve.runtime.launch.gpu_start import GpuStart, MemoryProfileRun
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.step.decode_graphs import DecodeGraphs
 from nanoserve.runtime.step.forward_pass import ForwardPass
@@ -41,13 +40,13 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRecorder]:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10_000))
     monkeypatch.setattr(gpu_start, "CudaRecorder", lambda device: recorder)
     monkeypatch.setattr(gpu_start, "measured_memory", lambda device, step: (step(), STEP_MEMORY)[1])
-    monkeypatch.setattr(gpu_start, "TorchCompileLayers", lambda decoder: TorchCompileLayers(decoder, backend="eager"))
+    monkeypatch.setattr(LayerRunner, "torch_compile", partial(LayerRunner.torch_compile, backend="eager"))
     yield recorder
     torch._dynamo.reset()
 
 
 def executor_of(decoder: Decoder, start: GpuStart) -> LocalExecutor:
-    return LocalExecutor(decoder, decoder.config, num_blocks=8, block_size=4, device=CPU, run_layer=start.run_layer)
+    return LocalExecutor(decoder, decoder.config, num_blocks=8, block_size=4, device=CPU, run_layer=start.layers)
 
 
 def greedy(executor: LocalExecutor, count: int) -> list[int]:
@@ -113,7 +112,7 @@ def test_each_kind_of_layer_is_compiled_once(recorder: FakeRecorder, monkeypatch
         compiled.append(graph)
         return graph
 
-    monkeypatch.setattr(gpu_start, "TorchCompileLayers", lambda decoder: TorchCompileLayers(decoder, backend=count))
+    monkeypatch.setattr(LayerRunner, "torch_compile", partial(LayerRunner.torch_compile, backend=count))
     decoder = small_decoder().requires_grad_(False)
     start = GpuStart(decoder, EngineConfig(max_num_seqs=3, max_num_batched_tokens=12, block_size=4), CPU)
     start.measure(128, None)
@@ -137,14 +136,14 @@ def test_pieces_are_compiled_before_the_first_step_that_needs_them(
         compiled.append(graph)
         return graph
 
-    monkeypatch.setattr(gpu_start, "TorchCompileLayers", lambda decoder: TorchCompileLayers(decoder, backend=count))
+    monkeypatch.setattr(LayerRunner, "torch_compile", partial(LayerRunner.torch_compile, backend=count))
     start = GpuStart(decoder, config, CPU)
     start.measure(128, None)
     assert len(compiled) == graphs
     executor = executor_of(decoder, start)
     facts = start.capture(executor.runner, 20, None)
     assert facts.step_memory == (STEP_MEMORY + 1 if policy == "hybrid" else STEP_MEMORY), "the larger of what is needed"
-    executor.runner.forward = ForwardPass(decoder, executor.runner.caches, whole_layer(start.pieces))
+    executor.runner.forward = ForwardPass(decoder, executor.runner.caches, start.layers.in_pieces)
     if policy == "hybrid":
         assert greedy(executor, 2) == dense_greedy(decoder, PROMPT, 2)
         assert len(compiled) == graphs, "nothing is left to be compiled"

@@ -15,7 +15,7 @@ from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.shards import make_shards
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.compile.layer_pieces import EagerPieces
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.host_pool import HostPool
@@ -165,7 +165,7 @@ def test_a_step_that_is_to_tell_of_its_layers_is_not_replayed(decoder: Decoder, 
 @pytest.mark.parametrize("strategy", ["overlap", "asymmetric"])
 def test_a_prompt_is_parked_beside_host_sequences(decoder: Decoder, pool: HostPool, strategy: Strategy) -> None:
     """Layers in which one takes part run in pieces, the others as a whole."""
-    executor = executor_of(decoder, pool, processor=HostProcessor.set_apart(1, CPU), pieces=EagerPieces())
+    executor = executor_of(decoder, pool, processor=HostProcessor.set_apart(1, CPU), pieces=LayerRunner())
     guest, block = (4, 4, 17), 5
     results_of(executor, StepPlan(0, begin=begin(2, guest), rows=(Row(2, 0, guest[:-1], False, (2,)),)))
     results_of(executor, StepPlan(1, swaps=(Swap(4, 2, "out", (2,), (block,)),)))

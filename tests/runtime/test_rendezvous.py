@@ -14,10 +14,10 @@ import zmq
 
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.processes.temporary import choose_directory, make_directory
-from nanoserve.runtime.launch import torchrun, torchrun_rendezvous
-from nanoserve.runtime.launch.rendezvous import open_rendezvous
+from nanoserve.runtime.launch import rendezvous as rendezvous_module
+from nanoserve.runtime.launch import torchrun
+from nanoserve.runtime.launch.rendezvous import Presence, SeveralMachines, SharedKeys, open_rendezvous, open_store
 from nanoserve.runtime.launch.torchrun import TorchrunProcess, interface_of
-from nanoserve.runtime.launch.torchrun_rendezvous import Presence, SharedKeys, call_rendezvous, open_store
 
 VARIABLES = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -120,7 +120,7 @@ def called(keys: SharedKeys, others: Presence | None) -> tuple[Any, NanoserveErr
     if others is not None:
         keys.set("1/present/1", msgspec.msgpack.encode(others))
     try:
-        return call_rendezvous(FIRST, "storyteller"), None
+        return SeveralMachines.call(FIRST, "storyteller"), None
     except NanoserveError as error:
         return None, error
 
@@ -175,7 +175,7 @@ def test_a_presence_with_more_fields_is_understood() -> None:
 
 
 def test_a_process_that_does_not_come_is_one_clear_line(keys: SharedKeys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun_rendezvous, "PRESENT_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous_module, "PRESENT_SECONDS", 0.2)
     _, error = called(keys, None)
 
     assert "the process of worker 1 did not come within 0.2 s" in str(error)
@@ -184,7 +184,7 @@ def test_a_process_that_does_not_come_is_one_clear_line(keys: SharedKeys, monkey
 def test_a_store_that_is_gone_is_one_clear_line() -> None:
     program = (
         "from torch.distributed import TCPStore\n"
-        "from nanoserve.runtime.launch.torchrun_rendezvous import SharedKeys\n"
+        "from nanoserve.runtime.launch.rendezvous import SharedKeys\n"
         "server = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
         "keys = SharedKeys(TCPStore('127.0.0.1', server.port, is_master=False))\n"
         "keys.set_finished(3)\n"

@@ -7,7 +7,7 @@ from nanoserve.request import Request, SamplingParams
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.record import record_run, replay
+from nanoserve.simulator.replay import record_run, replay
 from tests.runtime.small_model import VOCAB_SIZE, small_config, small_decoder
 
 

@@ -20,7 +20,7 @@ from nanoserve.runtime.launch import start_profile
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_predictor, profile_at_start
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.host_pool import HostPool
-from nanoserve.runtime.profiling.parts import Sizes
+from nanoserve.runtime.profiling.parts import ProfileSizes
 from nanoserve.runtime.profiling.rounds import Effort
 from tests.costs.profiles import made_up_profile
 from tests.runtime.small_model import small_config, small_decoder
@@ -86,7 +86,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[StartingEngine]:
     """Whom a profile is made up for instead of measured."""
     engines: list[StartingEngine] = []
 
-    def measure(engine: StartingEngine, sizes: Sizes) -> Profile:
+    def measure(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
         engines.append(engine)
         return fitting(engine)
 

@@ -9,7 +9,7 @@ from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.costs.step_features import HostBatch, StepFeatures
 from nanoserve.costs.work import StepWork
 from nanoserve.engine import Engine
-from nanoserve.record.forecasts import Forecast, Forecasts, features_of, forecasts_of
+from nanoserve.record.forecasts import Forecast, Forecasts, features_of
 from nanoserve.request import Request, SamplingParams, Sequence
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Alternative, Decision, Policy
@@ -20,7 +20,7 @@ from nanoserve.scheduler.policies.neo import AsymmetricPipelining
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.tiers import HostCohorts
 from nanoserve.simulator.executor import END_TOKEN, VOCAB_SIZE
-from nanoserve.simulator.record import record_run, replay
+from nanoserve.simulator.replay import record_run, replay
 from nanoserve.simulator.tiered_executor import TieredExecutor
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.scheduler.test_hybrid import DECODES, PLAN, hosting
@@ -103,9 +103,8 @@ def test_an_asymmetric_step_takes_rows_out_of_their_cohorts_by_how_far_they_are(
 @pytest.mark.parametrize("of_all", [False, True])
 def test_once_many_results_were_learned_from_one_in_five_is(of_all: bool) -> None:  # noqa: FBT001
     learner, shown = Learner(), list[Forecast]()
-    forecasts = Forecasts([learner])
+    forecasts = Forecasts([learner], shown.append)
     forecasts.of_all = of_all
-    forecasts.watch(shown.append)
     for step in range(296):
         forecasts.on_plan(StepPlan(step, rows=DEVICE_ROWS), Decision(5, 1), NOBODY)
         forecasts.on_result(StepResult(step, host_work=(HostWork(1, 5, 3.0),), seconds=3.0), NOBODY)
@@ -115,8 +114,7 @@ def test_once_many_results_were_learned_from_one_in_five_is(of_all: bool) -> Non
 
 def test_a_forecast_is_there_while_its_plan_is_in_flight_and_shown_when_it_is_measured() -> None:
     learner, shown = Learner(), list[Forecast]()
-    forecasts = Forecasts([learner])
-    forecasts.watch(shown.append)
+    forecasts = Forecasts([learner], shown.append)
     decision = Decision(5, 1)
     forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), decision, NOBODY)
     expected = Forecast(0, decision, StepFeatures(strategy="device", device=DEVICE_WORK), 7.0)
@@ -189,12 +187,12 @@ def test_the_scheduler_forgets_what_will_not_be_answered() -> None:
         bench.add("a", length=3, max_tokens=4)
         plan = bench.scheduler.schedule(0.0)
         assert plan is not None
-        assert forecasts_of(bench.scheduler).of(plan.step) is not None
+        assert bench.engine.recorder.forecasts.of(plan.step) is not None
         if end == "die":
             bench.scheduler.apply(StepResult(None, lost="killed"), 0.0)
         else:
             bench.scheduler.fail_steps("no memory", 0.0)
-        assert forecasts_of(bench.scheduler).of(plan.step) is None
+        assert bench.engine.recorder.forecasts.of(plan.step) is None
 
 
 # -------------------------------------------------------------------------------------------------- alternatives
@@ -253,7 +251,6 @@ def test_a_replay_learns_the_same_and_so_decides_the_same(policy: str) -> None:
                 prefix_caching=False,
                 host_blocks=200,
                 predictors=[predictor],
-                observer=Forecasts([predictor]),
             )
         )
         return made[-1]
@@ -261,8 +258,8 @@ def test_a_replay_learns_the_same_and_so_decides_the_same(policy: str) -> None:
     executor = TieredExecutor([times], block_size=2)
     record = record_run(Engine(scheduler(), executor, vocab_size=VOCAB_SIZE), requests())
     assert executor.host_tokens > 20
-    assert sum(len(result.host_work) for result in record.results.values()) > 20
+    assert sum(len(result.host_work) for result in record.results) > 20
     assert replay(record, scheduler, vocab_size=VOCAB_SIZE) == record.plans
-    corrections = [one._predictors[0].corrections for one in made]  # type: ignore[attr-defined]
+    corrections = [one.predictors[0].corrections for one in made]  # type: ignore[attr-defined]
     assert corrections[0] == corrections[1]
     assert corrections[0]["linear"] < 0.8

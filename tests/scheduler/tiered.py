@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanoserve.engine import Engine
-from nanoserve.record.forecasts import Forecasts
 from nanoserve.request import Request, SamplingParams, SequenceUpdate
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import LayoutCapacity, StepPlan
@@ -53,7 +52,6 @@ class Bench:
             pipeline_depth=depth,
             host_blocks=host_blocks,
             other_layouts=[LayoutCapacity(other, depth)],
-            observer=Forecasts(scheduler.get("predictors", ())),
             **scheduler,
         )
         self.engine = Engine(self.scheduler, self.executor, vocab_size=50)

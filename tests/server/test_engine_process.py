@@ -202,7 +202,9 @@ def test_the_last_word_is_why_the_engine_runs_nothing_any_more(wire: Wire) -> No
 class _Reloading(MemoryCheckingExecutor):
     """Its workers are started anew until a test says otherwise."""
 
-    ready = False
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.ready = False
 
 
 def test_that_workers_are_gone_and_back_is_told_while_there_is_nothing_to_do(

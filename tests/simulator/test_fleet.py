@@ -5,11 +5,11 @@ from itertools import islice
 import pytest
 
 from nanoserve.errors import UsageError
+from nanoserve.record.metrics import CompletedRequest
 from nanoserve.request import Request
 from nanoserve.scheduler import make_policy
 from nanoserve.simulator import SimulationResult, Workload, burst, fixed_lengths, lognormal_lengths, poisson_arrivals
 from nanoserve.simulator.fleet import ROUTERS, round_robin
-from nanoserve.simulator.meters import CompletedRequest
 from nanoserve.simulator.simulation import simulate
 from tests.simulator.linear_times import LinearTimes
 

@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 
 from nanoserve.benchmarks.hybrid.cases import Case, Work
-from nanoserve.benchmarks.hybrid.running import HybridRun, run_requests
-from nanoserve.benchmarks.pipeline.running import make_requests
+from nanoserve.benchmarks.pipeline.running import make_requests, run_requests
+from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Predictor
 from nanoserve.scheduler.scheduler import Scheduler
@@ -23,7 +23,7 @@ LAYER, ENDS, HOST, SLOWDOWN = (0.25, 0.45), (0.7, 2.0, 5.0), (1.0, 8.0), (1.0, 1
 """The slowdown is predicted of hybrid steps, and is not so."""
 
 
-def run(policy: str, case: Case, times: TierTimes, predictor: Predictor) -> HybridRun:
+def run(policy: str, case: Case, times: TierTimes, predictor: Predictor) -> RunRecord:
     def scheduler() -> Scheduler:
         return Scheduler(
             make_policy(policy, BUDGET),
@@ -64,6 +64,6 @@ def test_hybrid_is_hardly_ever_slower_than_the_device_alone(output: int, share: 
             swap_token=SWAPPED_TOKEN,
             host_key=host * KEY,
         )
-        alone = run("sarathi", case, times, predictor).outcome.makespan
-        beside = run("hybrid", case, times, DistortedPredictor(predictor, hybrid=slowdown)).outcome.makespan
+        alone = run("sarathi", case, times, predictor).makespan
+        beside = run("hybrid", case, times, DistortedPredictor(predictor, hybrid=slowdown)).makespan
         assert alone / beside > 0.98, f"{layer=} {ends=} {host=} {slowdown=}"

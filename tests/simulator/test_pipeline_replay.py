@@ -18,7 +18,7 @@ from nanoserve.scheduler.policies.transition_minimizing import (
     TransitionMinimizing,
 )
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.record import record_run, replay
+from nanoserve.simulator.replay import record_run, replay
 from tests.fakes.moving_executor import MovingExecutor
 from tests.fakes.observed_executor import ObservedExecutor
 

@@ -6,13 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from nanoserve.costs.work import StepWork
+from nanoserve.record.window import WINDOW_STEPS, StepWindow
 from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.plan import StepPlan
+from nanoserve.scheduler.plan import Row, StepPlan
 from nanoserve.simulator import Workload, fixed_lengths, poisson_arrivals, simulate
-from nanoserve.simulator.pipeline import Passage
 from nanoserve.simulator.plots import PlottedRun, draw_simulation, plot_simulation
-from nanoserve.simulator.window import WINDOW_STEPS, StepWindow
+from tests.record.planned import planned, stage_times
 from tests.simulator.linear_times import LinearTimes
 
 
@@ -20,8 +19,9 @@ def _window(steps: int, stages: int = 3) -> StepWindow:
     """Of steps that take a second in each stage, one entering every second."""
     window = StepWindow()
     for step in range(steps):
-        passages = [Passage(step + stage, step + stage + 1) for stage in range(stages)]
-        window.on_step(step, StepPlan(step), StepWork.of([7], [(0, 3)]), passages)
+        spans = [(step + stage, step + stage + 1) for stage in range(stages)]
+        plan = StepPlan(step, rows=(Row(0, 6, (1,), True), Row(1, 0, (1, 1, 1), True)))
+        window.on_step(planned(plan, step), stage_times(step, *spans))
     return window
 
 
@@ -81,8 +81,9 @@ def test_host_memory_is_a_second_line() -> None:
 def test_steps_of_layouts_with_other_stages_and_steps_without_tokens_can_be_drawn() -> None:
     run, window = _run("sarathi", requests=5), StepWindow()
     for step, stages in enumerate((1, 2, 1)):
-        passages = [Passage(3 * step + stage, 3 * step + stage + 1) for stage in range(stages)]
-        window.on_step(step, StepPlan(step), StepWork.of([7] * (2 - step)), passages)
+        spans = [(3 * step + stage, 3 * step + stage + 1) for stage in range(stages)]
+        plan = StepPlan(step, rows=(Row(0, 6, (1,), True),) * (2 - step))
+        window.on_step(planned(plan, 3 * step), stage_times(step, *spans))
     figure = draw_simulation("a title", [replace(run, window=window)])
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["stage 0", "stage 1"]
 

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from nanoserve.errors import UsageError
+from nanoserve.measures.chrome_trace import ChromeTraceFile
+from nanoserve.measures.sketches import Series, Sketch
+from nanoserve.record.trace import SimulationTrace
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.simulator import (
@@ -17,8 +20,6 @@ from nanoserve.simulator import (
     poisson_arrivals,
     simulate,
 )
-from nanoserve.simulator.chrome_trace import ChromeTrace
-from nanoserve.simulator.meters import Series, Sketch
 from nanoserve.simulator.pipeline import COUPLED
 from tests.simulator.linear_times import LinearTimes
 
@@ -126,7 +127,8 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
 
 def test_the_stages_time_can_be_looked_at_in_a_browser(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    with ChromeTrace(path) as trace:
+    with ChromeTraceFile(path) as file:
+        trace = SimulationTrace(file, block_size=16)
         workload = Workload(burst(), fixed_lengths(10, 3), limit=1)
         simulate(ChunkedPrefill(64), LinearTimes(num_stages=2), workload, num_blocks=9, observers=[trace])
     bars = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]

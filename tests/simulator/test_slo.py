@@ -3,9 +3,9 @@
 import pytest
 
 from nanoserve.measures.slo import Slo
+from nanoserve.record.metrics import CompletedRequest, SloMeter
 from nanoserve.scheduler import make_policy
 from nanoserve.simulator import Workload, fixed_lengths, poisson_arrivals, simulate
-from nanoserve.simulator.meters import CompletedRequest, SloMeter
 from tests.simulator.linear_times import LinearTimes
 
 TIMES = LinearTimes(step=0.1)

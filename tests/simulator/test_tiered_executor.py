@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from nanoserve.errors import UsageError
+from nanoserve.record.times import HostTimes, ReshardTimes, SwapTimes
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.load import Strategy
 from nanoserve.scheduler.plan import Begin, CohortProgress, Row, StepPlan, StepResult, Swap
@@ -35,26 +36,18 @@ def _swap(swap: int, direction: str, blocks: int) -> Swap:
     return Swap(swap, 0, direction, numbers, numbers)  # type: ignore[arg-type]
 
 
-class Watch:
-    """A TierObserver that notes everything."""
-
-    def __init__(self) -> None:
-        self.swaps: list[tuple[float, str, int, Passage]] = []
-        self.transitions: list[tuple[float, Passage]] = []
-        self.attention: list[tuple[Passage, float, int]] = []
-
-    def on_swap(self, now: float, swap: Swap, tokens: int, passage: Passage) -> None:
-        self.swaps.append((now, swap.direction, tokens, passage))
-
-    def on_transition(self, now: float, plan: StepPlan, passage: Passage) -> None:
-        self.transitions.append((now, passage))
-
-    def on_host_attention(self, passage: Passage, seconds: float, rows: int) -> None:
-        self.attention.append((passage, seconds, rows))
+def _swaps(executor: TieredExecutor) -> list[tuple[str, tuple[float, float]]]:
+    """When each swap so far moves."""
+    return [(one.direction, (one.began, one.ended)) for one in executor.take_times() if isinstance(one, SwapTimes)]
 
 
-def _executor(*layouts: TierTimes, watch: Watch | None = None) -> TieredExecutor:
-    return TieredExecutor(layouts or (TierTimes(),), block_size=2, tier_observers=[watch] if watch else [])
+def _attention(executor: TieredExecutor) -> list[HostTimes]:
+    """What the CPU computes so far."""
+    return [one for one in executor.take_times() if isinstance(one, HostTimes)]
+
+
+def _executor(*layouts: TierTimes) -> TieredExecutor:
+    return TieredExecutor(layouts or (TierTimes(),), block_size=2)
 
 
 def _step(executor: TieredExecutor, step: int, rows: Iterable[Row] = (), strategy: Strategy = "overlap") -> StepResult:
@@ -76,8 +69,7 @@ def _answered(result: StepResult) -> list[int]:
 def test_a_swap_behind_its_row_moves_with_the_step_that_computes_it(
     strategy: Strategy, swap_token: float, moved: Passage
 ) -> None:
-    watch = Watch()
-    executor = _executor(TierTimes(num_layers=3, swap_token=swap_token), watch=watch)
+    executor = _executor(TierTimes(num_layers=3, swap_token=swap_token))
     executor.submit(StepPlan(0, begin=_begin(1), rows=(_decode(1),)))  # 3 seconds
     executor.collect(None)
     prompt = Row(0, 0, (1, 1, 1, 1), True)
@@ -88,13 +80,12 @@ def test_a_swap_behind_its_row_moves_with_the_step_that_computes_it(
         assert [result.swapped for result in results] == [()]
         results += executor.collect(None)
     assert [(result.step, result.swapped) for result in results] == [(1, ()), (None, (7,))]
-    assert [(direction, tokens, passage) for _, direction, tokens, passage in watch.swaps] == [("out", 4, moved)]
+    assert _swaps(executor) == [("out", moved)]
     assert executor.now() == moved.end
 
 
 def test_a_swap_behind_its_row_waits_for_the_pipeline_and_for_the_link() -> None:
-    watch = Watch()
-    executor = _executor(TierTimes(num_layers=3, num_stages=3, swap_token=3.0), watch=watch)
+    executor = _executor(TierTimes(num_layers=3, num_stages=3, swap_token=3.0))
     executor.submit(StepPlan(0, begin=_begin(1), rows=(_decode(1),)))  # a second in each stage
     executor.submit(
         StepPlan(1, begin=_begin(0), rows=(Row(0, 0, (1, 1), True),), swaps=(Swap(1, 0, "out", (1,), (3,), True),))
@@ -102,7 +93,7 @@ def test_a_swap_behind_its_row_waits_for_the_pipeline_and_for_the_link() -> None
     executor.submit(
         StepPlan(2, begin=_begin(2), rows=(Row(2, 0, (1, 1), True),), swaps=(Swap(2, 2, "out", (2,), (4,), True),))
     )
-    assert [passage for *_, passage in watch.swaps] == [Passage(1, 4), Passage(3, 5)]
+    assert _swaps(executor) == [("out", (1, 4)), ("out", (3, 5))]
 
 
 def test_a_swap_moves_beside_the_step_and_is_answered_when_it_is_over() -> None:
@@ -115,15 +106,14 @@ def test_a_swap_moves_beside_the_step_and_is_answered_when_it_is_over() -> None:
 
 
 def test_swaps_queue_in_their_direction_and_do_not_hinder_those_of_the_other() -> None:
-    watch = Watch()
-    executor = _executor(watch=watch)
+    executor = _executor()
     executor.submit(StepPlan(0, swaps=(_swap(0, "out", 2), _swap(1, "out", 1), _swap(2, "in", 1))))
     known = {}
     for _ in range(3):
         (result,) = executor.collect(None)
         known[result.swapped[0]] = executor.now()
     assert known == {2: 2, 0: 4, 1: 6}
-    assert watch.swaps == [(0, "out", 4, (0, 4)), (0, "out", 2, (4, 6)), (0, "in", 2, (0, 2))]
+    assert _swaps(executor) == [("out", (0, 4)), ("out", (4, 6)), ("in", (0, 2))]
 
 
 def test_a_plan_of_swaps_alone_takes_no_place_in_flight_and_does_not_end() -> None:
@@ -158,8 +148,7 @@ def test_a_sequence_that_begins_again_on_the_host_still_answers_as_many_tokens_a
 
 
 def test_a_transition_waits_for_what_is_under_way_and_reloads_over_the_link() -> None:
-    watch = Watch()
-    executor = _executor(TierTimes(num_stages=3), TierTimes(reload=7.0), watch=watch)
+    executor = _executor(TierTimes(num_stages=3), TierTimes(reload=7.0))
     assert executor.max_in_flight == 3
     executor.submit(StepPlan(0, begin=_begin(1), rows=(_decode(1),)))  # through 3 stages of 1 second
     executor.submit(StepPlan(1, swaps=(_swap(0, "out", 6),)))  # 12 tokens over three stages: 4 seconds
@@ -170,7 +159,8 @@ def test_a_transition_waits_for_what_is_under_way_and_reloads_over_the_link() ->
         (result,) = executor.collect(None)
         times[result.step] = executor.now()
     assert times == {0: 3, None: 4, 2: 11, 3: 14}
-    assert watch.transitions == [(0, (4, 11))]
+    (reload,) = [one for one in executor.take_times() if isinstance(one, ReshardTimes)]
+    assert (reload.layout, reload.began, reload.ended) == (1, 4, 11)
     assert [pipeline.busy_seconds for pipeline in executor.pipelines] == [[1, 1, 1], [3]]
 
 
@@ -191,9 +181,9 @@ def test_the_layout_does_not_change_under_a_host_sequence() -> None:
 # ------------------------------------------------------------------------------------------ asynchronous overlap
 
 
-def _started(times: TierTimes, host: int = 1, watch: Watch | None = None) -> TieredExecutor:
+def _started(times: TierTimes, host: int = 1) -> TieredExecutor:
     """One sequence decodes on the device, number 0; host sequences 1, 2, ... have been begun."""
-    executor = _executor(times, watch=watch)
+    executor = _executor(times)
     executor.submit(StepPlan(99, begin=_begin(*range(host + 1), answer=100), rows=(_decode(0),)))
     executor.collect(None)
     return executor
@@ -236,15 +226,14 @@ def test_a_processor_serves_one_cohort_at_a_time() -> None:
     # 2.5 seconds for a cohort's layer; a step takes 3. The first cohort's layer 0 is computed from 3.5 to 6, in time
     # for 6.5; the second's from 6.5 to 9, in time for 9.5. The first's layer 1 arrives at 7.5, waits for the CPU until
     # 9 and is done at 11.5, too late for 10.5. So it is passed at 13.5; there the second's, done at 14, is too late.
-    watch = Watch()
-    executor = _started(TierTimes(num_layers=3, host_key=0.5), host=2, watch=watch)
+    executor = _started(TierTimes(num_layers=3, host_key=0.5), host=2)
     begins = {0: [_host(1)], 1: [_host(2)]}
     results = [_step(executor, step, [_decode(0), *begins.get(step, [])]) for step in range(4)]
     layers = [{cohort.step: cohort.layers for cohort in result.cohorts} for result in results]
     assert layers == [{0: 0}, {0: 1, 1: 0}, {0: 1, 1: 1}, {0: 2, 1: 1}]
-    starts = [passage.start for passage, _, _ in watch.attention]
-    assert starts == [3.5, 6.5, 9, 11.5, 14.5]
-    assert all(seconds == 2.5 and rows == 1 for _, seconds, rows in watch.attention)
+    attention = _attention(executor)
+    assert [one.began for one in attention] == [3.5, 6.5, 9, 11.5, 14.5]
+    assert all(one.seconds == 2.5 and one.sequences == 1 for one in attention)
 
 
 def test_steps_of_the_device_alone_carry_nobody_on() -> None:
@@ -277,8 +266,7 @@ def test_host_sequences_want_one_stage() -> None:
 def test_an_asymmetric_step_by_hand() -> None:
     # Per layer: linear 1 + 0.1 a token, device attention 0.1 a key, CPU 0.2 a key and 0.5 a sequence.
     times = TierTimes(num_layers=3, layer=1.0, token=0.1, key=0.1, host_key=0.2, host_row=0.5, ends=0.3, sample=0.01)
-    watch = Watch()
-    executor = _started(times, host=3, watch=watch)
+    executor = _started(times, host=3)
     rows = [_decode(0, keys=8), _host(1, keys=10), _host(2, keys=20, sub_batch=1), _host(3, keys=30, sub_batch=1)]
     first_half = max(1 + 2 * 0.1 + 8 * 0.1, 50 * 0.2 + 2 * 0.5)  # sub-batch 0 on the device, 1 on the CPU
     second_half = max(1 + 2 * 0.1, 10 * 0.2 + 0.5)
@@ -286,8 +274,8 @@ def test_an_asymmetric_step_by_hand() -> None:
     assert result.seconds == pytest.approx(3 * (first_half + second_half) + 2 * 0.3 + 4 * 0.01)
     assert _answered(result) == [0, 1, 2, 3]
     assert executor.host_tokens == 3
-    ((passage, seconds, served),) = watch.attention
-    assert (passage.end, seconds, served) == (executor.now(), pytest.approx(3 * (11 + 2.5)), 3)
+    (told,) = _attention(executor)
+    assert (told.ended, told.seconds, told.sequences) == (executor.now(), pytest.approx(3 * (11 + 2.5)), 3)
 
 
 @pytest.mark.parametrize("strategy", ["asymmetric", "overlap"])

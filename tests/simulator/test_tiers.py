@@ -9,9 +9,10 @@ import pytest
 from nanoserve.costs import StepCosts, load_machine, load_shape
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.errors import UsageError
+from nanoserve.measures.chrome_trace import ChromeTraceFile
+from nanoserve.record.trace import SimulationTrace
 from nanoserve.scheduler.load import Decision, Load, Policy, Strategy
 from nanoserve.simulator import OtherLayout, SimulationResult, Workload, burst, fixed_lengths, simulate
-from nanoserve.simulator.chrome_trace import ChromeTrace
 from tests.simulator.linear_times import LinearTimes
 from tests.simulator.tier_times import TierTimes
 
@@ -119,13 +120,15 @@ def test_attention_on_the_host_is_refused_for_several_stages() -> None:
 
 def test_host_link_cpu_and_transitions_have_tracks_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    with ChromeTrace(path) as trace:
+    with ChromeTraceFile(path) as file:
+        trace = SimulationTrace(file, block_size=4)
         times = TierTimes(swap_token=0.3)
-        _run(TwoLayouts(), times, 1, 3, other_layouts=[OtherLayout(times, 20)], tier_observers=[trace])
-        _run(ParkThenAttend("overlap"), TierTimes(host_key=0.1), 1, 2, tier_observers=[trace])
+        _run(TwoLayouts(), times, 1, 3, other_layouts=[OtherLayout(times, 20)], observers=[trace])
+        _run(ParkThenAttend("overlap"), TierTimes(host_key=0.1), 1, 2, observers=[trace])
     events = json.loads(path.read_text())
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert list(tracks.values()) == ["link out", "link in", "CPU"]
+    assert [name for name in tracks.values() if name != "stage 0"] == ["link out", "link in", "CPU"]
     bars = [(tracks[event["tid"]], event["name"]) for event in events if event["ph"] == "X"]
+    bars = [bar for bar in bars if bar[0] != "stage 0"]
     assert bars[:3] == [("link out", "4 tokens out"), ("link in", "weights of layout 1"), ("link in", "4 tokens in")]
     assert bars[-1] == ("CPU", "attention of 1")

@@ -3,21 +3,20 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
-from nanoserve.benchmarks.gpu.cases import Case
-from nanoserve.benchmarks.gpu.engines import EngineSettings, EngineShelf, OpenEngine
-from nanoserve.benchmarks.gpu.families import FAMILIES
-from nanoserve.benchmarks.gpu.setting import Setting
+from nanoserve.benchmarks.gpu.engines import EngineSettings, EngineShelf, TimedEngine
+from nanoserve.benchmarks.gpu.model_checks import FAMILIES
+from nanoserve.benchmarks.gpu.results import CannotRun, GpuCase
+from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.benchmarks.gpu.step_traces import trace_decode
-from nanoserve.benchmarks.gpu.timing import Spread
-from nanoserve.benchmarks.gpu.transformers_peer import run_transformers
+from nanoserve.benchmarks.gpu.timing import TimeSpread
 from nanoserve.measures.metrics import BatchRates
 from nanoserve.measures.workloads import PRESETS, Preset, RequestShape, random_prompts
 from nanoserve.models.shapes import SHAPES
@@ -30,11 +29,11 @@ _TRANSFORMERS_SECONDS = 70.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class EngineSizes:
     """How much is asked of the engines."""
 
     prompt: int
-    """Of a request whose decoding is timed, and of those whose steps are traced."""
+    """Prompt tokens of requests whose decoding is timed or whose steps are traced."""
     output: int
     long_prompt: int
     batch: int
@@ -42,23 +41,23 @@ class Sizes:
     preset: Preset
 
 
-FULL = Sizes(prompt=512, output=256, long_prompt=LONGEST_PROMPT, batch=256, preset=PRESETS[PRESET])
-TINY = Sizes(prompt=12, output=8, long_prompt=40, batch=4, preset=Preset(6, (5, 20), (3, 9)))
+FULL = EngineSizes(prompt=512, output=256, long_prompt=LONGEST_PROMPT, batch=256, preset=PRESETS[PRESET])
+TINY = EngineSizes(prompt=12, output=8, long_prompt=40, batch=4, preset=Preset(6, (5, 20), (3, 9)))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineBench:
     """What every row needs."""
 
-    setting: Setting
+    setting: GpuSetting
     limits: Limits
     shelf: EngineShelf
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> EngineSizes:
         return TINY if self.setting.dry_run else FULL
 
-    def open(self, model: str, *, max_num_seqs: int) -> OpenEngine:
+    def open(self, model: str, *, max_num_seqs: int) -> TimedEngine:
         """The engine of a model; in a dry run of a tiny one in its stead."""
         sizes = self.sizes
         longest = max(sizes.long_prompt, sizes.preset.input_range[1] + sizes.preset.output_range[1])
@@ -74,27 +73,27 @@ class EngineBench:
             )
         )
 
-    def cost(self, engine: OpenEngine) -> ModelCost:
+    def cost(self, engine: TimedEngine) -> ModelCost:
         """Bytes and operations of the engine's steps."""
         return ModelCost(engine.llm.config, self.setting.dtype.itemsize)
 
 
-def engine_cases(bench: EngineBench) -> Iterator[Case]:
+def engine_cases(bench: EngineBench) -> Iterator[GpuCase]:
     """The small model in every way, then the larger ones; transformers before the largest, in case time runs out."""
     many = bench.sizes.batch
     yield from _model_cases(bench, SMALL, many)
-    yield Case(f"{SMALL}: steps of a full batch", partial(_trace, bench, SMALL, many, many))
-    yield Case(f"{SMALL}: preset", partial(_measure_preset, bench))
+    yield GpuCase(f"{SMALL}: steps of a full batch", partial(_trace, bench, SMALL, many, many))
+    yield GpuCase(f"{SMALL}: preset", partial(_measure_preset, bench))
     yield from _model_cases(bench, MIDDLE, 8)
-    yield Case(f"{SMALL}: preset, transformers", partial(_measure_transformers, bench))
+    yield GpuCase(f"{SMALL}: preset, transformers", partial(_measure_transformers, bench))
     yield from _model_cases(bench, LARGE, 8)
 
 
-def _model_cases(bench: EngineBench, model: str, max_num_seqs: int) -> Iterator[Case]:
-    yield Case(f"{model}: opening", partial(_measure_opening, bench, model, max_num_seqs))
-    yield Case(f"{model}: decode, batch 1", partial(_measure_decode, bench, model, max_num_seqs))
-    yield Case(f"{model}: prefill", partial(_measure_prefill, bench, model, max_num_seqs))
-    yield Case(f"{model}: steps of batch 1", partial(_trace, bench, model, max_num_seqs, 1))
+def _model_cases(bench: EngineBench, model: str, max_num_seqs: int) -> Iterator[GpuCase]:
+    yield GpuCase(f"{model}: opening", partial(_measure_opening, bench, model, max_num_seqs))
+    yield GpuCase(f"{model}: decode, batch 1", partial(_measure_decode, bench, model, max_num_seqs))
+    yield GpuCase(f"{model}: prefill", partial(_measure_prefill, bench, model, max_num_seqs))
+    yield GpuCase(f"{model}: steps of batch 1", partial(_trace, bench, model, max_num_seqs, 1))
 
 
 def _measure_opening(bench: EngineBench, model: str, max_num_seqs: int) -> dict[str, Any]:
@@ -124,7 +123,7 @@ def _measure_decode(bench: EngineBench, model: str, max_num_seqs: int) -> dict[s
         seconds.append(engine.driver.run(prompts, [sizes.output]).timings[0].tpot or 0.0)
     context = sizes.prompt + sizes.output // 2
     step = StepShape(sequences=1, tokens=1, decoding=1, sampled=1, context=context, attended=context)
-    tpot = Spread.of(seconds[1:])  # the first run warms up
+    tpot = TimeSpread.of(seconds[1:])  # the first run warms up
     floor = bench.cost(engine).floor_seconds(step, bench.limits)
     return {
         "tokens_per_s": 1e6 / tpot.us,
@@ -144,7 +143,7 @@ def _measure_prefill(bench: EngineBench, model: str, max_num_seqs: int) -> dict[
         seconds.append(engine.driver.run(prompts, [1]).timings[0].ttft)
     pairs = length * (length + 1) // 2
     step = StepShape(sequences=1, tokens=length, decoding=0, sampled=1, context=length, attended=pairs)
-    ttft = Spread.of(seconds[1:])
+    ttft = TimeSpread.of(seconds[1:])
     floor = bench.cost(engine).floor_seconds(step, bench.limits)
     return {
         "tokens": length,
@@ -189,3 +188,84 @@ def _measure_transformers(bench: EngineBench) -> dict[str, Any]:
     return run_transformers(
         config, prompts, shapes, device=bench.setting.device, dtype=bench.setting.dtype, patience=_TRANSFORMERS_SECONDS
     )
+
+
+_POLL_SECONDS = 0.2
+
+
+def run_transformers(
+    config: Mapping[str, Any],
+    prompts: Sequence[tuple[int, ...]],
+    shapes: Sequence[RequestShape],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    patience: float,
+) -> dict[str, Any]:
+    """Output tokens per second of a random model of this shape, warmed up; each request has its own output length.
+
+    What is left after `patience` seconds is given up: the rate is then that of the requests that ended until then, too
+    low by what others had begun, and `cut` is true.
+
+    Raises:
+        CannotRun: where transformers cannot be imported, or knows no continuous batching.
+    """
+    if device.type != "cuda":
+        raise CannotRun("needs a GPU")
+    try:
+        import transformers
+    except ImportError as error:
+        raise CannotRun(f"transformers is not importable ({error})") from error
+    settings, library = dict(config), cast(Any, transformers)  # which is typed in part
+    hf_config = library.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    with device:
+        model = library.AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa").eval()
+    if not hasattr(model, "continuous_batching_context_manager"):
+        raise CannotRun("this version of transformers has no continuous batching")
+    longest = max(shape.output_tokens for shape in shapes)
+    generation = library.GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=-1)
+    with model.continuous_batching_context_manager(
+        generation_config=generation, block=True, timeout=10, workload_hints=_hints(shapes)
+    ) as manager:
+        _collect(manager, prompts[:8], [8] * len(prompts[:8]), patience)
+        began = time.perf_counter()
+        lengths = _collect(manager, prompts, [shape.output_tokens for shape in shapes], patience)
+        seconds = time.perf_counter() - began
+        if len(lengths) < len(prompts):
+            manager.stop(block=True, timeout=10, hard_stop=True)  # leaving would wait for all requests
+        attention = model.config._attn_implementation
+    return {
+        "output_tokens_per_s": sum(lengths) / seconds,
+        "requests_done": len(lengths),
+        "cut": len(lengths) < len(prompts),
+        "attention": attention,
+        "run_seconds": seconds,
+    }
+
+
+def _hints(shapes: Sequence[RequestShape]) -> Any:
+    """What generate_batch tells the manager of the work to come."""
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    return WorkloadHints(
+        max_prompt_length=max(shape.input_tokens for shape in shapes),
+        max_generated_length=max(shape.output_tokens for shape in shapes),
+        num_requests=len(shapes),
+    )
+
+
+def _collect(manager: Any, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], patience: float) -> list[int]:
+    """How many tokens each request that ended in time was given."""
+    deadline = time.perf_counter() + patience
+    for prompt, length in zip(prompts, lengths, strict=True):
+        manager.add_request(list(prompt), max_new_tokens=length, eos_token_id=-1)
+    done: list[int] = []
+    while len(done) < len(prompts) and time.perf_counter() < deadline:
+        result = manager.get_result(timeout=_POLL_SECONDS)
+        if result is not None and result.is_finished():
+            if result.error is not None:
+                raise CannotRun(f"a request failed: {result.error}")
+            done.append(len(result.generated_tokens))
+        elif result is None and not manager.is_running():
+            raise CannotRun("its generation thread ended")
+    return done

@@ -8,7 +8,7 @@ from typing import Any, Self
 import msgspec
 
 from nanoserve.benchmarks.driving import EngineDriver
-from nanoserve.benchmarks.gpu.setting import Setting
+from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.llm import LLM
 from nanoserve.models.shapes import DUMMY_PREFIX
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
@@ -27,10 +27,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     eager: bool = False
 
 
-class OpenEngine:
+class TimedEngine:
     """An LLM that is ready to be timed, and what drives it."""
 
-    def __init__(self, setting: Setting, settings: EngineSettings) -> None:
+    def __init__(self, setting: GpuSetting, settings: EngineSettings) -> None:
         self.settings = settings
         fields = {name: getattr(settings, name) for name in settings.__struct_fields__ if name != "shape"}
         fields["eager"] |= setting.dry_run  # compiling for a CPU takes a minute and proves nothing about a GPU
@@ -58,17 +58,17 @@ class OpenEngine:
 class EngineShelf:
     """Holds at most one engine, so that each has the device's memory for itself."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: GpuSetting) -> None:
         self._setting = setting
-        self._open: OpenEngine | None = None
+        self._open: TimedEngine | None = None
         make_directory(directory := choose_directory())
         self._configs = directory
 
-    def get(self, settings: EngineSettings) -> OpenEngine:
+    def get(self, settings: EngineSettings) -> TimedEngine:
         """The engine of these settings; any other is closed first."""
         if self._open is None or self._open.settings != settings:
             self.clear()
-            self._open = OpenEngine(self._setting, settings)
+            self._open = TimedEngine(self._setting, settings)
         return self._open
 
     def config_file(self, name: str, config: Mapping[str, Any]) -> str:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from nanoserve.benchmarks.floors import Limits
-from nanoserve.benchmarks.gpu.batches import make_batch
-from nanoserve.benchmarks.gpu.cases import Case
-from nanoserve.benchmarks.gpu.floors import AttentionRow, AttentionShape, decode_rows, moved_bytes
-from nanoserve.benchmarks.gpu.peers import Work, find_peers, gather_call
-from nanoserve.benchmarks.gpu.setting import Setting
-from nanoserve.benchmarks.gpu.timing import Clock, Spread, make_clock, take_turns
+from nanoserve.benchmarks.gpu.attention import AttentionRow, PagedAttentionShape, decode_rows, make_batch, moved_bytes
+from nanoserve.benchmarks.gpu.peers import AttentionWork, find_peers, gather_call
+from nanoserve.benchmarks.gpu.results import GpuCase
+from nanoserve.benchmarks.gpu.setting import GpuSetting
+from nanoserve.benchmarks.gpu.timing import Clock, TimeSpread, make_clock, take_turns
 from triton_ops import cache_write, copy_blocks, gather_blocks, scatter_blocks
 
 OURS = "nanoserve"
@@ -32,22 +31,22 @@ MOVED_TOKENS = 8192
 MOVED_BLOCKS = 2048
 STAGED_BLOCKS, STAGED_LAYERS = 256, 8
 _SMALLER_BY = 64
-"""Sizes of a dry run, divided."""
+"""EngineSizes of a dry run, divided."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class KernelBench:
     """What every row needs: a device, its clock, and what it can do at best."""
 
-    setting: Setting
+    setting: GpuSetting
     clock: Clock
     limits: Limits
 
     @classmethod
-    def on(cls, setting: Setting, limits: Limits) -> "Bench":
+    def on(cls, setting: GpuSetting, limits: Limits) -> "KernelBench":
         return cls(setting, make_clock(setting), limits)
 
-    def times(self, routes: Mapping[str, Callable[[], object]]) -> dict[str, Spread]:
+    def times(self, routes: Mapping[str, Callable[[], object]]) -> dict[str, TimeSpread]:
         return take_turns(routes, self.clock, dry_run=self.setting.dry_run)
 
 
@@ -56,7 +55,7 @@ def attention_name(kind: str, size: str, group: int) -> str:
     return f"{kind} {size}, GQA {group}, head_dim {HEAD_DIM}"
 
 
-def kernel_cases(bench: Bench) -> Iterator[Case]:
+def kernel_cases(bench: KernelBench) -> Iterator[GpuCase]:
     """The moves, then attention as in prompts, in decoding, and mixed.
 
     The moves take a moment. For each shape of prompts and of decoding torch compiles a peer anew (flex_attention),
@@ -74,32 +73,32 @@ def kernel_cases(bench: Bench) -> Iterator[Case]:
     yield _attention_case(bench, attention_name("mixed", "32 x 2048 + 512 of 2048 + 1024", 4), mixed, 4)
 
 
-def _move_cases(bench: Bench) -> Iterator[Case]:
+def _move_cases(bench: KernelBench) -> Iterator[GpuCase]:
     scale = _scale(bench)
-    yield Case(f"cache_write {MOVED_TOKENS} tokens", partial(_measure_cache_write, bench, MOVED_TOKENS // scale))
-    yield Case("cache_write 64 tokens", partial(_measure_cache_write, bench, 64))
-    yield Case(f"copy_blocks {MOVED_BLOCKS} blocks", partial(_measure_copy_blocks, bench, MOVED_BLOCKS // scale))
+    yield GpuCase(f"cache_write {MOVED_TOKENS} tokens", partial(_measure_cache_write, bench, MOVED_TOKENS // scale))
+    yield GpuCase("cache_write 64 tokens", partial(_measure_cache_write, bench, 64))
+    yield GpuCase(f"copy_blocks {MOVED_BLOCKS} blocks", partial(_measure_copy_blocks, bench, MOVED_BLOCKS // scale))
     for name in ("gather_blocks", "scatter_blocks"):
-        yield Case(
+        yield GpuCase(
             f"{name} {STAGED_BLOCKS} blocks of {STAGED_LAYERS} layers",
             partial(_measure_staging, bench, name, STAGED_BLOCKS // scale),
         )
 
 
-def _scale(bench: Bench) -> int:
+def _scale(bench: KernelBench) -> int:
     return _SMALLER_BY if bench.setting.dry_run else 1
 
 
-def _attention_case(bench: Bench, name: str, rows: tuple[AttentionRow, ...], group: int) -> Case:
+def _attention_case(bench: KernelBench, name: str, rows: tuple[AttentionRow, ...], group: int) -> GpuCase:
     heads, kv_heads = GROUPS[group]
-    shape = AttentionShape(rows=rows, num_heads=heads, num_kv_heads=kv_heads, head_dim=HEAD_DIM)
-    return Case(name, partial(_measure_attention, bench, shape))
+    shape = PagedAttentionShape(rows=rows, num_heads=heads, num_kv_heads=kv_heads, head_dim=HEAD_DIM)
+    return GpuCase(name, partial(_measure_attention, bench, shape))
 
 
 @torch.inference_mode()
-def _measure_attention(bench: Bench, shape: AttentionShape) -> dict[str, Any]:
+def _measure_attention(bench: KernelBench, shape: PagedAttentionShape) -> dict[str, Any]:
     batch = make_batch(shape, block_size=BLOCK_SIZE, dtype=bench.setting.dtype, device=bench.setting.device)
-    work = Work.of(bench.setting, shape, batch)
+    work = AttentionWork.of(bench.setting, shape, batch)
     peers, absent = find_peers(work)
     expected = batch.attend().clone()
     differences = {name: _difference(call(), expected) for name, call in peers.items()}
@@ -118,7 +117,7 @@ def _difference(found: Tensor, expected: Tensor) -> float | None:
     return float(largest) if bool(largest.isfinite()) else None
 
 
-def measured_fields(times: Mapping[str, Spread], limits: Limits, num_bytes: int, operations: int) -> dict[str, Any]:
+def measured_fields(times: Mapping[str, TimeSpread], limits: Limits, num_bytes: int, operations: int) -> dict[str, Any]:
     """A row: each route's times, ours against the limits, and how many times as long the others take.
 
     `of_copy_bandwidth` and `of_matmul_peak` are the rates that our time makes of the counted bytes and operations,
@@ -138,14 +137,14 @@ def measured_fields(times: Mapping[str, Spread], limits: Limits, num_bytes: int,
     }
 
 
-def _caches(setting: Setting, num_blocks: int) -> tuple[Tensor, Tensor]:
+def _caches(setting: GpuSetting, num_blocks: int) -> tuple[Tensor, Tensor]:
     shape = (num_blocks, GROUPS[4][1], BLOCK_SIZE, HEAD_DIM)
     key, value = (torch.randn(shape, device=setting.device).to(setting.dtype) for _ in range(2))
     return key, value
 
 
 @torch.inference_mode()
-def _measure_cache_write(bench: Bench, tokens: int) -> dict[str, Any]:
+def _measure_cache_write(bench: KernelBench, tokens: int) -> dict[str, Any]:
     """Beside torch's own indexed assignment."""
     setting, kv_heads = bench.setting, GROUPS[4][1]
     key_cache, value_cache = _caches(setting, 2 * -(-tokens // BLOCK_SIZE))
@@ -163,7 +162,7 @@ def _measure_cache_write(bench: Bench, tokens: int) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def _measure_copy_blocks(bench: Bench, blocks: int) -> dict[str, Any]:
+def _measure_copy_blocks(bench: KernelBench, blocks: int) -> dict[str, Any]:
     """Beside torch's own indexing."""
     key_cache, value_cache = _caches(bench.setting, 2 * blocks)
     pairs = torch.randperm(2 * blocks, device=bench.setting.device).view(2, blocks).t().contiguous()
@@ -179,7 +178,7 @@ def _measure_copy_blocks(bench: Bench, blocks: int) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def _measure_staging(bench: Bench, name: str, blocks: int) -> dict[str, Any]:
+def _measure_staging(bench: KernelBench, name: str, blocks: int) -> dict[str, Any]:
     """Blocks of several layers into one buffer on the device, or back; beside torch's indexing, layer by layer."""
     caches = [_caches(bench.setting, 2 * blocks) for _ in range(STAGED_LAYERS)]
     keys, values = [key for key, _ in caches], [value for _, value in caches]

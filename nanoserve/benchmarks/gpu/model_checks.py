@@ -1,20 +1,70 @@
-"""Every model family on the device against the same weights in float32 on the CPU, step by step from a paged cache."""
+"""Small random models of every family: their logits against float32 on the CPU, and the engine against itself.
 
-from collections.abc import Iterator
+Logits are compared step by step from a paged cache. Engines are compared by tokens: captured graphs against eager
+steps, overlapped steps against plain ones.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanoserve.benchmarks.gpu.cases import Case
-from nanoserve.benchmarks.gpu.families import FAMILIES, VOCAB_SIZE
-from nanoserve.benchmarks.gpu.setting import Setting
+from nanoserve.benchmarks.gpu.engines import EngineSettings, EngineShelf
+from nanoserve.benchmarks.gpu.results import GpuCase
+from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.config import ModelConfig
+from nanoserve.measures.workloads import random_prompts
 from nanoserve.models.attention import AttentionBatch, PagedAttention
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import empty_decoder
 from triton_ops import reference_operators
+
+VOCAB_SIZE = 4096
+"""As many tokens as the tokenizer of dummy models knows."""
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 50000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_SPARSE = {"moe_intermediate_size": 64, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}
+
+
+def _family(model_type: str, **settings: Any) -> dict[str, Any]:
+    return {"model_type": model_type, **_SHAPE, **settings}
+
+
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": _family("llama", tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "llama-llama3": _family("llama", rope_parameters=_LLAMA3_ROPE),
+    "llama-yarn": _family("llama", rope_parameters=_YARN_ROPE),
+    "mistral": _family("mistral", sliding_window=24),
+    "qwen2": _family("qwen2", head_dim=80, num_key_value_heads=1),
+    "qwen2-window": _family("qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1),
+    "qwen3": _family("qwen3", head_dim=128, tie_word_embeddings=True),
+    "glm": _family("glm", attention_bias=True),
+    "glm4": _family("glm4", head_dim=256),
+    "mixtral": _family("mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=24),
+    "qwen3_moe": _family("qwen3_moe", mlp_only_layers=[1], **_SPARSE),
+}
+"""As config.json would say it: biases, ties, windows, ropes and experts in every combination that the decoder knows."""
+
 
 WEIGHT_STANDARD_DEVIATION = 0.15
 """Wider than at initialization, so that attention, norms and biases all leave their mark on the logits."""
@@ -27,16 +77,16 @@ CHUNKS = (17, 17, 11, 1, 1, 1, 1)
 _BLOCK_SIZE = 16
 
 
-def model_cases(setting: Setting) -> Iterator[Case]:
+def model_cases(setting: GpuSetting) -> Iterator[GpuCase]:
     """Each family in float32 and in the format that the device is used with; in a dry run two of them."""
     families = list(FAMILIES)
     for family in families[:: len(families) - 1] if setting.dry_run else families:
         for dtype in (torch.float32, torch.bfloat16):
             name = str(dtype).removeprefix("torch.")
-            yield Case(f"family {family}, {name}", partial(_check_family, setting, family, dtype))
+            yield GpuCase(f"family {family}, {name}", partial(_check_family, setting, family, dtype))
 
 
-def _check_family(setting: Setting, family: str, dtype: torch.dtype) -> dict[str, Any]:
+def _check_family(setting: GpuSetting, family: str, dtype: torch.dtype) -> dict[str, Any]:
     config = ModelConfig.from_hf(FAMILIES[family], source=family)
     cpu = torch.device("cpu")
     weights = _random_decoder(config).state_dict()
@@ -95,3 +145,72 @@ def stepwise_logits(decoder: Decoder, tokens: Tensor, device: torch.device) -> T
         attention = PagedAttention(config, caches[0].unbind(), caches[1].unbind(), batch)
         logits.append(decoder.compute_logits(decoder(chunk, positions, attention)))
     return torch.cat(logits)
+
+
+SPARSE = ("mixtral", "qwen3_moe")
+CHECKED = ("qwen3", "mistral", "qwen3_moe")
+"""One with norms of queries and keys, one with windows, one with experts."""
+PROMPT_LENGTHS = tuple(5 + 9 * place % 83 for place in range(20))
+OUTPUT_LENGTHS = tuple(3 + 7 * place % 29 for place in range(20))
+"""Requests come and go in the midst of others, so that batches grow, shrink, and mix prompts with single tokens."""
+
+Tokens = tuple[tuple[int, ...], ...]
+
+
+def engine_check_cases(shelf: EngineShelf, families: Sequence[str]) -> Iterator[GpuCase]:
+    """In float32, where rounding does not decide between tokens."""
+    for family in families:
+        yield GpuCase(f"graph against eager, {family}", partial(_check_graphs, shelf, family))
+        yield GpuCase(f"overlapped against plain, {family}", partial(_check_overlap, shelf, family))
+
+
+def _settings(shelf: EngineShelf, family: str, *, eager: bool) -> EngineSettings:
+    return EngineSettings(
+        shape=shelf.config_file(family, FAMILIES[family]),
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        kv_cache_memory=32 * 2**20,
+        eager=eager,
+    )
+
+
+def _check_graphs(shelf: EngineShelf, family: str) -> dict[str, Any]:
+    eager = _generate(shelf, _settings(shelf, family, eager=True), overlapped=False)
+    settings = _settings(shelf, family, eager=False)
+    captured = _generate(shelf, settings, overlapped=False)
+    fields, facts = same_tokens("graph against eager", captured, eager), shelf.get(settings).llm.gpu
+    if facts is None:  # a dry run has no graphs
+        return fields
+    # Experts in float32 wait to learn how many tokens each gets: such steps are compiled, and cannot be captured.
+    as_meant = facts.graphs > 0 or FAMILIES[family]["model_type"] in SPARSE
+    return _as_meant(fields, "" if as_meant else "no decode step was captured") | {"graphs": facts.graphs}
+
+
+def _check_overlap(shelf: EngineShelf, family: str) -> dict[str, Any]:
+    settings = _settings(shelf, family, eager=False)
+    plain = _generate(shelf, settings, overlapped=False)
+    overlapped = _generate(shelf, settings, overlapped=True)
+    fields, engine = same_tokens("overlapped against plain", overlapped, plain), shelf.get(settings)
+    as_meant = engine.overlaps or engine.llm.gpu is None  # a CPU has nothing to gain by it
+    in_flight = engine.llm.engine.executor.max_in_flight
+    return _as_meant(fields, "" if as_meant else "steps were not overlapped") | {"in_flight": in_flight}
+
+
+def _as_meant(fields: dict[str, Any], problem: str) -> dict[str, Any]:
+    """The same tokens prove nothing if what was to be checked did not run."""
+    return fields | {"ok": False, "problem": problem} if problem else fields
+
+
+def _generate(shelf: EngineShelf, settings: EngineSettings, *, overlapped: bool) -> Tokens:
+    engine = shelf.get(settings)
+    engine.overlap(steps=overlapped)
+    prompts = random_prompts(PROMPT_LENGTHS, VOCAB_SIZE, seed=0)
+    return engine.driver.run(prompts, OUTPUT_LENGTHS).tokens
+
+
+def same_tokens(what: str, found: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+    """The fields of a check."""
+    different = [place for place, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other]
+    return {"check": what, "requests": len(expected), "different_requests": different, "ok": not different}

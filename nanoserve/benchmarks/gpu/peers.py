@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanoserve.benchmarks.gpu.batches import AttentionCase, contiguous
-from nanoserve.benchmarks.gpu.cases import CannotRun, reason
-from nanoserve.benchmarks.gpu.floors import AttentionShape
-from nanoserve.benchmarks.gpu.setting import Setting
+from nanoserve.benchmarks.gpu.attention import AttentionCall, PagedAttentionShape, contiguous
+from nanoserve.benchmarks.gpu.results import CannotRun, reason
+from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.benchmarks.gpu.timing import Call
 
 FLASHINFER_WORKSPACE = 256 * 2**20
@@ -27,12 +26,12 @@ ROUTE_CUDNN = "SDPA cuDNN"
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class AttentionWork:
     """One case of attention, paged and, where all rows are alike, also gathered."""
 
-    setting: Setting
-    shape: AttentionShape
-    batch: AttentionCase
+    setting: GpuSetting
+    shape: PagedAttentionShape
+    batch: AttentionCall
     query: Tensor | None
     """[rows, num_heads, queries, head_dim], or None for ragged rows."""
     key: Tensor | None
@@ -40,7 +39,7 @@ class Work:
     """[rows, num_kv_heads, context, head_dim], or None."""
 
     @classmethod
-    def of(cls, setting: Setting, shape: AttentionShape, batch: AttentionCase) -> "Work":
+    def of(cls, setting: GpuSetting, shape: PagedAttentionShape, batch: AttentionCall) -> "AttentionWork":
         if len(set(shape.rows)) > 1:
             return cls(setting, shape, batch, None, None, None)
         query = batch.query.view(len(shape.rows), shape.rows[0].queries, shape.num_heads, shape.head_dim)
@@ -66,7 +65,7 @@ class Work:
         return attended.transpose(1, 2).reshape(self.shape.tokens, -1)
 
 
-def find_peers(work: Work) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
+def find_peers(work: AttentionWork) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
     """Those that gave a result once, each as a call that returns it as our operator does; and why others did not."""
     ready: dict[str, Callable[[], Tensor]] = {}
     absent: dict[str, str] = {}
@@ -85,13 +84,13 @@ def find_peers(work: Work) -> tuple[dict[str, Callable[[], Tensor]], dict[str, s
     return ready, absent
 
 
-def gather_call(work: Work) -> Call:
+def gather_call(work: AttentionWork) -> Call:
     """Gathering keys and values out of the paged cache: what torch's attention would have to be preceded by."""
     work.gathered()
     return partial(contiguous, work.batch, work.shape.rows[0].context)
 
 
-def _sdpa(backend: SDPBackend, work: Work) -> Callable[[], Tensor]:
+def _sdpa(backend: SDPBackend, work: AttentionWork) -> Callable[[], Tensor]:
     query, key, value = work.gathered()
     if work.setting.device.type != "cuda":
         backend = SDPBackend.MATH
@@ -100,7 +99,7 @@ def _sdpa(backend: SDPBackend, work: Work) -> Callable[[], Tensor]:
     return partial(_sdpa_prefill, backend, work, query, key, value)
 
 
-def _sdpa_decode(backend: SDPBackend, work: Work, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _sdpa_decode(backend: SDPBackend, work: AttentionWork, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The query heads of a key-value head as its queries: faster than repeating keys, and no mask is needed."""
     rows, heads, _, head_dim = query.shape
     grouped = query.view(rows, key.shape[1], heads // key.shape[1], head_dim)
@@ -109,14 +108,14 @@ def _sdpa_decode(backend: SDPBackend, work: Work, query: Tensor, key: Tensor, va
     return work.flat(attended.reshape(query.shape))
 
 
-def _sdpa_prefill(backend: SDPBackend, work: Work, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _sdpa_prefill(backend: SDPBackend, work: AttentionWork, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if query.shape[2] != key.shape[2]:
         raise CannotRun("has no causal mask for the end of a sequence")
     with sdpa_kernel(backend):
         return work.flat(scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))
 
 
-def _flex(work: Work) -> Callable[[], Tensor]:
+def _flex(work: AttentionWork) -> Callable[[], Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     query, key, value = work.gathered()
@@ -134,7 +133,7 @@ def _flex(work: Work) -> Callable[[], Tensor]:
     return lambda: work.flat(attend(query, key, value, block_mask=mask, enable_gqa=True))
 
 
-def _flashinfer(work: Work) -> Callable[[], Tensor]:
+def _flashinfer(work: AttentionWork) -> Callable[[], Tensor]:
     library = _import("flashinfer", work)
     batch, shape = work.batch, work.shape
     block_size = batch.key_cache.shape[2]
@@ -157,7 +156,7 @@ def _flashinfer(work: Work) -> Callable[[], Tensor]:
     return lambda: wrapper.run(batch.query, (batch.key_cache, batch.value_cache)).flatten(1)
 
 
-def _flash_attention(work: Work) -> Callable[[], Tensor]:
+def _flash_attention(work: AttentionWork) -> Callable[[], Tensor]:
     library = _import("flash_attn", work)
     query, key, value = (one.transpose(1, 2).contiguous() for one in work.gathered())
     if work.is_decode:
@@ -168,7 +167,7 @@ def _flash_attention(work: Work) -> Callable[[], Tensor]:
     return lambda: library.flash_attn_func(query, key, value, causal=True).flatten(2).flatten(0, 1)
 
 
-def _import(name: str, work: Work) -> Any:
+def _import(name: str, work: AttentionWork) -> Any:
     if work.setting.device.type != "cuda":
         raise CannotRun("needs a GPU")
     try:
@@ -177,7 +176,7 @@ def _import(name: str, work: Work) -> Any:
         raise CannotRun(f"is not importable ({error})") from error
 
 
-_MAKERS: Mapping[str, Callable[[Work], Callable[[], Tensor]]] = {
+_MAKERS: Mapping[str, Callable[[AttentionWork], Callable[[], Tensor]]] = {
     ROUTE_FLASH: partial(_sdpa, SDPBackend.FLASH_ATTENTION),
     ROUTE_CUDNN: partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
     "flex_attention": _flex,

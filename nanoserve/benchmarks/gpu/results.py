@@ -1,22 +1,27 @@
-"""The files of a run: one for each part, and all of them together in the form in which results are committed."""
+"""The cases of a part of the run and the files that their rows go to, one for each part and one with all of them.
+
+A case becomes a row on disk as it ends, whatever becomes of the next one.
+"""
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanoserve.benchmarks.report import Report, read_report
-from nanoserve.errors import UsageError
+from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.processes.files import replace_file
 
 EXIT_OK, EXIT_DEVICE_LOST, EXIT_INTERRUPTED = 0, 4, 130
-"""Of the process that measures a part: every case has its row; the device failed in a case that has its row, and only a
-new process can go on; Ctrl-C."""
+"""Exit codes of the process that measures a part: every case has its row; the device failed in a case that has its row,
+and only a new process can go on; Ctrl-C."""
 PARTS = ("correctness", "kernels", "engine")
 TUNING = "tuning"
 """A part that is run alone, and whose rows are no results."""
 TUNED_FILE = "configurations.py"
-"""What comes of it."""
+"""The file that tuning writes."""
 SCHEMA = "nanoserve-gpu/1"
 _SAME_RUN = ("kind", "commit", "settings")
 
@@ -103,3 +108,70 @@ def _read_together(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise UsageError(f"{path} is no result of nanoserve bench gpu ({SCHEMA})")
     return document
+
+
+Measure = Callable[[], dict[str, Any]]
+_LONGEST_REASON = 300
+
+
+class CannotRun(Exception):
+    """Something cannot do this work here, such as a peer that is not installed; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCase:
+    """Something to measure or to check, and how; `measure` gives the fields of its row."""
+
+    name: str
+    measure: Measure
+
+
+def run_cases(
+    cases: Iterable[GpuCase],
+    report: Report,
+    *,
+    seconds: float,
+    device_works: Callable[[], bool],
+    announce: Callable[[str], None],
+) -> bool:
+    """Measure what has no row yet; True if all of it has one now.
+
+    The report says at any time which case is `running`. A case that fails has the reason as its row's `error`; once
+    the budget of `seconds` is spent, the others are `skipped`. False means that the device no longer works, which
+    only a new process can mend.
+    """
+    deadline = time.monotonic() + seconds
+    known = {row["case"] for row in report.rows}
+    for case in cases:
+        if case.name in known:
+            continue
+        if time.monotonic() > deadline:
+            report.add({"case": case.name, "skipped": "the time budget was spent"})
+            continue
+        announce(case.name)
+        report.put("running", case.name)
+        began = time.monotonic()
+        fields = _measured(case)
+        known.add(case.name)
+        report.add({"case": case.name, "seconds": round(time.monotonic() - began, 2), **fields})
+        if "error" in fields and not device_works():
+            return False
+    report.put("running", None)
+    report.finish()
+    return True
+
+
+def _measured(case: GpuCase) -> dict[str, Any]:
+    try:
+        return case.measure()
+    except CannotRun as absence:
+        return {"skipped": str(absence)}
+    except Exception as error:  # whatever a kernel, a compiler or a peer fails with belongs to this case alone
+        return {"error": reason(error)}
+
+
+def reason(error: BaseException) -> str:
+    """One line for a row."""
+    text = " ".join(str(error).split())
+    name = "" if isinstance(error, NanoserveError) else f"{type(error).__name__}: "
+    return (name + text)[:_LONGEST_REASON]

@@ -26,12 +26,12 @@ BUDGETS: Mapping[str, float] = {"correctness": 130.0, "kernels": 70.0, "engine":
 CASE_SECONDS = 200.0
 """The longest that one case may take before its process is ended: compilers and other engines need most of it."""
 OVERTIME_SECONDS = 15.0
-"""The longest that a case may go on behind the end of its part's budget."""
+"""The longest that a case may go on after the end of its part's budget."""
 _POLL_SECONDS = 0.2
 _FAREWELL_SECONDS = 20.0
 
 Command = Callable[[str, float], Sequence[str]]
-"""The words that measure a part within so many seconds."""
+"""The command line that measures a part within a number of seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class PartRunner:
         return name if isinstance(name, str) and all(row["case"] != name for row in report["rows"]) else None
 
     def _take_note(self, part: str, ending: _Ending) -> None:
-        """Of the case in which a process ended: a row, or where the budget cut it off, no more than a remark.
+        """Keep a row for the case in which a process ended, or only a remark if the budget cut it off.
 
         A new process calls what was cut off skipped, like all that is left then, and another run measures it.
         """

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoserve.benchmarks.gpu.cases import Case
-from nanoserve.benchmarks.gpu.setting import Setting
+from nanoserve.benchmarks.gpu.results import GpuCase
+from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.sampling.sampler import Sampled, SamplingRows, SamplingState, sample
 from nanoserve.runtime.step.staging import Staging
@@ -42,16 +42,16 @@ SETTINGS: Mapping[str, SamplingParams] = {
 }
 
 
-def sampling_cases(setting: Setting) -> Iterator[Case]:
+def sampling_cases(setting: GpuSetting) -> Iterator[GpuCase]:
     """Each setting alone, then all in one batch, whose rows are drawn in groups."""
     for name, params in SETTINGS.items():
-        yield Case(f"sampling, {name}", partial(_check_sampling, setting, [params] * ROWS))
+        yield GpuCase(f"sampling, {name}", partial(_check_sampling, setting, [params] * ROWS))
     mixed = [params for _ in range(ROWS) for params in SETTINGS.values()]
-    yield Case("sampling, in one batch", partial(_check_sampling, setting, mixed))
+    yield GpuCase("sampling, in one batch", partial(_check_sampling, setting, mixed))
 
 
 @torch.inference_mode()
-def _check_sampling(setting: Setting, batch: Sequence[SamplingParams]) -> dict[str, Any]:
+def _check_sampling(setting: GpuSetting, batch: Sequence[SamplingParams]) -> dict[str, Any]:
     """The last row's logits are no numbers, which is to be found out; its token may be any."""
     logits = random_logits(len(batch))
     logits[-1, VOCAB_SIZE // 2] = torch.nan

@@ -13,7 +13,7 @@ _ASKED, _INSTEAD = "bench gpu", "try it on the CPU with --dry-run"
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class GpuSetting:
     """A device, and the number format of what is timed on it."""
 
     device: torch.device
@@ -56,17 +56,17 @@ class Setting:
         }
 
 
-def find_setting(*, dry_run: bool) -> Setting:
+def find_setting(*, dry_run: bool) -> GpuSetting:
     """The GPU of this process, or with `dry_run` the CPU.
 
     Raises:
         UsageError: if there is no GPU that the kernels run on.
     """
     if dry_run:
-        return Setting(torch.device("cpu"), dry_run=True)
+        return GpuSetting(torch.device("cpu"), dry_run=True)
     device = usable_gpu(None, asked=_ASKED, instead=_INSTEAD)
     use_writable_triton_cache()
-    return Setting(device, dry_run=False)
+    return GpuSetting(device, dry_run=False)
 
 
 def check_gpu() -> None:

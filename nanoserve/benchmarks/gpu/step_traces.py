@@ -1,37 +1,142 @@
-"""Decode steps of an engine under torch's profiler, and the same steps without it."""
+"""Decode steps of an engine under torch's profiler, and the same steps without it.
 
+The profiler's trace is the JSON that torch exports; its times are microseconds. It tells how many kernels a step ran,
+how long they took, and when the device waited.
+"""
+
+import itertools
 import json
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from nanoserve.benchmarks.gpu.engines import OpenEngine
-from nanoserve.benchmarks.gpu.setting import Setting
-from nanoserve.benchmarks.gpu.timing import Spread
-from nanoserve.benchmarks.gpu.trace import STEP_MARK, StepTrace, summarize_trace
+from nanoserve.benchmarks.gpu.engines import TimedEngine
+from nanoserve.benchmarks.gpu.setting import GpuSetting
+from nanoserve.benchmarks.gpu.timing import TimeSpread
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.workloads import random_prompts
 from nanoserve.processes.temporary import temporary_directory
 from nanoserve.request import Request, SamplingParams
 
+STEP_MARK = "nanoserve step"
+"""What the host's share of every step is called in the trace."""
+_DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCH_KINDS = ("cuda_runtime", "cuda_driver")
+
+
+class StepTrace(msgspec.Struct, frozen=True):
+    """Some steps on the device."""
+
+    steps: int
+    """How many were traced, the last one left out: nothing says when it ended."""
+    kernels_per_step: float
+    kernel_us: float
+    """Kernels that a step launched, and how long one ran on average."""
+    step_us: float
+    """From the first kernel of a step to the first of the next, in the median."""
+    busy: float
+    """The share of all time in which the device did anything."""
+    idle_between_steps: float
+    """The share in which it did nothing between the last work of a step and the first kernel of the next one."""
+    idle_within_steps: float
+    """The share in which it did nothing between the kernels of a step."""
+
+
+class _Work(NamedTuple):
+    """Something the device did, from when to when."""
+
+    start: float
+    end: float
+    is_kernel: bool
+
+
+def summarize_trace(events: Iterable[Mapping[str, Any]]) -> StepTrace | None:
+    """Summarize the events of a trace; None unless at least two of its steps launched kernels.
+
+    A kernel belongs to the step whose mark its launch lies in, by the correlation that the profiler gives both; those
+    of a CUDA graph have the one of the graph's launch.
+    """
+    found = list(events)
+    steps = [step for step in _work_of_steps(found) if any(work.is_kernel for work in step)]
+    if len(steps) < 2:
+        return None
+    starts = [min(work.start for work in step if work.is_kernel) for step in steps]
+    total = starts[-1] - starts[0]
+    whole = sorted(work for step in steps for work in step)
+    between = 0.0
+    for step, following in zip(steps, starts[1:], strict=False):
+        ended = max(work.end for work in step)
+        between += _idle(whole, ended, following)
+    idle = _idle(whole, starts[0], starts[-1])
+    kernels = [work for step in steps[:-1] for work in step if work.is_kernel]
+    return StepTrace(
+        steps=len(steps) - 1,
+        kernels_per_step=len(kernels) / (len(steps) - 1),
+        kernel_us=statistics.fmean(work.end - work.start for work in kernels),
+        step_us=statistics.median(after - before for before, after in itertools.pairwise(starts)),
+        busy=1 - idle / total,
+        idle_between_steps=between / total,
+        idle_within_steps=(idle - between) / total,
+    )
+
+
+def _work_of_steps(events: Sequence[Mapping[str, Any]]) -> list[list[_Work]]:
+    """What each marked step launched, in the order of the steps."""
+    marks = sorted(
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("name") == STEP_MARK and event.get("cat") == "user_annotation"
+    )
+    launches = {
+        _correlation(event): event["ts"] for event in events if event.get("cat") in _LAUNCH_KINDS and "dur" in event
+    }
+    steps: list[list[_Work]] = [[] for _ in marks]
+    for event in events:
+        launched = launches.get(_correlation(event)) if event.get("cat") in _DEVICE_KINDS else None
+        if launched is None:
+            continue
+        for place, (began, ended) in enumerate(marks):
+            if began <= launched <= ended:
+                work = _Work(event["ts"], event["ts"] + event["dur"], event["cat"] == "kernel")
+                steps[place].append(work)
+                break
+    return steps
+
+
+def _correlation(event: Mapping[str, Any]) -> Any:
+    return event.get("args", {}).get("correlation")
+
+
+def _idle(work: Sequence[_Work], start: float, end: float) -> float:
+    """Microseconds from start to end in which none of the work, which is sorted by its start, goes on."""
+    idle, known = 0.0, start
+    for one in work:
+        if one.start >= end:
+            break
+        idle += max(0.0, one.start - known)
+        known = max(known, one.end)
+    return idle + max(0.0, end - known)
+
+
 _SETTLING_STEPS = 8
 _TIMED_STEPS = 32
 _TRACED_STEPS = 16
 
 
-def trace_decode(setting: Setting, engine: OpenEngine, *, batch: int, context: int) -> dict[str, Any]:
+def trace_decode(setting: GpuSetting, engine: TimedEngine, *, batch: int, context: int) -> dict[str, Any]:
     """The fields of a row: `step_us` without the profiler, the trace's summary (StepTrace), and what is idle when the
     work that the trace saw is held against steps without the profiler, whose own cost lies on the host."""
     with _decoding(engine, batch, context) as inner:
         _take(inner, _SETTLING_STEPS)
         seconds = _take(inner, _TIMED_STEPS)
         found = _traced(setting, inner)
-    fields: dict[str, Any] = {"unprofiled_step_us": Spread.of(seconds), "overlaps": engine.overlaps}
+    fields: dict[str, Any] = {"unprofiled_step_us": TimeSpread.of(seconds), "overlaps": engine.overlaps}
     if found is None:
         return fields
     busy_us = found.busy * found.step_us
@@ -40,7 +145,7 @@ def trace_decode(setting: Setting, engine: OpenEngine, *, batch: int, context: i
 
 
 @contextmanager
-def _decoding(engine: OpenEngine, batch: int, context: int) -> Iterator[Engine]:
+def _decoding(engine: TimedEngine, batch: int, context: int) -> Iterator[Engine]:
     """Within it the engine has `batch` requests, all past their prompts of `context` tokens."""
     inner, names = engine.llm.engine, [f"traced-{place}" for place in range(batch)]
     steps = _SETTLING_STEPS + _TIMED_STEPS + 2 * _TRACED_STEPS
@@ -71,7 +176,7 @@ def _take(engine: Engine, steps: int) -> list[float]:
     return seconds
 
 
-def _traced(setting: Setting, engine: Engine) -> StepTrace | None:
+def _traced(setting: GpuSetting, engine: Engine) -> StepTrace | None:
     """None where the trace holds no kernels: on a CPU."""
     activities = [ProfilerActivity.CPU]
     if setting.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Times of calls on the device: behind a cold cache, in turns, as a median with its extremes."""
+"""Times of calls on the device, in turns and with cold caches, as a median with extremes; and its measured limits."""
 
 import math
 import statistics
@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from nanoserve.benchmarks.gpu.setting import Setting
+from nanoserve.benchmarks.floors import Limits
+from nanoserve.benchmarks.gpu.setting import GpuSetting
 
 FLUSH_BYTES = 2**30
 """Read before every timed call, once and more: many times the largest level-2 cache."""
@@ -26,7 +27,7 @@ _MICROSECONDS = 1e6
 Call = Callable[[], object]
 
 
-class Spread(msgspec.Struct, frozen=True):
+class TimeSpread(msgspec.Struct, frozen=True):
     """Several times of the same call, in microseconds."""
 
     us: float
@@ -35,7 +36,7 @@ class Spread(msgspec.Struct, frozen=True):
     n: int
 
     @classmethod
-    def of(cls, seconds: list[float]) -> "Spread":
+    def of(cls, seconds: list[float]) -> "TimeSpread":
         """`us` is the median."""
         ordered = [one * _MICROSECONDS for one in seconds]
         return cls(statistics.median(ordered), min(ordered), max(ordered), len(ordered))
@@ -105,13 +106,13 @@ class HostClock:
         return lambda: ended - began
 
 
-def make_clock(setting: Setting) -> Clock:
+def make_clock(setting: GpuSetting) -> Clock:
     """The clock of a setting's device."""
     return HostClock() if setting.dry_run else EventClock(setting.device)
 
 
 @torch.inference_mode()
-def take_turns(routes: Mapping[str, Call], clock: Clock, *, dry_run: bool) -> dict[str, Spread]:
+def take_turns(routes: Mapping[str, Call], clock: Clock, *, dry_run: bool) -> dict[str, TimeSpread]:
     """A B C, B C A, C A B ...: each route's times, after calls that warm it up and are not counted."""
     estimate, launch_seconds = 0.0, {}
     for name, call in routes.items():
@@ -128,4 +129,34 @@ def take_turns(routes: Mapping[str, Call], clock: Clock, *, dry_run: bool) -> di
         first = turn % len(names)
         for name in [*names[first:], *names[:first]]:
             pending[name].append(clock.start(routes[name], launch_seconds=launch_seconds[name]))
-    return {name: Spread.of([seconds() for seconds in started]) for name, started in pending.items()}
+    return {name: TimeSpread.of([seconds() for seconds in started]) for name, started in pending.items()}
+
+
+COPY_BYTES = 2**31
+PRODUCT_SIZE = 8192
+_DRY_COPY_BYTES = 2**20
+_DRY_PRODUCT_SIZE = 64
+
+
+def measure_limits(setting: GpuSetting) -> Limits:
+    """The fastest copy within the device's memory (bytes read plus bytes written, per second), and the fastest product
+    of two square matrices of random 16-bit numbers (two operations for each multiply-add, per second)."""
+    copied = _DRY_COPY_BYTES if setting.dry_run else COPY_BYTES
+    size = _DRY_PRODUCT_SIZE if setting.dry_run else PRODUCT_SIZE
+    source = torch.ones(copied // 4, device=setting.device)
+    target = torch.empty_like(source)
+    factor = torch.randn(size, size, device=setting.device).to(setting.dtype)
+    routes = {"copy": lambda: target.copy_(source), "product": lambda: factor @ factor}
+    times = take_turns(routes, make_clock(setting), dry_run=setting.dry_run)
+    return Limits(
+        bytes_per_second=2 * copied / (times["copy"].low / 1e6),
+        operations_per_second=2 * size**3 / (times["product"].low / 1e6),
+    )
+
+
+def limit_fields(limits: Limits) -> dict[str, Any]:
+    """The limits in a report's units: 10^9 bytes and 10^12 operations per second."""
+    return {
+        "copy_gb_per_s": limits.bytes_per_second / 1e9,
+        "matmul_tflops": limits.operations_per_second / 1e12,
+    }

@@ -13,12 +13,10 @@ from typing import Any
 import msgspec
 import torch
 
-from nanoserve.benchmarks.gpu.batches import AttentionCase, make_batch
-from nanoserve.benchmarks.gpu.cases import Case
-from nanoserve.benchmarks.gpu.floors import AttentionRow, AttentionShape, decode_rows
-from nanoserve.benchmarks.gpu.kernels import BLOCK_SIZE, GROUPS, Bench
+from nanoserve.benchmarks.gpu.attention import AttentionCall, AttentionRow, PagedAttentionShape, decode_rows, make_batch
+from nanoserve.benchmarks.gpu.kernels import BLOCK_SIZE, GROUPS, KernelBench
 from nanoserve.benchmarks.gpu.operator_checks import TOLERANCES, compared
-from nanoserve.benchmarks.gpu.results import TUNED_FILE
+from nanoserve.benchmarks.gpu.results import TUNED_FILE, GpuCase
 from nanoserve.benchmarks.report import Report
 from nanoserve.errors import UsageError
 from nanoserve.processes.files import replace_file
@@ -86,14 +84,14 @@ def prefill_tiles(now: PrefillConfiguration) -> list[PrefillConfiguration]:
 class Tuner:
     """The cases of tuning for the device of a bench; `rows` are those that were measured, as they come."""
 
-    bench: Bench
+    bench: KernelBench
     rows: Rows
 
     @property
     def generation(self) -> int:
         return gpu_of(self.bench.setting.device).generation
 
-    def cases(self) -> Iterator[Case]:
+    def cases(self) -> Iterator[GpuCase]:
         """Every candidate, for each head_dim. What is tried later may depend on what was best until then.
 
         Raises:
@@ -112,10 +110,10 @@ class Tuner:
             yield from self._measured(key, DECODE, decode_splits(best))
             yield from self._measured(key, PREFILL, prefill_tiles(now.prefill))
 
-    def _measured(self, key: Key, program: str, candidates: Sequence[Configuration]) -> Iterator[Case]:
+    def _measured(self, key: Key, program: str, candidates: Sequence[Configuration]) -> Iterator[GpuCase]:
         for candidate in dict.fromkeys(candidates):
             fields = list(msgspec.to_builtins(candidate).values())
-            yield Case(f"{program}, head_dim {key[2]}, {fields}", partial(self._try, key, program, candidate))
+            yield GpuCase(f"{program}, head_dim {key[2]}, {fields}", partial(self._try, key, program, candidate))
 
     @torch.inference_mode()
     def _try(self, key: Key, program: str, candidate: Configuration) -> dict[str, Any]:
@@ -127,7 +125,7 @@ class Tuner:
         heads, kv_heads = GROUPS[4]
         times, ok = {}, True
         for name, rows in WORK[program].items():
-            shape = AttentionShape(rows=rows, num_heads=heads, num_kv_heads=kv_heads, head_dim=key[2])
+            shape = PagedAttentionShape(rows=rows, num_heads=heads, num_kv_heads=kv_heads, head_dim=key[2])
             setting = self.bench.setting
             batch = make_batch(shape, block_size=BLOCK_SIZE, dtype=setting.dtype, device=setting.device)
             expected = batch.attend().clone()
@@ -138,14 +136,14 @@ class Tuner:
             times[name] = self.bench.times({name: call})[name]
         return {"key": key, "program": program, "candidate": candidate, "times": times, "ok": ok}
 
-    def _call(self, configuration: AttentionConfiguration, batch: AttentionCase) -> Callable[[], None]:
+    def _call(self, configuration: AttentionConfiguration, batch: AttentionCall) -> Callable[[], None]:
         multiprocessors = gpu_of(self.bench.setting.device).multiprocessors
         scale = batch.query.shape[2] ** -0.5
         return lambda: attend(configuration, multiprocessors, batch.tensors, scale=scale, sliding_window=0)
 
 
 def best_configurations(rows: Rows) -> dict[tuple[Key, str], Configuration]:
-    """Of each table entry and program, the candidate with the least geometric mean of its times over all work, among
+    """The fastest candidate of each table entry and program, by the geometric mean of its times over all work, among
     those that ran everything and computed rightly."""
     best: dict[tuple[Key, str], tuple[float, Configuration]] = {}
     kinds: dict[str, type[Any]] = {DECODE: DecodeConfiguration, PREFILL: PrefillConfiguration}

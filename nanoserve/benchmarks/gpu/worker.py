@@ -13,13 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoserve.benchmarks.floors import Limits
-from nanoserve.benchmarks.gpu.cases import Case, run_cases
-from nanoserve.benchmarks.gpu.results import EXIT_DEVICE_LOST, EXIT_INTERRUPTED, EXIT_OK, PARTS, TUNING, open_part
+from nanoserve.benchmarks.gpu.results import (
+    EXIT_DEVICE_LOST,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    PARTS,
+    TUNING,
+    GpuCase,
+    open_part,
+    run_cases,
+)
 from nanoserve.benchmarks.report import Report
 from nanoserve.errors import NanoserveError
 
 if TYPE_CHECKING:
-    from nanoserve.benchmarks.gpu.setting import Setting
+    from nanoserve.benchmarks.gpu.setting import GpuSetting
 
 
 def main() -> int:
@@ -66,10 +74,9 @@ def measure_part(directory: Path, part: str, *, seconds: float, dry_run: bool) -
 
 
 @contextmanager
-def _correctness(setting: "Setting", report: Report) -> Iterator[Iterable[Case]]:
-    from nanoserve.benchmarks.gpu.engine_checks import CHECKED, engine_check_cases
+def _correctness(setting: "GpuSetting", report: Report) -> Iterator[Iterable[GpuCase]]:
     from nanoserve.benchmarks.gpu.engines import EngineShelf
-    from nanoserve.benchmarks.gpu.model_checks import model_cases
+    from nanoserve.benchmarks.gpu.model_checks import CHECKED, engine_check_cases, model_cases
     from nanoserve.benchmarks.gpu.operator_checks import operator_cases
     from nanoserve.benchmarks.gpu.sampling_checks import sampling_cases
 
@@ -84,14 +91,14 @@ def _correctness(setting: "Setting", report: Report) -> Iterator[Iterable[Case]]
 
 
 @contextmanager
-def _kernels(setting: "Setting", report: Report) -> Iterator[Iterable[Case]]:
-    from nanoserve.benchmarks.gpu.kernels import Bench, kernel_cases
+def _kernels(setting: "GpuSetting", report: Report) -> Iterator[Iterable[GpuCase]]:
+    from nanoserve.benchmarks.gpu.kernels import KernelBench, kernel_cases
 
-    yield kernel_cases(Bench.on(setting, _limits(setting, report)))
+    yield kernel_cases(KernelBench.on(setting, _limits(setting, report)))
 
 
 @contextmanager
-def _engine(setting: "Setting", report: Report) -> Iterator[Iterable[Case]]:
+def _engine(setting: "GpuSetting", report: Report) -> Iterator[Iterable[GpuCase]]:
     from nanoserve.benchmarks.gpu.engine_rows import EngineBench, engine_cases
     from nanoserve.benchmarks.gpu.engines import EngineShelf
 
@@ -100,18 +107,18 @@ def _engine(setting: "Setting", report: Report) -> Iterator[Iterable[Case]]:
 
 
 @contextmanager
-def _tuning(setting: "Setting", report: Report) -> Iterator[Iterable[Case]]:
-    from nanoserve.benchmarks.gpu.kernels import Bench
+def _tuning(setting: "GpuSetting", report: Report) -> Iterator[Iterable[GpuCase]]:
+    from nanoserve.benchmarks.gpu.kernels import KernelBench
     from nanoserve.benchmarks.gpu.tuning import Tuner, write_table
 
     try:
-        yield Tuner(Bench.on(setting, _limits(setting, report)), report.rows).cases()
+        yield Tuner(KernelBench.on(setting, _limits(setting, report)), report.rows).cases()
     finally:
         write_table(report)
 
 
-def _limits(setting: "Setting", report: Report) -> Limits:
-    from nanoserve.benchmarks.gpu.limits import limit_fields, measure_limits
+def _limits(setting: "GpuSetting", report: Report) -> Limits:
+    from nanoserve.benchmarks.gpu.timing import limit_fields, measure_limits
 
     limits = measure_limits(setting)
     report.put("limits", limit_fields(limits))

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from nanoserve.benchmarks.hybrid.running import HybridRun
 from nanoserve.measures.metrics import MILLISECONDS, Distribution
+from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler.plan import Tier
 
 
@@ -30,21 +30,21 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
     """By where the KV of each token's sequence was."""
 
     @classmethod
-    def of(cls, run: HybridRun) -> "Latencies":
-        timings = run.outcome.timings
+    def of(cls, record: RunRecord) -> "Latencies":
+        timings = record.timings
         return cls(
             ttft_ms=_distribution(timing.ttft for timing in timings),
             token_ms=_distribution(timing.e2el / timing.output_tokens for timing in timings),
-            device=_of_tier(run, "device"),
-            host=_of_tier(run, "host"),
+            device=_of_tier(record, "device"),
+            host=_of_tier(record, "host"),
         )
 
 
-def _of_tier(run: HybridRun, tier: Tier) -> TierFigures:
+def _of_tier(record: RunRecord, tier: Tier) -> TierFigures:
     """A token follows the one before in the same request; the first one, computed with the prompt, follows none."""
     gaps = [
         gap
-        for timing, tiers in zip(run.outcome.timings, run.tiers, strict=True)
+        for timing, tiers in zip(record.timings, record.tiers, strict=True)
         for gap, where in zip(timing.itls, tiers[1:], strict=True)
         if where == tier
     ]

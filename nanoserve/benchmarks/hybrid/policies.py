@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from nanoserve.benchmarks.hybrid.cases import Case
 from nanoserve.errors import UsageError
-from nanoserve.record.forecasts import Forecasts
 from nanoserve.scheduler.load import Predictor
 from nanoserve.scheduler.plan import Executor
 from nanoserve.scheduler.policies import POLICIES, named_policy, parse_policies
@@ -92,7 +91,6 @@ class Scheduling:
             prefix_caching=False,
             host_blocks=self._engine.host_blocks if attends_on_host(policy) else 0,
             predictors=(predictor,),
-            observer=Forecasts([predictor]),
             feeds_tokens=feeds_tokens,
         )
 

@@ -10,10 +10,11 @@ from nanoserve.benchmarks.hybrid.gains import Gains, device_slowness, gains, hos
 from nanoserve.benchmarks.hybrid.latencies import Latencies
 from nanoserve.benchmarks.hybrid.policies import HybridEngine, Variant
 from nanoserve.benchmarks.hybrid.prediction import PredictionErrors
-from nanoserve.benchmarks.hybrid.running import HybridRun, run_requests
 from nanoserve.benchmarks.hybrid.simulated import Simulation, simulate_run
 from nanoserve.benchmarks.hybrid.steps import StepCounts, decode_steps
+from nanoserve.benchmarks.pipeline.running import run_requests
 from nanoserve.benchmarks.variants import VariantsBench, VariantsRound
+from nanoserve.record.run_record import RunRecord
 from nanoserve.simulator.pipeline import TieredTimes
 
 RATIOS = ("output_tokens_per_s",)
@@ -60,27 +61,27 @@ HybridRound = VariantsRound[Figures]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench(VariantsBench[Variant, HybridRun, Figures]):
+class Bench(VariantsBench[Variant, Figures]):
     """What the rounds of one case share."""
 
     engine: HybridEngine
     """Runs all of them."""
     block_size: int
     """Tokens of a KV block."""
-    _runs: dict[str, HybridRun] = field(default_factory=dict, init=False)
+    _runs: dict[str, RunRecord] = field(default_factory=dict, init=False)
     _times: list[TieredTimes] = field(default_factory=list, init=False)
 
-    def run(self, variant: Variant, number: int) -> HybridRun:
+    def run(self, variant: Variant, number: int) -> RunRecord:
         requests = self.make_requests(number)
-        run = run_requests(self.engine.executor, variant.make_scheduler, requests, vocab_size=self.vocab_size)
-        self._runs[variant.name] = run
-        return run
+        record = run_requests(self.engine.executor, variant.make_scheduler, requests, vocab_size=self.vocab_size)
+        self._runs[variant.name] = record
+        return record
 
-    def figures(self, variant: Variant, run: HybridRun, foreign_cores: float | None) -> Figures:
+    def figures(self, variant: Variant, record: RunRecord, foreign_cores: float | None) -> Figures:
         simulated = simulate_run(
-            run, self._times[-1], variant.make_simulated, block_size=self.block_size, vocab_size=self.vocab_size
+            record, self._times[-1], variant.make_simulated, block_size=self.block_size, vocab_size=self.vocab_size
         )
-        return figures_of(run, simulated, foreign_cores)
+        return figures_of(record, simulated, foreign_cores)
 
     def rounds(self, wanted: int) -> Iterator[HybridRound]:
         """As they are done. Gains are known when the device alone has run too, in whatever turn."""
@@ -95,7 +96,7 @@ class Bench(VariantsBench[Variant, HybridRun, Figures]):
 
 
 def _with_gains(
-    figures: dict[str, Figures], runs: dict[str, HybridRun], device_only: str, engine: HybridEngine
+    figures: dict[str, Figures], runs: dict[str, RunRecord], device_only: str, engine: HybridEngine
 ) -> dict[str, Figures]:
     predictor = engine.predictor
     slowness = device_slowness(decode_steps(runs[device_only], predictor.num_layers), predictor)
@@ -103,30 +104,30 @@ def _with_gains(
         return figures
     found = {}
     for name, one in figures.items():
-        run = runs[name]
-        rate = host_rate(work for result in run.results for work in result.host_work)
-        steps = list(decode_steps(run, predictor.num_layers))
+        record = runs[name]
+        rate = host_rate(work for result in record.results for work in result.host_work)
+        steps = list(decode_steps(record, predictor.num_layers))
         found[name] = msgspec.structs.replace(one, gains=gains(steps, predictor, slowness=slowness, rate=rate))
     return found
 
 
-def figures_of(run: HybridRun, simulated: Simulation, foreign_cores: float | None) -> Figures:
+def figures_of(record: RunRecord, simulated: Simulation, foreign_cores: float | None) -> Figures:
     """What came of a run."""
-    seconds, record, plans = run.outcome.makespan, run.record, run.record.plans
+    seconds, plans = record.makespan, record.plans
     directions = [swap.direction for plan in plans for swap in plan.swaps]
-    attending = sum(work.seconds for result in run.results for work in result.host_work)
+    attending = sum(work.seconds for result in record.results for work in result.host_work)
     return Figures(
         seconds=seconds,
-        output_tokens_per_s=sum(one.output_tokens for one in run.outcome.timings) / seconds,
-        latencies=Latencies.of(run),
+        output_tokens_per_s=sum(one.output_tokens for one in record.timings) / seconds,
+        latencies=Latencies.of(record),
         steps=StepCounts.of(plans),
-        device_share=sum(result.seconds for result in run.results) / seconds,
+        device_share=sum(result.seconds for result in record.results) / seconds,
         processor_share=attending / seconds,
-        engine_ms=1000 * median(record.handed_over[plan.step] - record.submitted[plan.step] for plan in plans),
+        engine_ms=1000 * median(planned.time - planned.clock for planned in record.planned.values()),
         swaps_out=directions.count("out"),
         swaps_in=directions.count("in"),
-        preemptions=run.preemptions,
-        errors=PredictionErrors.of(run.forecasts),
+        preemptions=record.preemptions,
+        errors=PredictionErrors.of(record.forecasts),
         gains=None,
         simulated=simulated,
         simulation_error=seconds / simulated.seconds - 1,

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from nanoserve.benchmarks.hybrid.running import HybridRun
+from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler.load import Strategy
 from nanoserve.scheduler.plan import Row, StepPlan, StepResult
-from nanoserve.simulator.record import ends
 
 
 class StepCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +26,7 @@ class StepCounts(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, plans: Sequence[StepPlan]) -> "StepCounts":
         """Of all plans that are steps; those of nothing but swaps are none."""
-        counts = Counter(plan.strategy for plan in plans if ends(plan))
+        counts = Counter(plan.strategy for plan in plans if plan.ends)
         return cls(device=counts["device"], asymmetric=counts["asymmetric"], overlap=counts["overlap"])
 
 
@@ -93,16 +92,16 @@ class _HostFollower:
         return 0
 
 
-def decode_steps(run: HybridRun, layers: int) -> Iterator[DecodeStep]:
+def decode_steps(record: RunRecord, layers: int) -> Iterator[DecodeStep]:
     """All steps of a run that hold device rows, but no prompts.
 
     Args:
         layers: of the model.
     """
     follower = _HostFollower(layers)
-    plans = {plan.step: plan for plan in run.record.plans}
-    moves = [plan for plan in run.record.plans if not ends(plan)]
-    for result in run.results:
+    plans = {step: planned.plan for step, planned in record.planned.items()}
+    moves = [plan for plan in record.plans if not plan.ends]
+    for result in record.results:
         plan = None if result.step is None else plans[result.step]
         passes = 0.0
         if plan is not None:

@@ -4,11 +4,10 @@ import asyncio
 from typing import Any
 
 from nanoserve.benchmarks.peers.protocol import Batch, BatchResult, Opening
-from nanoserve.benchmarks.serving.load import Load
 from nanoserve.benchmarks.serving.own_server import OwnServer
 from nanoserve.benchmarks.serving.records import RequestRecord
 from nanoserve.benchmarks.serving.requests import RequestStyle
-from nanoserve.benchmarks.serving.sending import Sender
+from nanoserve.benchmarks.serving.sending import RequestLoad, Sender
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import RequestTiming
 
@@ -38,7 +37,7 @@ class ServerPeer:
     def run(self, batch: Batch) -> BatchResult:
         requests = [self._style.completion(prompt, batch.output_tokens) for prompt in batch.prompts]
         sender = Sender(self._server.address, self._style.path, timeout=_TIMEOUT_SECONDS)
-        load = Load(sender, requests)
+        load = RequestLoad(sender, requests)
         asyncio.run(load.open_loop([0.0] * len(requests)))
         records = load.run().records
         if failures := [record.failure for record in records if record.failure is not None]:

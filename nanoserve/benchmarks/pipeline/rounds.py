@@ -8,11 +8,13 @@ from itertools import combinations
 import msgspec
 
 from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
-from nanoserve.benchmarks.pipeline.running import PipelineRun, run_requests
+from nanoserve.benchmarks.pipeline.running import run_requests
 from nanoserve.benchmarks.pipeline.simulated import Comparison, compare_with_simulator
-from nanoserve.benchmarks.pipeline.stages import StageShares, engine_seconds, stage_shares, working_seconds
 from nanoserve.benchmarks.variants import VariantsBench, VariantsRound
+from nanoserve.layout import ParallelLayout
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, request_distributions
+from nanoserve.record.bubbles import StageShares, engine_seconds, stage_shares, working_seconds
+from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler.plan import Executor
 from nanoserve.scheduler.scheduler import Scheduler
 
@@ -37,6 +39,11 @@ class Variant:
     @property
     def name(self) -> str:
         return f"{self.policy}, {self.engine}"
+
+    @property
+    def layouts(self) -> tuple[ParallelLayout, ...]:
+        """Its parallel layout, as far as traces show it."""
+        return (ParallelLayout(tensor_parallel=self.tensor_parallel),)
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,14 +95,14 @@ PipelineRound = VariantsRound[Figures]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench(VariantsBench[Variant, PipelineRun, Figures]):
+class Bench(VariantsBench[Variant, Figures]):
     """What the rounds of pipelines share."""
 
     cost: ModelCost
     limits: Limits
     """Of the model and of this machine, for the floor of each run."""
 
-    def run(self, variant: Variant, number: int) -> PipelineRun:
+    def run(self, variant: Variant, number: int) -> RunRecord:
         return run_requests(
             variant.executor,
             variant.make_scheduler,
@@ -104,16 +111,16 @@ class Bench(VariantsBench[Variant, PipelineRun, Figures]):
             workers=variant.workers,
         )
 
-    def figures(self, variant: Variant, run: PipelineRun, foreign_cores: float | None) -> Figures:
-        timings, seconds, plans = run.outcome.timings, run.outcome.makespan, run.record.plans
+    def figures(self, variant: Variant, record: RunRecord, foreign_cores: float | None) -> Figures:
+        timings, seconds, plans = record.timings, record.makespan, record.plans
         outputs, inputs = sum(one.output_tokens for one in timings), sum(one.input_tokens for one in timings)
         shapes = [StepShape.of(plan) for plan in plans]
         tokens = [shape.tokens for shape in shapes]
-        engine = engine_seconds(run)
+        engine = engine_seconds(record)
         simulated = None
         if variant.simulated:
             simulated = compare_with_simulator(
-                run,
+                record,
                 variant.make_scheduler,
                 vocab_size=self.vocab_size,
                 tensor_parallel=variant.tensor_parallel,
@@ -129,10 +136,10 @@ class Bench(VariantsBench[Variant, PipelineRun, Figures]):
             prompt_tokens=Distribution.of(shape.tokens - shape.decoding for shape in shapes),
             decodes=Distribution.of(shape.decoding for shape in shapes),
             variation=statistics.pstdev(tokens) / statistics.fmean(tokens),
-            preemptions=run.preemptions,
-            stages=tuple(stage_shares(run, variant.tensor_parallel)),
+            preemptions=record.preemptions,
+            stages=tuple(stage_shares(record, variant.tensor_parallel)),
             engine_ms=statistics.median(engine) * MILLISECONDS,
-            engine_share=sum(engine) / working_seconds(run),
+            engine_share=sum(engine) / working_seconds(record),
             floor_seconds=sum(self.cost.floor_seconds(shape, self.limits) for shape in shapes),
             simulated=simulated,
             foreign_cores=foreign_cores,

@@ -1,23 +1,21 @@
 """A real run, and the simulator given what its stages took: do they agree? No torch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean, median
 
 import msgspec
 
-from nanoserve.benchmarks.pipeline.running import Outcome, PipelineRun, TokenTimes
-from nanoserve.benchmarks.pipeline.stages import parts_by_stage
 from nanoserve.engine import Engine
 from nanoserve.measures.metrics import MILLISECONDS
-from nanoserve.runtime.trace.stage_times import StageTimes
+from nanoserve.record.run_record import RunRecord
+from nanoserve.record.times import StageTimes
 from nanoserve.scheduler.plan import Answer, StepPlan, work_of
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.driving import drive
 from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.measured_stages import MeasuredStages, MeasuredStep
-from nanoserve.simulator.record import Record, replay
+from nanoserve.simulator.replay import replay
 
 _TOKEN = 0
 """Answered to every row: lengths are fixed, so that no token ends a request."""
@@ -43,40 +41,42 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare_with_simulator(
-    run: PipelineRun, make_scheduler: Callable[[], Scheduler], *, vocab_size: int, tensor_parallel: int = 1
+    record: RunRecord, make_scheduler: Callable[[], Scheduler], *, vocab_size: int, tensor_parallel: int = 1
 ) -> Comparison:
     """Replay the record, and simulate the requests in the times that the run's stages took.
 
     Args:
-        run: in a pipeline whose workers said what they did, with plans sent ahead.
+        record: of a pipeline whose workers said what they did, with plans sent ahead.
         make_scheduler: makes one as the run had.
 
     Raises:
         ValueError: if the replay makes other plans.
     """
-    replayed = replay(run.record, make_scheduler, vocab_size=vocab_size)
-    times = MeasuredStages(measured_steps(run, tensor_parallel))
-    requests = [
-        replace(request, arrival_time=arrival)
-        for request, arrival in zip(run.record.arrivals, run.outcome.arrivals, strict=True)
-    ]
-    tokens = TokenTimes(requests)
+    replayed = replay(record, make_scheduler, vocab_size=vocab_size)
+    times = MeasuredStages(measured_steps(record, tensor_parallel))
     executor = SimulatedExecutor(times, answer=answers)
-    drive(Engine(make_scheduler(), executor, vocab_size=vocab_size), requests, tokens.on_updates)
-    simulated, real = Outcome.of(requests, tokens), run.outcome
+    simulated = rerun(Engine(make_scheduler(), executor, vocab_size=vocab_size), record)
     ttft, tpot = _means(simulated)
-    real_ttft, real_tpot = _means(real)
+    real_ttft, real_tpot = _means(record)
     return Comparison(
-        makespan=simulated.makespan / real.makespan,
+        makespan=simulated.makespan / record.makespan,
         ttft=ttft / real_ttft,
         tpot=None if tpot is None or real_tpot is None else tpot / real_tpot,
         simulated_seconds=simulated.makespan,
         simulated_ttft_ms=ttft * MILLISECONDS,
         simulated_tpot_ms=None if tpot is None else tpot * MILLISECONDS,
-        plans=len(run.record.plans),
+        plans=len(record.plans),
         replayed=len(replayed),
         others=times.others,
     )
+
+
+def rerun(engine: Engine, record: RunRecord) -> RunRecord:
+    """The record of the same requests on another engine, on whose clock they come from 0 on."""
+    again = RunRecord(engine.executor.max_in_flight)
+    engine.recorder.add(again)
+    drive(engine, record.rebased_requests)
+    return again
 
 
 def answers(plan: StepPlan) -> tuple[Answer, ...]:
@@ -84,23 +84,23 @@ def answers(plan: StepPlan) -> tuple[Answer, ...]:
     return tuple(Answer(row.sequence, (_TOKEN,)) for row in plan.rows if row.sample)
 
 
-def _means(outcome: Outcome) -> tuple[float, float | None]:
+def _means(record: RunRecord) -> tuple[float, float | None]:
     """TTFT and TPOT."""
-    tpots = [timing.tpot for timing in outcome.timings if timing.tpot is not None]
-    return fmean(timing.ttft for timing in outcome.timings), fmean(tpots) if tpots else None
+    tpots = [timing.tpot for timing in record.timings if timing.tpot is not None]
+    return fmean(timing.ttft for timing in record.timings), fmean(tpots) if tpots else None
 
 
-def measured_steps(run: PipelineRun, tensor_parallel: int = 1) -> list[MeasuredStep]:
+def measured_steps(record: RunRecord, tensor_parallel: int = 1) -> list[MeasuredStep]:
     """What each plan took on each stage and on each link, and the host's part in it.
 
     A stage's time is what the simulator calls so: from the moment at which the plan before was computed, its own inputs
     were prepared and its activations there, whichever came last, until it was computed. What the worker does between
     two plans is in it.
     """
-    stages = parts_by_stage(run, tensor_parallel)
+    stages = record.stages(tensor_parallel)
     links = [_send_seconds(before, after) for before, after in pairwise(stages)]
-    began, free, prepared, steps = _could_be_made(run.record, stages[-1]), [0.0] * len(stages), 0.0, []
-    for number, plan in enumerate(run.record.plans):
+    began, free, prepared, steps = _could_be_made(record, stages[-1]), [0.0] * len(stages), 0.0, []
+    for number, plan in enumerate(record.plans):
         parts, sends = [stage[number] for stage in stages], [link[number] for link in links]
         arrived = [0.0, *(before.computed + send for before, send in zip(parts, sends, strict=False))]
         starts = [max(*moments, times.prepared) for *moments, times in zip(arrived, free, parts, strict=True)]
@@ -125,7 +125,7 @@ def _send_seconds(before: Sequence[StageTimes], after: Sequence[StageTimes]) -> 
     ]
 
 
-def _could_be_made(record: Record, last_stage: list[StageTimes]) -> dict[int, float]:
+def _could_be_made(record: RunRecord, last_stage: list[StageTimes]) -> dict[int, float]:
     """For each plan, when in the simulator's eyes it could be: as soon as the last stage had computed another one.
 
     The engine hears of that a little later, takes the result in and decides; there, all this is the host's part. A plan
@@ -135,4 +135,4 @@ def _could_be_made(record: Record, last_stage: list[StageTimes]) -> dict[int, fl
     ended_at: dict[float, float] = {}
     for step, known in record.known.items():
         ended_at[known] = max(ended_at.get(known, 0.0), ended[step])
-    return {step: ended_at.get(submitted, submitted) for step, submitted in record.submitted.items()}
+    return {step: ended_at.get(planned.clock, planned.clock) for step, planned in record.planned.items()}

@@ -1,27 +1,62 @@
-"""measure_profile: how long the parts of a step take here, over their sizes (the offline profiler of APEX)."""
+"""measure_profile: how long the parts of a step take here, over their sizes (the offline profiler of APEX).
+
+An engine's own work in a step is timed apart: scheduling, and taking answers in.
+"""
 
 import os
+import statistics
+import time
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 
 import torch
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.machine import describe_machine, describe_run
-from nanoserve.benchmarks.profiling.engine import EngineTimer
 from nanoserve.benchmarks.roofline import BandwidthProbe, machine_limits
 from nanoserve.benchmarks.settling import settle_operators
 from nanoserve.costs.calibration import calibrate
 from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, Reached
+from nanoserve.engine import Engine
 from nanoserve.errors import UsageError
 from nanoserve.llm import LLM
+from nanoserve.request import Request, SamplingParams
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.profiling.attention import Stopwatch
-from nanoserve.runtime.profiling.parts import Sizes, cache_limits, fields_of, open_probes
+from nanoserve.runtime.profiling.parts import ProfileSizes, cache_limits, fields_of, open_probes
 from nanoserve.runtime.profiling.rounds import Effort, curve_of, take_rounds
 
-SIZES = Sizes(
+_PROMPT, _ANSWER = 4, 10
+
+
+class EngineTimer:
+    """Runs requests on an engine that has nothing else to do."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._names = engine, count()
+        pool = engine.scheduler.pool
+        # decodes at a time for which there are KV blocks.
+        self.most_rows = pool.num_blocks // -(-(_PROMPT + _ANSWER) // pool.block_size)
+
+    def seconds(self, rows: int) -> float:
+        """What the engine adds to a step of so many decodes: the median over the steps of a short run."""
+        engine, recorder = self._engine, self._engine.recorder
+        for _ in range(rows):
+            name = f"profile-{next(self._names)}"
+            params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=_ANSWER)
+            engine.add(Request(name, (1,) * _PROMPT, params, seed=0, arrival_time=engine.now(), cache_salt=name))
+        outside = []
+        while engine.has_work:
+            began, before = time.perf_counter(), recorder.executor_seconds
+            updates = engine.step()
+            if len(updates) == rows:
+                outside.append(time.perf_counter() - began - (recorder.executor_seconds - before))
+        return statistics.median(outside)
+
+
+SIZES = ProfileSizes(
     tokens=(1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096),
     prompts=(16, 32, 64, 128, 256, 512, 1024, 2048),
     batches=(1, 2, 4, 8, 16, 32, 64),
@@ -91,7 +126,7 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
     return profile.with_factors(calibrate(profile))
 
 
-def _sizes(llm: LLM, engine: EngineTimer) -> Sizes:
+def _sizes(llm: LLM, engine: EngineTimer) -> ProfileSizes:
     """As large as the engine's steps and the model's context can be."""
     config, executor = llm.engine_config, llm.engine.executor
     limits = config.max_num_batched_tokens, llm.max_model_len, config.max_num_seqs

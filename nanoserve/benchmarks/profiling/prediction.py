@@ -1,24 +1,33 @@
-"""Proof of a profile: a workload runs on the real engine, and in the simulator over what was measured. No torch."""
+"""Proof of a profile, and its rows. No torch.
+
+A workload runs on the real engine, and in the simulator over what was measured. In the rows every measured time stands
+beside the least that its bytes and operations take.
+"""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
+from nanoserve.benchmarks.floors import Limits
 from nanoserve.config import EngineConfig
+from nanoserve.costs.counts import ModelCounts, Precision
+from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
 from nanoserve.costs.measured_times import MeasuredTimes
-from nanoserve.costs.profile import Prediction, Profile, RunFigures
+from nanoserve.costs.profile import Prediction, Profile, Reached, RunFigures
+from nanoserve.costs.work import StepWork
 from nanoserve.engine import Engine
 from nanoserve.measures.workloads import RequestShape
+from nanoserve.record.metrics import LatencyMetrics
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator import StepTimes, Workload, burst, poisson_arrivals, simulate
 from nanoserve.simulator.driving import drive
-from nanoserve.simulator.meters import RequestMeter
 
 LENGTHS = (RequestShape(64, 32), RequestShape(160, 64), RequestShape(320, 48), RequestShape(32, 96))
-"""Of the requests, in turn."""
+"""Lengths of the requests, in turn."""
 LOAD = 0.5
 """Arrivals, as a share of the throughput of the closed batch."""
 MOST_REQUESTS, FEWEST_REQUESTS = 64, 4
@@ -92,7 +101,7 @@ def predict_and_run(
 
 
 def _fitting(longest: int, divisor: int) -> tuple[RequestShape, ...]:
-    """Of the lengths, divided by that, those that the context holds; or something that any does."""
+    """The lengths, divided by that, which fit the context; or lengths that fit any context."""
     shapes = [RequestShape(shape.input_tokens // divisor, shape.output_tokens // divisor) for shape in LENGTHS]
     return tuple(shape for shape in shapes if shape.total_tokens <= longest) or (RequestShape(4, 4),)
 
@@ -121,8 +130,9 @@ class _Predictor:
 
 def run_for_real(engine: Engine, draw: Callable[..., Iterator[Request]], name: str) -> RunFigures:
     """The same requests on the engine's own clock."""
-    lives, began = RequestMeter(), engine.now()
-    drive(engine, draw(after=began, name=name), lives.on_updates)
+    lives, began = LatencyMetrics(), engine.now()
+    with engine.recorder.observed_by(lives):
+        drive(engine, draw(after=began, name=name))
     ttft, tpot = lives.ttft.distribution(), lives.tpot.distribution()
     assert ttft is not None and tpot is not None, "requests ran, and had several tokens"
     return RunFigures(seconds=engine.now() - began, ttft_ms=ttft.mean, tpot_ms=tpot.mean)
@@ -136,3 +146,105 @@ def mean_figures(runs: Sequence[RunFigures]) -> RunFigures:
             for name in (field.name for field in msgspec.structs.fields(RunFigures))
         }
     )
+
+
+Fields = Mapping[str, Any]
+_MICROSECONDS = 1e6
+
+
+def time_rows(profile: Profile) -> list[Fields]:
+    """Every measured time."""
+    return [*_linear_rows(profile), *_attention_rows(profile), *_other_rows(profile)]
+
+
+def _counts(profile: Profile) -> ModelCounts:
+    return ModelCounts(
+        profile.model,
+        precision=Precision(weight_bits=profile.bits, kv_bits=profile.bits, other_bits=profile.bits),
+    )
+
+
+def _limits(reached: Reached) -> Limits:
+    return Limits(reached.read_bytes_per_second, reached.operations_per_second)
+
+
+def _linear_rows(profile: Profile) -> Iterator[Fields]:
+    """A layer, the mean over all."""
+    counts, layers, limits = _counts(profile), profile.model.num_layers, _limits(profile.device)
+    for place, tokens in enumerate(profile.linear.sizes):
+        products = list(counts.products(StepWork(decodes=tokens), 0))
+        weights = sum(some * matrix.weights_read(count) * matrix.bytes_per_weight for matrix, count, some in products)
+        flops = sum(some * 2.0 * matrix.per_token * count for matrix, count, some in products)
+        floor = limits.seconds(weights / layers, flops / layers)
+        yield _row("layer without attention", f"{tokens:,} tokens", profile.linear, place, floor)
+
+
+def _attention_rows(profile: Profile) -> Iterator[Fields]:
+    counts, limits = _counts(profile), _limits(profile.device)
+    for place, tokens in enumerate(profile.prefill_attention.sizes):
+        pairs = tokens * (tokens + 1) / 2
+        floor = limits.seconds(tokens * counts.layer_kv_bytes, pairs * counts.layer_flops_per_pair)
+        yield _row("attention of a prompt", f"{tokens:,} tokens", profile.prefill_attention, place, floor)
+    yield from _grid_rows("decode attention", profile.decode_attention, counts, limits)
+    yield from _grid_rows("attention in host memory", profile.host_attention, counts, _limits(profile.host))
+
+
+def _grid_rows(name: str, grid: MeasuredGrid, counts: ModelCounts, limits: Limits) -> Iterator[Fields]:
+    for batch, seconds, low, high in zip(grid.batches, grid.seconds, grid.low, grid.high, strict=True):
+        for place, context in enumerate(grid.contexts):
+            keys = batch * context
+            floor = limits.seconds(keys * counts.layer_kv_bytes, keys * counts.layer_flops_per_pair)
+            times = (seconds[place], low[place], high[place])
+            yield _fields(name, f"{batch} x {context:,} keys", times, floor)
+
+
+def _other_rows(profile: Profile) -> Iterator[Fields]:
+    counts, limits = _counts(profile), _limits(profile.device)
+    for place, rows in enumerate(profile.head.sizes):
+        head = counts.head.operator(rows, 1, 0.0)
+        floor = limits.seconds(head.weight_bytes, head.flops)
+        yield _row("head and sampling", f"{rows} rows", profile.head, place, floor)
+    for name, curve in (("inputs", profile.inputs), ("engine", profile.engine)):
+        for place, rows in enumerate(curve.sizes):
+            yield _row(name, f"{rows} rows", curve, place, None)
+    for place, rows in enumerate(profile.host_exchange.sizes):
+        yield _row("exchange with host memory", f"{rows} rows", profile.host_exchange, place, None)
+    for place, size in enumerate(profile.copy.sizes):
+        yield _row("copy", f"{size / 2**20:g} MiB", profile.copy, place, None)
+
+
+def _row(name: str, size: str, curve: MeasuredCurve, place: int, floor: float | None) -> Fields:
+    return _fields(name, size, (curve.seconds[place], curve.low[place], curve.high[place]), floor)
+
+
+def _fields(name: str, size: str, times: tuple[float, float, float], floor: float | None) -> Fields:
+    seconds, low, high = (value * _MICROSECONDS for value in times)
+    share = None if floor is None else floor * _MICROSECONDS / seconds
+    return {"part": name, "size": size, "us": seconds, "low": low, "high": high, "of_floor": share}
+
+
+def prediction_rows(predictions: tuple[Prediction, ...]) -> Iterator[Fields]:
+    """Three rows for each workload: what really was, with the range over its runs, and both predictions of it."""
+    for found in predictions:
+        mean = mean_figures(found.real)
+        yield {"workload": found.workload, "route": "real", **_figures(mean), **_ranges(found.real)}
+        for route, figures in (("measured times", found.by_profile), ("factors", found.by_factors)):
+            errors = {
+                f"{name}_error": getattr(figures, name) / getattr(mean, name) - 1
+                for name in ("seconds", "ttft_ms", "tpot_ms")
+            }
+            yield {"workload": "", "route": route, **_figures(figures), **errors}
+
+
+def _figures(figures: RunFigures) -> Fields:
+    return {"seconds": figures.seconds, "ttft_ms": figures.ttft_ms, "tpot_ms": figures.tpot_ms}
+
+
+def _ranges(runs: tuple[RunFigures, ...]) -> Fields:
+    """Half of the way from the lowest to the highest, over the mean."""
+    mean = mean_figures(runs)
+    return {
+        f"{name}_range": (max(values) - min(values)) / 2 / getattr(mean, name)
+        for name in ("seconds", "ttft_ms", "tpot_ms")
+        for values in ([getattr(run, name) for run in runs],)
+    }

@@ -8,7 +8,6 @@ from nanoserve.benchmarks.pipeline.engines import compile_layers
 from nanoserve.benchmarks.resharding.policies import Workers
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.models.hub import ResolvedModel
-from nanoserve.runtime.trace.traced_executor import host_link_bandwidth
 from nanoserve.runtime.workers.executor import WorkersExecutor
 
 Progress = Callable[[str, int, int], None]
@@ -58,7 +57,7 @@ def _open(
         capacities=executor.capacities,
         predictors=tuple(make_predictors(executor.speeds, model, config)),
         host_blocks=host_blocks,
-        host_link_bandwidth=host_link_bandwidth(executor),
+        host_link_bandwidth=None if executor.speeds is None else executor.speeds.host_link_bandwidth,
         compiled=executor.layers.loaded,
         close=executor.close,
     )

@@ -6,11 +6,13 @@ from itertools import combinations
 
 import msgspec
 
-from nanoserve.benchmarks.resharding.moves import MoveFigures, reshard_figures, swap_figures
-from nanoserve.benchmarks.resharding.running import Place, ReshardRun, run_requests
+from nanoserve.benchmarks.resharding.running import Place, run_in_layouts
 from nanoserve.benchmarks.resharding.simulated import ReshardComparison, compare_with_simulator
 from nanoserve.benchmarks.variants import VariantsBench, VariantsRound
-from nanoserve.runtime.trace.phases import Phase
+from nanoserve.layout import ParallelLayout
+from nanoserve.record.moves import MoveFigures, reshard_figures, swap_figures
+from nanoserve.record.phases import Phase
+from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler.scheduler import Scheduler
 
 RATIOS = ("output_tokens_per_s",)
@@ -31,6 +33,11 @@ class Variant:
     @property
     def name(self) -> str:
         return f"{self.policy}, {self.where}"
+
+    @property
+    def layouts(self) -> tuple[ParallelLayout, ...]:
+        """One, or that of prompts and that of decodes."""
+        return self.place.layouts
 
 
 class PhaseFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,41 +95,41 @@ ReshardRound = VariantsRound[Figures]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench(VariantsBench[Variant, ReshardRun, Figures]):
+class Bench(VariantsBench[Variant, Figures]):
     """What the rounds of layouts share."""
 
-    def run(self, variant: Variant, number: int) -> ReshardRun:
+    def run(self, variant: Variant, number: int) -> RunRecord:
         requests = self.make_requests(number)
-        return run_requests(variant.place, variant.make_scheduler, requests, vocab_size=self.vocab_size)
+        return run_in_layouts(variant.place, variant.make_scheduler, requests, vocab_size=self.vocab_size)
 
-    def figures(self, variant: Variant, run: ReshardRun, foreign_cores: float | None) -> Figures:
-        return figures_of(variant, run, self.vocab_size, foreign_cores)
+    def figures(self, variant: Variant, record: RunRecord, foreign_cores: float | None) -> Figures:
+        return figures_of(variant, record, self.vocab_size, foreign_cores)
 
 
-def figures_of(variant: Variant, run: ReshardRun, vocab_size: int, foreign_cores: float | None) -> Figures:
+def figures_of(variant: Variant, record: RunRecord, vocab_size: int, foreign_cores: float | None) -> Figures:
     """What came of a run.
 
     Raises:
         ValueError: if a replay of it makes other plans.
     """
-    place, timings, seconds = variant.place, run.outcome.timings, run.outcome.makespan
+    place, timings, seconds = variant.place, record.timings, record.makespan
     outputs, inputs = sum(one.output_tokens for one in timings), sum(one.input_tokens for one in timings)
     two, link = len(place.layouts) == 2, place.host_link_bandwidth
-    used = [state.used_host_blocks / state.host_blocks for _, state in run.states if state.host_blocks]
+    used = [blocks.used_host / blocks.host for _, blocks in record.blocks if blocks.host]
     return Figures(
         seconds=seconds,
         output_tokens_per_s=outputs / seconds,
         total_tokens_per_s=(inputs + outputs) / seconds,
         requests=len(timings),
-        steps=sum(bool(plan.rows) for plan in run.record.plans),
-        preemptions=run.preemptions,
-        transitions=sum(plan.transition is not None for plan in run.record.plans),
-        phases=_phase_figures(run.phases) if two else None,
-        reshards=reshard_figures(run, link) if two else None,
-        swaps_out=swap_figures(run, "out", link) if two else None,
-        swaps_in=swap_figures(run, "in", link) if two else None,
+        steps=sum(bool(plan.rows) for plan in record.plans),
+        preemptions=record.preemptions,
+        transitions=sum(plan.transition is not None for plan in record.plans),
+        phases=_phase_figures(record.phases) if two else None,
+        reshards=reshard_figures(record, link) if two else None,
+        swaps_out=swap_figures(record, "out", link) if two else None,
+        swaps_in=swap_figures(record, "in", link) if two else None,
         pool_peak=max(used, default=None),
-        simulated=compare_with_simulator(run, place, variant.make_scheduler, vocab_size=vocab_size),
+        simulated=compare_with_simulator(record, place, variant.make_scheduler, vocab_size=vocab_size),
         foreign_cores=foreign_cores,
     )
 

@@ -9,11 +9,15 @@ from typing import Any
 import msgspec
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.serving.arrivals import offered_rate, poisson_arrivals, trace_arrivals
-from nanoserve.benchmarks.serving.load import Load
-from nanoserve.benchmarks.serving.records import Run, figures
-from nanoserve.benchmarks.serving.requests import PreparedRequest, RequestStyle
-from nanoserve.benchmarks.serving.sending import Sender
+from nanoserve.benchmarks.serving.records import LoadRun, figures
+from nanoserve.benchmarks.serving.requests import (
+    PreparedRequest,
+    RequestStyle,
+    offered_rate,
+    poisson_arrivals,
+    trace_arrivals,
+)
+from nanoserve.benchmarks.serving.sending import RequestLoad, Sender
 from nanoserve.benchmarks.serving.work import Work
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.slo import Slo
@@ -83,7 +87,7 @@ class ServeBench:
             RequestShape(shape.input_tokens, min(shape.output_tokens, _WARM_UP_TOKENS))
             for shape in self._work.shapes[:count]
         ]
-        load = Load(self._sender, self._prepared(shapes, "warm-up"))
+        load = RequestLoad(self._sender, self._prepared(shapes, "warm-up"))
         asyncio.run(load.open_loop([0.0] * len(shapes)))
         if failures := [record.failure for record in load.run().records if record.failure is not None]:
             raise RuntimeFailure(f"{len(failures)} of {len(shapes)} requests of the warm-up failed: {failures[0]}")
@@ -95,13 +99,13 @@ class ServeBench:
 
         ``answered`` is called after every request.
         """
-        runs: list[Run] = []
+        runs: list[LoadRun] = []
         if self._foreign is not None:
             self._foreign.read()
         try:
             for repeat in range(1, repeats + 1):
                 requests = self._prepared(self._work.shapes, f"{point.name}/{repeat}")
-                load = Load(self._sender, requests, answered)
+                load = RequestLoad(self._sender, requests, answered)
                 try:
                     asyncio.run(self._under(load, point, repeat))
                 finally:
@@ -111,7 +115,7 @@ class ServeBench:
             if runs:
                 keep(self._row(point, runs))
 
-    async def _under(self, load: Load, point: Point, repeat: int) -> None:
+    async def _under(self, load: RequestLoad, point: Point, repeat: int) -> None:
         if point.concurrency is not None:
             await load.closed_loop(point.concurrency)
         else:
@@ -127,7 +131,7 @@ class ServeBench:
     def _prepared(self, shapes: Sequence[RequestShape], place: str) -> list[PreparedRequest]:
         return self._style.prepare(shapes, f"{self._salt}/{place}")
 
-    def _row(self, point: Point, runs: Sequence[Run]) -> dict[str, Any]:
+    def _row(self, point: Point, runs: Sequence[LoadRun]) -> dict[str, Any]:
         open_loop = point.concurrency is None
         return {
             "case": point.name,

@@ -1,7 +1,10 @@
-"""What is kept of each request, and the figures that follow from it: pure functions, no clock."""
+"""What is kept of each request, the metrics that follow from it, and what a reader should know before believing them.
+
+Pure functions, no clock.
+"""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -57,7 +60,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(after - before for before, after in zip(self.text_times, self.text_times[1:], strict=False))
 
 
-class Run(msgspec.Struct, frozen=True):
+class LoadRun(msgspec.Struct, frozen=True):
     """The requests of one run of a load."""
 
     records: tuple[RequestRecord, ...]
@@ -71,7 +74,7 @@ class Run(msgspec.Struct, frozen=True):
         return [record for record in self.records if record.failure is None]
 
 
-def figures(runs: Sequence[Run], slo: Slo | None) -> dict[str, Any]:
+def figures(runs: Sequence[LoadRun], slo: Slo | None) -> dict[str, Any]:
     """A report's row: latencies over the requests of all runs, rates as means over the runs.
 
     Failed requests have no latencies; they are counted by their names. Nothing is left out of the attainment.
@@ -105,8 +108,8 @@ def peak_concurrency(records: Sequence[RequestRecord]) -> int:
     return peak
 
 
-def _rates(runs: Sequence[Run]) -> dict[str, float]:
-    """Of complete answers, per second."""
+def _rates(runs: Sequence[LoadRun]) -> dict[str, float]:
+    """Requests and tokens of complete answers, per second."""
     outputs = [sum(record.output_tokens for record in run.complete) for run in runs]
     inputs = [sum(record.input_tokens for record in run.complete) for run in runs]
     each = [
@@ -142,7 +145,7 @@ def _latencies(complete: Sequence[RequestRecord]) -> dict[str, Distribution | No
     }
 
 
-def _goodput(runs: Sequence[Run], slo: Slo) -> dict[str, Any]:
+def _goodput(runs: Sequence[LoadRun], slo: Slo) -> dict[str, Any]:
     """Requests per second that meet all limits, and their share of all requests."""
     good = [sum(record.meets(slo) for record in run.records) for run in runs]
     requests = sum(len(run.records) for run in runs)
@@ -153,7 +156,7 @@ def _goodput(runs: Sequence[Run], slo: Slo) -> dict[str, Any]:
     }
 
 
-def _samples(runs: Sequence[Run], slo: Slo | None) -> dict[str, list[float]]:
+def _samples(runs: Sequence[LoadRun], slo: Slo | None) -> dict[str, list[float]]:
     """The figures of each whole run in which an answer came, for ``bench diff``."""
     full = [run for run in runs if run.complete and not run.unfinished]
     samples = {
@@ -169,3 +172,28 @@ def _samples(runs: Sequence[Run], slo: Slo | None) -> dict[str, list[float]]:
 def _mean(values: Sequence[float | None]) -> float:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else 0.0
+
+
+_LATE_MS = 50.0
+
+
+def warnings(row: Mapping[str, Any]) -> list[str]:
+    """One line each, of a row of ``bench serve``."""
+    lines = [f"{count} requests failed: {failure}" for failure, count in row["failures"].items()]
+    if row["unfinished"]:
+        lines.append(f"interrupted, {row['unfinished']} requests had no answer yet")
+    if row["uncounted"]:
+        lines.append(f"the server counted no tokens of {row['uncounted']} answers: their pieces stand for tokens")
+    if row["of_other_length"]:
+        lines.append(f"{row['of_other_length']} answers are not of the length that was asked for")
+    if row["without_text"]:
+        lines.append(
+            f"{row['without_text']} answers showed no text before they ended: that is their first token's time"
+        )
+    if row["cached_tokens"]:
+        share = row["cached_tokens"] / row["input_tokens"]
+        lines.append(f"{share:.1%} of the prompt tokens came from the server's prefix cache")
+    delay = row["send_delay_ms"]
+    if delay is not None and delay["p99"] > _LATE_MS:
+        lines.append(f"the client was late itself: by {delay['p99']:,.0f} ms in the 99th percentile")
+    return lines

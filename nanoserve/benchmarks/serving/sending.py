@@ -1,21 +1,22 @@
-"""One streamed request on asyncio and h11: little work for each piece, as client and server share the machine.
+"""Streamed requests on asyncio and h11: little work for each piece, as client and server share the machine.
 
 Every request has a connection of its own; opening it counts. What goes wrong becomes a record with a failure, never an
-exception: a benchmark that lost its failures would tell of the good ones alone.
+exception: a benchmark that lost its failures would tell of the good ones alone. In an open loop requests are sent at
+their arrival times, in a closed loop each waits for the answer to another.
 """
 
 import asyncio
 import os
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 
 import h11
 import msgspec
 
-from nanoserve.benchmarks.serving.records import RequestRecord
+from nanoserve.benchmarks.serving.records import LoadRun, RequestRecord
 from nanoserve.benchmarks.serving.requests import PreparedRequest
 from nanoserve.client.address import ServerAddress, key_headers
 from nanoserve.client.events import BrokenStream, Chunk, EventReader, ServerUsage, error_facts, printable
@@ -58,7 +59,7 @@ class _Answer:
                 self.ended = now
 
     def as_record(self, request: PreparedRequest, scheduled: float, started: float) -> RequestRecord:
-        """Of an answer that has ended.
+        """The record of an answer that has ended.
 
         Raises:
             _Failed: if it holds no token.
@@ -191,3 +192,54 @@ def _refused(status: int, body: bytes) -> str:
 def _words_of(error: object) -> str:
     facts = error_facts(error)
     return "unknown" if facts is None else printable(facts.message)[:_SHOWN]
+
+
+class RequestLoad:
+    """One run of requests against a server; what has been measured can be had at any time.
+
+    Exactly one of ``open_loop`` and ``closed_loop`` is awaited, once. ``answered`` is called after every request.
+    """
+
+    def __init__(
+        self, sender: Sender, requests: Sequence[PreparedRequest], answered: Callable[[], None] = lambda: None
+    ) -> None:
+        self._answered = answered
+        self._sender = sender
+        self._requests = requests
+        self._records: list[RequestRecord] = []
+        self._began = 0.0
+
+    async def open_loop(self, arrivals: Sequence[float]) -> None:
+        """Send each request when its time has come, in seconds from now, whatever became of those before it."""
+        self._began = self._sender.clock()
+        order = sorted(zip(arrivals, self._requests, strict=True), key=lambda pair: pair[0])
+        async with asyncio.TaskGroup() as group:
+            for arrival, request in order:
+                if (early := arrival - self._now()) > 0:
+                    await asyncio.sleep(early)
+                group.create_task(self._send(request, arrival))
+
+    async def closed_loop(self, concurrency: int) -> None:
+        """So many clients, each of which sends the next request when its last one was answered."""
+        self._began = self._sender.clock()
+        pending = iter(self._requests)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, len(self._requests))):
+                group.create_task(self._client(pending))
+
+    def run(self) -> LoadRun:
+        """What has been measured so far; of a run that was cancelled, those answers that had come."""
+        unfinished = len(self._requests) - len(self._records)
+        ends = [self._now()] if unfinished else [record.ended for record in self._records]
+        return LoadRun(tuple(self._records), max(ends), unfinished)
+
+    async def _client(self, pending: Iterator[PreparedRequest]) -> None:
+        for request in pending:
+            await self._send(request, self._now())
+
+    async def _send(self, request: PreparedRequest, scheduled: float) -> None:
+        self._records.append(await self._sender.send(request, scheduled, self._began))
+        self._answered()
+
+    def _now(self) -> float:
+        return self._sender.clock() - self._began

@@ -1,15 +1,14 @@
 """APEX's evaluation (section 5), simulated: overlap beside NEO's asymmetric pipelining and the device alone.
 
-Read settings.py (platforms, workloads, systems, one simulation), throughput.py (figures 5 and 7), ours.py (figure 6,
-and the list on which our policy has to be as good as any), decoding.py (figure 1b, and the bounds of what the CPU can
-add) and processor.py (what the paper's order hangs on). The policies are scheduler/policies/hybrid.py, their execution
+Read settings.py (platforms, workloads, systems, one simulation), throughput.py (figures 5 and 7, and what the order of
+systems depends on), ours.py (figure 6, and the list on which our policy has to be as good as any) and decoding.py
+(figure 1b, and the bounds of what the CPU can add). The policies are in scheduler/policies/, their execution is
 simulator/host_attention.py.
 """
 
 from nanoserve.papers.apex.decoding import bounds, processor_speed
 from nanoserve.papers.apex.ours import fixed_list, latency
-from nanoserve.papers.apex.processor import processors
-from nanoserve.papers.apex.throughput import output_lengths, throughput_figure
+from nanoserve.papers.apex.throughput import output_lengths, processors, throughput_figure
 from nanoserve.papers.framework import Paper, PaperFigure
 
 PAPER = Paper(

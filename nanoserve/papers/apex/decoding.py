@@ -13,8 +13,8 @@ from nanoserve.costs import StepCosts, StepWork
 from nanoserve.costs.closed_forms import overlap_gain_bound, pipelining_break_even, pipelining_speedup_bound
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.papers.apex.settings import A10, PAPERS_SHARE, T4, Platform
-from nanoserve.papers.charts import Chart, Curve, Panel
-from nanoserve.papers.claims import Claim, Spread
+from nanoserve.papers.charts import Chart, panel
+from nanoserve.papers.claims import Claim, ClaimRow, Spread, claims
 from nanoserve.papers.framework import Finding, Run, Scale
 from nanoserve.scheduler.load import Load
 from nanoserve.scheduler.plan import Answer
@@ -29,7 +29,7 @@ _PAPERS_RATIO = 3031 / 170
 
 
 class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
-    """Nothing but decodes, all of one length; a Job."""
+    """Decodes alone, all of one length; a SimulationJob."""
 
     platform: Platform
     decodes: int
@@ -136,7 +136,7 @@ class DecodeOutcome(msgspec.Struct, frozen=True, kw_only=True):
     overlapped: float
     overlapped_bound: float
     steps_per_token: float
-    """Of a host sequence under overlap."""
+    """Steps that a host sequence takes for a token under overlap."""
     layers: int
     speed_ratio: float
     break_even: float
@@ -201,55 +201,41 @@ _COLUMNS = (
 
 def _bound_claims(found: Mapping[DecodeCase, DecodeOutcome]) -> list[Claim]:
     outcomes = list(found.values())
-
-    def most(says: str, shares: list[float], assumption: str) -> Claim:
-        return Claim(
-            figure="3.2, 3.3",
-            says=says,
-            paper="at most 1",
-            ours=Spread.of([max(shares)]),
-            form="{:.3f}",
-            at_most=1.0,
-            assumption=assumption,
-        )
-
-    return [
-        most(
-            "decodes alone: throughput of asymmetric pipelining over its bound, the highest",
-            [one.pipelined / max(1.0, one.pipelined_bound) for one in outcomes],
+    rows: list[ClaimRow] = [
+        (
+            "3.2, 3.3: decodes alone: throughput of asymmetric pipelining over its bound, the highest",
+            "at most 1",
+            max(one.pipelined / max(1.0, one.pipelined_bound) for one in outcomes),
+            "at most 1.000",
             "the bound leaves out the head, which both sub-batches compute",
         ),
-        most(
-            "decodes alone: gain of overlap over its bound, the highest",
-            [(one.overlapped - 1) / (one.overlapped_bound - 1) for one in outcomes],
+        (
+            "3.2, 3.3: decodes alone: gain of overlap over its bound, the highest",
+            "at most 1",
+            max((one.overlapped - 1) / (one.overlapped_bound - 1) for one in outcomes),
+            "at most 1.000",
             "the bound leaves out the rows that host sequences add to the linear layers",
         ),
-        Claim(
-            figure="3.3",
-            says="steps for a token of a host sequence, less the layers",
-            paper="1",
-            ours=Spread.of(one.steps_per_token - one.layers for case, one in found.items() if case.processor is None),
-            form="{:.0f}",
-            at_least=1,
-            at_most=1,
-            assumption="CPUs that serve all of the cohort in a step; slower ones take two steps a layer, or more",
-        ),
-        *(
-            Claim(
-                figure="3.2",
-                says=f"{platform.name}, CPUs at 10 %: inequality 6 without prompts, NG / NC over its right side",
-                paper="above 1: rarely satisfied",
-                ours=Spread.of(
-                    one.speed_ratio / one.break_even
-                    for case, one in found.items()
-                    if (case.platform, case.processor) == (platform, PAPERS_SHARE)
-                ),
-                at_least=1.0,
-                assumption="Tgatt / Tlin: the less memory is left for keys, the less a second linear pass need give",
-            )
-            for platform in (A10, T4)
+        (
+            "3.3: steps for a token of a host sequence, less the layers",
+            "1",
+            Spread.of(one.steps_per_token - one.layers for case, one in found.items() if case.processor is None),
+            "1 to 1",
+            "CPUs that serve all of the cohort in a step; slower ones take two steps a layer, or more",
         ),
     ]
+    for platform in (A10, T4):
+        slow = [one for case, one in found.items() if (case.platform, case.processor) == (platform, PAPERS_SHARE)]
+        rows.append(
+            (
+                f"3.2: {platform.name}, CPUs at 10 %: inequality 6 without prompts, NG / NC over its right side",
+                "above 1: rarely satisfied",
+                Spread.of(one.speed_ratio / one.break_even for one in slow),
+                "at least 1.00",
+                "Tgatt / Tlin: the less memory is left for keys, the less a second linear pass need give",
+            )
+        )
+    return claims(None, rows)
 
 
 # -------------------------------------------------------------------------------------------------------- figure 1b
@@ -257,46 +243,28 @@ def _bound_claims(found: Mapping[DecodeCase, DecodeOutcome]) -> list[Claim]:
 
 def processor_speed(scale: Scale, run: Run) -> Finding:
     """Figure 1b: decode attention of one layer on the device and on the CPU, by batch size."""
-    claims, panels, rows = [], [], []
+    found: list[ClaimRow] = []
+    panels, rows = [], []
     for platform in (A10, T4):
         predictor = CostPredictor(platform.costs())
-        times = [
-            (
-                predictor.attention_seconds(batch * _CONTEXT_OF_FIGURE_1B),
-                predictor.host_attention_seconds(batch, batch * _CONTEXT_OF_FIGURE_1B),
-            )
-            for batch in _BATCHES
-        ]
+        device = [predictor.attention_seconds(batch * _CONTEXT_OF_FIGURE_1B) for batch in _BATCHES]
+        cpu = [predictor.host_attention_seconds(batch, batch * _CONTEXT_OF_FIGURE_1B) for batch in _BATCHES]
         rows += [
-            {"platform": platform.name, "batch": batch, "device_us": 1e6 * device, "cpu_us": 1e6 * cpu}
-            for batch, (device, cpu) in zip(_BATCHES, times, strict=True)
+            {"platform": platform.name, "batch": batch, "device_us": 1e6 * one, "cpu_us": 1e6 * other}
+            for batch, one, other in zip(_BATCHES, device, cpu, strict=True)
         ]
-        device, cpu = times[_BATCHES.index(4)]
-        claims.append(
-            Claim(
-                figure="1b",
-                says=f"attention at batch 4 and 1024 keys, CPU over device, {platform.name} (paper: V100, EPYC)",
-                paper=f"{_PAPERS_RATIO:.1f}x",
-                ours=Spread.of([cpu / device]),
-                form="{:.1f}x",
-                at_least=10.0,
-                assumption="60 % of the data sheet; the paper's 34 MB in 3.0 ms are 4 % of two EPYC 7251's 307 GB/s",
+        four = _BATCHES.index(4)
+        found.append(
+            (
+                f"attention at batch 4 and 1024 keys, CPU over device, {platform.name} (paper: V100, EPYC)",
+                f"{_PAPERS_RATIO:.1f}x",
+                cpu[four] / device[four],
+                "at least 10.0x",
+                "60 % of the data sheet; the paper's 34 MB in 3.0 ms are 4 % of two EPYC 7251's 307 GB/s",
             )
         )
-        batches = tuple(float(batch) for batch in _BATCHES)
-        curves = tuple(
-            Curve(label=label, xs=batches, ys=tuple(1e6 * pair[place] for pair in times))
-            for place, label in enumerate(("device", "CPU"))
-        )
-        panels.append(
-            Panel(
-                title=f"{platform.name}, {platform.model}",
-                x="batch size",
-                y="attention of one layer, us",
-                curves=curves,
-                log_x=True,
-                log_y=True,
-            )
-        )
-    chart = Chart(title="APEX, figure 1b: attention over 1024 keys on our platforms", panels=tuple(panels), columns=2)
-    return Finding(claims, chart, rows)
+        heights = {"device": [1e6 * one for one in device], "CPU": [1e6 * one for one in cpu]}
+        title, y = f"{platform.name}, {platform.model}", "attention of one layer, us"
+        panels.append(panel(title, "batch size", y, [*map(float, _BATCHES)], heights, log_x=True, log_y=True))
+    chart = Chart("APEX, figure 1b: attention over 1024 keys on our platforms", panels, columns=2)
+    return Finding(claims("1b", found), chart, rows)

@@ -6,6 +6,7 @@ fifth more than it can, and everything at once.
 
 from collections.abc import Mapping, Sequence
 from statistics import geometric_mean
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -18,56 +19,47 @@ from nanoserve.papers.apex.settings import (
     NEO,
     SYSTEMS,
     T4,
+    TOKEN_BUDGETS,
     HostCase,
     HostOutcome,
     Platform,
     mean_lengths,
-    ratio,
     throughput,
-    tuned,
 )
-from nanoserve.papers.apex.throughput import ALL_OUTPUTS, OUTPUTS, Backlogs, Setting, backlogs
-from nanoserve.papers.charts import Chart, Curve, Panel
-from nanoserve.papers.claims import Claim, Spread
-from nanoserve.papers.framework import Finding, Outcomes, Run, Scale
-from nanoserve.papers.tuning import over_seeds, spread, with_budget
+from nanoserve.papers.apex.throughput import ALL_OUTPUTS, OUTPUTS, HostBacklog, backlogs
+from nanoserve.papers.cases import Runs, over_seeds, tuned, with_budget
+from nanoserve.papers.charts import Chart, panel
+from nanoserve.papers.claims import Claim, ClaimRow, Spread, claims
+from nanoserve.papers.framework import Finding, Run, Scale
 
 BELOW, ABOVE = 0.5, 1.2
 """Rates of the fixed list, over what the device alone can serve."""
 _RATES = (0.5, 0.8, 1.0, 1.2)
 """Figure 6's."""
-_EQUAL = 0.02
 _LONGER = 2
 """Times as many requests at the full size."""
 
-Loads = Mapping[tuple[Setting, float | None, str], Sequence[HostCase]]
-"""By setting, load (None for all at once) and label of the system: one case for each seed."""
+Loads = Runs[tuple[HostBacklog, float | None, str], HostCase]
+"""By backlog, load (None for all at once) and label of the system: one case for each seed."""
 
 
 def fixed_list(scale: Scale, run: Run) -> Finding:
     """HybridByPrediction beside the four that it chooses among; and all of them where memory is no constraint."""
     outputs = scale.pick(OUTPUTS, ALL_OUTPUTS)
     lengths = [(A10, f"1000:{output}") for output in outputs] + [(T4, f"osc:{output}") for output in outputs]
-    settings = [_small_backlog(platform, name, scale) for platform, name in lengths]
-    cases = _loads(settings, (BELOW, ABOVE), scale, run)
-    outcomes = run(case for several in cases.values() for case in several)
-    rows = []
-    for (setting, load, label), several in cases.items():
-        mine = cases[setting, load, HYBRID.label]
-        rows.append(
-            {
-                "platform": setting.platform.name,
-                "lengths": setting.lengths,
-                "load": "all at once" if load is None else f"{load:.1f} of capacity",
-                "system": label,
-                "throughput": spread(several, outcomes, throughput).mean,
-                "ratio": ratio(mine, several, outcomes).mean,
-            }
-        )
-    others = [(row["ratio"], row) for row in rows if row["system"] != HYBRID.label]
-    ratios = [float(str(value)) for value, _ in others]
-    worst = min(others, key=lambda pair: float(str(pair[0])))[1]
-    return Finding([*_list_claims(ratios, worst), _equality(cases, outcomes)], None, rows, _COLUMNS)
+    runs = _loads([_small_backlog(platform, name, scale) for platform, name in lengths], (BELOW, ABOVE), scale, run)
+    rows = [
+        {
+            "platform": setting.platform.name,
+            "lengths": setting.lengths,
+            "load": "all at once" if load is None else f"{load:.1f} of capacity",
+            "system": label,
+            "throughput": runs.mean((setting, load, label), throughput),
+            "ratio": runs.ratio((setting, load, HYBRID.label), (setting, load, label), throughput).mean,
+        }
+        for setting, load, label in runs.jobs
+    ]
+    return Finding(_list_claims(rows, runs), None, rows, _COLUMNS)
 
 
 _COLUMNS = (
@@ -80,96 +72,88 @@ _COLUMNS = (
 )
 
 
-def _list_claims(ratios: Sequence[float], worst: Mapping[str, object]) -> list[Claim]:
+def _list_claims(rows: Sequence[Mapping[str, Any]], runs: Loads) -> list[Claim]:
+    ratios = [(row["ratio"], row) for row in rows if row["system"] != HYBRID.label]
+    least, worst = min(ratios, key=lambda pair: pair[0])
     where = f"{worst['platform']}, {worst['lengths']}, {worst['load']}, over {worst['system']}"
-    return [
-        Claim(
-            figure="list",
-            says=f"hybrid over the four others, worst of {len(ratios)} ({where})",
-            paper="ours",
-            ours=Spread.of([min(ratios)]),
-            form="{:.3f}x",
-            at_least=1 - _EQUAL,
-            assumption="prediction by the same costs that the simulator has: no error of a profile",
-        ),
-        Claim(
-            figure="list",
-            says="the same, geometric mean",
-            paper="ours",
-            ours=Spread.of([geometric_mean(ratios)]),
-            form="{:.3f}x",
-            at_least=1.0,
-            assumption="the list: how much of it is above what the device can serve",
-        ),
-    ]
-
-
-def _equality(cases: Loads, outcomes: Outcomes) -> Claim:
-    found = [
-        ratio(several, cases[setting, load, DEVICE.label], outcomes).mean
-        for (setting, load, _), several in cases.items()
+    below = [
+        runs.ratio((setting, load, label), (setting, load, DEVICE.label), throughput).mean
+        for setting, load, label in runs.jobs
         if load == BELOW
     ]
-    return Claim(
-        figure="3.4, rule 1",
-        says="below the device's capacity: throughput over the device alone, all systems and settings",
-        paper="equal",
-        ours=Spread(sum(found) / len(found), min(found), max(found)),
-        form="{:.3f}x",
-        at_least=1 - _EQUAL,
-        at_most=1 + _EQUAL,
-        assumption="half of what the device alone can serve",
-    )
+    found: list[ClaimRow] = [
+        (
+            f"list: hybrid over the four others, worst of {len(ratios)} ({where})",
+            "ours",
+            least,
+            "at least 0.980x",
+            "prediction by the same costs that the simulator has: no error of a profile",
+        ),
+        (
+            "list: the same, geometric mean",
+            "ours",
+            geometric_mean(ratio for ratio, _ in ratios),
+            "at least 1.000x",
+            "the list: how much of it is above what the device can serve",
+        ),
+        (
+            "3.4, rule 1: below the device's capacity: throughput over the device alone, all systems and settings",
+            "equal",
+            Spread.of(below),
+            "0.980x to 1.020x",
+            "half of what the device alone can serve",
+        ),
+    ]
+    return claims(None, found)
 
 
-def _small_backlog(platform: Platform, lengths: str, scale: Scale) -> Setting:
+def _small_backlog(platform: Platform, lengths: str, scale: Scale) -> HostBacklog:
     """Several times what the device holds, fewer where answers are long."""
     _, output = mean_lengths(lengths)
     few = (240, 120) if platform == A10 else (80, 40)
     number = few[0] if output < 300 else round(few[0] - (few[0] - few[1]) * min(1.0, (output - 300) / 700))
-    return Setting(platform, lengths, number * scale.pick(1, _LONGER))
+    return HostBacklog(platform, lengths, number * scale.pick(1, _LONGER))
 
 
-def _loads(settings: Sequence[Setting], rates: Sequence[float], scale: Scale, run: Run) -> Loads:
-    """Each setting's backlog, and the same requests with Poisson arrivals at shares of the device's capacity.
+def _loads(settings: Sequence[HostBacklog], rates: Sequence[float], scale: Scale, run: Run) -> Loads:
+    """Each backlog, and the same requests with Poisson arrivals at shares of the device's capacity.
 
     Every system is tuned with the first seed at the highest rate, and keeps that budget at the lower ones: there any
     budget serves all requests, and unlike budgets would show in latency as unlike policies.
     """
-    full: Backlogs = backlogs(settings, scale, run)
-    outcomes = run(case for several in full.values() for case in several)
-    wanted: dict[tuple[Setting, float | None, str], HostCase] = {}
-    for (setting, label), backlog in full.items():
-        device: HostOutcome = outcomes[full[setting, DEVICE.label][0]]
+    full = backlogs(settings, scale, run)
+    wanted: dict[tuple[HostBacklog, float | None, str], HostCase] = {}
+    for (setting, label), backlog in full.jobs.items():
+        capacity = full.outcomes((setting, DEVICE.label))[0].result.requests_per_second
         for rate in rates:
-            wanted[setting, rate, label] = replace(backlog[0], rate=rate * device.result.requests_per_second)
+            wanted[setting, rate, label] = replace(backlog[0], rate=rate * capacity)
     seeds = scale.seeds[: scale.pick(1, len(scale.seeds))]
-    pairs = list(full)
-    highest = tuned([wanted[setting, max(rates), label] for setting, label in pairs], run)
+    pairs = list(full.jobs)
+    highest = tuned([wanted[setting, max(rates), label] for setting, label in pairs], run, throughput, TOKEN_BUDGETS)
     budgets = {pair: case.system.token_budget for pair, case in zip(pairs, highest, strict=True)}
-    loads = {key: over_seeds(with_budget(case, budgets[key[0], key[2]]), seeds) for key, case in wanted.items()}
-    return loads | {(setting, None, label): backlog for (setting, label), backlog in full.items()}
+    jobs = {key: over_seeds(with_budget(case, budgets[key[0], key[2]]), seeds) for key, case in wanted.items()}
+    jobs |= {(setting, None, label): list(backlog) for (setting, label), backlog in full.jobs.items()}
+    return Runs(run, jobs)
 
 
 # --------------------------------------------------------------------------------------------------------- figure 6
 
+_LATENCIES = {T4: ("osc:200", "nearly half", "at most 0.75x"), A10: ("1000:200", "slightly below", "at most 1.00x")}
+"""By platform: lengths, the paper's word for APEX over NEO, and what is asked."""
+
 
 def latency(scale: Scale, run: Run) -> Finding:
     """Figure 6: latency per token, the whole latency of a request over its output tokens, against the rate."""
-    places = {
-        platform: _small_backlog(platform, name, scale) for platform, name in ((T4, "osc:200"), (A10, "1000:200"))
-    }
-    cases = _loads(list(places.values()), _RATES, scale, run)
-    outcomes = run(case for several in cases.values() for case in several)
-    panels = tuple(_latency_panel(setting, cases, outcomes) for setting in places.values())
+    places = [_small_backlog(platform, name, scale) for platform, (name, _, _) in _LATENCIES.items()]
+    runs = _loads(places, _RATES, scale, run)
     rows = [
         {
             "platform": setting.platform.name,
             "rate": load,
             "system": label,
-            "latency": 1e3 * spread(several, outcomes, _latency).mean,
+            "latency": 1e3 * runs.mean((setting, load, label), _latency),
         }
-        for (setting, load, label), several in cases.items()
+        for setting, load, label in runs.jobs
         if load is not None
     ]
     columns = (
@@ -178,46 +162,31 @@ def latency(scale: Scale, run: Run) -> Finding:
         Column("system", "system", justify="left"),
         Column("latency per token, ms", "latency", ",.0f"),
     )
-    claims = [_latency_claim(places[place], paper, most, cases, outcomes) for place, paper, most in _LATENCIES]
-    return Finding(claims, Chart(title="APEX, figure 6: latency per token", panels=panels, columns=2), rows, columns)
-
-
-_LATENCIES: tuple[tuple[Platform, str, float], ...] = ((T4, "nearly half", 0.75), (A10, "slightly below", 1.0))
-"""Platform, the paper's word for APEX over NEO, and the most that is asked for."""
-
-
-def _latency_claim(setting: Setting, paper: str, most: float, cases: Loads, outcomes: Outcomes) -> Claim:
-    ours = ratio(cases[setting, ABOVE, APEX.label], cases[setting, ABOVE, NEO.label], outcomes, _latency)
-    return Claim(
-        figure="6",
-        says=f"{setting.platform.name}: latency per token at {ABOVE:.1f} of the device's capacity, APEX over NEO",
-        paper=paper,
-        ours=ours,
-        form="{:.2f}x",
-        at_most=most,
-        assumption="who has more throughput has shorter queues; a host token by overlap takes layers + 1 steps",
-    )
+    found: list[ClaimRow] = [
+        (
+            f"{one.platform.name}: latency per token at {ABOVE:.1f} of the device's capacity, APEX over NEO",
+            _LATENCIES[one.platform][1],
+            runs.ratio((one, ABOVE, APEX.label), (one, ABOVE, NEO.label), _latency),
+            _LATENCIES[one.platform][2],
+            "who has more throughput has shorter queues; a host token by overlap takes layers + 1 steps",
+        )
+        for one in places
+    ]
+    panels = [
+        panel(
+            f"{one.platform.name}, {one.lengths}",
+            "request rate, 1/s",
+            "latency per token, ms",
+            [runs.jobs[one, rate, DEVICE.label][0].rate or 0.0 for rate in _RATES],
+            {
+                system.label: [1e3 * runs.mean((one, rate, system.label), _latency) for rate in _RATES]
+                for system in SYSTEMS
+            },
+        )
+        for one in places
+    ]
+    return Finding(claims("6", found), Chart("APEX, figure 6: latency per token", panels, columns=2), rows, columns)
 
 
 def _latency(outcome: HostOutcome) -> float:
     return outcome.latency_per_token
-
-
-def _latency_panel(setting: Setting, cases: Loads, outcomes: Outcomes) -> Panel:
-    curves = []
-    for system in SYSTEMS:
-        several = [cases[setting, rate, system.label] for rate in _RATES]
-        rates = tuple(case[0].rate or 0.0 for case in several)
-        curves.append(
-            Curve(
-                label=system.label,
-                xs=rates,
-                ys=tuple(1e3 * spread(mine, outcomes, _latency).mean for mine in several),
-            )
-        )
-    return Panel(
-        title=f"{setting.platform.name}, {setting.lengths}",
-        x="request rate, 1/s",
-        y="latency per token, ms",
-        curves=tuple(curves),
-    )

@@ -5,7 +5,7 @@ that of a closed batch, several times what the device's memory holds, over all o
 Poisson arrivals.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 
 import msgspec
@@ -13,34 +13,31 @@ import msgspec
 from nanoserve.costs import Efficiency, StepCosts, load_machine, load_shape
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.papers import tuning
 from nanoserve.papers.cases import BLOCK_SIZE, System, SystemCase
-from nanoserve.papers.claims import Spread
-from nanoserve.papers.framework import Outcomes, Run
+from nanoserve.record.metrics import CompletedRequest
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator import SimulationResult, Workload, burst, poisson_arrivals, simulate
 from nanoserve.simulator.length_tables import load_length_table
 from nanoserve.simulator.lengths import lognormal_lengths
-from nanoserve.simulator.meters import CompletedRequest
 
 DEVICE = System(label="device only", policy="sarathi", parameters=(("admission_reserve", False),))
 """vLLM and SwiftLLM: Sarathi-Serve's policy on the same runtime, without host memory and nanoserve's own reserve."""
 NEO = System(label="NEO", policy="neo")
 OVERLAP = System(label="overlap", policy="overlap")
 APEX = System(label="APEX", policy="apex", parameters=(("minimum_ratio", 0.0),))
-"""Algorithm 1. Nothing has to be amortised here: the simulated CPU thread costs nothing to begin."""
+"""Algorithm 1. Nothing has to be amortised here: starting the simulated CPU thread costs nothing."""
 APEX_8 = System(label="APEX, from 8x", policy="apex")
 """The same with section 4.2's threshold: eight times as many host sequences as device decodes."""
 HYBRID = System(label="hybrid (ours)", policy="hybrid")
 SYSTEMS = (DEVICE, NEO, OVERLAP, APEX, HYBRID)
 
 PAPERS_SHARE = 0.1
-"""Of the CPUs' data sheet: there they attend a tenth as fast as the device, "less than 10 %" in section 2.4."""
+"""Share of the CPUs' data sheet at which they attend a tenth as fast as the device: "less than 10 %" in section 2.4."""
 NEO_KERNEL = System(label="NEO, its kernel", policy="neo")
 """With half of the others' share: in large batches APEX's kernel is "up to twice" as fast as NEO's (section 4.1)."""
 
 TOKEN_BUDGETS = (256, 1024)
-"""Of a step: what every system is tuned over, in every setting anew."""
+"""Tokens of a step: every system is tuned over these, in every backlog again."""
 
 _LOGNORMAL = {"livebench": (600.0, 400.0, 0.8, 0.7), "dolphin-r1": (200.0, 1000.0, 0.6, 0.5)}
 """Assumed, for the paper does not say: mean input and output tokens, and sigmas. Instructions with medium answers, and
@@ -66,7 +63,7 @@ T4 = Platform("T4", "llama-2-7b", "apex-t4")
 
 
 class HostCase(SystemCase, frozen=True, kw_only=True):
-    """A system on a platform, and the requests that come; a Job."""
+    """A system on a platform, and the requests that arrive."""
 
     platform: Platform
     lengths: str
@@ -74,7 +71,7 @@ class HostCase(SystemCase, frozen=True, kw_only=True):
     requests: int
     """How many."""
     rate: float | None = None
-    """Of Poisson arrivals, per second; None means all at once."""
+    """Requests per second, Poisson arrivals; None means all at once."""
     processor: float | None = None
     """Share of the CPU's data sheet that its attention reaches; None is the default."""
 
@@ -84,7 +81,7 @@ class HostCase(SystemCase, frozen=True, kw_only=True):
         return f"{self.system.label}, {self.platform.name}, {self.lengths}, {rate}"
 
     def shapes(self) -> Iterator[RequestShape]:
-        """The requests' lengths, equal for all budgets; who is longer than the device's memory holds is left out."""
+        """The requests' lengths, equal for all budgets; requests that the device's memory cannot hold are left out."""
         room = self.platform.costs().memory.kv_blocks(BLOCK_SIZE, max(TOKEN_BUDGETS)) * BLOCK_SIZE
         return (shape for shape in draw_lengths(self.lengths, self.seed) if shape.total_tokens <= room)
 
@@ -162,24 +159,6 @@ def mean_lengths(name: str) -> tuple[float, float]:
     return inputs, outputs
 
 
-# ------------------------------------------------------------------------------------------------------- many of them
-
-
 def throughput(outcome: HostOutcome) -> float:
     """Prompt and output tokens per second, over all of the time."""
     return outcome.result.tokens_per_second
-
-
-def tuned(cases: Sequence[HostCase], run: Run, budgets: Sequence[int] = TOKEN_BUDGETS) -> list[HostCase]:
-    """Each case with the token budget that gives most throughput, the first of equals: the same search for all."""
-    return tuning.tuned(cases, run, throughput, budgets)
-
-
-def ratio(
-    above: Iterable[HostCase],
-    below: Iterable[HostCase],
-    outcomes: Outcomes,
-    figure: Callable[[HostOutcome], float] = throughput,
-) -> Spread:
-    """One figure, throughput unless told, of the first cases over that of the second ones: of equal seeds."""
-    return tuning.ratio(above, below, outcomes, figure)

@@ -1,12 +1,13 @@
-"""APEX, sections 5.2 and 5.4: throughput in a backlog (figures 5 and 7)."""
+"""APEX, sections 5.2 and 5.4: throughput in a backlog (figures 5 and 7), and what the order of systems depends on."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from nanoserve.benchmarks.tables import Column
 from nanoserve.papers.apex.settings import (
     A10,
     APEX,
+    APEX_8,
     DEVICE,
     HYBRID,
     NEO,
@@ -17,21 +18,18 @@ from nanoserve.papers.apex.settings import (
     T4,
     TOKEN_BUDGETS,
     HostCase,
-    HostOutcome,
     Platform,
-    ratio,
     throughput,
-    tuned,
 )
-from nanoserve.papers.cases import System
-from nanoserve.papers.charts import Chart, Curve, Panel
-from nanoserve.papers.claims import Claim, Spread
-from nanoserve.papers.framework import Finding, Outcomes, Run, Scale
-from nanoserve.papers.tuning import over_seeds, spread
+from nanoserve.papers.cases import Runs, System, over_seeds, tuned
+from nanoserve.papers.charts import Chart, Panel, panel
+from nanoserve.papers.claims import ClaimRow, Spread, claims
+from nanoserve.papers.framework import Finding, Run, Scale
 
 OUTPUTS = (50, 200, 500, 1000)
 ALL_OUTPUTS = (50, 100, 200, 300, 500, 700, 1000)
-_WORKLOADS = ("livebench", "azure-conv", "dolphin-r1")
+_WORKLOADS = {"livebench": (1.22, 1.06), "azure-conv": (1.11, 1.13), "dolphin-r1": (1.20, 1.16)}
+"""Figure 5b: gains of APEX over the device alone and over NEO."""
 _ABSOLUTE, _RELATIVE = "tokens/s", "throughput over the device alone"
 _COMPARED = (DEVICE, NEO, NEO_KERNEL, OVERLAP, APEX, HYBRID)
 
@@ -44,7 +42,7 @@ _SIZE = "a device without host memory preempts and computes again; every system 
 
 
 @dataclass(frozen=True)
-class Setting:
+class HostBacklog:
     """A platform and the requests that come to it at once."""
 
     platform: Platform
@@ -77,147 +75,132 @@ class Setting:
         return self.processor / 2 if system is NEO_KERNEL else self.processor
 
 
-Backlogs = Mapping[tuple[Setting, str], Sequence[HostCase]]
-"""By setting and label of the system: one case for each seed, with the system's best token budget."""
+Backlogs = Runs[tuple[HostBacklog, str], HostCase]
+"""By backlog and label of the system: one case for each seed, with the system's best token budget."""
 
 
-def large_backlog(platform: Platform, lengths: str, scale: Scale) -> Setting:
+def large_backlog(platform: Platform, lengths: str, scale: Scale) -> HostBacklog:
     """Where the CPUs are as slow as in the paper: 30 times what an A10 holds, or 100 times what a T4 does."""
     requests = scale.pick(1000, 3000) if platform == A10 else scale.pick(300, 1000)
-    return Setting(platform, lengths, requests, PAPERS_SHARE, _COMPARED)
+    return HostBacklog(platform, lengths, requests, PAPERS_SHARE, _COMPARED)
 
 
-def figure_7_settings(scale: Scale) -> list[Setting]:
+def figure_7_settings(scale: Scale) -> list[HostBacklog]:
     """A10, mean input 1000."""
     return [large_backlog(A10, f"1000:{output}", scale) for output in scale.pick(OUTPUTS, ALL_OUTPUTS)]
 
 
-def osc_settings(scale: Scale) -> list[Setting]:
+def osc_settings(scale: Scale) -> list[HostBacklog]:
     """T4, the lengths of OSC with outputs of another mean."""
     return [large_backlog(T4, f"osc:{output}", scale) for output in scale.pick(OUTPUTS[:3], ALL_OUTPUTS)]
 
 
-def large_backlogs(settings: Sequence[Setting], scale: Scale, run: Run) -> Backlogs:
-    """Of one seed; at the reduced size with the smaller budget, the better one where CPUs are slow."""
-    return backlogs(settings, scale.first_seed, run, scale.pick(TOKEN_BUDGETS[:1], TOKEN_BUDGETS))
-
-
-def backlogs(settings: Sequence[Setting], scale: Scale, run: Run, budgets: Sequence[int] = TOKEN_BUDGETS) -> Backlogs:
-    """Every system in every setting, tuned with the first seed, then run with all."""
-    found = tuned([case for setting in settings for case in setting.cases(scale)], run, budgets)
-    pairs = [(setting, system.label) for setting in settings for system in setting.systems]
-    return {pair: over_seeds(case, scale.seeds) for pair, case in zip(pairs, found, strict=True)}
+def backlogs(
+    settings: Sequence[HostBacklog], scale: Scale, run: Run, budgets: Sequence[int] = TOKEN_BUDGETS
+) -> Backlogs:
+    """Every system in every backlog, tuned with the first seed, then run with all."""
+    cases = [case for one in settings for case in one.cases(scale)]
+    pairs = [(one, system.label) for one in settings for system in one.systems]
+    found = zip(pairs, tuned(cases, run, throughput, budgets), strict=True)
+    return Runs(run, {pair: over_seeds(case, scale.seeds) for pair, case in found})
 
 
 # ------------------------------------------------------------------------------------------------------ figures 5, 7
 
 
+def _large_backlogs(settings: Sequence[HostBacklog], scale: Scale, run: Run) -> Backlogs:
+    """One seed; at the reduced size with the smaller budget, the better one where CPUs are slow."""
+    return backlogs(settings, scale.first_seed, run, scale.pick(TOKEN_BUDGETS[:1], TOKEN_BUDGETS))
+
+
 def throughput_figure(scale: Scale, run: Run) -> Finding:
     """Figure 5: (a) T4 with OSC's inputs and outputs of varied length, (b) A10 with three workloads."""
     on_t4, on_a10 = osc_settings(scale), [large_backlog(A10, name, scale) for name in _WORKLOADS]
-    cases = large_backlogs([*on_t4, *on_a10], scale, run)
-    outcomes = run(case for several in cases.values() for case in several)
-    panels = (
-        _over_outputs("(a) T4, LLaMA-2-7B, OSC", on_t4, cases, outcomes, _ABSOLUTE),
-        _over_workloads(on_a10, cases, outcomes),
-    )
-    chart = Chart(title="APEX, figure 5: throughput in a backlog", panels=panels, columns=1)
-    claims = [*_t4_claims(on_t4, cases, outcomes), *_a10_claims(on_a10, cases, outcomes)]
-    return Finding(claims, chart, _rows(cases, outcomes), _COLUMNS)
-
-
-def output_lengths(scale: Scale, run: Run) -> Finding:
-    """Figure 7: A10, mean input 1000, outputs from 50 to 1000; throughput over the device-only one."""
-    settings = figure_7_settings(scale)
-    cases = large_backlogs(settings, scale, run)
-    outcomes = run(case for several in cases.values() for case in several)
-    panel = _over_outputs("A10, LLaMA-3.1-8B, mean input 1000", settings, cases, outcomes, _RELATIVE)
-    chart = Chart(title="APEX, figure 7: throughput by output length", panels=(panel,))
-
-    def over_neo(output: int, paper: str, least: float, neo: System, assumption: str) -> Claim:
-        ours = _at(output, APEX, neo, settings, cases, outcomes)
-        return _claim("7", f"outputs of {output}: APEX over {neo.label}", paper, ours, least, assumption)
-
-    claims = [
-        over_neo(output, paper, least, neo, assumption)
-        for output, paper, least in (
-            (50, "1.05x", 1.02),
-            (200, "1.05x", 1.02),
-            (500, "1.31x", 1.15),
-            (1000, "1.37x", 1.18),
-        )
-        for neo, assumption in ((NEO, _RAMP), (NEO_KERNEL, _KERNEL))
+    runs = _large_backlogs([*on_t4, *on_a10], scale, run)
+    heights = {one.label: [runs.spread((place, one.label), throughput) for place in on_a10] for one in _COMPARED}
+    panels = [
+        _over_outputs("(a) T4, LLaMA-2-7B, OSC", on_t4, runs, relative=False),
+        panel("(b) A10, LLaMA-3.1-8B", "workload", _ABSOLUTE, [*_WORKLOADS], heights, kind="bar"),
     ]
-    claims += [
-        _claim("7", f"outputs of 1000: overlap over {other.label}", paper, ours, least, _RAMP)
-        for other, paper, least in ((NEO, "1.37x", 1.1), (DEVICE, "up to 1.89x", 1.2))
-        for ours in [_at(1000, OVERLAP, other, settings, cases, outcomes)]
-    ]
-    against_device = _at(1000, APEX, DEVICE, settings, cases, outcomes)
-    claims.append(
-        _claim("7", "outputs of 1000: APEX over the device alone", "up to 1.89x", against_device, 1.45, _SIZE)
-    )
-    claims.append(
-        _claim(
-            "7",
-            "gain over the device alone grows with outputs: hybrid, outputs of 1000 over 50",
-            "grows, then levels off",
-            _at(1000, HYBRID, DEVICE, settings, cases, outcomes),
-            _at(50, HYBRID, DEVICE, settings, cases, outcomes).high,
-            "the share of time in decodes, and what memory they take",
-        )
-    )
-    return Finding(claims, chart, _rows(cases, outcomes), _COLUMNS)
+    chart = Chart("APEX, figure 5: throughput in a backlog", panels, columns=1)
+    found = [*claims("5a", _t4_claims(on_t4, runs)), *claims("5b", _a10_claims(on_a10, runs))]
+    return Finding(found, chart, _rows(runs), _COLUMNS)
 
 
-def _t4_claims(settings: Sequence[Setting], cases: Backlogs, outcomes: Outcomes) -> list[Claim]:
-    def best(label: str) -> tuple[Setting, Spread]:
-        found = {one: ratio(cases[one, APEX.label], cases[one, label], outcomes) for one in settings}
-        return max(found.items(), key=lambda pair: pair[1].mean)
+def _over(above: System, below: System, setting: HostBacklog, runs: Backlogs) -> Spread:
+    """One system's throughput over another's."""
+    return runs.ratio((setting, above.label), (setting, below.label), throughput)
 
-    claims = []
-    for other, paper, least, assumption in (
-        (DEVICE, "1.96x", 1.48, _SIZE),
-        (NEO, _UP_TO, 1.25, _PRINTED),
-        (NEO_KERNEL, _UP_TO, 1.25, _KERNEL),
+
+def _t4_claims(settings: Sequence[HostBacklog], runs: Backlogs) -> list[ClaimRow]:
+    rows: list[ClaimRow] = []
+    for other, paper, asked, assumption in (
+        (DEVICE, "1.96x", "at least 1.48x", _SIZE),
+        (NEO, _UP_TO, "at least 1.25x", _PRINTED),
+        (NEO_KERNEL, _UP_TO, "at least 1.25x", _KERNEL),
     ):
-        setting, ours = best(other.label)
-        says = f"APEX over {other.label}, at most ({setting.lengths})"
-        claims.append(_claim("5a", says, paper, ours, least, assumption))
-    return claims
+        gains = {one: _over(APEX, other, one, runs) for one in settings}
+        best = max(settings, key=lambda one: gains[one].mean)
+        says = f"APEX over {other.label}, at most ({best.lengths})"
+        rows.append((says, paper, gains[best], asked, assumption))
+    return rows
 
 
-def _a10_claims(settings: Sequence[Setting], cases: Backlogs, outcomes: Outcomes) -> list[Claim]:
-    claims = []
-    papers = {"livebench": (1.22, 1.06), "azure-conv": (1.11, 1.13), "dolphin-r1": (1.20, 1.16)}
-    for setting in settings:
-        name = setting.lengths
-        over_device, over_neo = papers[name]
+def _a10_claims(settings: Sequence[HostBacklog], runs: Backlogs) -> list[ClaimRow]:
+    rows: list[ClaimRow] = []
+    for one in settings:
+        over_device, over_neo = _WORKLOADS[one.lengths]
         for other, paper, assumption in (
             (DEVICE, over_device, _SIZE),
             (NEO, over_neo, _RAMP),
             (NEO_KERNEL, over_neo, _KERNEL),
         ):
-            ours = ratio(cases[setting, APEX.label], cases[setting, other.label], outcomes)
-            least = 1 + (paper - 1) / 2
-            claims.append(_claim("5b", f"{name}: APEX over {other.label}", f"{paper:.2f}x", ours, least, assumption))
-        ours = ratio(cases[setting, HYBRID.label], cases[setting, DEVICE.label], outcomes)
-        claims.append(_claim("5b", f"{name}: hybrid over {DEVICE.label}", "ours", ours, 0.98, _NOT_IN_LIST))
-    return claims
+            says, asked = f"{one.lengths}: APEX over {other.label}", ("{:.2f}x", 1 + (paper - 1) / 2, None)
+            rows.append((says, f"{paper:.2f}x", _over(APEX, other, one, runs), asked, assumption))
+        says, ours = f"{one.lengths}: hybrid over {DEVICE.label}", _over(HYBRID, DEVICE, one, runs)
+        rows.append((says, "ours", ours, "at least 0.98x", _NOT_IN_LIST))
+    return rows
 
 
-def _claim(figure: str, says: str, paper: str, ours: Spread, least: float, assumption: str) -> Claim:
-    return Claim(
-        figure=figure, says=says, paper=paper, ours=ours, form="{:.2f}x", at_least=least, assumption=assumption
+def output_lengths(scale: Scale, run: Run) -> Finding:
+    """Figure 7: A10, mean input 1000, outputs from 50 to 1000; throughput over the device-only one."""
+    settings = figure_7_settings(scale)
+    runs = _large_backlogs(settings, scale, run)
+    by_output = {int(one.lengths.partition(":")[2]): one for one in settings}
+
+    def over(output: int, above: System, below: System) -> Spread:
+        return _over(above, below, by_output[output], runs)
+
+    rows: list[ClaimRow] = [
+        (f"outputs of {output}: APEX over {neo.label}", paper, over(output, APEX, neo), asked, assumption)
+        for output, paper, asked in (
+            (50, "1.05x", "at least 1.02x"),
+            (200, "1.05x", "at least 1.02x"),
+            (500, "1.31x", "at least 1.15x"),
+            (1000, "1.37x", "at least 1.18x"),
+        )
+        for neo, assumption in ((NEO, _RAMP), (NEO_KERNEL, _KERNEL))
+    ]
+    rows += [
+        (f"outputs of 1000: {one.label} over {below}", paper, over(1000, one, other), asked, assumption)
+        for one, other, below, paper, asked, assumption in (
+            (OVERLAP, NEO, NEO.label, "1.37x", "at least 1.10x", _RAMP),
+            (OVERLAP, DEVICE, DEVICE.label, "up to 1.89x", "at least 1.20x", _RAMP),
+            (APEX, DEVICE, "the device alone", "up to 1.89x", "at least 1.45x", _SIZE),
+        )
+    ]
+    rows.append(
+        (
+            "gain over the device alone grows with outputs: hybrid, outputs of 1000 over 50",
+            "grows, then levels off",
+            over(1000, HYBRID, DEVICE),
+            ("{:.2f}x", over(50, HYBRID, DEVICE).high, None),
+            "the share of time in decodes, and what memory they take",
+        )
     )
-
-
-def _at(
-    output: int, above: System, below: System, settings: Sequence[Setting], cases: Backlogs, outcomes: Outcomes
-) -> Spread:
-    """One system's throughput over another's where outputs have that mean."""
-    (setting,) = (one for one in settings if one.lengths == f"1000:{output}")
-    return ratio(cases[setting, above.label], cases[setting, below.label], outcomes)
+    curves = _over_outputs("A10, LLaMA-3.1-8B, mean input 1000", settings, runs, relative=True)
+    chart = Chart("APEX, figure 7: throughput by output length", [curves])
+    return Finding(claims("7", rows), chart, _rows(runs), _COLUMNS)
 
 
 _COLUMNS = (
@@ -234,19 +217,18 @@ _COLUMNS = (
 )
 
 
-def _rows(cases: Backlogs, outcomes: Outcomes) -> list[dict[str, object]]:
+def _rows(runs: Backlogs) -> list[dict[str, object]]:
     rows = []
-    for (setting, label), several in cases.items():
-        first: HostOutcome = outcomes[several[0]]
-        result = first.result
+    for (setting, label), several in runs.jobs.items():
+        result = runs.outcomes((setting, label))[0].result
         rows.append(
             {
                 "platform": setting.platform.name,
                 "lengths": setting.lengths,
                 "system": label,
                 "budget": several[0].system.token_budget,
-                "throughput": spread(several, outcomes, throughput).mean,
-                "over_device": ratio(several, cases[setting, DEVICE.label], outcomes).mean,
+                "throughput": runs.mean((setting, label), throughput),
+                "over_device": runs.ratio((setting, label), (setting, DEVICE.label), throughput).mean,
                 "host_share": 100 * result.host_tokens / result.output_tokens,
                 "processor": 100 * result.processor_share,
                 "preemptions": result.preemptions,
@@ -257,39 +239,96 @@ def _rows(cases: Backlogs, outcomes: Outcomes) -> list[dict[str, object]]:
     return rows
 
 
-def _over_outputs(title: str, settings: Sequence[Setting], cases: Backlogs, outcomes: Outcomes, y: str) -> Panel:
-    """Throughput against the mean output; over that of the device alone unless ``y`` counts tokens."""
-    curves = []
-    for system in _COMPARED:
-        several = [cases[setting, system.label] for setting in settings]
-        if y == _RELATIVE:
-            bases = [cases[setting, DEVICE.label] for setting in settings]
-            spreads = [ratio(mine, base, outcomes) for mine, base in zip(several, bases, strict=True)]
-        else:
-            spreads = [spread(mine, outcomes, throughput) for mine in several]
-        curves.append(
-            Curve(
-                label=system.label,
-                xs=tuple(float(setting.lengths.partition(":")[2]) for setting in settings),
-                ys=tuple(one.mean for one in spreads),
-                lows=tuple(one.low for one in spreads),
-                highs=tuple(one.high for one in spreads),
-            )
-        )
-    return Panel(title=title, x="mean output, tokens", y=y, curves=tuple(curves))
+def _over_outputs(title: str, settings: Sequence[HostBacklog], runs: Backlogs, *, relative: bool) -> Panel:
+    """Throughput against the mean output, or its ratio to that of the device alone."""
+    heights = {
+        system.label: [
+            _over(system, DEVICE, one, runs) if relative else runs.spread((one, system.label), throughput)
+            for one in settings
+        ]
+        for system in _COMPARED
+    }
+    outputs = [float(one.lengths.partition(":")[2]) for one in settings]
+    return panel(title, "mean output, tokens", _RELATIVE if relative else _ABSOLUTE, outputs, heights)
 
 
-def _over_workloads(settings: Sequence[Setting], cases: Backlogs, outcomes: Outcomes) -> Panel:
-    curves = []
-    for system in _COMPARED:
-        spreads = [spread(cases[setting, system.label], outcomes, throughput) for setting in settings]
-        curves.append(
-            Curve(
-                label=system.label,
-                xs=_WORKLOADS,
-                ys=tuple(one.mean for one in spreads),
-                lows=tuple(one.low for one in spreads),
-                highs=tuple(one.high for one in spreads),
-            )
+# ------------------------------------------------------------------------------- what the order of systems depends on
+
+_SHARES = (0.05, PAPERS_SHARE, 0.2, 0.6)
+_OVER_SHARES = (NEO, OVERLAP, APEX, APEX_8, HYBRID)
+_PLACES = ((A10, "1000:300"), (T4, "osc:200"))
+_BOUND = "how many sequences the host has, and Tgatt / Tlin: see figure bounds for what there is to gain"
+
+
+def processors(scale: Scale, run: Run) -> Finding:
+    """No figure of the paper: throughput by the share of the CPUs' data sheet that attention reaches."""
+    settings = [
+        replace(large_backlog(platform, lengths, scale), processor=share, systems=(DEVICE, *_OVER_SHARES))
+        for platform, lengths in _PLACES
+        for share in _SHARES
+    ]
+    runs = backlogs(settings, scale.first_seed, run)
+    rows = [
+        {
+            "platform": setting.platform.name,
+            "system": label,
+            "share": setting.processor,
+            "budget": several[0].system.token_budget,
+            "throughput": runs.mean((setting, label), throughput),
+            "over_device": runs.ratio((setting, label), (setting, DEVICE.label), throughput).mean,
+            "over_neo": runs.ratio((setting, label), (setting, NEO.label), throughput).mean,
+            "processor": 100 * runs.outcomes((setting, label))[0].result.processor_share,
+        }
+        for (setting, label), several in runs.jobs.items()
+    ]
+    columns = (
+        Column("platform", "platform"),
+        Column("system", "system", justify="left"),
+        Column("CPU share", "share", ".2f"),
+        Column("budget", "budget", ",d"),
+        Column("tok/s", "throughput", ",.0f"),
+        Column("over device only", "over_device", ".2f"),
+        Column("over NEO", "over_neo", ".2f"),
+        Column("CPU busy, %", "processor", ".0f"),
+    )
+    panels = [
+        panel(
+            f"{platform.name}, {platform.model}, {lengths}",
+            "share of the CPUs' data sheet, %",
+            _RELATIVE,
+            [100 * share for share in _SHARES],
+            {
+                system.label: [_over(system, DEVICE, one, runs).mean for one in settings if one.platform == platform]
+                for system in _OVER_SHARES
+            },
+            log_x=True,
+            log_y=True,
+            marks=(1.0,),
         )
-    return Panel(title="(b) A10, LLaMA-3.1-8B", x="workload", y=_ABSOLUTE, curves=tuple(curves), kind="bar")
+        for platform, lengths in _PLACES
+    ]
+    chart = Chart("How fast the CPUs attend", panels, columns=2)
+    return Finding(claims("cpu", _processor_claims(settings, runs)), chart, rows, columns)
+
+
+def _processor_claims(settings: Sequence[HostBacklog], runs: Backlogs) -> list[ClaimRow]:
+    """Where the CPUs are a tenth as fast as the device; and beside NEO with its own kernel, half as fast."""
+    places = {(one.platform, one.processor): one for one in settings}
+    rows: list[ClaimRow] = []
+    for platform, over_neo, over_device in (
+        (A10, "1.05x to 1.37x", "1.11x to 1.89x"),
+        (T4, "up to 1.71x", "1.84x to 1.96x"),
+    ):
+        for system, other, paper, asked in (
+            (OVERLAP, NEO, over_neo, "at least 1.10x"),
+            (APEX, NEO, over_neo, "at least 1.10x"),
+            (HYBRID, NEO, over_neo, "at least 1.10x"),
+            (APEX, NEO_KERNEL, over_neo, "at least 1.10x"),
+            (OVERLAP, DEVICE, over_device, "at least 1.20x"),
+            (HYBRID, DEVICE, over_device, "at least 1.20x"),
+        ):
+            share, label = (PAPERS_SHARE / 2, NEO.label) if other is NEO_KERNEL else (PAPERS_SHARE, other.label)
+            above, below = (places[platform, PAPERS_SHARE], system.label), (places[platform, share], label)
+            says = f"{platform.name}, CPUs a tenth as fast as the device: {system.label} over {other.label}"
+            rows.append((says, paper, runs.ratio(above, below, throughput), asked, _BOUND))
+    return rows

@@ -1,16 +1,16 @@
 """gLLM's evaluation (section 4), simulated: Token Throttling beside the systems that the paper compares with.
 
-Read systems.py (who takes part, and in which settings), balance.py (why: uneven micro-batches), serving.py (latency and
-throughput), objectives.py, scaling.py, and ablation.py (what each part and each parameter does). The policy itself is
-scheduler/policies/token_throttling.py, the runtime's share of it simulator/pipeline.py.
+Read systems.py (the systems and settings), balance.py (why: uneven micro-batches), serving.py (latency, throughput and
+SLO attainment), scaling.py, ablation.py (what each part and each parameter does) and code_size.py (table 1).
+The policy itself is scheduler/policies/token_throttling.py, the runtime's share of it simulator/pipeline.py.
 """
 
 from nanoserve.papers.framework import Paper, PaperFigure
 from nanoserve.papers.gllm.ablation import ablation, sensitivity
 from nanoserve.papers.gllm.balance import caps, lengths, token_counts, utilization
-from nanoserve.papers.gllm.objectives import slo_attainment
+from nanoserve.papers.gllm.code_size import lines_of_code
 from nanoserve.papers.gllm.scaling import scaling
-from nanoserve.papers.gllm.serving import cross_node, intra_node
+from nanoserve.papers.gllm.serving import cross_node, intra_node, slo_attainment
 
 PAPER = Paper(
     title="gLLM: global balanced pipeline parallelism with Token Throttling",
@@ -29,5 +29,6 @@ PAPER = Paper(
         PaperFigure(number="14", title="SLO attainment across nodes", make=slo_attainment),
         PaperFigure(number="15", title="ablation", make=ablation),
         PaperFigure(number="16", title="sensitivity to the parameters", make=sensitivity),
+        PaperFigure(number="table1", title="lines of code", make=lines_of_code),
     ),
 )

@@ -1,11 +1,15 @@
 """gLLM, sections 1 and 2.4: uneven micro-batches and bubbles (figures 1, 4), and the cap that hides them."""
 
+from collections.abc import Sequence
+from itertools import islice
 from statistics import mean, pstdev
 
+from msgspec.structs import replace
+
 from nanoserve.benchmarks.tables import Column
-from nanoserve.papers.cases import Case, Outcome
-from nanoserve.papers.charts import Chart, Curve, Panel
-from nanoserve.papers.claims import Claim, Spread
+from nanoserve.papers.cases import PipelineOutcome, Runs
+from nanoserve.papers.charts import Chart, ChartCurve, Panel, panel
+from nanoserve.papers.claims import Spread, claims
 from nanoserve.papers.framework import Finding, Run, Scale
 from nanoserve.papers.gllm.systems import (
     AZURE,
@@ -19,7 +23,6 @@ from nanoserve.papers.gllm.systems import (
     throughput,
 )
 from nanoserve.papers.observers import StepSample
-from nanoserve.papers.tuning import ratio, spread
 from nanoserve.simulator.named_lengths import named_lengths
 
 _CAPS = (256, 1024, 4096)
@@ -27,66 +30,56 @@ _CAPS = (256, 1024, 4096)
 
 def token_counts(scale: Scale, run: Run) -> Finding:
     """Figure 1: tokens of consecutive micro-batches, under Sarathi-Serve's budget of 2048 and under throttling."""
-    throttled, coupled = deep_backlog(scale, GLLM), deep_backlog(scale, WITH_CK)
-    outcomes = run(throttled + coupled)
-    variation = ratio(coupled, throttled, outcomes, lambda one: one.steady.variation)
-    below = Spread.of(
-        bubbles(outcomes[mine]) - bubbles(outcomes[theirs]) for mine, theirs in zip(coupled, throttled, strict=True)
+    runs = Runs(run, {system.label: deep_backlog(scale, system) for system in (GLLM, WITH_CK)})
+    few, severe = runs.values(GLLM.label, bubbles), runs.values(WITH_CK.label, bubbles)
+    found = claims(
+        None,
+        [
+            (
+                "1: tokens of a micro-batch vary more (deviation over mean), Sarathi-Serve over throttling",
+                "substantially",
+                runs.ratio(WITH_CK.label, GLLM.label, lambda one: one.steady.variation),
+                "at least 2.0x",
+                "memory full of running answers: prompts can enter only in gusts",
+            ),
+            (
+                "1, 4: bubbles of Token Throttling",
+                "few",
+                Spread.of(few),
+                "at most 12.0 %",
+                "stages prepare inputs beside computing (section 3.3)",
+            ),
+            (
+                "1, 4: bubbles of Sarathi-Serve in the same runtime, above those",
+                "severe",
+                Spread.of(theirs - mine for mine, theirs in zip(few, severe, strict=True)),
+                "at least 20.0 points",
+                "a deep backlog and a budget of 2048: with 512 there are none (figure 10)",
+            ),
+        ],
     )
-    claims = [
-        Claim(
-            figure="1",
-            says="tokens of a micro-batch vary more (deviation over mean), Sarathi-Serve over throttling",
-            paper="substantially",
-            ours=variation,
-            form="{:.1f}x",
-            at_least=2,
-            assumption="memory full of running answers: prompts can enter only in gusts",
-        ),
-        Claim(
-            figure="1, 4",
-            says="bubbles of Token Throttling",
-            paper="few",
-            ours=spread(throttled, outcomes, bubbles),
-            form="{:.1f} %",
-            at_most=12,
-            assumption="stages prepare inputs beside computing (section 3.3)",
-        ),
-        Claim(
-            figure="1, 4",
-            says="bubbles of Sarathi-Serve in the same runtime, above those",
-            paper="severe",
-            ours=below,
-            form="{:.1f} points",
-            at_least=20,
-            assumption="a deep backlog and a budget of 2048: with 512 there are none (figure 10)",
-        ),
-    ]
-    rows = [
-        {"system": system, **_balance(outcomes[cases[0]])}
-        for system, cases in (("gLLM w/ CK", coupled), ("gLLM", throttled))
-    ]
+    firsts = {label: runs.outcomes(label)[0] for label in (WITH_CK.label, GLLM.label)}
     panels = [
-        _counts(name, outcomes[cases[0]].log) for name, cases in (("Sarathi-Serve", coupled), ("gLLM", throttled))
+        _batched_tokens(title, "iteration", range(len(one.log)), one.log, marks=(2048.0,))
+        for title, one in zip(("Sarathi-Serve", "gLLM"), firsts.values(), strict=True)
     ]
-    chart = Chart(
-        title="gLLM, figure 1: scheduled tokens of each micro-batch (dotted: the budget)",
-        panels=tuple(panels),
-        columns=2,
+    return Finding(
+        found,
+        Chart("gLLM, figure 1: scheduled tokens of each micro-batch (dotted: the budget)", panels, columns=2),
+        [{"system": label, **_balance(one)} for label, one in firsts.items()],
+        [
+            Column("system, first seed", "system"),
+            Column("tokens of a step", "tokens", ",.0f"),
+            Column("of prompts", "prefill", ",.0f"),
+            Column("decodes", "decodes", ",.0f"),
+            Column("variation", "variation", ".2f"),
+            Column("bubbles", "bubbles", ".1f"),
+            Column("tok/s", "throughput", ",.0f"),
+        ],
     )
-    columns = [
-        Column("system, first seed", "system"),
-        Column("tokens of a step", "tokens", ",.0f"),
-        Column("of prompts", "prefill", ",.0f"),
-        Column("decodes", "decodes", ",.0f"),
-        Column("variation", "variation", ".2f"),
-        Column("bubbles", "bubbles", ".1f"),
-        Column("tok/s", "throughput", ",.0f"),
-    ]
-    return Finding(claims, chart, rows, columns)
 
 
-def _balance(outcome: Outcome) -> dict[str, float]:
+def _balance(outcome: PipelineOutcome) -> dict[str, float]:
     steady = outcome.steady
     return {
         "tokens": steady.step_tokens,
@@ -98,11 +91,11 @@ def _balance(outcome: Outcome) -> dict[str, float]:
     }
 
 
-def _counts(title: str, log: list[StepSample]) -> Panel:
-    steps = tuple(float(number) for number in range(len(log)))
-    prefill = Curve(label="prefill", xs=steps, ys=tuple(float(one.prefill_tokens) for one in log), style="-")
-    decode = Curve(label="decode", xs=steps, ys=tuple(float(one.decodes) for one in log), style="-")
-    return Panel(title=title, x="iteration", y="batched tokens", curves=(prefill, decode), marks=(2048.0,))
+def _batched_tokens(
+    title: str, x: str, places: Sequence[float], log: Sequence[StepSample], marks: tuple[float, ...] = ()
+) -> Panel:
+    heights = {"prefill": [float(one.prefill_tokens) for one in log], "decode": [float(one.decodes) for one in log]}
+    return panel(title, x, "batched tokens", list(map(float, places)), heights, styles="-", marks=marks)
 
 
 # ------------------------------------------------------------------------------------------------------- figure 4
@@ -115,53 +108,57 @@ _FEW = 0.5
 
 
 def utilization(scale: Scale, run: Run) -> Finding:
-    """Figure 4: stages busy and tokens batched over time, while requests come and after the last prompt."""
+    """Figure 4: stages busy and tokens batched over time, while requests arrive and after the last prompt."""
     cases = at_rate(VLLM, _BURST_RATE, _BURST_SECONDS, scale.seeds)
-    cases = [_logged(case) for case in cases]
-    outcomes = run(cases)
-    phases = [_phases(outcomes[case].log) for case in cases]
-    first, second = zip(*phases, strict=True)
-    claims = [
-        Claim(
-            figure="4",
-            says="tokens of a micro-batch vary (deviation over mean), while prompts come over after the last",
-            paper="high, then stable",
-            ours=Spread.of(_variation(one) / _variation(two) for one, two in phases),
-            form="{:.1f}x",
-            at_least=1,
-            assumption="prompts as uneven as ShareGPT's",
+    runs = Runs(run, {"": [replace(case, steady=(0.0, 1.0), logged_steps=_ALL_STEPS) for case in cases]})
+    logs = [one.log for one in runs.outcomes("")]
+    phases = [_phases(log) for log in logs]
+    found = claims(
+        "4",
+        [
+            (
+                "tokens of a micro-batch vary (deviation over mean), while prompts come over after the last",
+                "high, then stable",
+                Spread.of(_variation(first) / _variation(second) for first, second in phases),
+                "at least 1.0x",
+                "prompts as uneven as ShareGPT's",
+            ),
+            (
+                "first phase: stages busy",
+                "under-utilized",
+                Spread.of(_busy(first) for first, _ in phases),
+                "at most 85 %",
+                "17 % of a coupled runtime's time prepares inputs (section 3.4)",
+            ),
+            (
+                "second phase, decodes only: stages busy",
+                "steadier, still suboptimal",
+                Spread.of(_busy(second) for _, second in phases),
+                "at most 85 %",
+                "decodes stay as uneven over micro-batches as prompts left them",
+            ),
+        ],
+    )
+    log = logs[0]
+    buckets = _busy_over_time(log)
+    panels = (
+        panel(
+            "(a) stages busy",
+            "time, s",
+            "GPU utilization, %",
+            [_BUCKET * place for place in range(len(buckets))],
+            {"": buckets},
+            styles="-",
         ),
-        Claim(
-            figure="4",
-            says="first phase: stages busy",
-            paper="under-utilized",
-            ours=Spread.of(_busy(phase) for phase in first),
-            form="{:.0f} %",
-            at_most=85,
-            assumption="17 % of a coupled runtime's time prepares inputs (section 3.4)",
-        ),
-        Claim(
-            figure="4",
-            says="second phase, decodes only: stages busy",
-            paper="steadier, still suboptimal",
-            ours=Spread.of(_busy(phase) for phase in second),
-            form="{:.0f} %",
-            at_most=85,
-            assumption="decodes stay as uneven over micro-batches as prompts left them",
-        ),
-    ]
-    log = outcomes[cases[0]].log
-    return Finding(claims, _utilization_chart(log))
-
-
-def _logged(case: Case) -> Case:
-    from msgspec.structs import replace
-
-    return replace(case, steady=(0.0, 1.0), logged_steps=_ALL_STEPS)
+        _batched_tokens("(b) micro-batches", "time, s", [one.time for one in log], log),
+    )
+    return Finding(
+        found, Chart("gLLM, figure 4: Sarathi-Serve in a coupled runtime, 32B on 4 x L20", panels, columns=2)
+    )
 
 
 def _phases(log: list[StepSample]) -> tuple[list[StepSample], list[StepSample]]:
-    """Steps up to the last prompt, and those behind it while decodes are many."""
+    """Steps up to the last prompt, and those after it while decodes are many."""
     last = max(number for number, one in enumerate(log) if one.prefill_tokens) + 1
     after = log[last:]
     most = max(one.decodes for one in after)
@@ -185,29 +182,16 @@ def _busy(phase: list[StepSample]) -> float:
     return 100 * mean(spans)
 
 
-def _utilization_chart(log: list[StepSample]) -> Chart:
-    end = log[-1].time
-    buckets = [0.0] * (int(end / _BUCKET) + 1)
+def _busy_over_time(log: list[StepSample]) -> list[float]:
+    """Per cent of each bucket of time in which stages compute, mean over stages."""
+    buckets = [0.0] * (int(log[-1].time / _BUCKET) + 1)
     stages = len(log[0].passages)
     for one in log:
         for start, stop in one.passages:
             for place in range(int(start / _BUCKET), min(int(stop / _BUCKET) + 1, len(buckets))):
                 within = min(stop, (place + 1) * _BUCKET) - max(start, place * _BUCKET)
                 buckets[place] += 100 * within / _BUCKET / stages
-    times = tuple(_BUCKET * place for place in range(len(buckets)))
-    moments = tuple(one.time for one in log)
-    prefill = Curve(label="prefill", xs=moments, ys=tuple(float(one.prefill_tokens) for one in log), style="-")
-    decode = Curve(label="decode", xs=moments, ys=tuple(float(one.decodes) for one in log), style="-")
-    panels = (
-        Panel(
-            title="(a) stages busy",
-            x="time, s",
-            y="GPU utilization, %",
-            curves=(Curve(label="", xs=times, ys=tuple(buckets), style="-"),),
-        ),
-        Panel(title="(b) micro-batches", x="time, s", y="batched tokens", curves=(prefill, decode)),
-    )
-    return Chart(title="gLLM, figure 4: Sarathi-Serve in a coupled runtime, 32B on 4 x L20", panels=panels, columns=2)
+    return buckets
 
 
 # ---------------------------------------------------------------------------------------------- lengths, and the cap
@@ -216,100 +200,90 @@ def _utilization_chart(log: list[StepSample]) -> Chart:
 def lengths(scale: Scale, run: Run) -> Finding:
     """Figure 11: how long requests are."""
     count = scale.pick(5_000, 20_000)
-    drawn = {}
-    for name in (SHAREGPT, AZURE):
-        shapes = named_lengths(name, seed=0)
-        drawn[name] = [next(shapes) for _ in range(count)]
-    inputs = {name: [shape.input_tokens for shape in shapes] for name, shapes in drawn.items()}
-    outputs = {name: [shape.output_tokens for shape in shapes] for name, shapes in drawn.items()}
-    claims = [
-        Claim(
-            figure="11",
-            says=f"mean {what} of Azure over ShareGPT",
-            paper=f"{stated}x",
-            ours=Spread.of([mean(sizes[AZURE]) / mean(sizes[SHAREGPT])]),
-            form="{:.2f}x",
-            at_least=stated * 0.9,
-            at_most=stated * 1.1,
-            assumption="put in: ShareGPT's means are Azure's over what the paper states, its tail is assumed lognormal",
-        )
-        for what, sizes, stated in (("input", inputs, 5.21), ("output", outputs, 1.66))
-    ]
-    panels = tuple(
+    drawn = {name: list(islice(named_lengths(name, seed=0), count)) for name in (SHAREGPT, AZURE)}
+    sizes = {
+        "input": {name: [shape.input_tokens for shape in shapes] for name, shapes in drawn.items()},
+        "output": {name: [shape.output_tokens for shape in shapes] for name, shapes in drawn.items()},
+    }
+    found = claims(
+        "11",
+        [
+            (
+                f"mean {what} of Azure over ShareGPT",
+                f"{stated}x",
+                mean(sizes[what][AZURE]) / mean(sizes[what][SHAREGPT]),
+                ("{:.2f}x", stated * 0.9, stated * 1.1),
+                "put in: ShareGPT's means are Azure's over what the paper states, its tail is assumed lognormal",
+            )
+            for what, stated in (("input", 5.21), ("output", 1.66))
+        ],
+    )
+    panels = [
         Panel(
             title=what,
             x="tokens",
             y="share of requests below, %",
-            curves=tuple(_cumulative(name, sizes[name]) for name in sizes),
+            curves=[_cumulative(name, tokens) for name, tokens in by_name.items()],
             log_x=True,
         )
-        for what, sizes in (("input", inputs), ("output", outputs))
-    )
-    return Finding(claims, Chart(title="gLLM, figure 11: lengths of requests", panels=panels, columns=2))
+        for what, by_name in sizes.items()
+    ]
+    return Finding(found, Chart("gLLM, figure 11: lengths of requests", panels, columns=2))
 
 
-def _cumulative(name: str, sizes: list[int]) -> Curve:
+def _cumulative(name: str, sizes: list[int]) -> ChartCurve:
     ordered = sorted(sizes)
-    shares = tuple(float(share) for share in range(101))
+    shares = [float(share) for share in range(101)]
     places = [min(len(ordered) - 1, round(share / 100 * (len(ordered) - 1))) for share in shares]
-    return Curve(label=name, xs=tuple(float(ordered[place]) for place in places), ys=shares, style="-")
+    return ChartCurve(name, [float(ordered[place]) for place in places], shares, style="-")
 
 
 def caps(scale: Scale, run: Run) -> Finding:
     """No figure of the paper: the deep backlog under a cap on running sequences, which the paper does not state."""
     systems = (GLLM, WITH_CK, VLLM)
-    cases = {
+    jobs = {
         (system.label, cap): deep_backlog(scale.first_seed, system, max_num_seqs=cap)
         for system in systems
         for cap in _CAPS
     }
-    outcomes = run(case for several in cases.values() for case in several)
-    gains = {cap: ratio(cases[GLLM.label, cap], cases[WITH_CK.label, cap], outcomes, throughput) for cap in _CAPS}
-    claims = [
-        Claim(
-            figure="cap",
-            says=f"throughput over Sarathi-Serve in the same runtime, at most {cap} sequences running",
-            paper="not stated",
-            ours=gains[cap],
-            form="{:.2f}x",
-            at_least=low,
-            at_most=high,
-            assumption=why,
+    runs = Runs(run, jobs)
+    rows = [
+        (
+            f"throughput over Sarathi-Serve in the same runtime, at most {cap} sequences running",
+            "not stated",
+            runs.ratio((GLLM.label, cap), (WITH_CK.label, cap), throughput),
+            asked,
+            why,
         )
-        for cap, low, high, why in (
-            (256, 0.9, 1.1, "vLLM's default cap leaves both with a fifth of the memory in use: nothing to balance"),
-            (1024, 1.1, None, "the cap is what memory holds, about"),
-            (4096, 1.3, None, "no cap in effect"),
+        for cap, asked, why in (
+            (
+                256,
+                "0.90x to 1.10x",
+                "vLLM's default cap leaves both with a fifth of the memory in use: nothing to balance",
+            ),
+            (1024, "at least 1.10x", "the cap is what memory holds, about"),
+            (4096, "at least 1.30x", "no cap in effect"),
         )
     ]
-    unlike = ratio(cases[GLLM.label, 4096], cases[VLLM.label, 256], outcomes, throughput)
-    claims.append(
-        Claim(
-            figure="cap",
-            says="throughput without a cap over vLLM with its default of 256",
-            paper="1.29x to 2.50x",
-            ours=unlike,
-            form="{:.2f}x",
-            at_least=1.29,
-            assumption="unlike caps compare the caps, not the policies",
-        )
+    unlike = (
+        "throughput without a cap over vLLM with its default of 256",
+        "1.29x to 2.50x",
+        runs.ratio((GLLM.label, 4096), (VLLM.label, 256), throughput),
+        "at least 1.29x",
+        "unlike caps compare the caps, not the policies",
     )
-    curves = tuple(
-        Curve(
-            label=system.label,
-            xs=tuple(map(str, _CAPS)),
-            ys=tuple(spread(cases[system.label, cap], outcomes, throughput).mean for cap in _CAPS),
-        )
-        for system in systems
+    heights = {one.label: [runs.mean((one.label, cap), throughput) for cap in _CAPS] for one in systems}
+    bars = panel("deep backlog", "sequences running at most", "tokens/s", [*map(str, _CAPS)], heights, kind="bar")
+    return Finding(
+        claims("cap", [*rows, unlike]),
+        Chart("The cap on running sequences", [bars]),
+        [{"system": label, "cap": cap, **_balance(runs.outcomes((label, cap))[0])} for label, cap in jobs],
+        [
+            Column("system", "system"),
+            Column("cap", "cap", ",d"),
+            Column("tok/s", "throughput", ",.0f"),
+            Column("bubbles", "bubbles", ".1f"),
+            Column("tokens of a step", "tokens", ",.0f"),
+            Column("variation", "variation", ".2f"),
+        ],
     )
-    panel = Panel(title="deep backlog", x="sequences running at most", y="tokens/s", curves=curves, kind="bar")
-    rows = [{"system": label, "cap": cap, **_balance(outcomes[several[0]])} for (label, cap), several in cases.items()]
-    columns = [
-        Column("system", "system"),
-        Column("cap", "cap", ",d"),
-        Column("tok/s", "throughput", ",.0f"),
-        Column("bubbles", "bubbles", ".1f"),
-        Column("tokens of a step", "tokens", ",.0f"),
-        Column("variation", "variation", ".2f"),
-    ]
-    return Finding(claims, Chart(title="The cap on running sequences", panels=(panel,)), rows, columns)

@@ -1,13 +1,13 @@
-"""The systems and settings of gLLM, section 4.1, and the figures that are read off their runs."""
+"""The systems and settings of gLLM, section 4.1, and the metrics that are read off their runs."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from nanoserve.papers.cases import Case, Outcome, System
+from nanoserve.benchmarks.tables import Column
+from nanoserve.papers.cases import Metric, PipelineCase, PipelineOutcome, System, over_seeds
 from nanoserve.papers.framework import Scale
-from nanoserve.papers.tuning import over_seeds
 
 _AS_PUBLISHED = (("admission_reserve", False),)
-"""The reserve is nanoserve's own: whoever is named after a system goes without, but SGLang, which has one like it."""
+"""The reserve is nanoserve's own. Systems of the paper go without it, except SGLang, which has one like it."""
 GLLM = System(label="gLLM", policy="throttling", parameters=_AS_PUBLISHED)
 WITH_CK = System(label="gLLM w/ CK", policy="sarathi", parameters=_AS_PUBLISHED)
 """Section 4.1: Sarathi-Serve's policy in gLLM's runtime."""
@@ -22,13 +22,13 @@ QWEN_14B, QWEN_32B, LLAMA_100B = "qwen2.5-14b", "qwen2.5-32b", "llama-3.1-100b"
 L20, A100, A800 = "gllm-l20", "gllm-a100", "gllm-a800"
 
 
-def deep_backlog(scale: Scale, system: System, *, max_num_seqs: int = 4096) -> list[Case]:
-    """32B on 4 x L20, more requests at once than memory can hold at a time: the most that a system can do.
+def deep_backlog(scale: Scale, system: System, *, max_num_seqs: int = 4096) -> list[PipelineCase]:
+    """32B on 4 x L20, more requests at once than memory can hold at a time: the highest throughput of a system.
 
     Memory is full of running answers only when their long tail has gathered, after some 2,500 requests; the steady
     state is looked at from there until all but 5 % of the requests have their first tokens.
     """
-    case = Case(
+    case = PipelineCase(
         system=system,
         model=QWEN_32B,
         machine=L20,
@@ -42,9 +42,9 @@ def deep_backlog(scale: Scale, system: System, *, max_num_seqs: int = 4096) -> l
     return over_seeds(case, scale.seeds)
 
 
-def at_rate(system: System, rate: float, seconds: float, seeds: Iterable[int]) -> list[Case]:
-    """32B on 4 x L20 with ShareGPT's lengths, for so many seconds of Poisson arrivals."""
-    case = Case(
+def at_rate(system: System, rate: float, seconds: float, seeds: Iterable[int]) -> list[PipelineCase]:
+    """32B on 4 x L20 with ShareGPT's lengths, for ``seconds`` of Poisson arrivals."""
+    case = PipelineCase(
         system=system,
         model=QWEN_32B,
         machine=L20,
@@ -57,29 +57,40 @@ def at_rate(system: System, rate: float, seconds: float, seeds: Iterable[int]) -
     return over_seeds(case, seeds)
 
 
-def throughput(outcome: Outcome) -> float:
+def throughput(outcome: PipelineOutcome) -> float:
     """Prompt and output tokens per second, in the steady state."""
     return outcome.steady.tokens_per_second
 
 
-def ttft(outcome: Outcome) -> float:
+def ttft(outcome: PipelineOutcome) -> float:
     """Mean time to first token, in seconds."""
     assert outcome.result.ttft_ms is not None, "every request has a first token"
     return outcome.result.ttft_ms.mean / 1e3
 
 
-def tpot(outcome: Outcome) -> float:
+def tpot(outcome: PipelineOutcome) -> float:
     """Mean time per output token, in milliseconds."""
     assert outcome.result.tpot_ms is not None, "some answers have two tokens"
     return outcome.result.tpot_ms.mean
 
 
-def e2el(outcome: Outcome) -> float:
+def e2el(outcome: PipelineOutcome) -> float:
     """Mean end-to-end latency, in seconds."""
     assert outcome.result.e2el_ms is not None, "every request ends"
     return outcome.result.e2el_ms.mean / 1e3
 
 
-def bubbles(outcome: Outcome) -> float:
+def bubbles(outcome: PipelineOutcome) -> float:
     """Share of the time in which a stage computes nothing, in per cent, in the steady state."""
     return 100 * outcome.steady.bubble_share
+
+
+METRICS: dict[str, Metric] = {"TTFT": ttft, "TPOT": tpot, "E2EL": e2el, "throughput": throughput}
+UNITS = {"TTFT": "s", "TPOT": "ms", "E2EL": "s", "throughput": "tokens/s"}
+FORMS = {"TTFT": ",.2f", "TPOT": ",.0f", "E2EL": ",.1f"}
+
+
+def metric_columns(name: Callable[[str], str]) -> list[Column]:
+    """Columns of the four metrics, ``name`` turning a metric into the field of a row."""
+    latencies = [Column(f"{metric} {UNITS[metric]}", name(metric), form) for metric, form in FORMS.items()]
+    return [*latencies, Column("tok/s", name("throughput"), ",.0f")]

@@ -14,23 +14,23 @@ import msgspec
 
 from nanoserve.costs import ParallelLayout, StepCosts, StepWork
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.papers.seesaw.settings import BLOCK_SIZE, RESHARDING, Choice, Setting
-from nanoserve.papers.tuning import TOKEN_BUDGETS
+from nanoserve.papers.cases import TOKEN_BUDGETS
+from nanoserve.papers.seesaw.settings import BLOCK_SIZE, RESHARDING, LayoutChoice, OfflineBatch
 
 
 class Shortlist(msgspec.Struct, frozen=True, kw_only=True):
-    """A Job: the configurations worth simulating, the most promising first; the same search for everybody."""
+    """A SimulationJob: the configurations worth simulating, the most promising first; the same search for everybody."""
 
-    setting: Setting
+    setting: OfflineBatch
     """What is to be run."""
     candidates: int
-    """Of each kind, static and re-sharding."""
+    """How many of each kind, static and re-sharding."""
 
     @property
     def name(self) -> str:
         return f"layouts for {self.setting.name}"
 
-    def run(self) -> "Candidates":
+    def run(self) -> "Shortlisted":
         """Estimate every layout, and every pair of layouts of equal data parallelism, with every token budget."""
         layouts = self.setting.layouts()
         pairs = [
@@ -39,49 +39,49 @@ class Shortlist(msgspec.Struct, frozen=True, kw_only=True):
             for second in layouts
             if first != second and first.data_parallel == second.data_parallel
         ]
-        static = [Choice(prefill=layout) for layout in layouts]
-        changing = [Choice(prefill=first, decode=second, policy=RESHARDING) for first, second in pairs]
-        return Candidates(static=self._best(static), resharding=self._best(changing))
+        static = [LayoutChoice(prefill=layout) for layout in layouts]
+        changing = [LayoutChoice(prefill=first, decode=second, policy=RESHARDING) for first, second in pairs]
+        return Shortlisted(static=self._best(static), resharding=self._best(changing))
 
-    def _best(self, choices: Sequence[Choice]) -> tuple[Choice, ...]:
+    def _best(self, choices: Sequence[LayoutChoice]) -> tuple[LayoutChoice, ...]:
         every = [one for choice in choices for one in with_budgets(choice)]
         return tuple(islice(_few_budgets(ranked(self.setting, every)), self.candidates))
 
 
 class BestBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """A Job: a configuration with the token budget that suits it best; one of TOKEN_BUDGETS, as for everybody."""
+    """A SimulationJob: a configuration with that one of TOKEN_BUDGETS which suits it best."""
 
-    setting: Setting
-    choice: Choice
+    setting: OfflineBatch
+    choice: LayoutChoice
 
     @property
     def name(self) -> str:
         return f"budget of {self.choice.label} for {self.setting.name}"
 
-    def run(self) -> Choice:
+    def run(self) -> LayoutChoice:
         """By estimate."""
         return ranked(self.setting, with_budgets(self.choice))[0]
 
 
-def with_budgets(choice: Choice) -> list[Choice]:
+def with_budgets(choice: LayoutChoice) -> list[LayoutChoice]:
     """The configuration with every budget of the list."""
     return [msgspec.structs.replace(choice, token_budget=budget) for budget in TOKEN_BUDGETS]
 
 
-class Candidates(msgspec.Struct, frozen=True, kw_only=True):
-    """What a Shortlist found; a setting on which nothing can be re-sharded has no pairs."""
+class Shortlisted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a Shortlist found. A batch for which nothing can be re-sharded has no pairs."""
 
-    static: tuple[Choice, ...]
-    resharding: tuple[Choice, ...]
+    static: tuple[LayoutChoice, ...]
+    resharding: tuple[LayoutChoice, ...]
 
 
-def ranked(setting: Setting, choices: Sequence[Choice]) -> list[Choice]:
+def ranked(setting: OfflineBatch, choices: Sequence[LayoutChoice]) -> list[LayoutChoice]:
     """The fastest first."""
     estimate = Estimate(setting)
     return sorted(choices, key=estimate.seconds)
 
 
-def _few_budgets(choices: Sequence[Choice]) -> Iterator[Choice]:
+def _few_budgets(choices: Sequence[LayoutChoice]) -> Iterator[LayoutChoice]:
     """Each configuration with its best budget and half of that.
 
     The estimate knows no preemption, and of two chunks the larger one fills memory sooner with prompts.
@@ -98,11 +98,11 @@ def _few_budgets(choices: Sequence[Choice]) -> Iterator[Choice]:
 class Estimate:
     """What the requests of a setting take, about; parts that configurations have in common are computed once."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: OfflineBatch) -> None:
         self._setting, self._shapes = setting, setting.shapes()
         self._decoding: dict[ParallelLayout, list[float]] = {}
 
-    def seconds(self, choice: Choice) -> float:
+    def seconds(self, choice: LayoutChoice) -> float:
         """Until the slowest replica is done."""
         costs = self._setting.costs(choice.prefill)
         shares = [self._shapes[first :: choice.replicas] for first in range(choice.replicas)]
@@ -112,7 +112,7 @@ class Estimate:
         return max(map(sum, zip(prompts, self._decode_seconds(choice.decode), strict=True)))
 
     def _decode_seconds(self, layout: ParallelLayout) -> list[float]:
-        """Of each replica: changing to this layout, and all answers."""
+        """Seconds of each replica for changing to this layout and for all answers."""
         if layout not in self._decoding:
             costs = self._setting.costs(layout)
             reload = max(map(costs.reload_seconds, range(costs.num_stages)))

@@ -1,24 +1,27 @@
-"""Seesaw's figures 1, 4 and 15: what the cost model alone says of layouts, with nothing simulated.
+"""Seesaw's figures 1, 4 and 15: what the cost model alone says about layouts, with nothing simulated.
 
 The paper states neither the lengths of figures 1 and 15 nor those of figure 4. Assumed are 1,024 tokens for the first
 two, and for figure 4 the longest requests of its own synthetic data (section 6.5): 3,000 tokens in and 0.3 times as
 many out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import msgspec
 
 from nanoserve.benchmarks.tables import Column
 from nanoserve.costs import DoesNotFit, ParallelLayout, StepCosts, StepWork, load_machine, load_shape
-from nanoserve.papers.charts import Chart, Curve, Panel
-from nanoserve.papers.claims import Claim, Spread
+from nanoserve.papers.charts import Chart, panel
+from nanoserve.papers.claims import ClaimRow, claims
 from nanoserve.papers.framework import Finding, Run, Scale
 from nanoserve.papers.seesaw.settings import BLOCK_SIZE
 
 _BATCH, _LENGTH = 16, 1024
 _INPUT, _OUTPUT = 3000, 900
-_MILLISECONDS = 1e3
+_PARTS = {"communication": "communication", "compute": "compute", "weights": "weight transfer"}
+"""Fields of Parts, and their labels in figure 1."""
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -36,7 +39,7 @@ class Parts(msgspec.Struct, frozen=True):
         return self.weights + self.compute + self.communication
 
     def scaled(self, factor: float) -> "Parts":
-        """So many times as long."""
+        """The parts, ``factor`` times as long."""
         return Parts(self.weights * factor, self.compute * factor, self.communication * factor)
 
 
@@ -53,7 +56,7 @@ def stage_parts(costs: StepCosts, work: StepWork, stage: int) -> Parts:
 
 
 def batch_parts(costs: StepCosts, work: StepWork) -> Parts:
-    """The same of all micro-batches of a full pipeline, each as ``work``: of its slowest stage."""
+    """The parts of all micro-batches of a full pipeline, each as ``work``, by its slowest stage."""
     stages = range(costs.num_stages)
     return max((stage_parts(costs, work, stage) for stage in stages), key=lambda parts: parts.total).scaled(len(stages))
 
@@ -77,74 +80,45 @@ def _breakdowns() -> dict[str, tuple[Parts, Parts]]:
 def layouts(scale: Scale, run: Run) -> Finding:
     """Figure 1: what prefill and decode spend their time on, by layout."""
     found = _breakdowns()
-    names = tuple(found)
+    fields = [(phase, part) for phase in ("prefill", "decode") for part in (*_PARTS, "total")]
     rows = [
         {
             "layout": name,
-            **{
-                f"{phase}_{part}_ms": getattr(parts, part) * _MILLISECONDS
-                for phase, parts in zip(("prefill", "decode"), pair, strict=True)
-                for part in ("communication", "compute", "weights", "total")
-            },
+            **{f"{phase}_{part}_ms": 1e3 * getattr(pair[phase == "decode"], part) for phase, part in fields},
         }
         for name, pair in found.items()
     ]
-    panels = tuple(
-        _stacked(title, names, [pair[number] for pair in found.values()])
-        for number, title in enumerate(("(a) prefill", "(b) decode"))
-    )
     columns = [
         Column("layout", "layout"),
-        *(
-            Column(f"{phase} {part} ms", f"{phase}_{part}_ms", ",.1f")
-            for phase in ("prefill", "decode")
-            for part in ("communication", "compute", "weights", "total")
+        *(Column(f"{phase} {part} ms", f"{phase}_{part}_ms", ",.1f") for phase, part in fields),
+    ]
+    panels = []
+    for number, title in enumerate(("(a) prefill", "(b) decode")):
+        longest = max(pair[number].total for pair in found.values())  # 1 on the paper's axes
+        heights = {
+            label: [getattr(pair[number], part) / longest for pair in found.values()]
+            for part, label in reversed(_PARTS.items())
+        }
+        panels.append(panel(title, "layout", "normalized time", [*found], heights, kind="stack"))
+    pipeline, tensor = found["TP1PP8"], found["TP8PP1"]
+    claimed = [
+        (
+            "1a: prefill of 13B on 8 L4: TP8 takes longer than PP8",
+            "more (bars)",
+            tensor[0].total / pipeline[0].total,
+            "at least 1.50x",
+            "prompts of 1,024 tokens; PCIe 4.0 x8 at 75 %",
+        ),
+        (
+            "1b: decode of 13B on 8 L4: PP8 takes longer than TP8",
+            "more (bars)",
+            pipeline[1].total / tensor[1].total,
+            "at least 1.50x",
+            "16 sequences in all, so 2 a micro-batch of PP8: each reads all weights of its stage",
         ),
     ]
-    chart = Chart(title="Seesaw, figure 1: LLaMA2-13B, 16 sequences on 8 L4", panels=panels)
-    return Finding(_claims_1(found["TP1PP8"], found["TP8PP1"]), chart, rows, columns)
-
-
-def _claims_1(pipeline: tuple[Parts, Parts], tensor: tuple[Parts, Parts]) -> list[Claim]:
-    return [
-        Claim(
-            figure="1a",
-            says="prefill of 13B on 8 L4: TP8 takes longer than PP8",
-            paper="more (bars)",
-            ours=Spread.of([tensor[0].total / pipeline[0].total]),
-            form="{:.2f}x",
-            at_least=1.5,
-            assumption="prompts of 1,024 tokens; PCIe 4.0 x8 at 75 %",
-        ),
-        Claim(
-            figure="1b",
-            says="decode of 13B on 8 L4: PP8 takes longer than TP8",
-            paper="more (bars)",
-            ours=Spread.of([pipeline[1].total / tensor[1].total]),
-            form="{:.2f}x",
-            at_least=1.5,
-            assumption="16 sequences in all, so 2 a micro-batch of PP8: each reads all weights of its stage",
-        ),
-    ]
-
-
-def _stacked(title: str, names: tuple[str, ...], parts: Sequence[Parts]) -> Panel:
-    """The paper's axes: the longest is 1."""
-    longest = max(one.total for one in parts)
-    return Panel(
-        title=title,
-        x="layout",
-        y="normalized time",
-        kind="stack",
-        curves=tuple(
-            Curve(label=label, xs=names, ys=tuple(getattr(one, part) / longest for one in parts))
-            for label, part in (
-                ("weight transfer", "weights"),
-                ("compute", "compute"),
-                ("communication", "communication"),
-            )
-        ),
-    )
+    chart = Chart("Seesaw, figure 1: LLaMA2-13B, 16 sequences on 8 L4", panels)
+    return Finding(claims(None, claimed), chart, rows, columns)
 
 
 # ---- figure 4 ---------------------------------------------------------------------------------------------------
@@ -169,7 +143,7 @@ def decode_rate(costs: StepCosts) -> float:
 
 
 def _best_rate(machine: str, devices: int, rate: Callable[[StepCosts], float]) -> float:
-    """Over all layouts of so many devices that fit."""
+    """The best rate of all layouts of these devices that fit."""
     model, best = load_shape("llama-2-70b"), 0.0
     for degree in (1, 2, 4, 8):
         if devices % degree:
@@ -182,62 +156,39 @@ def _best_rate(machine: str, devices: int, rate: Callable[[StepCosts], float]) -
     return best
 
 
-class _Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests a second, with the best layout of each part of a machine."""
-
-    machine: str
-    prefill_4: float
-    decode_4: float
-    decode_8: float
-
-    @classmethod
-    def of(cls, machine: str) -> "_Rates":
-        return cls(
-            machine=machine,
-            prefill_4=_best_rate(machine, 4, prefill_rate),
-            decode_4=_best_rate(machine, 4, decode_rate),
-            decode_8=_best_rate(machine, 8, decode_rate),
-        )
-
-    def claims(self) -> list[Claim]:
-        """What the paper says of them."""
-        assumed = f"{self.machine}; {_INPUT:,} tokens in, {_OUTPUT} out: the paper states no lengths"
-        return [
-            Claim(
-                figure="4",
-                says="70B on 4 + 4 devices of 40 GiB: prompts a second over answers a second",
-                paper="more than 6x",
-                ours=Spread.of([self.prefill_4 / self.decode_4]),
-                form="{:.1f}x",
-                at_least=4,
-                assumption=assumed + "; it grows with the answers",
-            ),
-            Claim(
-                figure="4",
-                says="answers a second of 4 devices over those of 8",
-                paper="15 %",
-                ours=Spread.of([100 * self.decode_4 / self.decode_8]),
-                form="{:.0f} %",
-                at_most=25,
-                assumption=f"{self.machine}; 90 % of the memory is usable: beside the weights 4 hold 43,000 tokens",
-            ),
-        ]
-
-
 def disaggregation(scale: Scale, run: Run) -> Finding:
     """Figure 4: 70B on devices of their own for prompts and answers."""
-    found = [_Rates.of(machine) for machine in ("seesaw-a100-pcie", "seesaw-a100-nvlink")]
-    machines = tuple(one.machine for one in found)
-    panel = Panel(
-        title=f"{_INPUT:,} tokens in, {_OUTPUT} out",
-        x="",
-        y="throughput (requests/s)",
+    measured = {"prefill_4": (4, prefill_rate), "decode_4": (4, decode_rate), "decode_8": (8, decode_rate)}
+    rows: list[dict[str, Any]] = []
+    claimed: list[ClaimRow] = []
+    for machine in ("seesaw-a100-pcie", "seesaw-a100-nvlink"):
+        rates = {name: _best_rate(machine, *what) for name, what in measured.items()}
+        rows.append({"machine": machine, **rates})
+        assumed = f"{machine}; {_INPUT:,} tokens in, {_OUTPUT} out: the paper states no lengths"
+        claimed += [
+            (
+                "70B on 4 + 4 devices of 40 GiB: prompts a second over answers a second",
+                "more than 6x",
+                rates["prefill_4"] / rates["decode_4"],
+                "at least 4.0x",
+                assumed + "; it grows with the answers",
+            ),
+            (
+                "answers a second of 4 devices over those of 8",
+                "15 %",
+                100 * rates["decode_4"] / rates["decode_8"],
+                "at most 25 %",
+                f"{machine}; 90 % of the memory is usable: beside the weights 4 hold 43,000 tokens",
+            ),
+        ]
+    labels = {"prefill (4 GPUs)": "prefill_4", "decode (4 GPUs)": "decode_4", "decode (8 GPUs)": "decode_8"}
+    bars = panel(
+        f"{_INPUT:,} tokens in, {_OUTPUT} out",
+        "",
+        "throughput (requests/s)",
+        [row["machine"] for row in rows],
+        {label: [row[name] for row in rows] for label, name in labels.items()},
         kind="bar",
-        curves=(
-            Curve(label="prefill (4 GPUs)", xs=machines, ys=tuple(one.prefill_4 for one in found)),
-            Curve(label="decode (4 GPUs)", xs=machines, ys=tuple(one.decode_4 for one in found)),
-            Curve(label="decode (8 GPUs)", xs=machines, ys=tuple(one.decode_8 for one in found)),
-        ),
     )
     columns = [
         Column("machine", "machine"),
@@ -245,45 +196,54 @@ def disaggregation(scale: Scale, run: Run) -> Finding:
         Column("decode on 4", "decode_4", ".2f"),
         Column("decode on 8", "decode_8", ".2f"),
     ]
-    chart = Chart(title="Seesaw, figure 4: 70B disaggregated, 4 + 4", panels=(panel,))
-    return Finding(
-        [claim for one in found for claim in one.claims()], chart, [*map(msgspec.structs.asdict, found)], columns
-    )
+    return Finding(claims("4", claimed), Chart("Seesaw, figure 4: 70B disaggregated, 4 + 4", [bars]), rows, columns)
 
 
 # ---- figure 15 --------------------------------------------------------------------------------------------------
 
 
-class _Replicas(msgspec.Struct, frozen=True, kw_only=True):
-    """Decoding with the largest batch there is; milliseconds for a token of one request."""
+def _decoding(tensor: int) -> dict[str, Any]:
+    """Decode LLaMA2-13B on eight L4 with the largest batch of all replicas; ms for a token of one request.
 
-    layout: str
-    batch: int = 0
-    """Of all replicas; 0 where the model does not fit."""
-    weights: float = 0.0
-    compute: float = 0.0
-    communication: float = 0.0
-
-    @classmethod
-    def of(cls, tensor: int) -> "_Replicas":
-        """LLaMA2-13B on eight L4, so many of them dividing every layer."""
-        layout = ParallelLayout(tensor_parallel=tensor, data_parallel=8 // tensor)
-        costs, name = (
-            StepCosts(load_shape("llama-2-13b"), load_machine("seesaw-l4"), layout),
-            f"TP{tensor}DP{8 // tensor}",
-        )
-        try:
-            each = costs.memory.kv_blocks(BLOCK_SIZE) * BLOCK_SIZE // _LENGTH
-        except DoesNotFit:
-            return cls(layout=name)
-        batch = each * layout.data_parallel
-        parts = stage_parts(costs, costs.work([_LENGTH] * each), 0).scaled(_MILLISECONDS / batch)
-        return cls(layout=name, batch=batch, **msgspec.structs.asdict(parts))
+    Zeros where the model does not fit.
+    """
+    layout = ParallelLayout(tensor_parallel=tensor, data_parallel=8 // tensor)
+    costs = StepCosts(load_shape("llama-2-13b"), load_machine("seesaw-l4"), layout)
+    each, parts = 0, Parts(0.0, 0.0, 0.0)
+    with suppress(DoesNotFit):
+        each = costs.memory.kv_blocks(BLOCK_SIZE) * BLOCK_SIZE // _LENGTH
+        parts = stage_parts(costs, costs.work([_LENGTH] * each), 0).scaled(1e3 / (each * layout.data_parallel))
+    row = {"layout": f"TP{tensor}DP{8 // tensor}", "batch": each * layout.data_parallel}
+    return {**row, **msgspec.structs.asdict(parts)}
 
 
 def data_parallelism(scale: Scale, run: Run) -> Finding:
     """Figure 15: what replicas cost in decoding."""
-    found = [_Replicas.of(degree) for degree in (1, 2, 4, 8)]
+    rows = [_decoding(degree) for degree in (1, 2, 4, 8)]
+    does_not_fit, replicated, divided = rows[0], rows[1], rows[-1]
+    claimed = [
+        (
+            "TP1DP8: the largest batch",
+            "out of memory",
+            does_not_fit["batch"],
+            "at most 0",
+            "13B on 8 L4, as in figure 1; the paper names neither model nor device",
+        ),
+        (
+            "the largest batch: TP8 over TP2DP4",
+            "more (bars)",
+            divided["batch"] / replicated["batch"],
+            "at least 1.20x",
+            "13B on 8 L4, sequences of 1,024 tokens",
+        ),
+        (
+            "loading weights, per request: TP2DP4 over TP8",
+            "more (bars)",
+            replicated["weights"] / divided["weights"],
+            "at least 2.00x",
+            "4 times the weights for each device, and the smaller batch",
+        ),
+    ]
     columns = [
         Column("layout", "layout"),
         Column("largest batch", "batch", ",d"),
@@ -291,61 +251,13 @@ def data_parallelism(scale: Scale, run: Run) -> Finding:
         Column("compute ms", "compute", ".2f"),
         Column("all-reduce ms", "communication", ".2f"),
     ]
-    chart = Chart(title="Seesaw, figure 15: data parallelism in decode, 13B on 8 L4", panels=_panels_15(found))
-    return Finding(_claims_15(found[0], found[1], found[-1]), chart, [*map(msgspec.structs.asdict, found)], columns)
-
-
-def _claims_15(does_not_fit: _Replicas, replicated: _Replicas, divided: _Replicas) -> list[Claim]:
-    return [
-        Claim(
-            figure="15",
-            says="TP1DP8: the largest batch",
-            paper="out of memory",
-            ours=Spread.of([does_not_fit.batch]),
-            form="{:.0f}",
-            at_most=0,
-            assumption="13B on 8 L4, as in figure 1; the paper names neither model nor device",
-        ),
-        Claim(
-            figure="15",
-            says="the largest batch: TP8 over TP2DP4",
-            paper="more (bars)",
-            ours=Spread.of([divided.batch / replicated.batch]),
-            form="{:.2f}x",
-            at_least=1.2,
-            assumption="13B on 8 L4, sequences of 1,024 tokens",
-        ),
-        Claim(
-            figure="15",
-            says="loading weights, per request: TP2DP4 over TP8",
-            paper="more (bars)",
-            ours=Spread.of([replicated.weights / divided.weights]),
-            form="{:.2f}x",
-            at_least=2,
-            assumption="4 times the weights for each device, and the smaller batch",
-        ),
+    names = [row["layout"] for row in rows]
+    parts = {"load weight": "weights", "compute": "compute", "all-reduce": "communication"}
+    times = {label: [row[part] for row in rows] for label, part in parts.items()}
+    batches = {"": [float(row["batch"]) for row in rows]}
+    panels = [
+        panel("runtime per request and token (none: out of memory)", "layout", "ms", names, times, kind="stack"),
+        panel("largest batch", "layout", "batch size", names, batches, kind="bar"),
     ]
-
-
-def _panels_15(found: Sequence[_Replicas]) -> tuple[Panel, ...]:
-    names = tuple(one.layout for one in found)
-    return (
-        Panel(
-            title="runtime per request and token (none: out of memory)",
-            x="layout",
-            y="ms",
-            kind="stack",
-            curves=(
-                Curve(label="load weight", xs=names, ys=tuple(one.weights for one in found)),
-                Curve(label="compute", xs=names, ys=tuple(one.compute for one in found)),
-                Curve(label="all-reduce", xs=names, ys=tuple(one.communication for one in found)),
-            ),
-        ),
-        Panel(
-            title="largest batch",
-            x="layout",
-            y="batch size",
-            kind="bar",
-            curves=(Curve(label="", xs=names, ys=tuple(float(one.batch) for one in found)),),
-        ),
-    )
+    chart = Chart("Seesaw, figure 15: data parallelism in decode, 13B on 8 L4", panels)
+    return Finding(claims("15", claimed), chart, rows, columns)

@@ -5,15 +5,14 @@ from types import MappingProxyType
 
 import msgspec
 
-from nanoserve.costs import StepWork
 from nanoserve.costs.predictor import CostPredictor
-from nanoserve.papers.seesaw.settings import BLOCK_SIZE, RESHARDING, Choice, Setting
+from nanoserve.papers.seesaw.settings import BLOCK_SIZE, RESHARDING, LayoutChoice, OfflineBatch
+from nanoserve.record.events import Planned, StepObserver
+from nanoserve.record.times import Beside, ReshardTimes, StageTimes
 from nanoserve.scheduler.load import Policy
-from nanoserve.scheduler.plan import StepPlan, Swap
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.scheduler.policies.transition_minimizing import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.simulator import OtherLayout, SimulationResult, Workload, burst, simulate
-from nanoserve.simulator.pipeline import Passage
 
 FREQUENT, RARE = "prefill-prioritizing", "decode-prioritizing"
 """Re-sharding without tiered buffering, figure 2 (a) and (b); policies only to compare with."""
@@ -21,9 +20,9 @@ _COMPARED: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
     {FREQUENT: PrefillPrioritizing, RARE: DecodePrioritizing}
 )
 _AS_VLLM = MappingProxyType({"admission_reserve": False, "virtual_engines": True})
-"""Of static configurations: no reserve of nanoserve's own, and each micro-batch has its share of the answers."""
+"""Parameters of static configurations: no admission reserve, and each micro-batch has its share of the answers."""
 MOST_SEQUENCES = 4096
-"""On the devices at a time: no limit, for anybody."""
+"""On the devices at a time: as good as no limit."""
 
 
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,13 +42,13 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
         return self.prefill + self.mixed + self.decode + self.transition + self.other
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class BatchOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a closed batch came to."""
 
     result: SimulationResult
-    """Of the simulation."""
+    """What the simulation measured."""
     breakdown: Breakdown
-    """Of its time; of its first replica."""
+    """Where the time of its first replica went."""
     phases: tuple[tuple[float, float, int], ...]
     """(begin, end, layout) of the times between transitions, of its first replica."""
     decodes: float
@@ -62,16 +61,16 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """A Job: all requests of a setting at once, under one configuration."""
+    """A SimulationJob: all requests of a setting at once, under one configuration."""
 
-    setting: Setting
-    choice: Choice
+    setting: OfflineBatch
+    choice: LayoutChoice
 
     @property
     def name(self) -> str:
         return f"{self.choice.label} ({self.choice.token_budget}), {self.setting.name}"
 
-    def run(self) -> Outcome:
+    def run(self) -> BatchOutcome:
         """Simulate it; with data parallelism, until the slowest replica is done."""
         setting, choice = self.setting, self.choice
         layouts = [setting.costs(layout) for layout in (choice.prefill, choice.decode) if layout is not None]
@@ -92,9 +91,8 @@ class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
             host_blocks=layouts[0].memory.host_kv_blocks(pool, BLOCK_SIZE) if changes else 0,
             other_layouts=[OtherLayout(*pair) for pair in list(zip(layouts, blocks, strict=True))[1:]],
             predictors=[CostPredictor(costs, layouts) for costs in layouts] if changes else (),
-            tier_observers=(clock,),
         )
-        return Outcome(
+        return BatchOutcome(
             result=result,
             breakdown=clock.breakdown(result.seconds),
             phases=clock.phases(result.seconds),
@@ -102,15 +100,15 @@ class ClosedBatch(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def policy_of(choice: Choice) -> Policy:
+def policy_of(choice: LayoutChoice) -> Policy:
     """What schedules it."""
     if choice.policy in _COMPARED:
         return _COMPARED[choice.policy](choice.token_budget)
     return make_policy(choice.policy, choice.token_budget, {} if choice.policy == RESHARDING else _AS_VLLM)
 
 
-class PhaseClock:
-    """A StepObserver and TierObserver: what the stages compute, by kind, and when the layout changes."""
+class PhaseClock(StepObserver):
+    """What the stages compute, by kind, and when the layout changes."""
 
     def __init__(self) -> None:
         self._seconds = {"prefill": 0.0, "mixed": 0.0, "decode": 0.0, "transition": 0.0}
@@ -118,26 +116,20 @@ class PhaseClock:
         self._phase_begin = self._decode_rows = 0.0
         self._layout = 0
 
-    def on_step(self, now: float, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
+    def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
         """A step enters the pipeline, and it is known when it will leave."""
-        kind = "decode" if not work.chunks else "mixed" if work.decodes else "prefill"
-        seconds = sum([passage.end - passage.start for passage in passages]) / len(passages)
+        kind = "decode" if not planned.prompt_tokens else "mixed" if planned.decodes else "prefill"
+        seconds = sum([times.computed - times.started for times in stages]) / len(stages)
         self._seconds[kind] += seconds
         if kind == "decode":
-            self._decode_rows += work.decodes * seconds
+            self._decode_rows += planned.decodes * seconds
 
-    def on_transition(self, now: float, plan: StepPlan, passage: Passage) -> None:
-        """The layout changes."""
-        assert plan.transition is not None
-        self._seconds["transition"] += passage.end - passage.start
-        self._phases.append((self._phase_begin, passage.start, self._layout))
-        self._phase_begin, self._layout = passage.end, plan.transition
-
-    def on_swap(self, now: float, swap: Swap, tokens: int, passage: Passage) -> None:
-        """Swaps run beside the steps; where a step waits for one, that is other time."""
-
-    def on_host_attention(self, passage: Passage, seconds: float, rows: int) -> None:
-        """Nothing attends on the host here."""
+    def on_beside(self, planned: Planned, times: Beside) -> None:
+        """The layout changes. Swaps run beside the steps; where a step waits for one, that is other time."""
+        if isinstance(times, ReshardTimes):
+            self._seconds["transition"] += times.ended - times.began
+            self._phases.append((self._phase_begin, times.began, self._layout))
+            self._phase_begin, self._layout = times.ended, times.layout
 
     @property
     def decodes(self) -> float:
@@ -145,7 +137,7 @@ class PhaseClock:
         return self._decode_rows / self._seconds["decode"] if self._seconds["decode"] else 0.0
 
     def breakdown(self, end: float) -> Breakdown:
-        """Of the time until then."""
+        """Where the time until ``end`` went."""
         return Breakdown(**self._seconds, other=max(0.0, end - sum(self._seconds.values())))
 
     def phases(self, end: float) -> tuple[tuple[float, float, int], ...]:

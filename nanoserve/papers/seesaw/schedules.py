@@ -4,28 +4,25 @@ With all of the paper's host memory, all prompts of its batches fit there and th
 smaller, so that it fills and empties several times: as it would with more requests.
 """
 
-from collections.abc import Callable, Sequence
-
-import msgspec
-
 from nanoserve.benchmarks.tables import Column
 from nanoserve.costs import ParallelLayout
 from nanoserve.costs.hardware import GIBI
-from nanoserve.papers.charts import Chart, Curve, Panel
-from nanoserve.papers.claims import Claim, Spread
+from nanoserve.papers.cases import Runs
+from nanoserve.papers.charts import Chart, ChartCurve, Panel, panel
+from nanoserve.papers.claims import ClaimRow, claims
 from nanoserve.papers.framework import Finding, Run, Scale
-from nanoserve.papers.seesaw.runs import FREQUENT, RARE, ClosedBatch, Outcome
+from nanoserve.papers.seesaw.runs import FREQUENT, RARE, BatchOutcome, ClosedBatch
 from nanoserve.papers.seesaw.search import over_seeds
-from nanoserve.papers.seesaw.settings import RESHARDING, Choice, Setting
+from nanoserve.papers.seesaw.settings import RESHARDING, LayoutChoice, OfflineBatch
 from nanoserve.papers.seesaw.throughput import A10
 
 _POOL_BYTES_PER_DEVICE = 10 * GIBI
 """An eighth of the paper's; still 1.7 times what the devices hold beside the weights."""
-_POLICIES = (RESHARDING, FREQUENT, RARE)
+_POOL = "10 GiB of host memory per GPU instead of 80; weights come at 75 % of PCIe 4.0 x8"
 
 
-def _setting(scale: Scale) -> Setting:
-    return Setting(
+def _setting(scale: Scale) -> OfflineBatch:
+    return OfflineBatch(
         model="codellama-34b",
         machine=A10,
         devices=4,
@@ -37,7 +34,7 @@ def _setting(scale: Scale) -> Setting:
 
 
 def _batches(scale: Scale, policy: str) -> list[ClosedBatch]:
-    choice = Choice(
+    choice = LayoutChoice(
         prefill=ParallelLayout(pipeline_parallel=4), decode=ParallelLayout(tensor_parallel=4), policy=policy
     )
     return over_seeds(_setting(scale), choice, scale.seeds)
@@ -48,102 +45,65 @@ def _batches(scale: Scale, policy: str) -> list[ClosedBatch]:
 
 def three_schedules(scale: Scale, run: Run) -> Finding:
     """Figure 2: three ways to schedule transitions."""
-    batches = {policy: _batches(scale, policy) for policy in _POLICIES}
-    outcomes = run(batch for each in batches.values() for batch in each)
-    found = {policy: [outcomes[batch] for batch in each] for policy, each in batches.items()}
-    seesaw, frequent, rare = (found[policy] for policy in _POLICIES)
-    claims = [
-        _claim("transitions of Seesaw, with a small pool", "several", _over(seesaw, _transitions), "{:.0f}", 3),
-        _claim("time in transitions: Seesaw", "small", _over(seesaw, _share), "{:.1f} %", at_most=10),
-        _claim("time in transitions: prefill-prioritizing", "large", _over(frequent, _share), "{:.1f} %", 20),
-        _claim("time in transitions: decode-prioritizing", "small", _over(rare, _share), "{:.1f} %", at_most=10),
-        _claim(
-            "answers on the devices: Seesaw over decode-prioritizing", "more", _fuller(seesaw, rare), "{:.2f}x", 1.2
-        ),
-        _claim("throughput over prefill-prioritizing", "more", _faster(frequent, seesaw), "{:.2f}x", 1.0),
-        _claim("throughput over decode-prioritizing", "more", _faster(rare, seesaw), "{:.2f}x", 1.0),
+    runs = Runs(run, {policy: _batches(scale, policy) for policy in (RESHARDING, FREQUENT, RARE)})
+    more_answers = runs.ratio(RESHARDING, RARE, _decodes)
+    over_frequent, over_rare = (runs.ratio(other, RESHARDING, _seconds) for other in (FREQUENT, RARE))
+    share, small = {policy: runs.spread(policy, _share) for policy in runs.jobs}, "at most 10.0 %"
+    several = runs.spread(RESHARDING, _transitions)
+    found: list[ClaimRow] = [
+        ("transitions of Seesaw, with a small pool", "several", several, "at least 3", _POOL),
+        ("time in transitions: Seesaw", "small", share[RESHARDING], small, _POOL),
+        ("time in transitions: prefill-prioritizing", "large", share[FREQUENT], "at least 20.0 %", _POOL),
+        ("time in transitions: decode-prioritizing", "small", share[RARE], small, _POOL),
+        ("answers on the devices: Seesaw over decode-prioritizing", "more", more_answers, "at least 1.20x", _POOL),
+        ("throughput over prefill-prioritizing", "more", over_frequent, "at least 1.00x", _POOL),
+        ("throughput over decode-prioritizing", "more", over_rare, "at least 1.00x", _POOL),
     ]
-    rows = [
-        {
-            "policy": policy,
-            "seconds": _over(each, lambda one: one.seconds).mean,
-            "transitions": _over(each, _transitions).mean,
-            "share": _over(each, _share).mean,
-            "decodes": _over(each, _decodes).mean,
-        }
-        for policy, each in found.items()
-    ]
-    panels = tuple(
-        _schedule(title, found[policy][0])
+    metrics = {"seconds": _seconds, "transitions": _transitions, "share": _share, "decodes": _decodes}
+    panels = [
+        _schedule(title, runs.outcomes(policy)[0])
         for title, policy in (
             ("(a) prefill-prioritizing", FREQUENT),
             ("(b) decode-prioritizing", RARE),
             ("(c) tiered, transition-minimizing", RESHARDING),
         )
-    )
-    columns = [
-        Column("policy", "policy"),
-        Column("seconds", "seconds", ",.0f"),
-        Column("transitions", "transitions", ",.0f"),
-        Column("% of the time in them", "share", ".1f"),
-        Column("answers of a decode step", "decodes", ".1f"),
     ]
-    chart = Chart(title="Seesaw, figure 2: 34B on 4 A10, P4->T4, a pool of 40 GiB", panels=panels, columns=3)
-    return Finding(claims, chart, rows, columns)
+    return Finding(
+        claims("2", found),
+        Chart("Seesaw, figure 2: 34B on 4 A10, P4->T4, a pool of 40 GiB", panels, columns=3),
+        [{"policy": policy, **runs.means(policy, metrics)} for policy in runs.jobs],
+        [
+            Column("policy", "policy"),
+            Column("seconds", "seconds", ",.0f"),
+            Column("transitions", "transitions", ",.0f"),
+            Column("% of the time in them", "share", ".1f"),
+            Column("answers of a decode step", "decodes", ".1f"),
+        ],
+    )
 
 
-def _transitions(one: Outcome) -> float:
+def _seconds(one: BatchOutcome) -> float:
+    return one.seconds
+
+
+def _transitions(one: BatchOutcome) -> float:
     return one.result.transitions
 
 
-def _share(one: Outcome) -> float:
+def _share(one: BatchOutcome) -> float:
     """Percent of the time that transitions take, waiting for the pipeline to empty not counted."""
     return 100 * one.breakdown.transition / one.seconds
 
 
-def _decodes(one: Outcome) -> float:
+def _decodes(one: BatchOutcome) -> float:
     """Answers of a step without prompts, on average over time."""
     return one.decodes
 
 
-def _over(outcomes: Sequence[Outcome], figure: Callable[[Outcome], float]) -> Spread:
-    return Spread.of(figure(one) for one in outcomes)
-
-
-def _fuller(above: Sequence[Outcome], below: Sequence[Outcome]) -> Spread:
-    return Spread.of(_decodes(one) / _decodes(other) for one, other in zip(above, below, strict=True))
-
-
-def _faster(slow: Sequence[Outcome], fast: Sequence[Outcome]) -> Spread:
-    return Spread.of(one.seconds / other.seconds for one, other in zip(slow, fast, strict=True))
-
-
-def _claim(
-    says: str, paper: str, ours: Spread, form: str, at_least: float | None = None, at_most: float | None = None
-) -> Claim:
-    return Claim(
-        figure="2",
-        says=says,
-        paper=paper,
-        ours=ours,
-        form=form,
-        at_least=at_least,
-        at_most=at_most,
-        assumption="10 GiB of host memory per GPU instead of 80; weights come at 75 % of PCIe 4.0 x8",
-    )
-
-
-def _schedule(title: str, one: Outcome) -> Panel:
+def _schedule(title: str, one: BatchOutcome) -> Panel:
     """Sequences of each step over time, as the figure draws them."""
-    series = one.result.tokens_series
-    return Panel(
-        title=f"{title}: {one.seconds:,.0f} s",
-        x="time (s)",
-        y="answers of a step",
-        curves=(
-            Curve(label="", xs=tuple(point[0] for point in series), ys=tuple(point[2] for point in series), style="-"),
-        ),
-    )
+    times, _, answers, *_ = zip(*one.result.tokens_series, strict=True)
+    return panel(f"{title}: {one.seconds:,.0f} s", "time (s)", "answers of a step", times, {"": answers}, styles="-")
 
 
 # ---- figure 6 ---------------------------------------------------------------------------------------------------
@@ -154,43 +114,20 @@ def tiers(scale: Scale, run: Run) -> Finding:
     batch = _batches(scale, RESHARDING)[0]
     outcome = run([batch])[batch]
     result = outcome.result
-    claims = [
-        msgspec.structs.replace(
-            _claim(
-                "the pool is filled before the first transition: its peak",
-                "full",
-                Spread.of([result.host_peak]),
-                "{:.2f}",
-                0.9,
-            ),
-            figure="6",
-        ),
-        msgspec.structs.replace(
-            _claim("the devices are full as decoding begins: peak", "full", Spread.of([result.kv_peak]), "{:.2f}", 0.9),
-            figure="6",
-        ),
+    found: list[ClaimRow] = [
+        ("the pool is filled before the first transition: its peak", "full", result.host_peak, "at least 0.90", _POOL),
+        ("the devices are full as decoding begins: peak", "full", result.kv_peak, "at least 0.90", _POOL),
     ]
     curves = [
-        Curve(
-            label=f"{tier} KV", xs=tuple(time for time, _ in series), ys=tuple(share for _, share in series), style="-"
-        )
+        ChartCurve(f"{tier} KV", [time for time, _ in series], [share for _, share in series], style="-")
         for tier, series in result.occupancies.items()
     ]
-    curves.append(_phases(outcome))
-    panel = Panel(title=batch.setting.name, x="time (s)", y="share of blocks in use", curves=tuple(curves))
+    phases = [(time, float(layout)) for begin, end, layout in outcome.phases for time in (begin, end)]
+    times, layouts = zip(*phases, strict=True)
+    curves.append(ChartCurve("0: prefill, 1: decode", times, layouts, style="k:"))
+    both = Panel(title=batch.setting.name, x="time (s)", y="share of blocks in use", curves=curves)
     rows = [
         {"begin": begin, "end": end, "phase": ("prefill", "decode")[layout]} for begin, end, layout in outcome.phases
     ]
     columns = [Column("phase", "phase"), Column("from s", "begin", ",.1f"), Column("to s", "end", ",.1f")]
-    return Finding(claims, Chart(title="Seesaw, figure 6: both tiers of the KV cache", panels=(panel,)), rows, columns)
-
-
-def _phases(outcome: Outcome) -> Curve:
-    """A step curve: 0 in prefill, 1 in decode."""
-    points = [(time, float(layout)) for begin, end, layout in outcome.phases for time in (begin, end)]
-    return Curve(
-        label="0: prefill, 1: decode",
-        xs=tuple(time for time, _ in points),
-        ys=tuple(layout for _, layout in points),
-        style="k:",
-    )
+    return Finding(claims("6", found), Chart("Seesaw, figure 6: both tiers of the KV cache", [both]), rows, columns)

@@ -11,28 +11,32 @@ import msgspec
 from nanoserve.papers.claims import Spread
 from nanoserve.papers.framework import Outcomes, Run, Scale
 from nanoserve.papers.seesaw.estimate import Shortlist
-from nanoserve.papers.seesaw.runs import ClosedBatch, Outcome
-from nanoserve.papers.seesaw.settings import Choice, Setting
+from nanoserve.papers.seesaw.runs import BatchOutcome, ClosedBatch
+from nanoserve.papers.seesaw.settings import LayoutChoice, OfflineBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class BestOfBoth:
     """Two configurations of one setting, seed by seed."""
 
-    setting: Setting
+    setting: OfflineBatch
     """With the first seed."""
-    static: Choice
-    resharding: Choice
+    static: LayoutChoice
+    resharding: LayoutChoice
     """The configurations."""
-    static_outcomes: Sequence[Outcome]
-    resharding_outcomes: Sequence[Outcome]
+    static_outcomes: Sequence[BatchOutcome]
+    resharding_outcomes: Sequence[BatchOutcome]
     """In the order of the seeds."""
+
+    def seconds(self, kind: str) -> list[float]:
+        """Times of the "static" or the "resharding" configuration."""
+        return [one.seconds for one in (self.static_outcomes if kind == "static" else self.resharding_outcomes)]
 
     @property
     def gains(self) -> list[float]:
         """Throughput of re-sharding over that of the static configuration, of each seed."""
-        pairs = zip(self.static_outcomes, self.resharding_outcomes, strict=True)
-        return [static.seconds / resharding.seconds for static, resharding in pairs]
+        pairs = zip(self.seconds("static"), self.seconds("resharding"), strict=True)
+        return [static / resharding for static, resharding in pairs]
 
     @property
     def gain(self) -> Spread:
@@ -54,7 +58,7 @@ class Comparison:
         }
 
 
-def compare(settings: Sequence[Setting], scale: Scale, run: Run) -> list[Comparison]:
+def compare(settings: Sequence[OfflineBatch], scale: Scale, run: Run) -> list[BestOfBoth]:
     """The best of both kinds in every setting; settings on which nothing can be re-sharded are left out."""
     lists = [Shortlist(setting=setting, candidates=scale.pick(3, 8)) for setting in settings]
     outcomes = run(lists)
@@ -75,7 +79,7 @@ def compare(settings: Sequence[Setting], scale: Scale, run: Run) -> list[Compari
         for batch in over_seeds(setting, choice, scale.seeds)
     )
     return [
-        Comparison(
+        BestOfBoth(
             setting=setting,
             static=static,
             resharding=resharding,
@@ -86,15 +90,15 @@ def compare(settings: Sequence[Setting], scale: Scale, run: Run) -> list[Compari
     ]
 
 
-def fastest(setting: Setting, choices: Iterable[Choice], outcomes: Outcomes) -> Choice:
-    """Of those that were simulated."""
+def fastest(setting: OfflineBatch, choices: Iterable[LayoutChoice], outcomes: Outcomes) -> LayoutChoice:
+    """The fastest of the choices that were simulated."""
     return min(choices, key=lambda choice: outcomes[ClosedBatch(setting=setting, choice=choice)].seconds)
 
 
-def over_seeds(setting: Setting, choice: Choice, seeds: Iterable[int]) -> list[ClosedBatch]:
+def over_seeds(setting: OfflineBatch, choice: LayoutChoice, seeds: Iterable[int]) -> list[ClosedBatch]:
     """The configuration on the setting's requests of each seed."""
     return [ClosedBatch(setting=msgspec.structs.replace(setting, seed=seed), choice=choice) for seed in seeds]
 
 
-def _rate(outcomes: Iterable[Outcome]) -> Spread:
+def _rate(outcomes: Iterable[BatchOutcome]) -> Spread:
     return Spread.of(one.result.requests_per_second for one in outcomes)

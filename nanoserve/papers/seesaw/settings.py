@@ -22,7 +22,7 @@ HOST_BYTES_PER_DEVICE = 80 * GIBI
 """Section 6.1."""
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
+class OfflineBatch(msgspec.Struct, frozen=True, kw_only=True):
     """A model on a machine, and a closed batch of requests."""
 
     model: str
@@ -30,15 +30,15 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     devices: int
     """How many of the machine's."""
     lengths: str
-    """Of the requests, by name; whoever is longer than ``LONGEST`` is left out."""
+    """Name of the requests' lengths; requests longer than ``LONGEST`` are left out."""
     requests: int
     """How many."""
     all_reduce_scale: float = 1.0
     """Figure 14: all-reduces (and what stages send) take their time over this."""
     host_bytes_per_device: float = HOST_BYTES_PER_DEVICE
-    """Of the pool that Seesaw parks prompts in."""
+    """Size of the pool in which Seesaw keeps prompts."""
     seed: int = 0
-    """Of the lengths."""
+    """Seed of the lengths."""
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return replace(machine, link=_faster(machine.link, self.all_reduce_scale))
 
     def shapes(self) -> list[RequestShape]:
-        """Of all requests, in order."""
+        """Lengths of all requests, in order."""
         return list(islice(self._fitting(), self.requests))
 
     def _fitting(self) -> Iterator[RequestShape]:
@@ -89,7 +89,7 @@ def _faster(link: Link, factor: float) -> Link:
     return replace(link.scaled(factor), latency=link.latency / factor)
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class LayoutChoice(msgspec.Struct, frozen=True, kw_only=True):
     """A layout, or one for prompts and one for answers, and the tokens of a step."""
 
     prefill: ParallelLayout
@@ -99,7 +99,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = STATIC
     """By its name in the registry."""
     token_budget: int = 2048
-    """Of a step."""
+    """Tokens of a step at most."""
 
     @property
     def label(self) -> str:

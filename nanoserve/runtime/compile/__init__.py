@@ -1,1 +1,1 @@
-"""Layers made faster: ahead-of-time Inductor on the CPU, torch.compile on a GPU, and their pieces for hybrid steps."""
+"""Where the engine meets torch.compile and Inductor: `layer_runner` runs layers, `aot_build` compiles them ahead."""

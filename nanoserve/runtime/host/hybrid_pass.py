@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanoserve.models.attention import AttentionBatch, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
-from nanoserve.runtime.compile.layer_pieces import LayerPieces
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_attention import HostAttention, HostAttentionLost, HostTask
 from nanoserve.runtime.step.forward_pass import LayerComputed
 from nanoserve.scheduler.plan import CohortProgress, HostWork, Row
@@ -97,7 +97,7 @@ class HybridPass:
     """
 
     def __init__(
-        self, decoder: Decoder, make_host: Callable[[], HostAttention], *, run_layer: LayerFunction, pieces: LayerPieces
+        self, decoder: Decoder, make_host: Callable[[], HostAttention], *, run_layer: LayerFunction, pieces: LayerRunner
     ) -> None:
         self.pending: list[HostGroup] = []  # groups whose attention the CPU was asked for, in this order
         self._layers = list(cast(Iterable[DecoderLayer], decoder.layers))

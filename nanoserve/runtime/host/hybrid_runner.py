@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanoserve.models.attention import PagedAttention
 from nanoserve.models.decoder import Decoder, LayerFunction
-from nanoserve.runtime.compile.layer_pieces import LayerPieces
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_attention import HostAttention
 from nanoserve.runtime.host.hybrid_pass import DeviceRows, HostGroup, HybridPass
 from nanoserve.runtime.step.forward_pass import InputBuilder, StepInputs, row_ends
@@ -103,7 +103,7 @@ class HybridRunner(ModelRunner):
         block_size: int,
         device: torch.device,
         run_layer: LayerFunction,
-        pieces: LayerPieces,
+        pieces: LayerRunner,
         make_host: Callable[[], HostAttention],
         **settings: Any,
     ) -> None:

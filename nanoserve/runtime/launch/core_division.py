@@ -13,12 +13,12 @@ from nanoserve.processes.threads import cores_in_use, physical_cores
 
 _THREADS = Path("/proc/self/task")
 _CORES_BESIDE_A_GPU = 2
-"""That are left to who feeds the device, and to everything else."""
+"""Cores left to the thread that feeds the device, and to everything else."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoreDivision:
-    """Whose the processors of this machine are."""
+    """The processors of the device and those of the host."""
 
     device: tuple[int, ...]
     host: tuple[int, ...]
@@ -28,14 +28,14 @@ class CoreDivision:
 
 
 def default_host_threads(device_type: str) -> int:
-    """How many threads attend on the CPU: half of the cores beside a device that is this CPU, which computes with the
-    others; beside a GPU all but two. At least 1."""
+    """Threads that attend on the CPU: half of the cores if the CPU is also the device, which computes with the other
+    half; all but two beside a GPU. At least 1."""
     cores = physical_cores()
     return max(1, cores // 2 if device_type == "cpu" else cores - _CORES_BESIDE_A_GPU)
 
 
 def divide_cores(host_threads: int) -> CoreDivision:
-    """The last cores for so many host threads, one each, and the others for the device; if none is left, all for both.
+    """The last `host_threads` cores for the host, the others for the device; all for both if none is left.
 
     Only processors that this process may use are given out, and a container's limit counts.
 
@@ -57,11 +57,11 @@ def divide_cores(host_threads: int) -> CoreDivision:
 
 
 class DeviceCores:
-    """Keeps what this process computes as the device on the device's cores, with at most as many threads as these are.
+    """Keeps the device's computing in this process on the device's cores, with at most one thread for each.
 
-    To be made by the thread that computes, before anything is compiled for its number of threads. All threads that
-    exist are moved, for they may belong to its team already, and those that are made later stay with it; the host's
-    thread chooses its own cores. As long as it lasts, `divide_cores` sees the device's cores only.
+    The computing thread makes it, before anything is compiled for a number of threads. All threads that exist are
+    moved, because they may belong to its team; later ones inherit its cores, and the host's thread chooses its own.
+    Until `close`, `divide_cores` sees the device's cores only.
     """
 
     def __init__(self, division: CoreDivision) -> None:
@@ -73,7 +73,7 @@ class DeviceCores:
         torch.set_num_threads(min(self._threads_before, division.device_threads))
 
     def close(self) -> None:
-        """Let them run where this thread ran before."""
+        """Let the threads run where this thread ran before."""
         for thread in _threads():
             if _cores_of(thread) == self._device:
                 _move(thread, self._cores_before)
@@ -81,12 +81,12 @@ class DeviceCores:
 
 
 def _threads() -> list[int]:
-    """Of this process, as the system numbers them; none where it does not let them be moved."""
+    """The system's numbers of this process's threads; empty where the system does not let threads be moved."""
     return [int(entry.name) for entry in _THREADS.iterdir()] if _THREADS.is_dir() else []
 
 
 def _cores_of(thread: int) -> set[int]:
-    """Where a thread may run, 0 being this one; nowhere if it has ended meanwhile."""
+    """Processors that a thread may use, 0 being this thread; empty if it has ended."""
     try:
         return os.sched_getaffinity(thread) if _THREADS.is_dir() else set()
     except ProcessLookupError:

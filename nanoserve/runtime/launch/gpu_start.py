@@ -2,22 +2,30 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from nanoserve.config import EngineConfig
-from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
+from nanoserve.models.attention import AttentionBatch
+from nanoserve.models.decoder import Decoder, LayerFunction
 from nanoserve.models.hub import ProgressCallback
 from nanoserve.processes.sizes import format_size
-from nanoserve.runtime.compile.layer_pieces import EagerPieces, LayerPieces, whole_layer
-from nanoserve.runtime.compile.torch_compile import TorchCompileLayers
+from nanoserve.request import SamplingParams
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.launch.devices import compiler_errors
 from nanoserve.runtime.launch.memory import memory_errors, out_of_memory
-from nanoserve.runtime.launch.memory_profile import MemoryProfileRun, measured_memory
+from nanoserve.runtime.sampling.logprobs import rows_per_chunk
+from nanoserve.runtime.sampling.sampler import SamplingRows, SamplingState, sample
 from nanoserve.runtime.step.decode_graphs import CudaRecorder, DecodeGraphs, StaticInputs, bucket_sizes
+from nanoserve.runtime.step.forward_pass import Caches, ForwardPass, StepInputs
 from nanoserve.runtime.step.model_runner import ModelRunner
+from nanoserve.runtime.step.staging import Staging
+from nanoserve.scheduler.plan import Begin
 from triton_ops.gpu.experts import never_waits
 
 COMPILING, WARMING_UP = "compiling layers", "warming up"
@@ -25,6 +33,9 @@ GRAPH_BYTES = 16 * 2**20
 """What a graph takes beside the tensors of its step: a driver keeps its kernels' arguments on the device."""
 CAPTURE_WORKSPACE = 64 * 2**20
 """Products of matrices have a workspace per stream, and graphs are captured on one of their own."""
+
+# Sampling that takes the most memory: over the whole vocabulary, after the logits are changed.
+_SAMPLED = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1, repetition_penalty=1.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +45,7 @@ class GpuFacts:
     compiled: bool
     """Whether layers run compiled."""
     warm_up_seconds: float
-    """Of the first step, in which layers and kernels are compiled or loaded."""
+    """Seconds of the first step, which compiles or loads layers and kernels."""
     step_memory: int
     """Bytes that the largest step needs beside weights and KV cache."""
     graphs: int = 0
@@ -58,11 +69,8 @@ class GpuStart:
         self._decoder = decoder
         self._config = config
         self._device = device
-        self._traced = None if config.eager else TorchCompileLayers(decoder)
-        # runs the layers from now on.
-        self.run_layer: LayerFunction = DecoderLayer.__call__ if self._traced is None else self._traced
-        # run those that part of a step's rows attend in elsewhere.
-        self.pieces: LayerPieces = EagerPieces() if self._traced is None else self._traced
+        self.layers = LayerRunner() if config.eager else LayerRunner.torch_compile(decoder)
+        """Runs the layers from now on."""
         # A stage's steps begin with hidden states that come from elsewhere: they run compiled, and uncaptured.
         captures = not config.eager and config.num_workers == 1 and _can_be_captured(decoder, device)
         self._buckets = bucket_sizes(config.max_num_seqs) if captures else ()
@@ -85,12 +93,12 @@ class GpuStart:
         config = self._config
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
         step = MemoryProfileRun(num_tokens, min(num_tokens, config.max_num_seqs), config.block_size)
-        began, stage = time.monotonic(), WARMING_UP if self._traced is None else COMPILING
+        began, stage = time.monotonic(), WARMING_UP if config.eager else COMPILING
         if progress is not None:
             progress(stage, 0, 1)
         advice = "lower --max-num-batched-tokens or --max-num-seqs"
         problem = f"a step of {num_tokens} tokens does not fit"
-        ways = [self.run_layer, whole_layer(self.pieces)] if config.attends_on_host else [self.run_layer]
+        ways: list[LayerFunction] = [self.layers, *([self.layers.in_pieces] if config.attends_on_host else [])]
         with memory_errors(self._device, problem, advice), compiler_errors(self._device):
             for run_layer in ways:
                 step.run(self._decoder, run_layer)
@@ -116,7 +124,7 @@ class GpuStart:
         if self._buckets:
             captured = len(self._buckets) if self._captured(runner, max_model_len, progress) else 0
         return GpuFacts(
-            compiled=self._traced is not None and self._traced.loaded,
+            compiled=self.layers.loaded,
             warm_up_seconds=self._warm_up_seconds,
             step_memory=self._step_memory,
             graphs=captured,
@@ -145,6 +153,82 @@ class GpuStart:
                 return False
         runner.forward = graphs
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfileRun:
+    """The largest step: as many tokens as a step may have, one row as long as possible, the others decodes."""
+
+    num_tokens: int
+    num_rows: int
+    """At most num_tokens."""
+    block_size: int
+
+    def run(self, decoder: Decoder, run_layer: LayerFunction) -> Tensor | None:
+        """Compute and sample the step. Returns its tokens, or None on a shard that does not sample.
+
+        All positions read the same block of a cache of one block, and nothing is written: the tokens mean nothing.
+        """
+        with torch.inference_mode():
+            forward = ForwardPass(decoder, self._caches(decoder), run_layer)
+            hidden = forward(self._inputs(decoder))
+            if not decoder.shard.is_last:
+                return None
+            vocab_size = decoder.config.vocab_size
+            # A prompt's log probabilities are computed for this many positions at a time.
+            num_sampled = min(self.num_tokens, max(self.num_rows, rows_per_chunk(vocab_size)))
+            states = [SamplingState(Begin(0, (0,), 1, 0, 0, _SAMPLED), vocab_size)] * num_sampled
+            staging = Staging(hidden.device)
+            last_tokens = staging.add(np.arange(num_sampled))
+            settings = SamplingRows.stage(states, [1] * num_sampled, staging)
+            staging.transfer()
+            logits = decoder.compute_logits(hidden[last_tokens])
+            return sample(logits, settings).tokens if len(logits) else None  # another rank gathered them
+
+    def _caches(self, decoder: Decoder) -> Caches:
+        config = decoder.config
+        shape = (1, config.num_kv_heads, self.block_size, config.head_dim)
+        keys, values = (
+            [torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in range(config.num_layers)]
+            for _ in range(2)
+        )
+        return Caches(keys, values)
+
+    def _inputs(self, decoder: Decoder) -> StepInputs:
+        device = decoder.device
+        longest = self.num_tokens - (self.num_rows - 1)
+        lengths = torch.tensor([longest] + [1] * (self.num_rows - 1), dtype=torch.int32, device=device)
+        starts = torch.zeros(self.num_rows + 1, dtype=torch.int32, device=device)
+        starts[1:] = lengths.cumsum(0)
+        batch = AttentionBatch(
+            block_tables=torch.zeros(self.num_rows, -(-longest // self.block_size), dtype=torch.int32, device=device),
+            query_starts=starts,
+            context_lengths=lengths,
+            slot_mapping=torch.full((self.num_tokens,), -1, device=device),
+        )
+        return StepInputs(
+            token_ids=torch.zeros(self.num_tokens, dtype=torch.int64, device=device),
+            positions=torch.arange(self.num_tokens, device=device),
+            batch=batch,
+            entering=None if decoder.shard.is_first else self._entering(decoder),
+        )
+
+    def _entering(self, decoder: Decoder) -> Tensor:
+        shape = (self.num_tokens, decoder.config.hidden_size)
+        return torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
+
+
+def measured_memory(device: torch.device, step: Callable[[], object]) -> int:
+    """Bytes that a step takes on a GPU beyond what is held before and after it. The step has run once already."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_reserved(device)
+    step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_reserved(device)
+    torch.cuda.empty_cache()
+    return peak - held
 
 
 def _can_be_captured(decoder: Decoder, device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""measure_speeds: what one worker reaches while all others do the same, within a second."""
+"""measure_speeds: the speeds that each worker reaches while all work, measured within a second."""
 
 import math
 import time
@@ -13,32 +13,32 @@ from nanoserve.costs.measured_machine import MachineSpeeds
 from triton_ops import project
 
 _LOOKS = 3
-"""At each speed, of which the best counts: other programs disturb for a moment."""
+"""Repeats of each measurement. The best counts, because other programs disturb for a moment."""
 _LOOK_SECONDS = 0.02
-"""Of a look at least: several slices of the system's scheduler, where workers share cores."""
+"""The least duration of a repeat: several time slices of the system's scheduler, where workers share cores."""
 _WEIGHT_BYTES = 2**26
 """More than the caches near a core, or of a GPU, hold: weights come from memory in every step."""
 _COPIED_BYTES = 2**25
 _PIECES = 8
-"""That these are divided into, taken in turn, so that a look need not wait for all of them."""
+"""Pieces that weights and copies are divided into. They take turns, so that a repeat can end after any of them."""
 _DEPTH = 1024
 _SMALL_BATCH = 8
-"""Rows of a product that is there to read weights. On a CPU torch reads them several times as fast for one row, and
-about so fast for up to thirty: batches are what a throughput is made of."""
+"""Rows of the product that measures reading weights: a small batch. On a CPU torch reads weights several times as
+fast for one row, and about as fast as here for up to thirty."""
 _MANY_ROWS = 512
 _MESSAGES = 16
 _PASSES = 2
 _FIRST_BYTES, _LAST_BYTES = 2**16, 2**26
 _LONG_SECONDS = 0.01
-"""An all-reduce that takes so long says enough of the bandwidth."""
+"""Larger all-reduces than one of this duration are not tried."""
 
 
 @torch.inference_mode()
 def measure_speeds(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> MachineSpeeds:
-    """To be called by all workers at the same time, with nothing else to do; the same in all of them.
+    """Measure together with all other workers, which call this at the same time. All get the same result.
 
-    Takes 128 MiB while it lasts: 64 of weights on the device, 64 for copies. Where several workers share a processor,
-    each is taken to reach an equal share of what all reach together.
+    The call takes 128 MiB: 64 of weights on the device, 64 for copies. Where several workers share a processor, each
+    counts as reaching an equal share of what all reach together.
 
     Args:
         device: that computes.
@@ -65,7 +65,7 @@ class _Together:
         self.workers = 1 if group is None else dist.get_world_size(group)
 
     def seconds(self, action: Callable[[], object]) -> float:
-        """Of one action, when it has been done once before: the mean over a look, the best of a few."""
+        """Seconds of one action after a first, unmeasured one: the mean over a repeat, the best of a few repeats."""
         action()
         self._meet()
         return min(self._look(action) for _ in range(_LOOKS))
@@ -78,7 +78,7 @@ class _Together:
         return passed / count
 
     def all_reduce_seconds(self, tensor: Tensor, passes: int) -> float:
-        """Of one of so many, in the worker that waits longest; the same number in all workers."""
+        """Seconds of one all-reduce out of `passes`, in the slowest worker. All workers get the same number."""
         self._all_reduce(tensor)
         self._meet()
         began = self._now()
@@ -102,7 +102,7 @@ class _Together:
             dist.all_reduce(tensor, group=self._group)
 
     def _now(self) -> float:
-        """With the device's queue empty."""
+        """The time once the device's queue is empty."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
@@ -140,7 +140,7 @@ def _host_link(together: _Together) -> float:
 
 
 def _link(together: _Together) -> tuple[float, float]:
-    """Seconds of a message, and bus bandwidth: the two numbers of the cost model's all-reduce (Channel)."""
+    """Seconds per message, and bus bandwidth: the two numbers of the cost model's all-reduce (Channel)."""
     workers = together.workers
     small = together.all_reduce_seconds(torch.ones(1, device=together.device), _MESSAGES)
     size, seconds = _FIRST_BYTES, 0.0

@@ -12,9 +12,9 @@ from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.processes.sizes import format_size
 
 CPU_SHARE = 0.25
-"""Of free memory, for the cache by default: the machine's owner is working on it too."""
+"""The cache's default share of free memory: the machine's owner is working on it too."""
 CUDA_SHARE = 0.95
-"""Of what a GPU has free beside all that steps need: torch's allocator cannot use the last of it in one piece."""
+"""The cache's share of what a GPU has free beside steps: torch's allocator cannot use the last of it in one piece."""
 
 
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -43,7 +43,7 @@ def _free_memory(meminfo: Path) -> int:
 
 
 def _control_group_rooms(membership: Path, mount: Path) -> list[int]:
-    """What is left in every control group above this process that has a limit (cgroup version 2, then version 1)."""
+    """Bytes left in each control group above this process that has a limit (cgroup version 2, then version 1)."""
     rooms = []
     own = mount
     if membership.is_file():
@@ -117,7 +117,7 @@ def blocks_that_fit(
     max_model_len: int | None,
     max_num_seqs: int,
 ) -> int:
-    """How many blocks of so many bytes the KV cache gets out of what is free.
+    """How many blocks of `per_block` bytes the KV cache gets out of `free` bytes.
 
     Args:
         share: of what is free, for a cache whose size was not asked for.

@@ -1,11 +1,138 @@
-"""Where an engine and its workers meet: on one machine, or over several by torchrun's store."""
+"""How an engine and its workers find each other: on one machine, or on several that torchrun started.
 
+torchrun's processes speak through the key-value store that torchrun's agent on the first machine holds
+(torch.distributed's TCPStore), in typed msgpack. The network between the machines must be trusted: neither that store
+nor the hidden states that go from worker to worker are protected.
+
+An engine calls a rendezvous, and another one after a loss. Keys, below one prefix for each start of torchrun:
+
+    meetings           how many rendezvous have been called so far
+    N/engine           rendezvous N: the Presence of the engine
+    N/present/RANK     ... and of each other process, which keeps a worker
+    N/start/RANK       what that worker is to start with, in JSON
+    N/over             the workers of rendezvous N may go
+    finished           the command is done, with this exit code
+"""
+
+import socket
+import time
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, Self
 
+import msgspec
+
+from nanoserve import __version__
+from nanoserve.errors import RuntimeFailure, first_line
 from nanoserve.processes.sockets import SocketKeys, local_address
-from nanoserve.runtime.launch.torchrun import TorchrunProcess
-from nanoserve.runtime.launch.torchrun_rendezvous import TorchrunRendezvous, call_rendezvous
+from nanoserve.runtime.launch.torchrun import CONNECT_SECONDS, TorchrunProcess
+
+PRESENT_SECONDS = 600.0
+"""How long the processes of all workers may take to come: each may have to fetch the model first."""
+_POLL_SECONDS = 0.1
+"""torch's own Store.wait hears no Ctrl-C, so keys are polled."""
+
+
+class Presence(msgspec.Struct, frozen=True):
+    """What a process says of itself when it comes to a rendezvous.
+
+    Later versions may add fields, but this version must still understand them.
+    """
+
+    nanoserve: str
+    torch: str
+    """Versions."""
+    model: str
+    """The model's name."""
+    host: str
+    """The machine's name."""
+    problem: str | None = None
+    """Why the process cannot take part, in one line."""
+
+    @classmethod
+    def here(cls, model: str, problem: str | None = None) -> Self:
+        """The presence of this process. Imports torch."""
+        import torch
+
+        return cls(__version__, str(torch.__version__), model, socket.gethostname(), problem)
+
+    @property
+    def versions(self) -> str:
+        """Both, in words."""
+        return f"nanoserve {self.nanoserve} with torch {self.torch}"
+
+    def check_fits(self, other: "Presence") -> None:
+        """Check that the two can work together.
+
+        Raises:
+            RuntimeFailure: if not; both sides say the same.
+        """
+        if other.problem is not None:
+            raise RuntimeFailure(f"on {other.host}: {other.problem}")
+        if self.versions != other.versions:
+            raise RuntimeFailure(
+                f"unequal versions: {self.versions} on {self.host}, {other.versions} on {other.host}; "
+                "install the same on both"
+            )
+        if self.model != other.model:
+            raise RuntimeFailure(
+                f"unequal models: {self.model} on {self.host}, {other.model} on {other.host}; "
+                "start the same command on both"
+            )
+
+
+class SharedKeys:
+    """A part of torchrun's store, of torch.distributed's Store type.
+
+    Every method raises RuntimeFailure if the store is gone.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    @classmethod
+    def of_torchrun(cls, process: TorchrunProcess) -> Self:
+        """The keys of one start of torchrun.
+
+        Raises:
+            RuntimeFailure: if the store cannot be reached.
+        """
+        process.wait_for_store()  # torch's own attempts print a line each
+        try:
+            store = _tcp_store(process.master_address, process.master_port)
+        except RuntimeError as error:
+            raise process.unreachable(first_line(error)) from None
+        return cls(_below(_prefix(process), store))
+
+    def set(self, key: str, value: bytes) -> None:
+        self._ask(self._store.set, key, value)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is there."""
+        return bytes(self._ask(self._store.get, key))
+
+    def has(self, key: str) -> bool:
+        return bool(self._ask(self._store.check, [key]))
+
+    def count(self, key: str, more: int) -> int:
+        """Add to a number; an unknown one is 0."""
+        return int(self._ask(self._store.add, key, more))
+
+    def set_finished(self, code: int) -> None:
+        """Say that the command is done, with this exit code."""
+        self.set("finished", str(code).encode())
+
+    def finished(self) -> int | None:
+        """The command's exit code, once it is done."""
+        return int(self.get("finished")) if self.has("finished") else None
+
+    def _ask(self, method: Any, *arguments: Any) -> Any:
+        try:
+            return method(*arguments)
+        except RuntimeError:  # torch's DistError
+            raise RuntimeFailure("torchrun's store is gone: the command has ended on the first machine") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +142,11 @@ class Addresses:
     plans: str
     """ZeroMQ address that the engine binds as ROUTER."""
     reports: str
-    """... as PULL."""
+    """ZeroMQ address that the engine binds as PULL."""
     init_method: str
     """Where the workers meet each other, for `open_store`."""
     keys: SocketKeys
-    """Of the engine."""
+    """The engine's key pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +166,16 @@ class OneMachine:
         return self.num_workers
 
     def addresses(self, directory: Path) -> Addresses:
-        """With whatever needs a file in a private directory, which is new.
+        """Addresses of files in a private, new directory.
 
         Raises:
-            RuntimeFailure: if its name is too long.
+            RuntimeFailure: if the directory's name is too long for a socket.
         """
         plans, reports = local_address(directory), local_address(directory)
         return Addresses(plans, reports, f"file://{directory / 'meeting'}", SocketKeys.random())
 
     def hand_out(self, rank: int, start: bytes) -> None:
-        """There is nobody else to tell anything."""
+        """Never called: all workers are children of the engine."""
         raise AssertionError(f"worker {rank} is a child of the engine")
 
     def end(self) -> None:
@@ -57,10 +184,34 @@ class OneMachine:
 
 @dataclass(frozen=True, slots=True)
 class SeveralMachines:
-    """torchrun started a process for each worker; worker 0 is a child of the engine, the others come by themselves."""
+    """torchrun started a process for each worker. The engine starts worker 0; the other processes keep the others."""
 
     process: TorchrunProcess
-    meeting: TorchrunRendezvous
+    keys: SharedKeys
+    number: int
+    """Which rendezvous of this start of torchrun."""
+
+    @classmethod
+    def call(cls, process: TorchrunProcess, model: str) -> Self:
+        """Call all other processes together, and wait for them.
+
+        Raises:
+            RuntimeFailure: if one does not come, cannot take part or does not fit.
+        """
+        mine, keys = Presence.here(model), SharedKeys.of_torchrun(process)
+        number = keys.count("meetings", 1)
+        keys.set(f"{number}/engine", msgspec.msgpack.encode(mine))
+        until = time.monotonic() + PRESENT_SECONDS
+        for rank in range(1, process.world_size):
+            while not keys.has(f"{number}/present/{rank}"):
+                if time.monotonic() > until:
+                    raise RuntimeFailure(
+                        f"the process of worker {rank} did not come within {PRESENT_SECONDS:g} s: see what torchrun"
+                        " says on its machine"
+                    )
+                time.sleep(_POLL_SECONDS)
+            mine.check_fits(msgspec.msgpack.decode(keys.get(f"{number}/present/{rank}"), type=Presence))
+        return cls(process, keys, number)
 
     @property
     def spawned(self) -> tuple[int, ...]:
@@ -72,14 +223,20 @@ class SeveralMachines:
         """How many share this machine's threads."""
         return self.process.local_world_size
 
+    @property
+    def init_method(self) -> str:
+        """Where the workers meet each other, for `open_store`."""
+        place = f"{_prefix(self.process)}/{self.number}/group"
+        return f"tcp://{self.process.master_address}:{self.process.master_port}/{place}"
+
     def addresses(self, directory: Path) -> Addresses:
-        """On the interface that leads to the other machines; nothing is in the directory.
+        """Addresses on the interface that leads to the other machines; the directory is not used.
 
         Raises:
-            RuntimeFailure: if there is no port to be had.
+            RuntimeFailure: if no port is free.
         """
         plans, reports = self.process.free_addresses(2)
-        return Addresses(plans, reports, self.meeting.init_method, SocketKeys.random())
+        return Addresses(plans, reports, self.init_method, SocketKeys.random())
 
     def hand_out(self, rank: int, start: bytes) -> None:
         """Tell a worker elsewhere what it starts with: a WorkerStart, in JSON.
@@ -87,18 +244,19 @@ class SeveralMachines:
         Raises:
             RuntimeFailure: if torchrun's store is gone.
         """
-        self.meeting.hand_out(rank, start)
+        self.keys.set(f"{self.number}/start/{rank}", start)
 
     def end(self) -> None:
         """Let the workers elsewhere go."""
-        self.meeting.end()
+        with suppress(RuntimeFailure):  # gone with torchrun
+            self.keys.set(f"{self.number}/over", b"")
 
 
 Rendezvous = OneMachine | SeveralMachines
 
 
 def open_rendezvous(num_workers: int, model: str) -> Rendezvous:
-    """For the workers of a new engine, or for new workers after a loss.
+    """Open the rendezvous for the workers of a new engine, or for new workers after a loss.
 
     Under torchrun this waits until the processes of all other workers are there.
 
@@ -114,4 +272,35 @@ def open_rendezvous(num_workers: int, model: str) -> Rendezvous:
         return OneMachine(num_workers)
     process.check_num_workers(num_workers)
     process.use_interface()
-    return SeveralMachines(process, call_rendezvous(process, model))
+    return SeveralMachines.call(process, model)
+
+
+def open_store(init_method: str, world_size: int) -> Any:
+    """The torch.distributed Store in which workers meet: a file's, or a part of torchrun's.
+
+    Raises:
+        RuntimeError: torch's, if it cannot be reached.
+    """
+    if init_method.startswith("file://"):
+        from torch.distributed import FileStore  # type: ignore[attr-defined]  # exported, but not by name
+
+        return FileStore(init_method.removeprefix("file://"), world_size)
+    address, _, place = init_method.removeprefix("tcp://").partition("/")
+    host, _, port = address.rpartition(":")
+    return _below(place, _tcp_store(host, int(port)))
+
+
+def _prefix(process: TorchrunProcess) -> str:
+    return f"nanoserve/{process.run}"
+
+
+def _tcp_store(host: str, port: int) -> Any:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not by name
+
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS))
+
+
+def _below(place: str, store: Any) -> Any:
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported, but not by name
+
+    return PrefixStore(place, store)

@@ -1,11 +1,11 @@
-"""What policies that attend in host memory predict by: a profile that is given, or one that is made at start."""
+"""The profile by which policies with host attention predict: a given one, or one measured when the engine starts."""
 
 import hashlib
 import logging
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -13,28 +13,27 @@ import msgspec
 import torch
 
 from nanoserve import __version__
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import EngineConfig, ModelConfig, SamplingDefaults
 from nanoserve.costs.calibration import calibrate
-from nanoserve.costs.curves import Curve
+from nanoserve.costs.curves import MeasuredCurve
 from nanoserve.costs.measured_machine import MachineSpeeds
-from nanoserve.costs.measured_predictor import MeasuredPredictor
+from nanoserve.costs.measured_times import MeasuredPredictor
 from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, Reached, read_profile, write_profile
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.hub import ProgressCallback
-from nanoserve.processes.threads import physical_cores
+from nanoserve.processes.threads import physical_cores, processor_name_and_flags
 from nanoserve.runtime.host.host_attention import HostAttentionLost
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.memory import memory_errors
-from nanoserve.runtime.profiling.parts import Sizes, cache_limits, fields_of, open_probes
+from nanoserve.runtime.profiling.parts import ProfileSizes, cache_limits, fields_of, open_probes
 from nanoserve.runtime.profiling.rounds import Effort, take_rounds
 from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
-from nanoserve.runtime.profiling.setting import Setting
 from nanoserve.runtime.profiling.steps import linear_pieces
 from nanoserve.runtime.step.model_runner import ModelRunner
 from triton_ops.cpu import CannotBuild, cache_directory, cpu_operators
 
-SIZES = Sizes(
+SIZES = ProfileSizes(
     tokens=(1, 8, 64, 512),
     prompts=(16, 128, 1024),
     batches=(1, 8, 32),
@@ -51,6 +50,70 @@ _MOSTLY = 0.8
 _LOG = logging.getLogger("nanoserve")
 
 
+@dataclass(frozen=True, slots=True)
+class ProfileSetting:
+    """What measured times depend on most. Times of one setting say nothing about another."""
+
+    device: str
+    host: str
+    """Names of the device and of the CPU beside it; the same name where the CPU is the device."""
+    model: ModelConfig
+    """The model's config, with fixed values in fields that do not change a step's time."""
+    dtype: str
+    """Number format of weights and KV cache."""
+    threads: int | None
+    """Threads of a device that is the CPU; None for a GPU."""
+    host_threads: int
+    """Threads that attend in host memory."""
+
+    @classmethod
+    def of_engine(cls, runner: ModelRunner, processor: HostProcessor, model: ModelConfig) -> "ProfileSetting":
+        """The setting of a running engine. Call it from the thread that computes.
+
+        Args:
+            model: the whole model; the runner may have only some of its layers.
+        """
+        host, _ = processor_name_and_flags()
+        on_gpu = runner.device.type == "cuda"
+        return cls(
+            device=torch.cuda.get_device_properties(runner.device).name if on_gpu else host,
+            host=host,
+            model=_shape(model),
+            dtype=str(runner.decoder.dtype).removeprefix("torch."),
+            threads=None if on_gpu else torch.get_num_threads(),
+            host_threads=processor.threads,
+        )
+
+    def difference(self, profile: Profile) -> str | None:
+        """In words, what the profile was made of, if that is another setting; None if it is this one."""
+        settings = profile.settings
+        if (profile.device.name, profile.host.name) != (self.device, self.host):
+            names = dict.fromkeys((profile.device.name, profile.host.name))
+            return f"another machine ({' with '.join(names)})"
+        if _shape(profile.model) != self.model:
+            return f"another model ({settings['model']})"
+        if settings["dtype"] != self.dtype:
+            return f"{settings['dtype']} numbers, not {self.dtype}"
+        if settings["host_threads"] != self.host_threads:
+            return f"{settings['host_threads']} threads that attend in host memory, not {self.host_threads}"
+        if self.threads is not None and settings["threads"] != self.threads:
+            return f"a device of {settings['threads']} threads, not {self.threads}"
+        return None
+
+
+def _shape(model: ModelConfig) -> ModelConfig:
+    """The fields that a step's work depends on; the others are blank."""
+    return replace(
+        model,
+        family="",
+        dtype="",
+        bos_token_id=None,
+        eos_token_ids=(),
+        sampling_defaults=SamplingDefaults(),
+        renamed_as_chatglm=False,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class StartingEngine:
     """An engine on one device of this process that has nothing to do yet, and nothing in its KV cache."""
@@ -64,29 +127,29 @@ class StartingEngine:
     max_model_len: int
     """Longest sequence in tokens."""
     speeds: MachineSpeeds
-    """Of the device."""
+    """Speeds that the device reached."""
     compiled: bool
-    """Whether layers run compiled just now."""
+    """Whether its layers run compiled now."""
     whole_model: ModelConfig | None = None
-    """Of whose layers the runner has some; None if it has all."""
+    """The model, if the runner has only some of its layers; None if it has all."""
 
     @property
     def model(self) -> ModelConfig:
-        """The whole one."""
+        """The whole model."""
         return self.whole_model or self.runner.config
 
     @cached_property
-    def setting(self) -> Setting:
-        """What its profile is of."""
-        return Setting.of_engine(self.runner, self.processor, self.model)
+    def setting(self) -> ProfileSetting:
+        """The setting that its profile belongs to."""
+        return ProfileSetting.of_engine(self.runner, self.processor, self.model)
 
     @property
     def cache_tokens(self) -> int:
-        """That its KV cache holds."""
+        """Tokens that its KV cache holds."""
         return cache_limits(self.runner, self.config.block_size)[0]
 
-    def sizes(self) -> Sizes:
-        """At which it is measured.
+    def sizes(self) -> ProfileSizes:
+        """The sizes at which it is measured.
 
         Raises:
             UsageError: if its steps are too small to be measured.
@@ -108,11 +171,12 @@ def hybrid_predictor(engine: StartingEngine, progress: ProgressCallback | None =
 
 
 def hybrid_profile(engine: StartingEngine, progress: ProgressCallback | None = None) -> Profile | None:
-    """What an engine whose policy attends in host memory predicts by; None, and one line of warning, if this machine
-    cannot be measured. To be called by the thread that computes.
+    """The profile of an engine whose policy attends in host memory. Call it from the thread that computes.
+
+    Returns None, after one line of warning, if this machine cannot be measured.
 
     Raises:
-        UsageError: for a file that is no profile, or one of something else.
+        UsageError: if the file is no profile, or one of another setting.
     """
     if engine.config.profile is not None:
         return _given(Path(engine.config.profile), engine.setting)
@@ -123,7 +187,7 @@ def hybrid_profile(engine: StartingEngine, progress: ProgressCallback | None = N
         return None
 
 
-def _given(path: Path, setting: Setting) -> Profile:
+def _given(path: Path, setting: ProfileSetting) -> Profile:
     profile = read_profile(path)
     if (other := setting.difference(profile)) is not None:
         raise UsageError(
@@ -134,14 +198,14 @@ def _given(path: Path, setting: Setting) -> Profile:
 
 
 def profile_at_start(engine: StartingEngine, progress: ProgressCallback | None = None) -> Profile:
-    """A short profile: what an earlier start has kept, or a new one, in less than 20 seconds and usually 3 to 6.
+    """A short profile: the one that an earlier start kept, or a new one, measured in 3 to 6 seconds and at most 20.
 
-    It times few sizes, a few times each, with the layers as they run just now: eagerly while they are still to be
-    compiled. What was measured is kept in the user's cache folder, by all that it depends on; but not if other programs
-    wanted the processors meanwhile.
+    It times few sizes, a few times each, with the layers as they run now: eagerly if they are still to be compiled. The
+    result is kept in the user's cache folder under everything it depends on, unless other programs used the
+    processors meanwhile.
 
     Args:
-        progress: is told that something is measured.
+        progress: is called before and after measuring.
 
     Raises:
         UsageError: for an engine whose steps are too small.
@@ -162,8 +226,8 @@ def profile_at_start(engine: StartingEngine, progress: ProgressCallback | None =
     return profile
 
 
-def measure_shortly(engine: StartingEngine, sizes: Sizes) -> Profile:
-    """Measure now, whatever was kept.
+def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
+    """Measure now, without looking for a kept profile.
 
     Raises:
         RuntimeFailure: if there is no memory for it.
@@ -188,7 +252,7 @@ def measure_shortly(engine: StartingEngine, sizes: Sizes) -> Profile:
         about={
             "command": "measured at start",
             "seconds": round(seconds, 1),
-            # This thread computes all the time, if the device is the CPU and lets it.
+            # On a CPU this thread computes all the time, unless others take its core.
             "undisturbed": round(computed / seconds, 2) if runner.device.type == "cpu" else 1.0,
         },
         foreign_cores=None,
@@ -214,8 +278,8 @@ def measure_shortly(engine: StartingEngine, sizes: Sizes) -> Profile:
     return msgspec.structs.replace(profile.with_factors(calibrate(profile)), model=engine.model)
 
 
-def _scheduling(decoder: Decoder) -> Curve:
-    """What scheduling a step takes between two passes through the layers, which is no small part of a small model's."""
+def _scheduling(decoder: Decoder) -> MeasuredCurve:
+    """Seconds of scheduling a step between two passes through the layers: much of a small model's step."""
     compute_piece = linear_pieces(decoder)
 
     def compute() -> None:
@@ -226,7 +290,7 @@ def _scheduling(decoder: Decoder) -> Curve:
         measure_scheduler(rows, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute).step_ms / 1000
         for rows in _SCHEDULED_ROWS
     )
-    return Curve(sizes=_SCHEDULED_ROWS, seconds=seconds, low=seconds, high=seconds)
+    return MeasuredCurve(sizes=_SCHEDULED_ROWS, seconds=seconds, low=seconds, high=seconds)
 
 
 def _operators() -> str:
@@ -240,8 +304,8 @@ def _layers(engine: StartingEngine) -> str:
 # ---------------------------------------------------------------------------------------------------- the cache folder
 
 
-def _cache_file(engine: StartingEngine, sizes: Sizes) -> Path | None:
-    """Where the profile is kept; None, and a warning, where nothing can be."""
+def _cache_file(engine: StartingEngine, sizes: ProfileSizes) -> Path | None:
+    """The file for the profile; None, after a warning, if no folder can be written."""
     versions, block_size = (SCHEMA, __version__, str(torch.__version__)), engine.config.block_size
     measured = engine.runner.config.num_layers, _operators(), _layers(engine)
     depends_on = [versions, engine.setting, sizes, block_size, physical_cores(), *measured]
@@ -253,8 +317,8 @@ def _cache_file(engine: StartingEngine, sizes: Sizes) -> Path | None:
         return None
 
 
-def _kept(path: Path, setting: Setting) -> Profile | None:
-    """What is there, if it is whole and of this setting."""
+def _kept(path: Path, setting: ProfileSetting) -> Profile | None:
+    """The kept profile, if the file is whole and of this setting."""
     with suppress(UsageError):
         profile = read_profile(path)
         if setting.difference(profile) is None:
@@ -263,6 +327,6 @@ def _kept(path: Path, setting: Setting) -> Profile | None:
 
 
 def _keep(profile: Profile, path: Path) -> None:
-    """Whole or not at all; where that cannot be, the next start measures again."""
+    """Write the whole profile or nothing. If that fails, the next start measures again."""
     with suppress(RuntimeFailure):
         write_profile(profile, path)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from nanoserve.errors import RuntimeFailure, UsageError
 
 CONNECT_SECONDS = 60.0
-"""For the first machine to be reached: torchrun's own processes have found each other before ours start."""
+"""How long reaching the first machine may take: torchrun's own processes have met before ours start."""
 
 _POLL_SECONDS = 0.2
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -27,17 +27,17 @@ class TorchrunProcess:
     """One of the processes that torchrun started."""
 
     rank: int
-    """Which of all; 0 runs the command."""
+    """This process's number; 0 runs the command."""
     world_size: int
-    """All of them."""
+    """Number of processes on all machines."""
     local_rank: int
     local_world_size: int
-    """The same for this machine."""
+    """This process's number, and the number of processes, on this machine."""
     master_address: str
     master_port: int
-    """Of torchrun's key-value store, on the first machine."""
+    """Address of torchrun's key-value store, on the first machine."""
     run: str
-    """Tells this start of torchrun from others with the same store."""
+    """Distinguishes this start of torchrun from others with the same store."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "TorchrunProcess | None":
@@ -47,7 +47,7 @@ class TorchrunProcess:
             UsageError: if torchrun was told to keep its store to itself.
         """
         variables = os.environ if environment is None else environment
-        if "TORCHELASTIC_RUN_ID" not in variables:  # others set RANK and its like for purposes of their own
+        if "TORCHELASTIC_RUN_ID" not in variables:  # other programs set RANK for their own purposes
             return None
         if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             raise UsageError("torchrun must share its store: unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
@@ -62,7 +62,7 @@ class TorchrunProcess:
         )
 
     def check_num_workers(self, num_workers: int) -> None:
-        """That every worker has its process.
+        """Check that every worker has its process.
 
         Raises:
             UsageError: if torchrun started another number.
@@ -74,7 +74,7 @@ class TorchrunProcess:
             )
 
     def wait_for_store(self) -> None:
-        """Until the first machine's port listens.
+        """Wait until the first machine's port listens.
 
         Raises:
             RuntimeFailure: if it does not within the time for it.
@@ -96,20 +96,20 @@ class TorchrunProcess:
         return RuntimeFailure(f"cannot reach torchrun's store at {host} port {port}: {reason}; check --master-addr")
 
     def local_address(self) -> str:
-        """This machine's IPv4 address on the way to the first one; of that one, the address that it is reached by.
+        """This machine's IPv4 address on the route to the first one; on the first machine, its own address.
 
         Raises:
-            RuntimeFailure: if there is no way.
+            RuntimeFailure: if there is no route.
         """
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect((self.master_address, self.master_port))  # chooses a way, and sends nothing
+                probe.connect((self.master_address, self.master_port))  # chooses a route and sends nothing
             except OSError as error:
                 raise self.unreachable(error.strerror or str(error)) from None
             return str(probe.getsockname()[0])
 
     def free_addresses(self, number: int) -> list[str]:
-        """Addresses for ZeroMQ whose ports are free, reached only the way that leads to the first machine.
+        """ZeroMQ addresses with free ports, on the interface that leads to the first machine.
 
         Raises:
             RuntimeFailure: if there are none.
@@ -125,10 +125,10 @@ class TorchrunProcess:
             return [f"tcp://{host}:{listener.getsockname()[1]}" for listener in listeners]
 
     def use_interface(self) -> None:
-        """Have workers on this machine reach the others the way that leads to the first machine.
+        """Have workers on this machine use the interface that leads to the first machine.
 
-        Left to itself, gloo takes the address that the machine's name stands for, which others often cannot reach. What
-        the user has set stays.
+        By default gloo takes the address of the machine's name, which others often cannot reach. Variables that the
+        user has set stay.
         """
         name = interface_of(self.local_address())
         if name is not None:
@@ -137,7 +137,7 @@ class TorchrunProcess:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an IPv4 address; None where that cannot be told."""
+    """The network interface with this IPv4 address; None if it is not found."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address; a system that is not Linux

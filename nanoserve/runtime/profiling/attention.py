@@ -33,29 +33,28 @@ class Stopwatch:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """Rows of equal length, each at the end of equally many keys."""
+class AttentionCall:
+    """Rows of equal length, each at the end of the same number of keys."""
 
     rows: int
     queries: int
     keys: int
 
     def blocks(self, block_size: int) -> int:
-        """That the keys fill."""
+        """Blocks that the keys fill."""
         return self.rows * -(-self.keys // block_size)
 
 
 class KvRegions:
-    """Random keys and values of one layer, in which each call finds other blocks than the calls before.
+    """Random keys and values of one layer, in which consecutive calls read different blocks.
 
-    A step of the model reads another layer's cache in each call, so what a call needs lies in a processor's caches only
-    if all layers' does. Here there are as many regions for a call as the model has layers, or as many as there is room
-    for.
+    In a step each call reads another layer's cache, so a call finds its data in the processor's caches only if the data
+    of all layers fits there. So there is one region for each layer of the model, or as many as there is room for.
 
     Args:
         config: the model's shape.
         largest: blocks that a call reads at most.
-        most_bytes: of keys and values; but a largest call always has room.
+        most_bytes: limit for keys and values; the largest call always has room.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class KvRegions:
         self.blocks = block.expand(-1, num_blocks, -1, -1, -1).contiguous()
         self._order = torch.randperm(num_blocks, dtype=torch.int32)
 
-    def tables(self, shape: AttentionShape) -> list[Tensor]:
+    def tables(self, shape: AttentionCall) -> list[Tensor]:
         """Block tables, int32 [rows, width] each, of one region after the other."""
         each = shape.blocks(self._block_size)
         regions = min(self._layers, len(self._order) // each)
@@ -95,8 +94,8 @@ class AttentionTimer:
         self._keys, self._values = regions.blocks.unbind()
         self._watch = Stopwatch(regions.blocks.device)
 
-    def seconds(self, shape: AttentionShape) -> float:
-        """Of one layer: the mean over as many calls as take a few milliseconds."""
+    def seconds(self, shape: AttentionCall) -> float:
+        """Seconds of one layer: the mean over a few milliseconds of calls."""
         calls = self._calls(shape)
         with torch.inference_mode():
             count, began = 0, self._watch.now()
@@ -108,7 +107,7 @@ class AttentionTimer:
                     break
         return passed / count
 
-    def _calls(self, shape: AttentionShape) -> Iterator[Callable[[], None]]:
+    def _calls(self, shape: AttentionCall) -> Iterator[Callable[[], None]]:
         config, device, dtype = self._config, self._keys.device, self._keys.dtype
         tokens, size = shape.rows * shape.queries, config.head_dim
         out = torch.empty(tokens, config.num_heads * size, dtype=dtype, device=device)
@@ -125,10 +124,10 @@ class AttentionTimer:
 
 
 class HostAttentionTimer:
-    """Attention in host memory, as the engine has it done: handed over to a thread with cores of its own.
+    """Attention in host memory as in the engine: handed over to a thread with cores of its own.
 
-    The device computes meanwhile, as it does in all steps in which host sequences take part: on a machine where the CPU
-    is the device as well, both want the same memory's bandwidth.
+    The device computes meanwhile, as in every step with host sequences. Where the CPU is the device too, both need the
+    same memory's bandwidth.
 
     Args:
         config: the model's shape; windows are not applied.
@@ -152,9 +151,9 @@ class HostAttentionTimer:
         self._host = processor.start(replace(config, sliding_windows=()), part, device)
 
     def seconds(self, rows: int, keys: int) -> float:
-        """Of one layer for so many sequences of so many keys each, from handing over until the result is there: the
-        mean over as many calls as take a few milliseconds."""
-        calls = cycle(self._regions.tables(AttentionShape(rows, 1, keys)))
+        """Seconds of one layer for `rows` sequences of `keys` keys each, from handing over to the result: the mean over
+        a few milliseconds of calls."""
+        calls = cycle(self._regions.tables(AttentionCall(rows, 1, keys)))
         query, key, value = self._entering(rows)
         found: list[float] = []
         with torch.inference_mode():
@@ -166,13 +165,13 @@ class HostAttentionTimer:
         return sum(found) / len(found)
 
     def device_seconds(self, rows: int, keys: int) -> float:
-        """What a piece of the device's work takes while the host attends for so many sequences of so many keys."""
-        at = self._rows(self._regions.tables(AttentionShape(rows, 1, keys))[0], keys)
+        """Seconds of a piece of the device's work while the host attends for `rows` sequences of `keys` keys."""
+        at = self._rows(self._regions.tables(AttentionCall(rows, 1, keys))[0], keys)
         entering, found = self._entering(rows), list[float]()
         with torch.inference_mode():
             task = self._host.attend(0, *entering, at)
             while len(found) < _MOST_CALLS and sum(found) < _SAMPLE_SECONDS:
-                following = self._host.attend(0, *entering, at)  # or the host might end first
+                following = self._host.attend(0, *entering, at)  # otherwise the host might finish first
                 found.append(seconds_of(self._keep_busy))
                 self._await(task)
                 task = following

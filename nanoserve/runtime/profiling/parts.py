@@ -1,4 +1,4 @@
-"""All parts of a step as probes over their sizes, and the curves that come of their samples (APEX's profiler)."""
+"""Probes for all parts of a step over their sizes, and curves of their samples (as APEX's profiler)."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ import torch
 
 from nanoserve.errors import UsageError
 from nanoserve.runtime.host.host_processor import HostProcessor
-from nanoserve.runtime.profiling.attention import AttentionShape, AttentionTimer, HostAttentionTimer, KvRegions
+from nanoserve.runtime.profiling.attention import AttentionCall, AttentionTimer, HostAttentionTimer, KvRegions
 from nanoserve.runtime.profiling.rounds import (
     Point,
     Samples,
@@ -29,34 +29,34 @@ Sampling = dict[Point, Callable[[], float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """At which sizes the parts of a step are timed; ascending, two or more of each."""
+class ProfileSizes:
+    """The sizes at which the parts of a step are timed; ascending, two or more of each."""
 
     tokens: tuple[int, ...]
-    """Of a step's layers."""
+    """Tokens of a step, for its layers."""
     prompts: tuple[int, ...]
-    """Of one prompt's attention."""
+    """Tokens of one prompt, for its attention."""
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
-    """Of decode attention, on the device and in host memory."""
+    """Sequences, and keys of each, for decode attention on the device and in host memory."""
     rows: tuple[int, ...]
-    """Of a step's inputs, logits and scheduling."""
+    """Rows of a step, for its inputs, logits and scheduling."""
     copies: tuple[int, ...]
-    """In bytes."""
+    """Bytes of copies between device and host memory."""
     kv_bytes: int
-    """That attention is timed over, on the device and in host memory each."""
+    """Bytes of keys and values that attention is timed over, on the device and in host memory each."""
 
-    def within(self, *, step_tokens: int, step_rows: int, context: int, kv_token_bytes: int) -> "Sizes":
-        """Those that an engine with these limits comes to.
+    def within(self, *, step_tokens: int, step_rows: int, context: int, kv_token_bytes: int) -> "ProfileSizes":
+        """The sizes that an engine with these limits reaches.
 
         Args:
-            step_tokens, step_rows: of a step at most.
-            context: of a sequence at most.
-            kv_token_bytes: of one token's keys and values in one layer; of the contexts, those are left out with which
-                the largest batch takes more than ``kv_bytes``.
+            step_tokens, step_rows: the most of a step.
+            context: the longest sequence.
+            kv_token_bytes: size of one token's keys and values in one layer. Contexts with which the largest batch
+                takes more than ``kv_bytes`` are left out.
 
         Raises:
-            UsageError: for a limit that does not allow two sizes.
+            UsageError: if a limit does not allow two sizes.
         """
         fitting = self.kv_bytes // (self.batches[-1] * kv_token_bytes)
         return replace(
@@ -69,7 +69,7 @@ class Sizes:
 
 
 def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    """Those up to the limit; half of it and all of it where these are not two."""
+    """The sizes up to the limit; half of it and all of it if fewer than two remain."""
     if limit < 2:
         raise UsageError("an engine whose steps hold one token, or one row, cannot be profiled")
     found = tuple(size for size in sizes if size <= limit)
@@ -78,11 +78,11 @@ def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
 
 @contextmanager
 def open_probes(
-    runner: ModelRunner, processor: HostProcessor, sizes: Sizes, *, block_size: int
+    runner: ModelRunner, processor: HostProcessor, sizes: ProfileSizes, *, block_size: int
 ) -> Iterator[dict[str, Sampling]]:
-    """What is timed on a runner that has nothing else to do, and on the part of the CPU that attends in host memory.
+    """Probes for an idle runner, and for the part of the CPU that attends in host memory.
 
-    The runner is left as it was, but for what its KV cache holds. All else that they need is given back at the end.
+    The runner is left as it was, except for the content of its KV cache. Everything else is given back at the end.
 
     Args:
         sizes: within the runner's cache: see ``cache_limits``.
@@ -90,7 +90,7 @@ def open_probes(
     """
     config, device = runner.config, runner.device
     steps = StepTimer(runner, block_size=block_size)
-    shapes = [AttentionShape(sizes.batches[-1], 1, sizes.contexts[-1]), AttentionShape(1, 1, sizes.prompts[-1])]
+    shapes = [AttentionCall(sizes.batches[-1], 1, sizes.contexts[-1]), AttentionCall(1, 1, sizes.prompts[-1])]
     shapes += [steps.attention_shape(tokens) for tokens in sizes.tokens]
     regions = partial(
         KvRegions,
@@ -112,9 +112,9 @@ def open_probes(
             "layer": _over(sizes.tokens, steps.layer_seconds),
             "its attention": _over(sizes.tokens, lambda size: attention.seconds(steps.attention_shape(size))),
             "decode attention": _cells(
-                sizes, lambda batch, context: attention.seconds(AttentionShape(batch, 1, context))
+                sizes, lambda batch, context: attention.seconds(AttentionCall(batch, 1, context))
             ),
-            "prefill attention": _over(sizes.prompts, lambda size: attention.seconds(AttentionShape(1, size, size))),
+            "prefill attention": _over(sizes.prompts, lambda size: attention.seconds(AttentionCall(1, size, size))),
             "host attention": _cells(sizes, host.seconds),
             "host exchange": _over(sizes.batches, lambda batch: host.seconds(batch, 1)),
             "inputs": _over(sizes.rows, steps.inputs_seconds),
@@ -131,13 +131,13 @@ def open_probes(
 
 
 def cache_limits(runner: ModelRunner, block_size: int) -> tuple[int, int]:
-    """Tokens, and rows of one block each, that the runner's cache has room for."""
+    """Tokens, and rows of one block each, that fit into the runner's cache."""
     blocks = len(runner.caches.keys[0])
     return blocks * block_size, blocks
 
 
 def fields_of(found: Samples, processor: HostProcessor) -> dict[str, Any]:
-    """Fields of a Profile, by name; to be asked by the thread that computes."""
+    """Fields of a Profile by name. Call it from the thread that computes."""
     return {
         "beside_host": beside_host(found, processor.threads / torch.get_num_threads() + 1),
         "linear": difference_of(found["layer"], found["its attention"]),
@@ -152,11 +152,11 @@ def fields_of(found: Samples, processor: HostProcessor) -> dict[str, Any]:
 
 
 def beside_host(found: Samples, most: float) -> float:
-    """How many times as long the device takes while the host attends; 1 where they do not share the CPU's memory.
+    """The factor by which the device slows down while the host attends; 1 if they do not share the CPU's memory.
 
     Args:
-        most: threads of both over those of the device. They share the memory's bandwidth by threads, so anything beyond
-            that is others' doing.
+        most: threads of both over those of the device. Both share the memory's bandwidth by threads, so a larger factor
+            comes from other programs.
     """
     if "beside host" not in found:
         return 1.0
@@ -168,5 +168,5 @@ def _over(sizes: Sequence[int], sample: Callable[[int], float]) -> Sampling:
     return {(size,): partial(sample, size) for size in sizes}
 
 
-def _cells(sizes: Sizes, sample: Callable[[int, int], float]) -> Sampling:
+def _cells(sizes: ProfileSizes, sample: Callable[[int, int], float]) -> Sampling:
     return {(batch, context): partial(sample, batch, context) for batch in sizes.batches for context in sizes.contexts}

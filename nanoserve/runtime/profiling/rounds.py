@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nanoserve.costs.curves import Curve, Grid
+from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
 
 Point = tuple[int, ...]
-"""The size, or the sizes, at which something is timed."""
+"""The size or sizes at which something is timed."""
 Probes = Mapping[str, Mapping[Point, Callable[[], float]]]
-"""What is timed, at which points: each call takes one sample in seconds."""
+"""Functions that take one sample in seconds, by what they time and by point."""
 Samples = dict[str, dict[Point, list[float]]]
 
 _MOST_REPEATS = 8
@@ -23,22 +23,22 @@ class Effort:
     """How much is measured."""
 
     seconds: float
-    """Samples are taken until so much time has passed, the warm-up included."""
+    """Time for all samples, the warm-up included."""
     fewest_rounds: int
     most_rounds: int
-    """However long or short that takes. What no round has come to has its warm-up alone."""
+    """Bounds for the number of rounds, whatever they take. A point that no round reaches keeps its warm-up's sample."""
     longest_sample: float
-    """In seconds; larger sizes than one that takes longer are not measured."""
+    """Seconds. If a size takes longer, larger ones are not measured."""
     repeat_seconds: float = 0.0
-    """What takes less is sampled again within a round, a few times, until so much time has passed."""
+    """Points that take less are sampled a few times within a round, until this much time has passed."""
 
 
 def take_rounds(probes: Probes, announce: Callable[[str], None], effort: Effort) -> Samples:
-    """Every point once a round, so that a busy moment spoils a little of everything and nothing whole.
+    """Sample every point once a round, so that a busy moment spoils one sample of many points and no point as a whole.
 
     Args:
         probes: the first call of each is a warm-up and does not count, unless there is no time for a second.
-        announce: is told of each round in a line.
+        announce: takes a line about each round.
     """
     announce("warming up ...")
     began = time.perf_counter()
@@ -67,7 +67,7 @@ def _repeated(probe: Callable[[], float], seconds: float) -> list[float]:
 
 
 def _within_reason(points: Mapping[Point, Callable[[], float]], longest: float) -> dict[Point, float]:
-    """Warm up; on a curve, what is larger than the first size that took too long is left out: the last line goes on."""
+    """Warm up. A curve ends at the first size that takes too long; its last line is extrapolated."""
     kept: dict[Point, float] = {}
     for point, probe in points.items():
         began = time.perf_counter()
@@ -78,36 +78,38 @@ def _within_reason(points: Mapping[Point, Callable[[], float]], longest: float) 
 
 
 def seconds_of(action: Callable[[], object]) -> float:
-    """Of wall time."""
+    """Wall time of an action."""
     began = time.perf_counter()
     action()
     return time.perf_counter() - began
 
 
-def curve_of(samples: Mapping[Point, Sequence[float]]) -> Curve:
+def curve_of(samples: Mapping[Point, Sequence[float]]) -> MeasuredCurve:
     """Medians and quartiles over one size."""
     low, seconds, high = zip(*(quartiles(found) for found in samples.values()), strict=True)
-    return Curve(sizes=tuple(size for (size,) in samples), seconds=seconds, low=low, high=high)
+    return MeasuredCurve(sizes=tuple(size for (size,) in samples), seconds=seconds, low=low, high=high)
 
 
-def difference_of(samples: Mapping[Point, Sequence[float]], less: Mapping[Point, Sequence[float]]) -> Curve:
-    """The curve of ``samples`` without ``less``, a small part of them, of which the least counts: it has no noise."""
+def difference_of(samples: Mapping[Point, Sequence[float]], less: Mapping[Point, Sequence[float]]) -> MeasuredCurve:
+    """The curve of ``samples`` minus ``less``, a small part of them. The least of ``less`` counts: it has no noise."""
     curve = curve_of(samples)
     part = [min(less[size,]) for size in curve.sizes]
 
     def without(values: Sequence[float]) -> tuple[float, ...]:
         return tuple(max(_SMALLEST, value - own) for value, own in zip(values, part, strict=True))
 
-    return Curve(sizes=curve.sizes, seconds=without(curve.seconds), low=without(curve.low), high=without(curve.high))
+    return MeasuredCurve(
+        sizes=curve.sizes, seconds=without(curve.seconds), low=without(curve.low), high=without(curve.high)
+    )
 
 
-def grid_of(samples: Mapping[Point, Sequence[float]]) -> Grid:
+def grid_of(samples: Mapping[Point, Sequence[float]]) -> MeasuredGrid:
     """Medians and quartiles over batch and context."""
     batches = tuple(dict.fromkeys(batch for batch, _ in samples))
     contexts = tuple(dict.fromkeys(context for _, context in samples))
     rows = [tuple(zip(*(quartiles(samples[batch, context]) for context in contexts), strict=True)) for batch in batches]
     low, seconds, high = zip(*rows, strict=True)
-    return Grid(batches=batches, contexts=contexts, seconds=seconds, low=low, high=high)
+    return MeasuredGrid(batches=batches, contexts=contexts, seconds=seconds, low=low, high=high)
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""What scheduling costs: pure Python time per step with many running sequences, nothing computed. No torch."""
+"""The cost of scheduling: pure Python time per step with many running sequences and nothing computed. No torch."""
 
 import gc
 import statistics
@@ -37,11 +37,11 @@ def measure_scheduler(
     policy: str = "sarathi",
     compute: Callable[[], object] = lambda: None,
 ) -> SchedulerCost:
-    """Time ``schedule`` and ``apply`` of so many decoding sequences, each with ``context`` tokens at the start.
+    """Time ``schedule`` and ``apply`` with this many decoding sequences, each of ``context`` tokens at the start.
 
     Args:
-        compute: is done before each step and not timed. Without it Python finds all that it needs in the processor's
-            caches, which an engine whose device is the same processor never does.
+        compute: runs before each step and is not timed. Without it Python finds its data in the processor's caches,
+            which is never so in an engine that computes on the same processor.
     """
     scheduler = _running_scheduler(sequences, context, steps, policy)
     schedule_times, apply_times = [], []

@@ -19,7 +19,7 @@ from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shards import shards_of_layouts
 from nanoserve.processes.sizes import format_size
 from nanoserve.processes.threads import cores_in_use
-from nanoserve.runtime.compile.aot_inductor import AotInductorLayers
+from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.core_division import default_host_threads
 from nanoserve.runtime.launch.devices import usable_device
@@ -184,7 +184,7 @@ def _make_layouts(
             device=device,
             layers=_compiled_layers(decoder, config, ranks) if device.type == "cpu" else None,
             run_layer=_layer_function(gpus, number),
-            pieces=gpus[number].pieces if gpus else None,
+            pieces=gpus[number].layers if gpus else None,
             grammars=GrammarCompiler(Path(start.tokenizer_directory), decoder.config.vocab_size),
             storage=storage,
             part=None if pool is None else pool.part(decoder.shard),
@@ -204,14 +204,14 @@ def _open_pool(start: WorkerStart, loaded: _LoadedModel) -> HostPool | None:
 
 
 def _layer_function(gpus: Sequence[GpuStart], layout: int) -> LayerFunction:
-    return gpus[layout].run_layer if gpus else DecoderLayer.__call__
+    return gpus[layout].layers if gpus else DecoderLayer.__call__
 
 
-def _compiled_layers(decoder: Decoder, config: EngineConfig, ranks: Ranks) -> AotInductorLayers | None:
+def _compiled_layers(decoder: Decoder, config: EngineConfig, ranks: Ranks) -> LayerRunner | None:
     """None where sums over ranks stand in the way."""
     if config.eager or ranks.degree > 1:
         return None
-    return AotInductorLayers(
+    return LayerRunner.ahead_of_time(
         decoder, block_size=config.block_size, operators=cpu_operators(), with_pieces=config.attends_on_host
     )
 

@@ -14,8 +14,8 @@ from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.costs.profile import Profile
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
+from nanoserve.record.times import ReshardTimes, SwapTimes, Times
 from nanoserve.runtime.launch.memory import CPU_SHARE, CUDA_SHARE, blocks_that_fit
-from nanoserve.runtime.trace.stage_times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.runtime.workers.group import WorkerGroup, WorkersDied, WorkerSettings
 from nanoserve.runtime.workers.messages import (
     Allocate,
@@ -52,7 +52,7 @@ class WorkersExecutor:
         progress: is called with how far loading is.
         metadata: "decoupled": plans go to all stages at once, ahead of the hidden states (gLLM, section 3.3);
             "coupled": from stage to stage, with them.
-        observe_times: keep what workers did when, for `take_times` and `take_moves`.
+        observe_times: keep what workers did when, for `take_times`.
         profiles: have the first worker find out what policies that attend in host memory predict by.
         engine: number of the engine, of ``config.data_parallel``.
         wait: until they are ready; without, `wait_until_ready` is to be called before anything else.
@@ -93,9 +93,8 @@ class WorkersExecutor:
         )
         self._in_flight: set[int] = set()
         self._results: deque[StepResult] = deque()
-        self._times: list[StageTimes] = []
+        self._times: list[Times] = []
         self._moves = Moves(config.num_workers)
-        self._moved: list[ReshardTimes | SwapTimes] = []
         self._host_losses = HostLosses()
         self._failure: WorkersFailed | None = None
         self._forget_life()
@@ -127,7 +126,7 @@ class WorkersExecutor:
             RuntimeError: if the executor is closed or as many plans as may be are in flight already.
         """
         self._open_group()
-        if plan.rows or plan.transition is not None or plan.strategy == "overlap":  # else it holds nothing but swaps
+        if plan.ends:
             if len(self._in_flight) >= self.max_in_flight:
                 raise RuntimeError(f"at most {self.max_in_flight} plans may be in flight")
             self._in_flight.add(plan.step)
@@ -162,15 +161,10 @@ class WorkersExecutor:
             self.layout = self._transitions.pop(result.step, self.layout)
         return results
 
-    def take_times(self) -> list[StageTimes]:
-        """What the workers reported of their steps since the last call."""
+    def take_times(self) -> list[Times]:
+        """What the workers reported since the last call of their steps, changes of the layout, and swaps."""
         times, self._times = self._times, []
         return times
-
-    def take_moves(self) -> list[ReshardTimes | SwapTimes]:
-        """What the workers did since the last call to change the layout, and to swap."""
-        moved, self._moved = self._moved, []
-        return moved
 
     @property
     def failed(self) -> bool:
@@ -295,7 +289,7 @@ class WorkersExecutor:
     def _take_move(self, times: ReshardTimes | SwapTimes) -> None:
         """A worker has done its part of a move."""
         if self._settings.observe_times:
-            self._moved.append(times)
+            self._times.append(times)
         result = self._moves.end_part(times)
         if result is None:
             return

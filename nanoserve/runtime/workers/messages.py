@@ -5,7 +5,7 @@ import msgspec
 from nanoserve.config import EngineConfig
 from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.costs.profile import Profile
-from nanoserve.runtime.trace.stage_times import ReshardTimes, StageTimes, SwapTimes
+from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.scheduler.plan import StepPlan, StepResult
 
 # ------------------------------------------------------------------------------------------------ to a worker

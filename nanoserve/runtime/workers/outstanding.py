@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from nanoserve.runtime.trace.stage_times import ReshardTimes, SwapTimes
+from nanoserve.record.times import ReshardTimes, SwapTimes
 from nanoserve.runtime.workers.messages import HostLost
 from nanoserve.scheduler.plan import StepPlan, StepResult
 

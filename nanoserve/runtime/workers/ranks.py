@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanoserve.runtime.launch.torchrun_rendezvous import open_store
+from nanoserve.runtime.launch.rendezvous import open_store
 
 
 @dataclass(frozen=True, slots=True)

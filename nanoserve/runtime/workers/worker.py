@@ -9,10 +9,10 @@ import msgspec
 from torch import Tensor
 
 from nanoserve.models.resharding import ReshardableWeights
+from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.runtime.host.hybrid_runner import HybridStep
 from nanoserve.runtime.moves.swapping import Swapper
 from nanoserve.runtime.stage import Stage
-from nanoserve.runtime.trace.stage_times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.runtime.workers.activations import Activations
 from nanoserve.runtime.workers.messages import (
     Answered,

@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoserve.benchmarks.gpu.batches import make_batch
-from nanoserve.benchmarks.gpu.engine_checks import engine_check_cases, same_tokens
+from nanoserve.benchmarks.gpu.attention import AttentionRow, PagedAttentionShape, make_batch
 from nanoserve.benchmarks.gpu.engines import EngineShelf
-from nanoserve.benchmarks.gpu.floors import AttentionRow, AttentionShape
 from nanoserve.benchmarks.gpu.markdown import to_markdown
+from nanoserve.benchmarks.gpu.model_checks import engine_check_cases, same_tokens
 from nanoserve.benchmarks.gpu.operator_checks import compared, operator_cases
-from nanoserve.benchmarks.gpu.setting import Setting, find_setting
+from nanoserve.benchmarks.gpu.setting import GpuSetting, find_setting
 from nanoserve.runtime.launch.gpu_start import GpuFacts
 from nanoserve.runtime.local import LocalExecutor
 from tests.benchmarks.gpu.test_markdown import results
@@ -118,7 +117,9 @@ def test_the_same_tokens_prove_nothing_of_steps_that_were_not_overlapped() -> No
 
 
 def test_what_must_not_be_read_is_poison() -> None:
-    shape = AttentionShape(rows=(AttentionRow(1, 20), AttentionRow(3, 5)), num_heads=4, num_kv_heads=2, head_dim=64)
+    shape = PagedAttentionShape(
+        rows=(AttentionRow(1, 20), AttentionRow(3, 5)), num_heads=4, num_kv_heads=2, head_dim=64
+    )
     batch = make_batch(shape, block_size=16, dtype=torch.float32, device="cpu", poisoned=True)
     finite = batch.key_cache.isfinite().all(dim=-1).all(dim=1)  # [blocks, block_size]
     assert int(finite.sum()) == 20 + 5
@@ -138,12 +139,12 @@ def test_attention_that_sees_one_key_too_few_is_found(longest: int, monkeypatch:
     monkeypatch.setattr("nanoserve.benchmarks.gpu.operator_checks._DRY_ROWS", rows)
     case = next(operator_cases(find_setting(dry_run=True)))
     assert case.measure()["ok"]
-    monkeypatch.setattr("nanoserve.benchmarks.gpu.batches.paged_attention", forgetful)
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.attention.paged_attention", forgetful)
     assert not case.measure()["ok"]
 
 
 def test_a_gpu_gets_every_head_size_format_and_kind_of_batch() -> None:
-    names = " ".join(case.name for case in operator_cases(Setting(torch.device("cuda"), dry_run=False)))
+    names = " ".join(case.name for case in operator_cases(GpuSetting(torch.device("cuda"), dry_run=False)))
     for word in ("head_dim 64", "head_dim 80", "head_dim 128", "head_dim 256", "bfloat16", "float16", "float32"):
         assert word in names
     for word in ("decode", "prefill", "mixed", "window 48", "blocks of 32", "8/8 heads", "14/2 heads", "padding rows"):

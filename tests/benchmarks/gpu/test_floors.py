@@ -3,13 +3,13 @@
 import pytest
 
 from nanoserve.benchmarks.floors import Limits
-from nanoserve.benchmarks.gpu.floors import AttentionRow, AttentionShape, decode_rows, moved_bytes
+from nanoserve.benchmarks.gpu.attention import AttentionRow, PagedAttentionShape, decode_rows, moved_bytes
 from nanoserve.benchmarks.gpu.kernels import OURS, measured_fields
-from nanoserve.benchmarks.gpu.timing import Spread
+from nanoserve.benchmarks.gpu.timing import TimeSpread
 
 
 def test_decoding_reads_keys_and_values_once() -> None:
-    shape = AttentionShape(rows=decode_rows(64, 4096), num_heads=32, num_kv_heads=8, head_dim=128)
+    shape = PagedAttentionShape(rows=decode_rows(64, 4096), num_heads=32, num_kv_heads=8, head_dim=128)
     keys_and_values = 2 * 64 * 4096 * 8 * 128 * 2  # 1 GiB in 16 bits
     queries_and_results = 2 * 64 * 32 * 128 * 2
     assert shape.num_bytes(2) == keys_and_values + queries_and_results == 2**30 + 2**20
@@ -26,7 +26,7 @@ def test_decoding_reads_keys_and_values_once() -> None:
 )
 def test_a_query_meets_the_keys_up_to_its_own(row: AttentionRow, pairs: int) -> None:
     assert row.pairs == pairs
-    shape = AttentionShape(rows=(row, row), num_heads=2, num_kv_heads=1, head_dim=16)
+    shape = PagedAttentionShape(rows=(row, row), num_heads=2, num_kv_heads=1, head_dim=16)
     assert shape.operations == 4 * 2 * 16 * 2 * pairs
     assert shape.tokens == 2 * row.queries
 
@@ -37,7 +37,10 @@ def test_a_move_reads_and_writes() -> None:
 
 def test_shares_are_of_the_measured_limits() -> None:
     limits = Limits(bytes_per_second=4e12, operations_per_second=800e12)
-    times = {OURS: Spread(us=500.0, low=450.0, high=600.0, n=9), "peer": Spread(us=750.0, low=700.0, high=800.0, n=9)}
+    times = {
+        OURS: TimeSpread(us=500.0, low=450.0, high=600.0, n=9),
+        "peer": TimeSpread(us=750.0, low=700.0, high=800.0, n=9),
+    }
     fields = measured_fields(times, limits, num_bytes=10**9, operations=10**11)
     assert fields["of_copy_bandwidth"] == pytest.approx(0.5)  # 1 GB in 500 us is 2 TB/s
     assert fields["of_matmul_peak"] == pytest.approx(0.25)  # 10^11 in 500 us is 200 TFLOP/s
@@ -46,4 +49,4 @@ def test_shares_are_of_the_measured_limits() -> None:
 
 
 def test_a_spread_is_in_microseconds() -> None:
-    assert Spread.of([3e-6, 1e-6, 2e-6, 9e-6]) == Spread(us=pytest.approx(2.5), low=1.0, high=9.0, n=4)
+    assert TimeSpread.of([3e-6, 1e-6, 2e-6, 9e-6]) == TimeSpread(us=pytest.approx(2.5), low=1.0, high=9.0, n=4)

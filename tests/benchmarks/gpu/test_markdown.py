@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.benchmarks.gpu.markdown import to_markdown
-from nanoserve.benchmarks.gpu.targets import TARGETS, outcomes
+from nanoserve.benchmarks.gpu.markdown import TARGETS, outcomes, to_markdown
 
 SPREAD = {"us": 100.0, "low": 90.0, "high": 120.0, "n": 9}
 

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from nanoserve.benchmarks.gpu import worker
-from nanoserve.benchmarks.gpu.cases import CannotRun, Case, run_cases
-from nanoserve.benchmarks.gpu.results import open_part, part_file, read_results
+from nanoserve.benchmarks.gpu.results import CannotRun, GpuCase, open_part, part_file, read_results, run_cases
 from nanoserve.benchmarks.gpu.running import PartRunner, worker_command
-from nanoserve.benchmarks.gpu.setting import Setting, find_setting
+from nanoserve.benchmarks.gpu.setting import GpuSetting, find_setting
 from nanoserve.benchmarks.report import Report, read_report
 from nanoserve.errors import RuntimeFailure, UsageError
 
@@ -28,7 +27,7 @@ import os, signal, sys, time
 from pathlib import Path
 from typing import Any
 from nanoserve.benchmarks.gpu import worker
-from nanoserve.benchmarks.gpu.cases import Case, run_cases
+from nanoserve.benchmarks.gpu.results import GpuCase, run_cases
 from nanoserve.benchmarks.gpu.results import open_part
 
 def die():
@@ -37,7 +36,7 @@ def die():
 report = open_part(Path(sys.argv[1]), sys.argv[2], {"dry_run": True})
 report.put("device", {"name": "none"})
 BEFORE
-cases = [Case("a", lambda: {"us": 1}), Case("b", MIDDLE), Case("c", lambda: {"us": 3})]
+cases = [GpuCase("a", lambda: {"us": 1}), GpuCase("b", MIDDLE), GpuCase("c", lambda: {"us": 3})]
 works = lambda: False
 done = run_cases(cases, report, seconds=float(sys.argv[3]), device_works=works, announce=lambda name: None)
 sys.exit(0 if done else 4)
@@ -68,13 +67,13 @@ def absent() -> dict[str, object]:
     raise CannotRun("is not installed")
 
 
-def run(cases: Sequence[Case], report: Report, *, seconds: float = 60.0, works: bool = True) -> bool:
+def run(cases: Sequence[GpuCase], report: Report, *, seconds: float = 60.0, works: bool = True) -> bool:
     return run_cases(cases, report, seconds=seconds, device_works=lambda: works, announce=lambda name: None)
 
 
 def test_every_case_becomes_a_row_whatever_becomes_of_it(tmp_path: Path) -> None:
     report = open_part(tmp_path, "kernels", SETTINGS)
-    cases = [Case("good", lambda: {"us": 5}), Case("bad", fail), Case("absent", absent)]
+    cases = [GpuCase("good", lambda: {"us": 5}), GpuCase("bad", fail), GpuCase("absent", absent)]
     assert run(cases, report)
     found = rows(tmp_path)
     assert found["good"]["us"] == 5
@@ -84,11 +83,11 @@ def test_every_case_becomes_a_row_whatever_becomes_of_it(tmp_path: Path) -> None
 
 
 def test_a_spent_budget_skips_the_rest_and_another_run_measures_it(tmp_path: Path) -> None:
-    cases = [Case("one", lambda: {"us": 1}), Case("two", lambda: {"us": 2})]
+    cases = [GpuCase("one", lambda: {"us": 1}), GpuCase("two", lambda: {"us": 2})]
     assert run(cases[:1], open_part(tmp_path, "kernels", SETTINGS))
     assert run(cases, open_part(tmp_path, "kernels", SETTINGS), seconds=-1.0)
     assert "skipped" in rows(tmp_path)["two"]
-    assert run([Case("one", fail), cases[1]], open_part(tmp_path, "kernels", SETTINGS))
+    assert run([GpuCase("one", fail), cases[1]], open_part(tmp_path, "kernels", SETTINGS))
     assert {name: row["us"] for name, row in rows(tmp_path).items()} == {"one": 1, "two": 2}
 
 
@@ -97,9 +96,9 @@ def test_an_interrupted_part_keeps_its_rows_and_goes_on(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run([Case("one", lambda: {"us": 1}), Case("two", interrupt)], open_part(tmp_path, "kernels", SETTINGS))
+        run([GpuCase("one", lambda: {"us": 1}), GpuCase("two", interrupt)], open_part(tmp_path, "kernels", SETTINGS))
     assert list(rows(tmp_path)) == ["one"]
-    assert run([Case("one", fail), Case("two", lambda: {"us": 2})], open_part(tmp_path, "kernels", SETTINGS))
+    assert run([GpuCase("one", fail), GpuCase("two", lambda: {"us": 2})], open_part(tmp_path, "kernels", SETTINGS))
     assert [row["us"] for row in rows(tmp_path).values()] == [1, 2]
 
 
@@ -165,7 +164,7 @@ def test_a_process_may_take_longer_to_begin_than_the_budget(tmp_path: Path, monk
 def test_to_begin_is_part_of_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
 
-    def slow(*, dry_run: bool) -> Setting:
+    def slow(*, dry_run: bool) -> GpuSetting:
         time.sleep(0.1)
         return find_setting(dry_run=dry_run)
 

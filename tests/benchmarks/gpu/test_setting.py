@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanoserve.benchmarks.gpu.setting import Setting, find_setting
+from nanoserve.benchmarks.gpu.setting import GpuSetting, find_setting
 
 
 def test_a_cpu_can_always_go_on() -> None:
@@ -25,7 +25,7 @@ def test_a_gpu_can_go_on_while_it_waits_and_gives_memory_back(
 
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: call("synchronize"))
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: call("empty_cache"))
-    setting = Setting(torch.device("cuda", 0), dry_run=False)
+    setting = GpuSetting(torch.device("cuda", 0), dry_run=False)
     assert setting.give_back() is (failing is None)
     assert called == ["synchronize", "empty_cache"][: 1 if failing == "synchronize" else 2]
 
@@ -40,6 +40,6 @@ def test_a_report_says_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         L2_cache_size=50 * 2**20,
     )
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
-    facts = Setting(torch.device("cuda", 0), dry_run=False).facts()
+    facts = GpuSetting(torch.device("cuda", 0), dry_run=False).facts()
     assert (facts["name"], facts["capability"], facts["multiprocessors"]) == ("An invented GPU", "9.0", 132)
     assert (facts["memory_gib"], facts["l2_mib"]) == (80.0, 50.0)

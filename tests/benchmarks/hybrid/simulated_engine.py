@@ -7,8 +7,9 @@ import msgspec
 
 from nanoserve.benchmarks.hybrid.policies import HybridEngine
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
+from nanoserve.record.times import HostTimes
 from nanoserve.scheduler.plan import HostWork, StepPlan, StepResult
-from nanoserve.simulator.pipeline import Passage, TieredTimes
+from nanoserve.simulator.pipeline import TieredTimes
 from nanoserve.simulator.tiered_executor import TieredExecutor
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.fakes.observed_executor import dummy_answers
@@ -25,7 +26,7 @@ class HostTellingExecutor(TieredExecutor):
     """In virtual time, which begins at ``began``; tells of the CPU's work with the next result."""
 
     def __init__(self, times: TieredTimes, *, began: float = 1000.0) -> None:
-        super().__init__([times], block_size=BLOCK_SIZE, answer=dummy_answers, tier_observers=[self])
+        super().__init__([times], block_size=BLOCK_SIZE, answer=dummy_answers)
         self._began = began
         self._attended: list[HostWork] = []
         self._whole_step = False
@@ -34,18 +35,11 @@ class HostTellingExecutor(TieredExecutor):
         """Note whether the CPU's work will be that of a layer, or of a step."""
         self._whole_step = plan.strategy == "asymmetric"
         super().submit(plan)
-
-    def on_host_attention(self, passage: Passage, seconds: float, rows: int) -> None:
-        """The CPU attends."""
-        layers = LAYERS if self._whole_step else 1
-        seconds /= layers
-        self._attended += [HostWork(rows, round(seconds / HOST_KEY), seconds)] * layers
-
-    def on_swap(self, *arguments: object) -> None:
-        """Not told."""
-
-    def on_transition(self, *arguments: object) -> None:
-        """There is none."""
+        for times in self.take_times():
+            if isinstance(times, HostTimes):
+                layers = LAYERS if self._whole_step else 1
+                seconds = times.seconds / layers
+                self._attended += [HostWork(times.sequences, round(seconds / HOST_KEY), seconds)] * layers
 
     def collect(self, until: float | None) -> list[StepResult]:
         results = super().collect(None if until is None else until - self._began)

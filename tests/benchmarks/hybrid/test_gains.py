@@ -3,13 +3,13 @@
 import pytest
 
 from nanoserve.benchmarks.hybrid.gains import GainFigures, device_slowness, gains, host_rate
-from nanoserve.benchmarks.hybrid.running import HybridRun, tiers_of_tokens
 from nanoserve.benchmarks.hybrid.steps import DecodeStep, StepCounts, decode_steps
-from nanoserve.benchmarks.pipeline.running import Outcome
+from nanoserve.record.events import Collected
+from nanoserve.record.run_record import RunRecord, tiers_of_tokens
 from nanoserve.scheduler.load import Strategy
 from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork, Row, StepPlan, StepResult, Swap
-from nanoserve.simulator.record import Record
 from tests.fakes.linear_predictor import LinearPredictor
+from tests.record.planned import planned
 
 LAYERS = 3
 
@@ -46,9 +46,9 @@ RESULTS = [
 ]
 
 
-def _run() -> HybridRun:
-    record = Record(1, plans=PLANS, collected={float(number): [result] for number, result in enumerate(RESULTS)})
-    return HybridRun(Outcome((), ()), record, (), 0, tiers=(), forecasts=())
+def _run() -> RunRecord:
+    results = [Collected(float(time), float(time), (result,), {}) for time, result in enumerate(RESULTS)]
+    return RunRecord(1, [*(planned(plan, 0.0) for plan in PLANS), *results])
 
 
 def test_every_sampled_row_begins_a_token() -> None:

@@ -9,8 +9,7 @@ from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.hybrid.cases import Case, Work
 from nanoserve.benchmarks.hybrid.policies import HybridEngine, Scheduling
 from nanoserve.benchmarks.hybrid.rounds import Bench, Figures, HybridRound, findings, pairs
-from nanoserve.benchmarks.hybrid.running import run_requests
-from nanoserve.benchmarks.pipeline.running import make_requests
+from nanoserve.benchmarks.pipeline.running import make_requests, run_requests
 from nanoserve.errors import RuntimeFailure
 from nanoserve.scheduler.plan import StepResult
 from tests.benchmarks.hybrid.simulated_engine import BLOCK_SIZE, TIMES, VOCAB_SIZE, simulated_engine

@@ -13,7 +13,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.pipeline import Runtime
 from tests.benchmarks.conftest import Run, interrupt
-from tests.fakes.observed_executor import ObservedExecutor, dummy_answers
+from tests.fakes.observed_executor import ObservedExecutor, UntoldExecutor, dummy_answers
 from tests.simulator.linear_times import LinearTimes
 
 _TIMES = {"step": 2.0**-6, "prompt_token": 2.0**-10, "decode": 2.0**-11}
@@ -35,7 +35,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         )
 
     def open_one_process(resolved: Any, config: EngineConfig, progress: Any) -> OpenEngine:
-        executor = SimulatedExecutor(LinearTimes(**_TIMES), answer=dummy_answers)
+        executor = UntoldExecutor(LinearTimes(**_TIMES), answer=dummy_answers)
         return opened("one process", executor, workers=0, simulated=False)
 
     monkeypatch.setattr("nanoserve.benchmarks.pipeline.engines.open_workers", open_workers)

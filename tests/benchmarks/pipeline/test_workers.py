@@ -6,13 +6,14 @@ import pytest
 
 from nanoserve.benchmarks.pipeline.engines import OpenEngine, common_context, open_workers
 from nanoserve.benchmarks.pipeline.policies import Scheduling
-from nanoserve.benchmarks.pipeline.running import PipelineRun, make_requests, run_requests
+from nanoserve.benchmarks.pipeline.running import make_requests, run_requests
 from nanoserve.benchmarks.pipeline.simulated import compare_with_simulator
-from nanoserve.benchmarks.pipeline.stages import parts_by_stage, stage_shares
-from nanoserve.benchmarks.serving.arrivals import poisson_arrivals
+from nanoserve.benchmarks.serving.requests import poisson_arrivals
 from nanoserve.config import EngineConfig
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import resolve_model
+from nanoserve.record.bubbles import stage_shares
+from nanoserve.record.run_record import RunRecord
 from nanoserve.runtime.launch.model_loading import read_config
 from nanoserve.scheduler.scheduler import Scheduler
 
@@ -38,7 +39,7 @@ def _maker(engine: OpenEngine, policy: str, budget: int = 64) -> Callable[[], Sc
     return scheduling.maker(policy, engine.executor)
 
 
-def _run(engine: OpenEngine, make: Callable[[], Scheduler], shapes: list[RequestShape], rate: float) -> PipelineRun:
+def _run(engine: OpenEngine, make: Callable[[], Scheduler], shapes: list[RequestShape], rate: float) -> RunRecord:
     arrivals = poisson_arrivals(rate, len(shapes), seed=1)
     requests = make_requests(shapes, arrivals, MODEL.vocab_size, seed=1)
     return run_requests(engine.executor, make, requests, vocab_size=MODEL.vocab_size, workers=engine.workers)
@@ -49,22 +50,22 @@ def test_a_real_run_is_replayed_to_equal_plans(engine: OpenEngine, policy: str) 
     make = _maker(engine, policy)
     run = _run(engine, make, [RequestShape(10 + 7 * number, 6) for number in range(8)], rate=100.0)
     compared = compare_with_simulator(run, make, vocab_size=MODEL.vocab_size)  # which raises at another plan
-    assert compared.replayed == compared.plans == len(run.record.plans) > 8
-    assert all(timing.output_tokens == 6 for timing in run.outcome.timings)
+    assert compared.replayed == compared.plans == len(run.plans) > 8
+    assert all(timing.output_tokens == 6 for timing in run.timings)
     assert min(compared.makespan, compared.ttft) > 0
 
 
 def test_workers_say_what_they_did_in_order(engine: OpenEngine) -> None:
     run = _run(engine, _maker(engine, "throttling"), [RequestShape(20, 5)] * 4, rate=float("inf"))
-    stages = parts_by_stage(run)
-    steps = [plan.step for plan in run.record.plans]
+    stages = run.stages()
+    steps = [plan.step for plan in run.plans]
     assert [[times.step for times in stage] for stage in stages] == [steps, steps]
     for first, second in zip(*stages, strict=True):
         for times in (first, second):
             assert times.received <= times.began <= times.arrived <= times.computed <= times.sent
             assert times.received <= times.prepared <= times.computed
-        assert run.record.handed_over[first.step] <= first.received
-        assert first.computed <= second.computed <= run.record.known[first.step] + 1e-5, "known in ticks"
+        assert run.planned[first.step].time <= first.received
+        assert first.computed <= second.computed <= run.known[first.step] + 1e-5, "known in ticks"
     for shares in stage_shares(run):
         assert 0 < shares.computing < 1
         assert shares.computing + shares.sending + shares.metadata + shares.waiting == pytest.approx(1)

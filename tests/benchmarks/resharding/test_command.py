@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.benchmarks.resharding import rounds
+from nanoserve.benchmarks.resharding import running
 from nanoserve.benchmarks.resharding.policies import Workers
 from nanoserve.config import EngineConfig
 from tests.benchmarks.conftest import Run, interrupt
@@ -73,7 +73,7 @@ def test_everything_at_once(bench: Run, closed: list[str], tmp_path: Path) -> No
 def test_an_interrupt_shows_what_was_measured(
     bench: Run, closed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupt(monkeypatch, rounds, at=6 + 6 + 1)
+    interrupt(monkeypatch, running, at=6 + 6 + 1)
     report = tmp_path / "report.json"
     code, out, err = bench("--requests", 4, "--input", 13, "--output", 9, "--json", report)
     assert code == 130

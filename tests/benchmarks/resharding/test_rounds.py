@@ -5,10 +5,11 @@ import pytest
 
 from nanoserve.benchmarks.pipeline.running import make_requests
 from nanoserve.benchmarks.resharding.rounds import Figures, ReshardRound, figures_of, pairs
-from nanoserve.benchmarks.resharding.running import ReshardRun, run_requests
+from nanoserve.benchmarks.resharding.running import run_in_layouts
 from nanoserve.benchmarks.resharding.simulated import compare_with_simulator
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.workloads import RequestShape
+from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request
 from nanoserve.scheduler.plan import StepPlan, StepResult
 from tests.benchmarks.resharding.simulated_workers import HOST_LINK, VOCAB_SIZE, simulated_pair, variants
@@ -22,9 +23,9 @@ def _requests(count: int = 16, output: int = 9) -> list[Request]:
     return make_requests([RequestShape(13, output)] * count, [0.0] * count, VOCAB_SIZE, seed=0)
 
 
-def _measured(name: str, output: int = 9) -> tuple[ReshardRun, Figures]:
+def _measured(name: str, output: int = 9) -> tuple[RunRecord, Figures]:
     variant = variants(simulated_pair())[name]
-    run = run_requests(variant.place, variant.make_scheduler, _requests(output=output), vocab_size=VOCAB_SIZE)
+    run = run_in_layouts(variant.place, variant.make_scheduler, _requests(output=output), vocab_size=VOCAB_SIZE)
     return run, figures_of(variant, run, VOCAB_SIZE, None)
 
 
@@ -47,7 +48,7 @@ def test_phases_cover_the_run_and_moves_are_counted(name: str) -> None:
     assert out.count == back.count >= 16
     assert figures.pool_peak is not None and 0.5 < figures.pool_peak <= 1
     assert figures.output_tokens_per_s == pytest.approx(16 * 9 / figures.seconds)
-    assert sum(plan.transition is not None for plan in run.record.plans) == figures.transitions
+    assert sum(plan.transition is not None for plan in run.plans) == figures.transitions
 
 
 def test_few_transitions_are_what_it_minimizes() -> None:
@@ -62,7 +63,7 @@ def test_the_simulator_makes_the_same_of_a_simulated_run(name: str) -> None:
     assert compared is not None
     assert compared.makespan == pytest.approx(1, abs=1e-5), "the record's clock ticks"
     assert compared.simulated_transitions == figures.transitions
-    assert compared.plans == compared.replayed == len(run.record.plans)
+    assert compared.plans == compared.replayed == len(run.plans)
     assert compared.others == 0
 
 
@@ -71,10 +72,10 @@ def test_a_layout_alone_moves_nothing_whatever_the_workers_did_before() -> None:
     named = variants(group)
     for name in ("sarathi, T2", "transition-minimizing, P2 -> T2", "sarathi, P2", "sarathi, T2"):
         place = named[name].place
-        run = run_requests(place, named[name].make_scheduler, _requests(), vocab_size=VOCAB_SIZE)
+        run = run_in_layouts(place, named[name].make_scheduler, _requests(), vocab_size=VOCAB_SIZE)
         figures = figures_of(named[name], run, VOCAB_SIZE, 0.5)
         if len(place.layouts) == 1:
-            assert (figures.transitions, figures.phases, figures.pool_peak, run.moves) == (0, None, None, ())
+            assert (figures.transitions, figures.phases, figures.pool_peak, run.moves) == (0, None, None, [])
             assert group.executor.layout == place.first
 
 
@@ -110,7 +111,7 @@ def test_workers_that_die_between_two_runs_are_noticed(monkeypatch: pytest.Monke
     monkeypatch.setattr(group.executor, "submit", lambda plan: None)
     monkeypatch.setattr(group.executor, "collect", lambda until: [StepResult(None, lost="worker 1 was killed")])
     with pytest.raises(RuntimeFailure, match="when they changed their layout: worker 1 was killed"):
-        run_requests(variant.place, variant.make_scheduler, _requests(), vocab_size=VOCAB_SIZE)
+        run_in_layouts(variant.place, variant.make_scheduler, _requests(), vocab_size=VOCAB_SIZE)
 
 
 def test_a_run_in_which_workers_die_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,4 +135,4 @@ def test_a_run_in_which_workers_die_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(executor, "submit", submit_noted)
     monkeypatch.setattr(executor, "collect", collect_dying)
     with pytest.raises(RuntimeFailure, match="a run in which workers die: worker 0 was killed"):
-        run_requests(variant.place, variant.make_scheduler, _requests(), vocab_size=VOCAB_SIZE)
+        run_in_layouts(variant.place, variant.make_scheduler, _requests(), vocab_size=VOCAB_SIZE)

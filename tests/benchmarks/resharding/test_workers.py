@@ -8,7 +8,7 @@ from nanoserve.benchmarks.pipeline.running import make_requests
 from nanoserve.benchmarks.resharding.engines import open_pair
 from nanoserve.benchmarks.resharding.policies import Scheduling, Workers
 from nanoserve.benchmarks.resharding.rounds import Variant, figures_of
-from nanoserve.benchmarks.resharding.running import run_requests
+from nanoserve.benchmarks.resharding.running import run_in_layouts
 from nanoserve.config import EngineConfig
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.workloads import RequestShape
@@ -55,11 +55,11 @@ def _contender(workers: Workers, name: str) -> Variant:
 def test_a_real_run_is_replayed_to_equal_plans(workers: Workers, name: str) -> None:
     variant = _contender(workers, name)
     requests = make_requests(SHAPES, [0.0] * len(SHAPES), MODEL.vocab_size, seed=1)
-    run = run_requests(variant.place, variant.make_scheduler, requests, vocab_size=MODEL.vocab_size)
+    run = run_in_layouts(variant.place, variant.make_scheduler, requests, vocab_size=MODEL.vocab_size)
     figures = figures_of(variant, run, MODEL.vocab_size, None)  # which raises at another plan
     assert figures.simulated is not None
-    assert figures.simulated.replayed == figures.simulated.plans == len(run.record.plans)
-    assert all(timing.output_tokens == 10 for timing in run.outcome.timings)
+    assert figures.simulated.replayed == figures.simulated.plans == len(run.plans)
+    assert all(timing.output_tokens == 10 for timing in run.timings)
     if figures.phases is None:
         assert figures.transitions == 0
         return

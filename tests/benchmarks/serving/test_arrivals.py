@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.benchmarks.serving.arrivals import offered_rate, parse_rates, poisson_arrivals, trace_arrivals
+from nanoserve.benchmarks.serving.requests import offered_rate, parse_rates, poisson_arrivals, trace_arrivals
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import read_arrivals
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from nanoserve.benchmarks.serving.load import Load
 from nanoserve.benchmarks.serving.records import RequestRecord, peak_concurrency
 from nanoserve.benchmarks.serving.requests import RequestStyle
-from nanoserve.benchmarks.serving.sending import Sender
+from nanoserve.benchmarks.serving.sending import RequestLoad, Sender
 from nanoserve.client.address import ServerAddress, parse_url
 from nanoserve.measures.workloads import RequestShape
 from tests.client.foreign import Foreign, Scripted, as_error, as_json, as_stream, foreign, said, used
@@ -108,12 +107,12 @@ def test_an_open_loop_keeps_to_its_schedule_and_a_closed_loop_to_its_clients() -
     with foreign(chat=DONE) as server:
         sender = Sender(parse_url(server.url), CHAT.path, timeout=60.0)
         requests = CHAT.prepare([SHAPE] * 6, "salt")
-        load = Load(sender, requests)
+        load = RequestLoad(sender, requests)
         asyncio.run(load.open_loop([0.05, 0.0, 0.1, 0.1, 0.0, 0.15]))
         records = load.run().records
         assert sorted(record.scheduled for record in records) == [0.0, 0.0, 0.05, 0.1, 0.1, 0.15]
         assert all(record.started >= record.scheduled for record in records)
-        closed = Load(sender, requests)
+        closed = RequestLoad(sender, requests)
         asyncio.run(closed.closed_loop(2))
         found = closed.run()
         assert peak_concurrency(found.records) == 2
@@ -125,12 +124,12 @@ def test_an_open_loop_keeps_to_its_schedule_and_a_closed_loop_to_its_clients() -
 
 
 def test_a_load_that_is_ended_keeps_the_answers_it_has() -> None:
-    async def ended_early(load: Load) -> None:
+    async def ended_early(load: RequestLoad) -> None:
         async with asyncio.timeout(0.5):
             await load.open_loop([0.0, 0.0, 60.0])
 
     with foreign(chat=DONE) as server:
-        load = Load(Sender(parse_url(server.url), CHAT.path, timeout=60.0), CHAT.prepare([SHAPE] * 3, "salt"))
+        load = RequestLoad(Sender(parse_url(server.url), CHAT.path, timeout=60.0), CHAT.prepare([SHAPE] * 3, "salt"))
         with pytest.raises(TimeoutError):
             asyncio.run(ended_early(load))
         found = load.run()

@@ -5,8 +5,8 @@ import pytest
 
 from nanoserve.config import EngineConfig
 from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.request import SamplingParams, TokenLogprob
-from nanoserve.runtime.trace.stage_times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.runtime.workers.messages import (
     Allocate,
     Answered,

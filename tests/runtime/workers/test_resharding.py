@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nanoserve.layout import ParallelLayout
+from nanoserve.record.times import ReshardTimes
 from nanoserve.runtime.workers.executor import WorkersExecutor
 from nanoserve.scheduler.plan import StepPlan
 from tests.runtime.workers.disturbances import Pair
@@ -55,12 +56,12 @@ def test_answers_are_those_of_one_process(reference: Reference, two_layouts: Wor
 
 
 def test_what_moved_is_told_by_every_worker(two_layouts: WorkersExecutor) -> None:
-    two_layouts.take_moves()
+    two_layouts.take_times()
     target = 1 - two_layouts.layout
     two_layouts.submit(StepPlan(7, transition=target))
     (result,) = two_layouts.collect(None)
     assert result.step == 7 and two_layouts.layout == target
-    moves = two_layouts.take_moves()
+    moves = [times for times in two_layouts.take_times() if isinstance(times, ReshardTimes)]
     assert sorted(move.rank for move in moves) == [0, 1]
     assert all(move.num_bytes > 0 and move.began < move.ended for move in moves)
 

@@ -1,0 +1,113 @@
+"""gLLM, section 4.7: lines of code (table 1), beside those of this package by room."""
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import nanoserve
+from nanoserve.benchmarks.tables import Column
+from nanoserve.papers.charts import Chart, panel
+from nanoserve.papers.claims import Claim, claims
+from nanoserve.papers.framework import Finding, Run, Scale
+
+ROOT = Path(nanoserve.__file__).parent.parent
+"""Where the packages lie, installed or checked out."""
+PACKAGES = ("nanoserve", "triton_ops")
+LABORATORY = ("benchmarks", "commands", "costs", "measures", "papers", "simulator")
+"""Rooms that measure, simulate, draw and print. The engine runs without them; the papers' systems count none of it."""
+PAPER_LINES = {"gLLM": 3_874, "SGLang": 65_097, "vLLM": 226_874}
+_ENGINE, _WHOLE = "the engine without its laboratory", "all of nanoserve"
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The size of a folder of the package, or of the files beside the folders."""
+
+    files: int
+    lines: int
+    """All lines of these files."""
+    code: int
+    """Lines that are not blank, a comment or a docstring."""
+
+
+def sources() -> Iterator[Path]:
+    """All Python files of the product."""
+    for package in PACKAGES:
+        yield from sorted((ROOT / package).rglob("*.py"))
+
+
+def rooms() -> dict[str, Room]:
+    """The size of every room, by its path."""
+    sizes: dict[str, list[Room]] = {}
+    for path in sources():
+        package, *inner = path.relative_to(ROOT).parts
+        room = package if package != "nanoserve" else f"nanoserve/{inner[0]}" if len(inner) > 1 else "nanoserve/*.py"
+        source = path.read_text(encoding="utf-8")
+        sizes.setdefault(room, []).append(Room(1, len(source.splitlines()), code_lines(source)))
+    return {room: together(found) for room, found in sorted(sizes.items())}
+
+
+def together(found: Iterable[Room]) -> Room:
+    """The size of several rooms."""
+    parts = list(found)
+    return Room(sum(one.files for one in parts), sum(one.lines for one in parts), sum(one.code for one in parts))
+
+
+def code_lines(source: str) -> int:
+    """Count the lines of a Python source that are not blank, a comment or a docstring."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def lines_of_code(scale: Scale, run: Run) -> Finding:
+    """Table 1: lines of code of three systems, and of this one by room."""
+    by_room = rooms()
+    laboratory = {f"nanoserve/{name}" for name in LABORATORY}
+    totals = {
+        _ENGINE: together(size for room, size in by_room.items() if room not in laboratory),
+        _WHOLE: together(by_room.values()),
+    }
+    rows = [
+        {"code_of": name, "files": size.files, "lines": size.lines, "code": size.code}
+        for name, size in {**by_room, **totals}.items()
+    ]
+    rows += [{"code_of": f"{name} (paper)", "files": None, "lines": n, "code": None} for name, n in PAPER_LINES.items()]
+    bars = {**PAPER_LINES, "nanoserve,\nengine": totals[_ENGINE].code, "nanoserve,\nall": totals[_WHOLE].code}
+    chart = panel("section 4.7", "", "lines of code", list(bars), {"": list(bars.values())}, kind="bar")
+    columns = [
+        Column("code of", "code_of"),
+        Column("files", "files", ",d"),
+        Column("lines", "lines", ",d"),
+        Column("without comments, docstrings and blank lines", "code", ",d"),
+    ]
+    return Finding(_claims(totals), Chart("gLLM, table 1: lines of code", [chart]), rows, columns)
+
+
+def _claims(totals: dict[str, Room]) -> list[Claim]:
+    """Lines without comments, docstrings and blank ones are compared; the paper does not say how it counts."""
+    compared = (
+        (_ENGINE, "gLLM", "needs one kind of device and one policy; CPU kernels and host attention are counted here"),
+        (_ENGINE, "SGLang", "fewer models and devices"),
+        (_WHOLE, "SGLang", "the simulator, the benchmarks and the papers' figures are counted too"),
+    )
+    rows = [
+        (
+            f"lines of code of {what}, beside {name}'s",
+            f"{PAPER_LINES[name]:,}",
+            totals[what].code,
+            ("{:,.0f}", None, PAPER_LINES[name]),
+            why,
+        )
+        for what, name, why in compared
+    ]
+    return claims("table 1", rows)

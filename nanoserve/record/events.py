@@ -1,0 +1,166 @@
+"""Events of a run, in the order in which they become known. An observer is called with each of them.
+
+Every event has the executor's time. A recorder whose clock is stepped (`Recorder.step_clock`) also shows the engine's:
+the engine does everything between two results at one moment.
+"""
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from nanoserve.record.forecasts import Forecast
+from nanoserve.record.times import Beside, StageTimes
+from nanoserve.request import FinishReason, Request, SequenceUpdate
+from nanoserve.scheduler.load import Decision, Load
+from nanoserve.scheduler.plan import StepPlan, StepResult
+from nanoserve.scheduler.scheduler import Scheduler
+
+
+class Blocks(msgspec.Struct, frozen=True):
+    """What a scheduler shows between two plans: KV blocks and sequences."""
+
+    used_device: int
+    device: int
+    """KV blocks of the current layout that have an owner, and all."""
+    used_host: int
+    host: int
+    """The same of the host pool; a prompt that is still computed may have reserved some."""
+    on_device: int
+    """Sequences that run there."""
+    preemptions: int
+    """How many there were so far."""
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> "Blocks":
+        device, host = scheduler.pool, scheduler.host_pool
+        return cls(
+            device.num_blocks - device.free_blocks,
+            device.num_blocks,
+            host.num_blocks - host.free_blocks,
+            host.num_blocks,
+            len(scheduler.running),
+            scheduler.preemptions,
+        )
+
+    @property
+    def device_share(self) -> float:
+        """The share of the device's blocks in use."""
+        return 1 - (self.device - self.used_device) / self.device
+
+    @property
+    def host_share(self) -> float:
+        """The share of the host pool's blocks in use; 0 without a pool."""
+        return 1 - (self.host - self.used_host) / self.host if self.host else 0.0
+
+
+class Arrived(msgspec.Struct, frozen=True):
+    """The engine took a request in."""
+
+    time: float
+    """On the engine's clock."""
+    request: Request
+
+
+class Stopped(msgspec.Struct, frozen=True):
+    """A request, or one of its samples, was ended from outside."""
+
+    time: float
+    request_id: str
+    index: int | None
+    """The sample; None for all of them."""
+    reason: FinishReason
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """A plan was made and handed to the executor."""
+
+    time: float
+    clock: float
+    """The same on the engine's clock: when the engine last came from waiting, if that is stepped."""
+    plan: StepPlan
+    load: Load | None
+    decision: Decision
+    """What the policy was shown, and what it wanted; no load of plans that no scheduler made."""
+    blocks: Blocks
+    """What the plan's rows and swaps have left: what it gave and took is in the plan."""
+    forecast: Forecast | None
+    """What was predicted of it; None where nobody predicted it."""
+    decodes: int
+    prompt_tokens: int
+    """Rows of one token, and tokens of longer rows."""
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.prompt_tokens
+
+
+class Worked(msgspec.Struct, frozen=True):
+    """The executor told what it did. A simulated one does so behind each plan, and tells what it will do for it."""
+
+    stages: tuple[StageTimes, ...]
+    beside: tuple[Beside, ...]
+    """Moves, and attention on a simulated CPU."""
+
+
+class Collected(msgspec.Struct, frozen=True):
+    """Results became known, all at one moment."""
+
+    time: float
+    clock: float
+    results: tuple[StepResult, ...]
+    corrections: Mapping[str, float]
+    """By which factor each part of a prediction is corrected, before anything is learned from these results."""
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """Nothing that is in flight will be answered: the executor said so instead of a result."""
+
+    time: float
+
+
+class Gained(msgspec.Struct, frozen=True):
+    """Sequences gained tokens, or ended."""
+
+    time: float
+    """On the engine's clock."""
+    updates: tuple[SequenceUpdate, ...]
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """The run is over."""
+
+    time: float
+    blocks: Blocks
+
+
+Event = Arrived | Stopped | Planned | Worked | Collected | Failed | Gained | Finished | Forecast
+"""A Forecast is an event when its step was measured."""
+Observer = Callable[[Event], None]
+
+
+class StepObserver:
+    """An observer of a simulated run, which is shown each plan together with what its stages will do for it."""
+
+    _planned: Planned
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Planned):
+            self._planned = event
+        elif isinstance(event, Worked):
+            for times in event.beside:
+                self.on_beside(self._planned, times)
+            if event.stages:
+                self.on_step(self._planned, event.stages)
+
+    def on_step(self, planned: Planned, stages: tuple[StageTimes, ...]) -> None:
+        """A step enters the pipeline."""
+
+    def on_beside(self, planned: Planned, times: Beside) -> None:
+        """A swap, a transition or attention on the CPU begins with it."""
+
+
+def step_tokens(plan: StepPlan) -> tuple[int, int]:
+    """Decodes, which are rows of one token, and tokens of longer rows."""
+    lengths = [len(row.tokens) for row in plan.rows]
+    decodes = lengths.count(1)
+    return decodes, sum(lengths) - decodes

@@ -1,0 +1,191 @@
+"""Metrics of a run while it goes on, in memory that does not grow with its length: observers of its events."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from nanoserve.measures.metrics import MILLISECONDS
+from nanoserve.measures.sketches import Occupancy, Series, Sketch
+from nanoserve.measures.slo import Slo
+from nanoserve.record.events import Event, Gained, Planned, StepObserver
+from nanoserve.record.times import Beside, ReshardTimes, StageTimes, SwapTimes
+
+
+class CompletedRequest(NamedTuple):
+    """What became of one request; times in seconds."""
+
+    request_id: str
+    arrival: float
+    """When it came."""
+    input_tokens: int
+    output_tokens: int
+    ttft: float
+    tpot: float | None
+    """Between its tokens, on average; None if it has but one."""
+    e2el: float
+    """``ttft``, ``e2el``: from then to its first and to its last token."""
+
+
+RequestObserver = Callable[[CompletedRequest], None]
+"""Is shown every request when it has ended."""
+
+
+class SloMeter:
+    """A RequestObserver that counts the requests within the limits; several of them sweep the limits in one run."""
+
+    def __init__(self, slo: Slo) -> None:
+        self.slo = slo
+        self.requests = self.attaining = 0
+
+    def __call__(self, request: CompletedRequest) -> None:
+        """One more request has ended."""
+        self.requests += 1
+        self.attaining += self.slo.allows(request.ttft, request.tpot, request.e2el)
+
+    @property
+    def attainment(self) -> float | None:
+        """The share within the limits; None without requests."""
+        return self.attaining / self.requests if self.requests else None
+
+
+class _Life:
+    """What is known of a request that is under way."""
+
+    __slots__ = ("arrival", "first", "input_tokens", "last", "tokens")
+
+    def __init__(self, arrival: float, input_tokens: int, now: float) -> None:
+        self.arrival = arrival
+        self.input_tokens = input_tokens
+        self.first = self.last = now
+        self.tokens = 0
+
+    def completed(self, request_id: str) -> CompletedRequest:
+        """With the last token it ends."""
+        ttft, e2el = self.first - self.arrival, self.last - self.arrival
+        tpot = (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else None
+        return CompletedRequest(request_id, self.arrival, self.input_tokens, self.tokens, ttft, tpot, e2el)
+
+
+class LatencyMetrics:
+    """TTFT, TPOT, ITL and E2EL, in milliseconds, and how many requests and tokens there were.
+
+    Args:
+        observers: are shown every request that has ended.
+    """
+
+    def __init__(self, observers: Sequence[RequestObserver] = ()) -> None:
+        self.ttft, self.tpot, self.itl, self.e2el = Sketch(), Sketch(), Sketch(), Sketch()
+        self.requests = self.input_tokens = self.output_tokens = 0  # that have ended
+        self._observers = observers
+        self._lives: dict[str, _Life] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Sequences may have gained something."""
+        if not isinstance(event, Gained):
+            return
+        now = event.time
+        previous: list[float] = []
+        for update in event.updates:
+            life = self._lives.get(update.request_id)
+            if life is None:
+                request = update.sequence.request
+                life = _Life(request.arrival_time, len(request.prompt), now)
+                self._lives[update.request_id] = life
+                self.input_tokens += life.input_tokens
+                self.ttft.add((now - life.arrival) * MILLISECONDS)
+            else:
+                previous.append(life.last)
+                life.last = now
+            gained = len(update.new_tokens)
+            life.tokens += gained
+            if update.finished:
+                self._finish(self._lives.pop(update.request_id).completed(update.request_id))
+        for time, times in Counter(previous).items():  # most of a step have waited since the same moment
+            self.itl.add((now - time) * MILLISECONDS, times)
+
+    def _finish(self, request: CompletedRequest) -> None:
+        self.requests += 1
+        self.output_tokens += request.output_tokens
+        self.e2el.add(request.e2el * MILLISECONDS)
+        if request.tpot is not None:
+            self.tpot.add(request.tpot * MILLISECONDS)
+        for observer in self._observers:
+            observer(request)
+
+
+class LayoutTime(NamedTuple):
+    """Time in one parallel layout: all of it, and that in which something was in flight."""
+
+    seconds: float
+    working: float
+
+
+class StepMetrics(StepObserver):
+    """Steps of a simulated run as they enter the pipeline, and what happens beside them.
+
+    Args:
+        block_size: tokens per KV block.
+        layouts: how many parallel layouts there are.
+    """
+
+    def __init__(self, block_size: int, layouts: int = 1) -> None:
+        self.tokens = Sketch()  # of a step
+        self.counts = Series[tuple[int, int, int]]()  # number, decodes and prompt tokens of a step, over time
+        self.occupancy, self.host_occupancy = Occupancy(), Occupancy()  # shares of KV blocks in use
+        self.strategy_steps: Counter[str] = Counter()  # how many steps had which strategy
+        self.swapped_tokens: Counter[str] = Counter()  # what the blocks moved in each direction hold
+        self.transitions = 0  # changes of the layout, from the reload's begin to its end
+        self.transition_seconds = self.processor_seconds = 0.0  # in which the CPU attended
+        self._block_size = block_size
+        self._idle_seconds = self._last_end = 0.0  # time in which nothing was in flight, because there was no request
+        self._times = [LayoutTime(0.0, 0.0)] * layouts
+        self._layout = 0
+        self._since = self._idle_before = 0.0
+
+    def on_step(self, planned: Planned, stages: tuple[StageTimes, ...]) -> None:
+        """A step enters the pipeline."""
+        now = planned.time
+        self.tokens.add(planned.tokens)
+        self.counts.add(now, (planned.plan.step, planned.decodes, planned.prompt_tokens))
+        self._keep_busy(now, stages[-1].computed)
+        self.occupancy.add(now, planned.blocks.device_share)
+        self.strategy_steps[planned.plan.strategy] += 1
+        self._look_at_host(planned)
+
+    def on_beside(self, planned: Planned, times: Beside) -> None:
+        """A swap, a transition or attention on the CPU begins."""
+        if isinstance(times, SwapTimes):
+            blocks = next(swap.device_blocks for swap in planned.plan.swaps if swap.swap == times.swap)
+            self.swapped_tokens[times.direction] += len(blocks) * self._block_size
+            self._keep_busy(planned.time, times.ended)
+            self._look_at_host(planned)
+        elif isinstance(times, ReshardTimes):
+            self._change_layout(planned.time, times)
+        else:
+            self.processor_seconds += times.seconds
+
+    def layout_times(self, now: float) -> list[LayoutTime]:
+        """Times of every layout until now; transitions belong to none."""
+        seconds, working = self._times[self._layout]
+        passed, idle = now - self._since, self._idle_seconds - self._idle_before
+        times = list(self._times)
+        times[self._layout] = LayoutTime(seconds + passed, working + passed - idle)
+        return times
+
+    def _change_layout(self, now: float, reload: ReshardTimes) -> None:
+        """The time between now and the begin of the reload belongs to the old layout."""
+        self._keep_busy(now, reload.ended)
+        self._times = self.layout_times(reload.began)
+        self._layout = reload.layout
+        self._since, self._idle_before = reload.ended, self._idle_seconds
+        self.transitions += 1
+        self.transition_seconds += reload.ended - reload.began
+
+    def _keep_busy(self, now: float, end: float) -> None:
+        """From now until then something is in flight."""
+        self._idle_seconds += max(0.0, now - self._last_end)
+        self._last_end = max(self._last_end, end)
+
+    def _look_at_host(self, planned: Planned) -> None:
+        if planned.blocks.host:
+            self.host_occupancy.add(planned.time, planned.blocks.host_share)

@@ -1,0 +1,161 @@
+"""Phases of an engine with two parallel layouts: computing in one, draining it, re-sharding to the other. No torch."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from nanoserve.record.events import Blocks, Collected, Event, Failed, Finished, Planned
+from nanoserve.scheduler.plan import StepResult
+
+PhaseKind = Literal["compute", "drain", "reshard"]
+_PREFILL = 0
+"""The layout in which prompts are computed."""
+
+
+class Turn(NamedTuple):
+    """What became of sequences that were on the device when the layout was to change."""
+
+    finished: int
+    """Decoded to their ends, of those that were on the device when the host pool had run empty: the policy waited for
+    them. 0 where it never was empty, and at the end of a prefill phase."""
+    through_pool: int
+    """Went to the host pool, to come back under the other layout."""
+    recomputed: int
+    """Gave their blocks up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of a run; phases follow each other without gaps."""
+
+    kind: PhaseKind
+    """"compute" in a layout; "drain": from the first result after which no more rows were planned, until nothing was in
+    flight or on the device; "reshard" to a layout."""
+    layout: int
+    """Its number."""
+    began: float
+    ended: float
+    """On the executor's clock."""
+    plans: int = 0
+    prompt_tokens: int = 0
+    decodes: int = 0
+    """Planned in it."""
+    swaps_out: int = 0
+    swaps_in: int = 0
+    """Begun in it."""
+    turn: Turn | None = None
+    """Of a drain."""
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    def with_plan(self, planned: Planned) -> "Phase":
+        """The same phase with one plan more."""
+        directions = [swap.direction for swap in planned.plan.swaps]
+        return replace(
+            self,
+            plans=self.plans + bool(planned.plan.rows),
+            prompt_tokens=self.prompt_tokens + planned.prompt_tokens,
+            decodes=self.decodes + planned.decodes,
+            swaps_out=self.swaps_out + directions.count("out"),
+            swaps_in=self.swaps_in + directions.count("in"),
+        )
+
+
+def phase_name(phase: Phase, layouts: Sequence[str]) -> str:
+    """With the layouts' names: "prefill in P2", "draining P2", "re-shard to T2", "decode in T2"."""
+    layout = layouts[phase.layout]
+    if phase.kind == "drain":
+        return f"draining {layout}"
+    if phase.kind == "reshard":
+        return f"re-shard to {layout}"
+    return f"{'prefill' if phase.layout == _PREFILL else 'decode'} in {layout}"
+
+
+class PhaseTracker:
+    """Tells phases from what passes between scheduler and executor.
+
+    A drain is known to be one when the transition behind it is planned, so phases are told when they are over.
+    """
+
+    def __init__(self) -> None:
+        self._phase: Phase | None = None
+        self._idle: Phase | None = None  # what would be the drain: since a result after which no rows were planned
+        self._blocks: Blocks | None = None
+        self._left = 0  # on the device since the host pool was empty
+
+    def on_event(self, event: Event) -> list[Phase]:
+        """Something happened; returns the phases that are thereby over."""
+        if isinstance(event, Planned):
+            return self._on_plan(event)
+        if isinstance(event, Collected):
+            return [over for result in event.results for over in self._on_result(result, event.time)]
+        if isinstance(event, Failed | Finished):
+            return self._finish(event.time)
+        return []
+
+    def _on_plan(self, planned: Planned) -> list[Phase]:
+        plan, now, blocks = planned.plan, planned.time, planned.blocks
+        if self._phase is None:
+            self._phase = Phase("compute", plan.layout, now, now)
+        if plan.transition is not None:
+            return self._turn(plan.transition, now, blocks)
+        if plan.rows:
+            self._idle = None
+        elif self._idle is not None:
+            self._idle = self._idle.with_plan(planned)
+        if self._idle is None:
+            self._watch_pool(blocks)
+        self._phase = self._phase.with_plan(planned)
+        return []
+
+    def _on_result(self, result: StepResult, now: float) -> list[Phase]:
+        if result.lost is not None:
+            return self._finish(now)
+        if result.step is None or self._phase is None:
+            return []
+        if self._phase.kind == "reshard":
+            over = replace(self._phase, ended=now)
+            self._phase = Phase("compute", over.layout, now, now)
+            return [over]
+        if self._idle is None:
+            self._idle = Phase("drain", self._phase.layout, now, now)
+        return []
+
+    def _finish(self, now: float) -> list[Phase]:
+        """The run is over, or nothing in flight will be answered."""
+        over = [] if self._phase is None else [replace(self._phase, ended=now)]
+        self._phase = self._idle = self._blocks = None
+        return over
+
+    def _watch_pool(self, blocks: Blocks) -> None:
+        emptied = self._blocks is not None and self._blocks.used_host > 0
+        if blocks.used_host == 0 and emptied:
+            self._left = blocks.on_device
+        elif blocks.used_host > 0:
+            self._left = 0
+        self._blocks = blocks
+
+    def _turn(self, target: int, now: float, blocks: Blocks) -> list[Phase]:
+        """The layout changes: what was computing, and draining, are over."""
+        assert self._phase is not None, "a plan has been submitted"
+        drain = self._idle or Phase("drain", self._phase.layout, now, now)
+        before = blocks.preemptions if self._blocks is None else self._blocks.preemptions
+        recomputed, through_pool = blocks.preemptions - before, drain.swaps_out
+        left = 0 if drain.layout == _PREFILL else self._left
+        turn = Turn(max(0, left - through_pool - recomputed), through_pool, recomputed)
+        computed = replace(
+            self._phase,
+            ended=drain.began,
+            swaps_out=self._phase.swaps_out - drain.swaps_out,
+            swaps_in=self._phase.swaps_in - drain.swaps_in,
+        )
+        self._phase, self._idle, self._blocks, self._left = Phase("reshard", target, now, now), None, None, 0
+        return [computed, replace(drain, ended=now, turn=turn)]
+
+
+def phases_of(events: Iterable[Event]) -> list[Phase]:
+    """The phases of a run that is over."""
+    tracker = PhaseTracker()
+    return [phase for event in events for phase in tracker.on_event(event)]

@@ -1,0 +1,367 @@
+"""A run as a file for ui.perfetto.dev or chrome://tracing, while it goes on or afterwards: observers of its events."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from nanoserve.errors import RuntimeFailure
+from nanoserve.layout import ParallelLayout
+from nanoserve.measures.chrome_trace import ChromeTraceFile, Track
+from nanoserve.record.events import Blocks, Collected, Event, Failed, Finished, Planned, StepObserver, Worked
+from nanoserve.record.forecasts import Forecast
+from nanoserve.record.phases import Phase, PhaseTracker, phase_name
+from nanoserve.record.times import Beside, HostTimes, Move, ReshardTimes, StageTimes, SwapTimes
+from nanoserve.scheduler.load import Alternative
+from nanoserve.scheduler.plan import HostWork, StepResult
+
+_MILLI, _GIGA = 1e3, 1e9
+
+
+@dataclass(slots=True)
+class _Cohort:
+    """Host sequences that began a token in this step, in a track since then; some of them still wait for it."""
+
+    step: int
+    track: int
+    since: float
+    size: int
+    waiting: set[int]
+
+
+class RunTrace:
+    """Writes what happened to plans, in workers, between device and host memory, and on the CPU.
+
+    The scheduler's tracks show each micro-batch from its submission to its result, one track for each that may be in
+    flight, with a counter of its tokens; phases, cohorts of host sequences, and counters of blocks and corrections. The
+    workers' tracks show waiting, computing and sending, transitions and swaps.
+
+    A full disk ends the trace, not the run: the end of the run raises then.
+
+    Args:
+        file: to write into; it is not closed.
+        began: the moment that becomes 0, on the clock of all others.
+        layouts: the parallel layouts there are, by number.
+        tells_times: whether workers tell what they do; without, the only one there is is drawn by its results.
+        host_link_bandwidth: bytes per second of one worker to or from host memory while all others do the same, as
+            measured; None where nobody did.
+        name: of the run or engine, where several are written into the file.
+        close: is called at the end of the run, to close the file, say.
+    """
+
+    def __init__(
+        self,
+        file: ChromeTraceFile,
+        began: float,
+        *,
+        layouts: Sequence[ParallelLayout] = (ParallelLayout(),),
+        tells_times: bool = True,
+        host_link_bandwidth: float | None = None,
+        name: str | None = None,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        whose = "" if name is None else f"{name}: "
+        self._file, self._began = file, began
+        self._scheduler, self._workers = f"{whose}scheduler", f"{whose}workers"
+        self._layouts = [layout.name for layout in layouts]
+        # Ranks of a stage; where that changes with the layout, workers go by their ranks.
+        self._tensor_parallel = layouts[0].tensor_parallel if len(layouts) == 1 else None
+        self._tells_times = tells_times
+        self._link = host_link_bandwidth
+        self._close = close
+        self._phases = PhaseTracker()
+        self._in_flight: dict[int, tuple[int, Planned]] = {}  # by step: which track, and what
+        self._free: dict[int, float] = {}  # by rank: since when
+        self._cpu_free = began
+        self._cohorts: list[_Cohort] = []
+        self._corrections: Mapping[str, float] = {}
+        self._blocks: Blocks | None = None
+        self._failure: RuntimeFailure | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Write it.
+
+        Raises:
+            RuntimeFailure: at the end, if not everything could be written.
+        """
+        try:
+            self._write(event)
+            if isinstance(event, Finished):
+                self._close()
+        except RuntimeFailure as failure:
+            self._failure = self._failure or failure
+        if isinstance(event, Finished) and self._failure is not None:
+            raise RuntimeFailure(f"the trace is not complete: {self._failure}")
+
+    def _write(self, event: Event) -> None:
+        if isinstance(event, Planned):
+            self._on_plan(event)
+        elif isinstance(event, Collected):
+            self._on_results(event)
+        elif isinstance(event, Worked):
+            for times in event.stages:
+                self._on_stage(times)
+            for beside in event.beside:
+                if not isinstance(beside, HostTimes):
+                    self._on_move(beside)
+        elif isinstance(event, Failed):
+            self._forget_plans()
+            self._cohorts.clear()
+        for phase in self._phases.on_event(event):
+            self._on_phase(phase)
+        if isinstance(event, Collected | Worked):
+            self._file.flush()
+
+    # ---- plans ------------------------------------------------------------------------------------------------
+
+    def _on_plan(self, planned: Planned) -> None:
+        plan, now = planned.plan, planned.time
+        self._count_blocks(planned.blocks, now)
+        if not plan.rows and (plan.swaps or plan.transition is not None):
+            return  # swaps alone have no end, and a change of the layout is no micro-batch
+        track = _first_free(track for track, _ in self._in_flight.values())
+        self._in_flight[plan.step] = track, planned
+        tokens = {"decodes": planned.decodes, "prompt tokens": planned.prompt_tokens}
+        self._file.counter(self._scheduler, "tokens of a micro-batch", now - self._began, tokens)
+        beginning = {row.sequence for row in plan.rows if row.tier == "host"}
+        if plan.strategy == "overlap" and beginning:
+            track = _first_free(cohort.track for cohort in self._cohorts)
+            self._cohorts.append(_Cohort(plan.step, track, now, len(beginning), beginning))
+
+    def _on_results(self, collected: Collected) -> None:
+        now = collected.time
+        for result in collected.results:
+            if result.lost is not None:
+                self._bar(Track(self._workers, "deaths"), result.lost, now, now)
+                self._forget_plans()
+            if result.step in self._in_flight:
+                self._on_step(result, now, collected.corrections)
+            self._on_host(result, now)
+            if not self._tells_times and result.step is not None:
+                self._bar(self._worker(0), "compute", now - result.seconds, now, {"step": result.step})
+
+    def _on_step(self, result: StepResult, now: float, corrections: Mapping[str, float]) -> None:
+        """A micro-batch is answered."""
+        assert result.step is not None, "a plan ended"
+        track, planned = self._in_flight.pop(result.step)
+        plan, decodes, prompt = planned.plan, planned.decodes, planned.prompt_tokens
+        counts = {"step": plan.step, "decodes": decodes, "prompt_tokens": prompt, "sequences": len(plan.rows)}
+        name = f"{decodes} decodes + {prompt} prompt tokens"
+        if plan.strategy != "device":
+            name = f"{plan.strategy}: {name}"
+        place = Track(self._scheduler, f"micro-batch {track}")
+        self._bar(place, name, planned.time, now, counts | facts_of(planned, result))
+        if planned.forecast is not None and corrections != self._corrections:
+            self._corrections = corrections
+            factors = {part: round(factor, 3) for part, factor in corrections.items()}
+            self._file.counter(self._scheduler, "corrections of the prediction", now - self._began, factors)
+
+    def _forget_plans(self) -> None:
+        """Nothing that is in flight will be answered."""
+        self._in_flight.clear()
+        self._free.clear()
+
+    # ---- workers ----------------------------------------------------------------------------------------------
+
+    def _on_stage(self, times: StageTimes) -> None:
+        """A worker has done its part of a plan."""
+        arguments = {"step": times.step, "tokens": times.tokens}
+        for name, start, end in bars_of(times, free=self._free.get(times.rank, times.received)):
+            self._bar(self._worker(times.rank), name, start, end, arguments)
+        self._free[times.rank] = times.sent
+
+    def _on_move(self, move: Move) -> None:
+        """A worker has moved its part between device and host memory."""
+        arguments: dict[str, object] = self._amount(move)
+        if isinstance(move, ReshardTimes):
+            name = f"re-shard to {self._layouts[move.layout]}"
+            place, arguments = f"worker {move.rank}", {"step": move.step, **arguments}
+        else:
+            name = f"swap {move.direction}" + (", layer by layer" if move.after_row else "")
+            place, arguments = f"worker {move.rank}, swaps {move.direction}", {"swap": move.swap, **arguments}
+        self._bar(Track(self._workers, place), name, move.began, move.ended, arguments)
+
+    def _amount(self, move: Move) -> dict[str, object]:
+        """Bytes, how fast they were, and what share of the measured host link that is.
+
+        A move that waited for layers meanwhile has no speed.
+        """
+        seconds = move.ended - move.began
+        if seconds <= 0 or (isinstance(move, SwapTimes) and move.after_row):
+            return {"bytes": move.num_bytes}
+        speed = move.num_bytes / seconds
+        share = {} if self._link is None else {"share of host link": round(speed / self._link, 3)}
+        return {"bytes": move.num_bytes, "GB/s": round(speed / _GIGA, 3), **share}
+
+    def _worker(self, rank: int) -> Track:
+        if self._tensor_parallel is None:
+            return Track(self._workers, f"worker {rank}")
+        stage, within = divmod(rank, self._tensor_parallel)
+        return Track(self._workers, f"stage {stage}" + (f", rank {within}" if self._tensor_parallel > 1 else ""))
+
+    # ---- the CPU ----------------------------------------------------------------------------------------------
+
+    def _on_host(self, result: StepResult, now: float) -> None:
+        """What the CPU attended, and cohorts that are through or lost."""
+        processor = Track(self._workers, "attention on the CPU")
+        self._draw_works(processor, result.host_work, now)
+        if result.host_lost is not None:
+            self._bar(processor, result.host_lost, now, now)
+        answered = {answer.sequence for answer in result.answers}
+        all_lost = result.lost is not None or result.host_lost is not None
+        for cohort in list(self._cohorts):
+            cohort.waiting -= answered
+            if all_lost or not cohort.waiting:
+                self._cohorts.remove(cohort)
+                place = Track(self._scheduler, f"cohort {cohort.track}")
+                self._bar(place, f"{cohort.size} host sequences", cohort.since, now, {"step": cohort.step})
+
+    def _draw_works(self, processor: Track, works: Sequence[HostWork], now: float) -> None:
+        """An executor says how long the CPU took and not when.
+
+        The CPU takes one piece of work after the other, so they are drawn one behind the other, the last one up to the
+        moment at which the executor told of it.
+        """
+        start = max(self._cpu_free, now - sum(work.seconds for work in works))
+        for work in works:
+            end = min(start + work.seconds, now)
+            milliseconds = round(work.seconds * _MILLI, 3)
+            arguments = {"sequences": work.sequences, "keys": work.context_tokens, "ms": milliseconds}
+            self._bar(processor, f"{work.sequences} sequences, {work.context_tokens} keys", start, end, arguments)
+            start = end
+        if works:
+            self._cpu_free = start
+
+    # ---- the scheduler ----------------------------------------------------------------------------------------
+
+    def _on_phase(self, phase: Phase) -> None:
+        """It is over. With one layout there is nothing to tell."""
+        if len(self._layouts) > 1:
+            name = phase_name(phase, self._layouts)
+            self._bar(Track(self._scheduler, "phases"), name, phase.began, phase.ended, _facts(phase))
+
+    def _count_blocks(self, blocks: Blocks, now: float) -> None:
+        """How many are in use; written where that has changed."""
+        time, before = now - self._began, self._blocks
+        device, host = (blocks.used_device, blocks.device), (blocks.used_host, blocks.host)
+        if before is None or (before.used_device, before.device) != device:
+            self._file.counter(self._scheduler, "KV blocks on the device", time, _used_and_free(*device))
+        if blocks.host and (before is None or (before.used_host, before.host) != host):
+            self._file.counter(self._scheduler, "KV blocks in the host pool", time, _used_and_free(*host))
+        self._blocks = blocks
+
+    def _bar(
+        self, track: Track, name: str, start: float, end: float, arguments: Mapping[str, object] | None = None
+    ) -> None:
+        self._file.bar(track, name, start - self._began, end - self._began, arguments)
+
+
+def _first_free(taken: Iterable[int]) -> int:
+    """The lowest track that nothing is in."""
+    numbers = set(taken)
+    return next(track for track in count() if track not in numbers)
+
+
+def _used_and_free(used: int, total: int) -> dict[str, float]:
+    return {"used": used, "free": total - used}
+
+
+def bars_of(times: StageTimes, free: float) -> list[tuple[str, float, float]]:
+    """What a worker did for a plan, each with its beginning and its end; what took no time is left out.
+
+    Args:
+        free: when it was through with the plan before.
+    """
+    ready = max(free, times.prepared)
+    bars = [
+        ("wait for inputs", max(free, times.received), times.prepared),
+        ("wait for activations", min(max(times.began, ready), times.arrived), times.arrived),
+        ("compute", times.started, times.computed),
+        ("send", times.computed, times.sent),
+    ]
+    return [(name, begin, end) for name, begin, end in bars if end > begin]
+
+
+def facts_of(planned: Planned, result: StepResult) -> dict[str, object]:
+    """Arguments of a step's bar: how it was run, what it took, and what was thought before.
+
+    Cohorts are host sequences that began a token together, named by the step in which they did.
+    """
+    milliseconds = round(result.seconds * _MILLI, 3)
+    facts: dict[str, object] = {"strategy": planned.plan.strategy, "measured_ms": milliseconds}
+    if result.cohorts:
+        facts["layers_of_cohorts"] = {f"step {cohort.step}": cohort.layers for cohort in result.cohorts}
+    return facts if planned.forecast is None else facts | _prediction(planned.forecast)
+
+
+def _prediction(forecast: Forecast) -> dict[str, object]:
+    decision = forecast.decision
+    return {
+        "predicted_ms": round(forecast.predicted * _MILLI, 3),
+        "decided": {
+            "prefill_tokens": decision.prefill_tokens,
+            "decodes": decision.decodes,
+            "host_decodes": decision.host_decodes,
+            "swap_out": decision.swap_out,
+            "swap_in": decision.swap_in,
+            "park": decision.park,
+        },
+        "alternatives": {one.strategy: _in_words(one) for one in decision.alternatives},
+    }
+
+
+def _in_words(alternative: Alternative) -> str:
+    return f"{alternative.seconds * _MILLI:.3f} ms, {alternative.per_second:.4g} sequences/s"
+
+
+def _facts(phase: Phase) -> dict[str, object]:
+    """Arguments of its bar: what was planned in it, and at a turn what became of the sequences on the device."""
+    swaps = {"swaps out": phase.swaps_out, "swaps in": phase.swaps_in}
+    if phase.kind == "compute":
+        return {"plans": phase.plans, "prompt_tokens": phase.prompt_tokens, "decodes": phase.decodes, **swaps}
+    if phase.turn is None:
+        return {}
+    turn = phase.turn
+    return {
+        "sequences sent through the pool": turn.through_pool,
+        "finished since the pool was empty": turn.finished,
+        "to be computed again": turn.recomputed,
+    }
+
+
+class SimulationTrace(StepObserver):
+    """Writes a simulated run: every step as one bar for each stage, with swaps, transitions and the CPU beside them.
+
+    Args:
+        file: to write into; it is not closed.
+        block_size: tokens per KV block.
+    """
+
+    def __init__(self, file: ChromeTraceFile, block_size: int) -> None:
+        self._file, self._block_size = file, block_size
+
+    def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
+        """Write one step."""
+        decodes, prompt = planned.decodes, planned.prompt_tokens
+        arguments = {"step": planned.plan.step, "decodes": decodes, "prompt_tokens": prompt}
+        tokens = {"decodes": decodes, "prompt tokens": prompt}
+        self._file.counter("scheduler", "tokens of a step", planned.time, tokens)
+        for times in stages:
+            track = Track("devices", f"stage {times.rank}")
+            name = f"{decodes} decodes + {prompt} prompt tokens"
+            self._file.bar(track, name, times.started, times.computed, arguments)
+
+    def on_beside(self, planned: Planned, times: Beside) -> None:
+        """Write what the host link carries, or what the CPU computes."""
+        if isinstance(times, SwapTimes):
+            swap = next(swap for swap in planned.plan.swaps if swap.swap == times.swap)
+            place, name = (
+                f"link {swap.direction}",
+                f"{len(swap.device_blocks) * self._block_size} tokens {swap.direction}",
+            )
+            arguments: dict[str, object] = {"swap": swap.swap, "sequence": swap.sequence}
+        elif isinstance(times, ReshardTimes):
+            place, name, arguments = "link in", f"weights of layout {times.layout}", {"step": times.step}
+        else:
+            place, name = "CPU", f"attention of {times.sequences}"
+            arguments = {"rows": times.sequences, "seconds": times.seconds}
+        self._file.bar(Track("host", place), name, times.began, times.ended, arguments)

@@ -1,0 +1,182 @@
+"""A decoder layer as a function of tensors, and a program that compiles that function with ahead-of-time Inductor.
+
+Layers are compiled whole or as their two pieces. Layers of one kind share one library: their weights are arguments, as
+are the tensors of a step, with any number of tokens, rows and blocks. The program runs in a process of its own, so a
+chat can begin and end while it compiles. The result is a library that needs no Python.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from nanoserve.config import ModelConfig, RopeConfig, SamplingDefaults
+from nanoserve.errors import first_line
+from nanoserve.models.attention import AttentionBatch, AttentionFunction, PagedAttention
+from nanoserve.models.decoder import DecoderLayer
+from triton_ops.cpu import CannotBuild, Shelf
+
+LayerPart = Literal["layer", "pre_attention", "post_attention"]
+"""What is compiled: a whole layer with its paged attention, or one of the two pieces around attention."""
+_EXAMPLE_ROWS, _EXAMPLE_TOKENS, _EXAMPLE_BLOCKS = 3, 6, 5
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKind:
+    """What compiled code depends on. Layers of the same kind share it."""
+
+    part: LayerPart
+    config: ModelConfig
+    """A model with this layer alone. Fields that the part does not depend on have fixed values."""
+
+
+def layer_kind(part: LayerPart, config: ModelConfig, index: int) -> CompiledKind:
+    """The kind of layer `index` of a model. The pieces do not depend on the layer's sliding window."""
+    moe = config.moe
+    if moe is not None:
+        moe = replace(moe, sparse_layers=frozenset({0})) if config.is_sparse(index) else None
+    alone = replace(
+        config,
+        family="",
+        vocab_size=1,
+        num_layers=1,
+        max_position_embeddings=1,
+        rope=RopeConfig(rotary_dim=config.rope.rotary_dim, interleaved=config.rope.interleaved),
+        sliding_windows=(config.sliding_window(index),) if part == "layer" else (),
+        moe=moe,
+        tie_word_embeddings=False,
+        dtype="",
+        bos_token_id=None,
+        eos_token_ids=(),
+        sampling_defaults=SamplingDefaults(),
+        renamed_as_chatglm=False,
+    )
+    return CompiledKind(part, alone)
+
+
+def step_arguments(
+    index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
+) -> tuple[Tensor, ...]:
+    """The tensors that the part "layer" takes, for the layer of that index."""
+    assert isinstance(attention, PagedAttention), "layers are compiled with a paged cache"
+    caches = attention.key_caches[index], attention.value_caches[index]
+    return (hidden, cos, sin, *caches, *attention.batch.tensors)
+
+
+class _PartModule(nn.Module):
+    """One part of a layer. It takes and returns tensors only."""
+
+    def __init__(self, layer: DecoderLayer, part: LayerPart) -> None:
+        super().__init__()
+        self.layer = layer
+        self.part = part
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if self.part == "pre_attention":
+            return self.layer.pre_attention(*tensors)
+        if self.part == "post_attention":
+            return (self.layer.post_attention(*tensors),)
+        hidden, cos, sin, key_cache, value_cache, *batch = tensors
+        attention = PagedAttention(self.layer.config, [key_cache], [value_cache], AttentionBatch(*batch))
+        return (self.layer(hidden, cos, sin, attention),)
+
+
+class FunctionalLayer(nn.Module):
+    """A part of a layer as a function of a step's tensors and of the layer's weights."""
+
+    def __init__(self, layer: DecoderLayer, part: LayerPart) -> None:
+        super().__init__()
+        module = _PartModule(layer, part)
+        self._names = [name for name, _ in module.named_parameters()]
+        self._module = (module,)  # a tuple hides it from torch: its weights are arguments, not state
+
+    def forward(self, tensors: tuple[Tensor, ...], weights: list[Tensor]) -> tuple[Tensor, ...]:
+        """weights: all parameters of the layer in their order, even those that the part does not read."""
+        (module,) = self._module
+        named = dict(zip(self._names, weights, strict=True))
+        outputs: tuple[Tensor, ...] = torch.func.functional_call(module, named, tensors)
+        return outputs
+
+
+@dataclass(frozen=True, slots=True)
+class LayerJob(Shelf):
+    """What to compile, and where to keep it."""
+
+    kind: CompiledKind
+    dtype: str
+    """torch's name of the dtype of weights, cache and hidden states."""
+    block_size: int
+    """Tokens per KV block; 0 for a piece, which reads no cache."""
+    threads: int
+    """Threads that the library uses."""
+
+
+def compile_layer(job: LayerJob, temporary: Path) -> Path:
+    """Compile the library; `temporary` as in `Shelf.fill`.
+
+    Raises:
+        CannotBuild: if torch's compiler fails.
+    """
+    torch.set_num_threads(job.threads)
+    dtype: torch.dtype = getattr(torch, job.dtype)
+    with torch.device("meta"):
+        layer = DecoderLayer(job.kind.config, 0).to(dtype)
+    layer = layer.to_empty(device="cpu").requires_grad_(False).eval()  # memory that is never touched costs nothing
+    function = FunctionalLayer(layer, job.kind.part)
+    weights: list[Tensor] = list(layer.parameters())
+    tensors, dynamic = _examples(job.kind, dtype, job.block_size)
+    arguments, dynamic_shapes = (tensors, weights), (dynamic, [None] * len(weights))
+    try:
+        with torch.no_grad(), TemporaryDirectory(prefix=f"{temporary.name}.", dir=job.directory) as folder:
+            program = torch.export.export(function, arguments, dynamic_shapes=dynamic_shapes, strict=False)
+            options = {"aot_inductor.output_path": f"{folder}/layer.so"}
+            made = Path(str(torch._inductor.aot_compile(program.module(), arguments, options=options)))
+            for operator_calls in made.parent.glob("*.wrapper.json"):  # written only if our operators are called
+                # torch looks for these calls in a file that differs from the library in its suffix.
+                operator_calls.rename(temporary.with_name(temporary.name + ".json"))
+            return made.rename(temporary.with_name(temporary.name + ".so"))
+    except Exception as error:  # torch's compiler may fail in any way; layers then run without it
+        raise CannotBuild(f"{type(error).__name__}: {first_line(error)}") from error
+
+
+def _examples(
+    kind: CompiledKind, dtype: torch.dtype, block_size: int
+) -> tuple[tuple[Tensor, ...], tuple[dict[int, Any], ...]]:
+    """Example tensors for a part of a layer, and which of their sizes vary.
+
+    No example size is 0 or 1, because export takes these for constants.
+    """
+    config, tokens, rows = kind.config, _EXAMPLE_TOKENS, _EXAMPLE_ROWS
+    hidden = torch.zeros(tokens, config.hidden_size, dtype=dtype)
+    angles = torch.zeros(tokens, 1, config.rope.rotary_dim // 2, dtype=dtype)
+    any_length = {0: torch.export.Dim.DYNAMIC}
+    if kind.part == "pre_attention":
+        return (hidden, angles, angles.clone()), (any_length,) * 3
+    if kind.part == "post_attention":
+        return (torch.zeros(tokens, config.num_heads * config.head_dim, dtype=dtype), hidden), (any_length,) * 2
+    cache = torch.zeros(_EXAMPLE_BLOCKS, config.num_kv_heads, block_size, config.head_dim, dtype=dtype)
+    tensors = (
+        hidden,
+        angles,
+        angles.clone(),
+        cache,
+        cache.clone(),
+        torch.zeros(rows, 2, dtype=torch.int32),
+        torch.zeros(rows + 1, dtype=torch.int32),
+        torch.ones(rows, dtype=torch.int32),
+        torch.zeros(tokens, dtype=torch.int64),
+    )
+    any_table = {**any_length, 1: torch.export.Dim.DYNAMIC}
+    return tensors, (any_length,) * 5 + (any_table,) + (any_length,) * 3
+
+
+def main(job: str) -> bool:
+    """Carry out a LayerJob in JSON. Returns whether the library could be made."""
+    decoded = msgspec.json.decode(job, type=LayerJob)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{decoded.directory}/inductor")  # headers, kernels in common
+    return decoded.fill(lambda temporary: compile_layer(decoded, temporary))

@@ -1,0 +1,264 @@
+"""LayerRunner runs the layers of a decoder: compiled where Inductor has compiled them, eagerly elsewhere.
+
+It is the only place where the engine meets torch's compiler. On a CPU layers are compiled ahead of time (AOTInductor)
+by another process into libraries in a cache folder; a library is loaded between two steps once it is there. On a GPU
+torch.compile compiles layers in this process when they first run, and keeps its kernels in torch's own cache.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+import nanoserve
+import triton_ops
+from nanoserve.errors import first_line
+from nanoserve.models.attention import AttentionFunction
+from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.runtime.compile.aot_build import (
+    CompiledKind,
+    FunctionalLayer,
+    LayerJob,
+    LayerPart,
+    layer_kind,
+    step_arguments,
+)
+from nanoserve.runtime.launch.memory import out_of_memory
+from triton_ops.cpu import BackgroundLibrary, CannotBuild, CpuOperators, cache_directory
+
+CompiledPart = Callable[[tuple[Tensor, ...], list[Tensor]], Sequence[Tensor] | None]
+"""Runs one kind of layer on a step's tensors and a layer's weights; None while it is not compiled.
+
+Raises CannotBuild if it cannot be compiled.
+"""
+_PARTS: tuple[LayerPart, ...] = ("layer", "pre_attention", "post_attention")
+_SOURCES = (
+    *sorted((Path(nanoserve.__file__).parent / "models").glob("*.py")),
+    *sorted(Path(triton_ops.__file__).parent.glob("*.py")),
+    Path(__file__).with_name("aot_build.py"),
+)
+_BUILD = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from triton_ops.cpu.building import begin; begin(sys.argv); "
+    "from nanoserve.runtime.compile.aot_build import main; sys.exit(0 if main(sys.argv[2]) else 1)"
+)
+
+
+class LayerRunner:
+    """Runs layers whole (it is a LayerFunction) or as the two pieces around attention.
+
+    Steps use the pieces where attention is computed elsewhere, or not for all rows at once: part of the rows may attend
+    on the CPU (APEX, Asynchronous Overlap), or two sub-batches take turns (NEO, Asymmetric Pipelining). Each piece
+    takes a batch of any size, its rows in any order.
+
+    Made without arguments it runs everything eagerly. `ahead_of_time` loads the libraries that an earlier process
+    compiled; `start` compiles the missing ones in the background, `poll` loads them between two steps, and `wait`
+    waits for them ahead of long or timed work. `torch_compile` needs none of these three.
+    """
+
+    def __init__(
+        self, compiled: Mapping[LayerPart, Sequence[CompiledPart]] | None = None, weights: Sequence[list[Tensor]] = ()
+    ) -> None:
+        """compiled: what runs a part of each layer, other parts run eagerly; weights: each layer's parameters."""
+        self.problem: str | None = None
+        """Why torch.compile gave up. All layers run eagerly from then on."""
+        self._compiled = compiled or {}
+        self._weights = weights
+        found = dict.fromkeys(chain.from_iterable(self._compiled.values()))
+        self.libraries = [one for one in found if isinstance(one, LayerLibrary)]
+        """One for each kind of layer and piece that is compiled ahead of time."""
+
+    @classmethod
+    def ahead_of_time(
+        cls, decoder: Decoder, *, block_size: int, operators: CpuOperators, with_pieces: bool = False
+    ) -> "LayerRunner":
+        """Layers on a CPU, from libraries of ahead-of-time Inductor.
+
+        Args:
+            operators: the CPU operators that the libraries call. If these cannot be built, neither can libraries: the
+                same compiler is missing, and its notice has been shown.
+            with_pieces: compile the pieces too.
+        """
+        if operators.problem is not None:
+            return cls()
+        parts = _PARTS if with_pieces else _PARTS[:1]
+        return cls._of_kinds(decoder, parts, lambda kind: LayerLibrary(kind, decoder, block_size, operators))
+
+    @classmethod
+    def torch_compile(cls, decoder: Decoder, *, backend: str | Callable[..., object] = "inductor") -> "LayerRunner":
+        """Layers and pieces compiled by torch.compile in this process, each kind when it first runs."""
+        return cls._of_kinds(decoder, _PARTS, lambda kind: _TorchCompiled(kind, decoder, backend))
+
+    @classmethod
+    def _of_kinds(
+        cls, decoder: Decoder, parts: Iterable[LayerPart], compiled: Callable[[CompiledKind], CompiledPart]
+    ) -> "LayerRunner":
+        """Make one compiled part for each kind of layer and piece, and share it between the layers of the kind."""
+        config = decoder.config
+        kinds = {part: [layer_kind(part, config, index) for index in range(config.num_layers)] for part in parts}
+        made = {kind: compiled(kind) for kind in dict.fromkeys(chain.from_iterable(kinds.values()))}
+        shared = {part: [made[kind] for kind in of_part] for part, of_part in kinds.items()}
+        return cls(shared, [list(layer.parameters()) for layer in decoder.layers])
+
+    @property
+    def loaded(self) -> bool:
+        """Whether all parts that are to be compiled run compiled."""
+        return bool(self._compiled) and self.problem is None and all(library.loaded for library in self.libraries)
+
+    @property
+    def pending(self) -> bool:
+        """Whether libraries are being compiled."""
+        return any(library.pending for library in self.libraries)
+
+    def start(self, *, waited: bool = False) -> None:
+        """Begin to compile the missing libraries; `waited` as in `BackgroundLibrary.start`."""
+        for library in self.libraries:
+            library.start(waited=waited)
+
+    def poll(self) -> None:
+        """Load the libraries that are ready. Between steps only."""
+        for library in self.libraries:
+            library.poll()
+
+    def wait(self) -> None:
+        """Wait for the libraries that have been started."""
+        for library in self.libraries:
+            library.wait()
+
+    def __call__(
+        self, layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
+    ) -> Tensor:
+        if "layer" in self._compiled:
+            outputs = self._run("layer", layer, step_arguments(layer.index, hidden, cos, sin, attention))
+            if outputs is not None:
+                return outputs[0]
+        # After a failed torch.compile this writes the cache once more, with the same numbers.
+        output: Tensor = layer(hidden, cos, sin, attention)
+        return output
+
+    def pre_attention(
+        self, layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [T, hidden_size], cos, sin [T, 1, rotary_dim / 2] -> query [T, num_heads, head_dim], key, value
+        [T, num_kv_heads, head_dim]. T is at least 1."""
+        outputs = self._run("pre_attention", layer, (hidden, cos, sin))
+        if outputs is None:
+            return layer.pre_attention(hidden, cos, sin)
+        query, key, value = outputs
+        return query, key, value
+
+    def post_attention(self, layer: DecoderLayer, attention_output: Tensor, residual: Tensor) -> Tensor:
+        """attention_output [T, num_heads * head_dim] and residual [T, hidden_size] -> [T, hidden_size].
+
+        T is at least 1.
+        """
+        outputs = self._run("post_attention", layer, (attention_output, residual))
+        return layer.post_attention(attention_output, residual) if outputs is None else outputs[0]
+
+    def in_pieces(
+        self, layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
+    ) -> Tensor:
+        """A LayerFunction that runs a layer piece by piece, with attention for all rows in between."""
+        query, key, value = self.pre_attention(layer, hidden, cos, sin)
+        return self.post_attention(layer, attention(layer.index, query, key, value), hidden)
+
+    def _run(self, part: LayerPart, layer: DecoderLayer, tensors: tuple[Tensor, ...]) -> Sequence[Tensor] | None:
+        """The compiled part's outputs; None where the caller is to run it eagerly."""
+        compiled = self._compiled.get(part)
+        if compiled is None or self.problem is not None:
+            return None
+        try:
+            return compiled[layer.index](tensors, self._weights[layer.index])
+        except CannotBuild as reason:
+            self.problem = str(reason)
+            logging.getLogger("nanoserve").warning("nanoserve: %s: %s", LayerLibrary.without, reason)
+            return None
+
+
+class LayerLibrary(BackgroundLibrary):
+    """A CompiledPart from the cache of ahead-of-time libraries, for a dtype, a block size and the number of threads
+    that torch has when it is made."""
+
+    without = "layers run uncompiled, which is slower"
+
+    def __init__(self, kind: CompiledKind, decoder: Decoder, block_size: int, operators: CpuOperators) -> None:
+        super().__init__()
+        block_size = block_size if kind.part == "layer" else 0  # pieces do not depend on it
+        dtype, threads = str(decoder.dtype).removeprefix("torch."), torch.get_num_threads()
+        described = msgspec.json.encode((kind, dtype, block_size, threads), order="deterministic").decode()
+        try:
+            # The operators' key stands for the C++ compiler, torch and the processor.
+            depends_on = [operators.shelf.key, described, *(path.read_text(encoding="utf-8") for path in _SOURCES)]
+            key = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:24]
+            directory = str(cache_directory(os.environ, "layers"))
+        except CannotBuild as reason:
+            self.give_up(str(reason))
+            return
+        self._job = LayerJob(key, directory, kind, dtype, block_size, threads)
+        self.load()
+
+    @property
+    def shelf(self) -> LayerJob:
+        return self._job
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-I", "-c", _BUILD, json.dumps(sys.path), msgspec.json.encode(self._job).decode()]
+
+    def open(self, library: Path) -> None:
+        self._runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(library), 1)
+
+    def __call__(self, tensors: tuple[Tensor, ...], weights: list[Tensor]) -> list[Tensor] | None:
+        if not self.loaded:
+            return None
+        if self._job.kind.part != "layer":  # a library ignores strides, and rows of a hybrid step may lie apart
+            tensors = tuple(tensor.contiguous() for tensor in tensors)
+        outputs: list[Tensor] = self._runner.run([*tensors, *weights])
+        return outputs
+
+
+class _TorchCompiled:
+    """A CompiledPart of torch.compile.
+
+    The all-reduces of a tensor-parallel group are compiled into it: Inductor knows torch's collectives.
+    """
+
+    def __init__(self, kind: CompiledKind, decoder: Decoder, backend: str | Callable[..., object]) -> None:
+        with torch.device("meta"):  # weights are arguments: these are never used
+            layer = DecoderLayer(kind.config, 0, decoder.group).to(decoder.dtype).requires_grad_(False).eval()
+        function = FunctionalLayer(layer, kind.part)
+        self._function: Callable[..., tuple[Tensor, ...]] = torch.compile(function, fullgraph=True, backend=backend)
+        self._has_run = False
+
+    def __call__(self, tensors: tuple[Tensor, ...], weights: list[Tensor]) -> tuple[Tensor, ...]:
+        for tensor in tensors:
+            _mark_any_length(tensor)
+        try:
+            outputs = self._function(tensors, weights)
+        except Exception as error:  # torch's compiler may fail in any way
+            # After a first run other errors are the step's own, unless torch says that they are its compiler's.
+            of_compiler = not self._has_run or isinstance(error, torch._dynamo.exc.TorchDynamoException)
+            if out_of_memory(error) or not of_compiler:
+                raise
+            cause = getattr(error, "inner_exception", error)  # torch wraps what its backends raise
+            raise CannotBuild(f"{type(cause).__name__}: {first_line(cause)}") from error
+        self._has_run = True
+        return outputs
+
+
+def _mark_any_length(tensor: Tensor) -> None:
+    """Have torch assume nothing about a tensor's first size, nor about the width of a block table.
+
+    A size that is merely marked dynamic is compiled a second time for 1, so the sizes are marked unbacked.
+    """
+    if not hasattr(tensor, "_dynamo_unbacked_indices"):
+        torch._dynamo.decorators.mark_unbacked(tensor, 0)
+        if tensor.dtype == torch.int32 and tensor.dim() == 2:
+            torch._dynamo.decorators.mark_unbacked(tensor, 1)

@@ -1,1 +1,0 @@
-"""What ran when: traces for ui.perfetto.dev, phases and stage times."""
