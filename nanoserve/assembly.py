@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanoserve.config import EngineConfig, ModelConfig, SamplingDefaults
+from nanoserve.config import ModelConfig, SamplingDefaults
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.costs.measured_machine import MachineSpeeds, layout_predictors, measured_machine
 from nanoserve.costs.measured_times import MeasuredPredictor
+from nanoserve.costs.predictor import Predictor
 from nanoserve.costs.profile import read_profile
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.measures.chrome_trace import ChromeTraceFile
@@ -38,7 +40,7 @@ from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.gpu_staging import staging_memory
 from nanoserve.runtime.moves.host_pool import HostPool, choose_host_blocks
 from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.load import Policy, Predictor
+from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.scheduler import Scheduler
 from triton_ops.cpu import CpuOperators, cpu_operators

@@ -1,18 +1,12 @@
-"""What is fixed before the first step: the model's shape (from a config.json) and the engine's settings.
-
-No torch here: the scheduler, the simulator and `--help` read these without loading it.
-"""
+"""ModelConfig: a model's shape, and how a Hugging Face config.json is read into it. No torch here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
-from nanoserve.errors import UsageError
-from nanoserve.layout import ParallelLayout
-from nanoserve.processes.threads import MOST_THREADS
-
-# ------------------------------------------------------------------------------------------------- Model
+from nanoserve.errors import ModelError
+from nanoserve.processes.files import read_json_object, read_optional_json_object
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
@@ -110,9 +104,14 @@ class ModelConfig:
     @classmethod
     def from_directory(cls, directory: str | Path) -> "ModelConfig":
         """Read config.json and generation_config.json, if there is one. Raises ModelError naming the file."""
-        from nanoserve.config_json import read_model_config
-
-        return read_model_config(Path(directory))
+        directory = Path(directory)
+        path = directory / "config.json"
+        if not directory.is_dir():
+            raise ModelError(f"{directory}: no such model directory")
+        if not path.is_file():
+            raise ModelError(f"{directory}: no config.json; this is not a Hugging Face model directory")
+        generation_config = read_optional_json_object(directory / "generation_config.json")
+        return cls.from_hf(read_json_object(path), generation_config, source=str(path))
 
     @classmethod
     def from_hf(
@@ -123,176 +122,328 @@ class ModelConfig:
         source: str = "config.json",
     ) -> "ModelConfig":
         """Translate a parsed config.json. Raises ModelError, one line that begins with `source`."""
-        from nanoserve.config_json import translate
+        values, family, is_chatglm = _normalize(config, source)
+        fields = _Fields(values, source)
+        generation = _Fields(generation_config or {}, str(Path(source).with_name("generation_config.json")))
+        num_layers = fields.positive("num_hidden_layers", most=_MAX_LAYERS)
+        num_heads, num_kv_heads, head_dim = _heads(fields)
+        attention_bias = fields.flag("attention_bias", default=False)
+        return cls(
+            family=family,
+            vocab_size=fields.positive("vocab_size"),
+            hidden_size=fields.positive("hidden_size"),
+            intermediate_size=fields.positive("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=fields.positive("max_position_embeddings"),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6, least=0.0),
+            rope=_rope(fields, family, head_dim),
+            qkv_bias=family == "qwen2" or (family not in ("mistral", "mixtral") and attention_bias),
+            output_bias=family in ("llama", "qwen3", "qwen3_moe") and attention_bias,
+            mlp_bias=family == "llama" and fields.flag("mlp_bias", default=False),
+            qk_norm=family in ("qwen3", "qwen3_moe"),
+            norms_per_layer=4 if family == "glm4" else 2,
+            sliding_windows=_sliding_windows(fields, family, num_layers),
+            moe=_moe(fields, family, num_layers),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+            dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch."),
+            bos_token_id=_first(generation.integers("bos_token_id") or fields.integers("bos_token_id")),
+            eos_token_ids=generation.integers("eos_token_id") or fields.integers("eos_token_id"),
+            sampling_defaults=_sampling_defaults(generation),
+            renamed_as_chatglm=is_chatglm,
+        )
 
-        return translate(config, generation_config or {}, source)
+
+# ------------------------------------------------------------------------------------ Reading config.json
+
+# Larger than any real model, small enough to be refused before memory runs out.
+_MAX_LAYERS = 10_000
+_MAX_INTEGER = 2**31 - 1
+_MAX_NUMBER = 1e30
+_LEAST_ROPE_NUMBER = 1e-6
+
+_GLM_DEFAULTS: Mapping[str, Any] = {
+    "rms_norm_eps": 1.5625e-7,
+    "max_position_embeddings": 131072,
+    "head_dim": 128,
+    "attention_bias": True,
+}
+
+# Values that Hugging Face assumes for keys which a checkpoint of the family may leave out.
+_FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+    "mistral": {"rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "qwen2": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "sliding_window": 4096},
+    "qwen3": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "head_dim": 128,
+    },
+    "glm": _GLM_DEFAULTS,
+    "glm4": _GLM_DEFAULTS,
+    "mixtral": {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1e6},
+    "qwen3_moe": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "sliding_window": 4096},
+}
+
+# The older GLM checkpoints (`chatglm`) are `glm` under other names: their key -> the key of `glm`.
+_CHATGLM_KEYS: Mapping[str, str] = {
+    "num_layers": "num_hidden_layers",
+    "multi_query_group_num": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "ffn_hidden_size": "intermediate_size",
+    "layernorm_epsilon": "rms_norm_eps",
+    "seq_length": "max_position_embeddings",
+    "padded_vocab_size": "vocab_size",
+    "add_qkv_bias": "attention_bias",
+}
 
 
-# ------------------------------------------------------------------------------------------------ Engine
-
-MOST_PARALLEL = 64
-"""Stages of a pipeline, ranks of a tensor-parallel group, whole engines: more than a layout of use has."""
-PAIR_OPTIONS = ("--prefill-parallel", "--decode-parallel")
-"""What two layouts are asked for by, in the order of their numbers."""
-POLICY_NAMES = (
-    *("prefill-first", "decode-first", "sarathi", "throttling", "adaptive", "seesaw"),
-    *("neo", "overlap", "apex", "hybrid"),
-)
-"""Those of the scheduler's POLICIES, for a help that does not import them."""
-DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS = "sarathi", "seesaw"
-"""What runs next unless something else is asked for: the one policy that ever changes the layout, if there are two."""
-POLICIES_ON_HOST = ("neo", "overlap", "apex", "hybrid")
-"""Those that have the CPU attend to keys and values in host memory."""
+def _heads(fields: "_Fields") -> tuple[int, int, int]:
+    """Query heads, key-value heads and the size of a head, which must fit each other."""
+    hidden_size, num_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
+    num_kv_heads = fields.positive("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"{fields.source}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+        )
+    if fields.get("head_dim") is None and hidden_size % num_heads:
+        raise ModelError(
+            f"{fields.source}: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}"
+        )
+    return num_heads, num_kv_heads, fields.positive("head_dim", hidden_size // num_heads)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """How the engine runs a model.
+class _Fields:
+    """Typed access to a JSON object; every complaint names the file and the key."""
 
-    Raises:
-        UsageError: if a number is out of range, the split is not one of so many stages, the two layouts do not suit
-            each other, or the policy does not suit the layout or what is said of host memory.
-    """
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self.values = values
+        self.source = source
 
-    dtype: str = "auto"
-    """Of weights and KV cache: auto, bfloat16, float16 or float32."""
-    device: str = "cpu"
-    """Cpu, cuda or cuda:N; with several workers, cuda is for each the GPU of its number on its machine."""
-    max_model_len: int | None = None
-    """Longest sequence in tokens; None takes the model's limit, or what the cache holds."""
-    kv_cache_memory: int | None = None
-    """Bytes of the KV cache, of each engine; None takes a share of what is free."""
-    block_size: int = 16
-    """Tokens per KV block."""
-    max_num_seqs: int = 256
-    """Sequences that hold blocks at a time."""
-    max_num_batched_tokens: int = 2048
-    """Token budget of a step."""
-    policy: str | None = None
-    """Name of a scheduling policy; None takes `policy_name`."""
-    enable_prefix_caching: bool = True
-    """Share the KV of equal prefixes."""
-    eager: bool = False
-    """Never run compiled layers or captured steps."""
-    offline: bool = False
-    """Never use the network."""
-    seed: int | None = None
-    """Makes the seeds repeatable that requests without one are given."""
-    pipeline_parallel: int = 1
-    """Stages that the layers are divided over, each in a worker process of its own."""
-    tensor_parallel: int = 1
-    """Workers that share the heads and channels of each stage."""
-    pipeline_split: tuple[int, ...] | None = None
-    """Layers of each stage, all of the model's together; None divides by cost."""
-    data_parallel: int = 1
-    """Whole engines, each with workers of its own, behind one dispatcher."""
-    decode_layout: ParallelLayout | None = None
-    """A second layout of one engine's workers, which decodes run under; the first is then that of prompts. None: one
-    layout."""
-    host_kv_memory: int | None = None
-    """Bytes in host memory for KV blocks, of all engines of a machine together; None: a share of what is free with two
-    layouts or a policy that attends there, else nothing."""
-    host_threads: int | None = None
-    """CPU threads that attend to keys and values in host memory, on cores of their own; None: half of the cores where
-    the device is the CPU itself, else all but two."""
-    profile: str | None = None
-    """File of `nanoserve profile` for the policies that attend in host memory; None: one is measured."""
-    trace: str | None = None
-    """File that the Chrome trace of the run is written to."""
+    def get(self, key: str) -> Any:
+        return self.values.get(key)
 
-    @property
-    def num_workers(self) -> int:
-        """Devices of one engine that compute, each in a process of its own when there are several."""
-        return self.pipeline_parallel * self.tensor_parallel
+    def _fail(self, key: str, wanted: str) -> ModelError:
+        return ModelError(f"{self.source}: {key} must be {wanted}, found {self.values.get(key)!r}")
 
-    @property
-    def layouts(self) -> tuple[ParallelLayout, ...]:
-        """Of one engine, by number: the only one, or that of prompts and that of decodes."""
-        first = ParallelLayout(tensor_parallel=self.tensor_parallel, pipeline_parallel=self.pipeline_parallel)
-        return (first,) if self.decode_layout is None else (first, self.decode_layout)
+    def positive(self, key: str, default: int | None = None, *, most: int = _MAX_INTEGER) -> int:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self._fail(key, "a positive integer")
+        if value > most:
+            raise self._fail(key, f"at most {most}")
+        return value
 
-    @property
-    def policy_name(self) -> str:
-        """The policy that runs: the one asked for, or the default of so many layouts."""
-        return self.policy or (DEFAULT_POLICY if self.decode_layout is None else POLICY_OF_TWO_LAYOUTS)
+    def number(self, key: str, default: float, *, least: float = -_MAX_NUMBER) -> float:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_NUMBER:
+            raise self._fail(key, "a number")
+        if value < least:
+            raise self._fail(key, f"at least {least:g}")
+        return float(value)
 
-    @property
-    def attends_on_host(self) -> bool:
-        """Whether the CPU attends to keys and values in host memory beside the device's steps."""
-        return self.policy_name in POLICIES_ON_HOST
+    def optional_number(self, key: str) -> float | None:
+        return None if self.values.get(key) is None else self.number(key, 0.0)
 
-    @property
-    def uses_host_memory(self) -> bool:
-        """Whether there are KV blocks in host memory: asked for, or needed."""
-        return self.host_kv_memory is not None or self.decode_layout is not None or self.attends_on_host
+    def whole(self, key: str) -> int | None:
+        value = self.optional_number(key)
+        if value is not None and not value.is_integer():
+            raise self._fail(key, "a whole number")
+        return None if value is None else int(value)
 
-    def __post_init__(self) -> None:
-        bounds = {
-            "max_model_len": (self.max_model_len, 2, 2**31),
-            "kv_cache_memory": (self.kv_cache_memory, 1, 2**50),
-            "block_size": (self.block_size, 1, 1024),
-            "max_num_seqs": (self.max_num_seqs, 1, 65536),
-            "max_num_batched_tokens": (self.max_num_batched_tokens, 1, 2**31),
-            "pipeline_parallel": (self.pipeline_parallel, 1, MOST_PARALLEL),
-            "tensor_parallel": (self.tensor_parallel, 1, MOST_PARALLEL),
-            "data_parallel": (self.data_parallel, 1, MOST_PARALLEL),
-            "host_kv_memory": (self.host_kv_memory, 1, 2**50),
-            "host_threads": (self.host_threads, 1, MOST_THREADS),
-        }
-        for name, (value, low, high) in bounds.items():
-            if value is not None and not low <= value <= high:
-                raise UsageError(f"{name} must be from {low} to {high}, not {value}")
-        if (workers := self.data_parallel * self.num_workers) > 1 and ":" in self.device:
-            raise UsageError(
-                f"device {self.device} with {workers} workers: say cuda, and choose GPUs by "
-                "CUDA_VISIBLE_DEVICES; each worker takes the one of its number"
-            )
-        if self.decode_layout is not None:
-            self._check_pair(self.decode_layout)
-        if self.pipeline_split is not None:
-            self._check_split(self.pipeline_split)
-        self._check_host_attention()
+    def flag(self, key: str, *, default: bool) -> bool:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._fail(key, "true or false")
+        return value
 
-    def _check_pair(self, decode: ParallelLayout) -> None:
-        if decode.data_parallel > 1:
-            raise UsageError(f"decode_layout {decode.name} is that of one engine: leave the D to data_parallel")
-        if max(decode.tensor_parallel, decode.pipeline_parallel) > MOST_PARALLEL:
-            raise UsageError(f"decode_layout {decode.name}: a degree must be from 1 to {MOST_PARALLEL}")
-        whole = [replace(layout, data_parallel=self.data_parallel) for layout in self.layouts]
-        first, second = (f"{option} {layout.name}" for option, layout in zip(PAIR_OPTIONS, whole, strict=True))
-        devices = [layout.devices for layout in whole]
-        if devices[0] != devices[1]:
-            raise UsageError(f"{first} takes {devices[0]} devices and {second} {devices[1]}: both run on the same ones")
-        if whole[0] == whole[1]:
-            raise UsageError(f"{first} and {second} are one layout: there is nothing to change between them")
-        if self.pipeline_split is not None:
-            raise UsageError(f"--pp-split is for one layout; leave it out with {' and '.join(PAIR_OPTIONS)}")
-        if self.policy_name != POLICY_OF_TWO_LAYOUTS:
-            raise UsageError(
-                f"--policy {self.policy} runs under one layout; leave it out with {' and '.join(PAIR_OPTIONS)}, "
-                f"which {POLICY_OF_TWO_LAYOUTS} is for"
-            )
+    def integers(self, key: str) -> tuple[int, ...]:
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+            raise self._fail(key, "an integer from 0 on or a list of them")
+        return tuple(ids)
 
-    def _check_split(self, split: tuple[int, ...]) -> None:
-        if len(split) != self.pipeline_parallel:
-            raise UsageError(
-                f"--pp-split {','.join(map(str, split))} names {len(split)} stages, but --pp is "
-                f"{self.pipeline_parallel}: give one number for each stage"
-            )
-        if min(split) < 1:
-            raise UsageError(f"--pp-split {','.join(map(str, split))}: every stage needs at least one layer")
 
-    def _check_host_attention(self) -> None:
-        if self.attends_on_host:
-            if self.tensor_parallel > 1:
-                raise UsageError(
-                    f"--policy {self.policy} has the CPU attend beside whole layers, which --tp {self.tensor_parallel} "
-                    "divides: leave --tp out or choose another policy"
-                )
-            return
-        for option, value in (("--host-threads", self.host_threads), ("--profile", self.profile)):
-            if value is not None:
-                raise UsageError(
-                    f"{option} is for policies that attend in host memory, which {self.policy_name} does not: leave it "
-                    f"out or choose --policy {', '.join(POLICIES_ON_HOST[:-1])} or {POLICIES_ON_HOST[-1]}"
-                )
+def _first(ids: tuple[int, ...]) -> int | None:
+    return ids[0] if ids else None
+
+
+def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], str, bool]:
+    """Fill in the family's defaults and translate `chatglm` keys: (values, family, was it chatglm)."""
+    model_type = config.get("model_type")
+    architectures = config.get("architectures") or []
+    is_chatglm = model_type == "chatglm"
+    family = "glm" if is_chatglm else model_type
+    named = ", ".join(str(name) for name in architectures) if isinstance(architectures, list) else ""
+    if not isinstance(family, str) or family not in _FAMILY_DEFAULTS:
+        supported = ", ".join((*_FAMILY_DEFAULTS, "chatglm"))
+        raise ModelError(
+            f"{source}: architecture {named or 'unnamed'} (model_type {model_type!r}) is not supported;"
+            f" supported model types: {supported}"
+        )
+    if named and not is_chatglm and "ForCausalLM" not in named:
+        raise ModelError(f"{source}: {named} is not a text generation model (...ForCausalLM)")
+    if config.get("quantization_config"):
+        raise ModelError(f"{source}: quantized checkpoints are not supported; use the bf16, fp16 or fp32 one")
+    values = {
+        **_FAMILY_DEFAULTS[family],
+        **{key: value for key, value in config.items() if value is not None},
+    }
+    if family in ("mistral", "mixtral") and "sliding_window" in config:
+        values["sliding_window"] = config["sliding_window"]  # an explicit null switches the window off
+    if is_chatglm:
+        _translate_chatglm(values, config, source)
+    if values.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ModelError(f"{source}: hidden_act {values['hidden_act']!r} is not supported; only silu is")
+    return values, family, is_chatglm
+
+
+def _translate_chatglm(values: dict[str, Any], config: Mapping[str, Any], source: str) -> None:
+    values.update({new: config[old] for old, new in _CHATGLM_KEYS.items() if config.get(old) is not None})
+    if not config.get("multi_query_attention", True):
+        values["num_key_value_heads"] = config.get("num_attention_heads")
+    if config.get("add_bias_linear") or not config.get("rmsnorm", True):
+        raise ModelError(f"{source}: this chatglm variant (add_bias_linear or layer norm) is not supported")
+    values["rope_theta"] = 10000.0 * _Fields(config, source).number("rope_ratio", 1.0)
+
+
+def _rope(fields: _Fields, family: str, head_dim: int) -> RopeConfig:
+    """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
+    merged = dict(fields.values)
+    for key in ("rope_scaling", "rope_parameters"):
+        section = fields.get(key)
+        if section is not None and not isinstance(section, dict):
+            raise ModelError(f"{fields.source}: {key} must be an object, found {section!r}")
+        merged.update(section or {})
+    rope = _Fields(merged, fields.source)
+    kind = _rope_kind(merged.get("rope_type") or merged.get("type") or "default", fields.source)
+    is_glm = family in ("glm", "glm4")
+    partial = (
+        rope.number("partial_rotary_factor", 0.5) if is_glm else 1.0
+    )  # others rotate whole heads, whatever it says
+    rotary_dim = int(head_dim * partial)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise ModelError(f"{fields.source}: head_dim {head_dim} gives an impossible rotary size of {rotary_dim}")
+    max_position = rope.positive("max_position_embeddings")
+    original = rope.positive("original_max_position_embeddings", max_position)
+    # Only YaRN may leave its factor to be inferred from the two lengths.
+    if kind not in ("default", "yarn") and rope.get("factor") is None:
+        raise ModelError(f"{fields.source}: the rope factor is missing, without which rope type {kind} means nothing")
+    factor = 1.0 if kind == "default" else rope.number("factor", max_position / original)
+    theta = rope.number("rope_theta", 10000.0)
+    if min(factor, theta) < _LEAST_ROPE_NUMBER:
+        raise ModelError(f"{fields.source}: rope factor and rope_theta must be positive, found {factor} and {theta}")
+    rope_config = RopeConfig(
+        rotary_dim=rotary_dim,
+        theta=theta,
+        kind=kind,
+        interleaved=is_glm,
+        factor=factor,
+        original_max_position_embeddings=original,
+        low_freq_factor=rope.number("low_freq_factor", 1.0),
+        high_freq_factor=rope.number("high_freq_factor", 4.0),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", default=True),
+        attention_factor=rope.optional_number("attention_factor"),
+        mscale=rope.number("mscale", 0.0),
+        mscale_all_dim=rope.number("mscale_all_dim", 0.0),
+    )
+    _check_bands(rope_config, fields.source)
+    return rope_config
+
+
+def _check_bands(rope: RopeConfig, source: str) -> None:
+    """The rules that blend kept and stretched frequencies need two different borders between them."""
+    if rope.kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
+        raise ModelError(f"{source}: rope type llama3 needs 0 < low_freq_factor < high_freq_factor")
+    if rope.kind == "yarn" and not (0 < rope.beta_slow < rope.beta_fast and rope.theta > 1):
+        raise ModelError(f"{source}: rope type yarn needs 0 < beta_slow < beta_fast and rope_theta above 1")
+
+
+def _rope_kind(name: object, source: str) -> RopeKind:
+    for kind in get_args(RopeKind):
+        if name == kind:
+            return cast(RopeKind, kind)
+    supported = ", ".join(get_args(RopeKind))
+    raise ModelError(f"{source}: rope type {name!r} is not supported; supported: {supported}")
+
+
+def _sliding_windows(fields: _Fields, family: str, num_layers: int) -> tuple[int, ...]:
+    """Each layer's window. Qwen has a switch, and says which layers slide (`layer_types`, `max_window_layers`)."""
+    if family not in ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe") or fields.get("sliding_window") is None:
+        return ()
+    if family.startswith("qwen") and not fields.flag("use_sliding_window", default=False):
+        return ()
+    window = fields.positive("sliding_window")
+    if family not in ("qwen2", "qwen3"):
+        return (window,) * num_layers
+    layer_types = fields.get("layer_types")
+    if layer_types is None:
+        first_sliding = int(fields.number("max_window_layers", 28))
+        return tuple(window if layer >= first_sliding else 0 for layer in range(num_layers))
+    known = {"sliding_attention": window, "full_attention": 0}
+    if (
+        not isinstance(layer_types, list)
+        or len(layer_types) != num_layers
+        or not all(isinstance(layer_type, str) and layer_type in known for layer_type in layer_types)
+    ):
+        raise ModelError(f"{fields.source}: layer_types must name {' or '.join(known)} once for every layer")
+    return tuple(known[layer_type] for layer_type in layer_types)
+
+
+def _moe(fields: _Fields, family: str, num_layers: int) -> MoeConfig | None:
+    moe = _experts(fields, family, num_layers)
+    if moe is not None and moe.experts_per_token > moe.num_experts:
+        raise ModelError(
+            f"{fields.source}: num_experts_per_tok is {moe.experts_per_token}, more than the {moe.num_experts} experts"
+        )
+    return moe
+
+
+def _experts(fields: _Fields, family: str, num_layers: int) -> MoeConfig | None:
+    if family == "mixtral":
+        return MoeConfig(
+            num_experts=fields.positive("num_local_experts", 8),
+            experts_per_token=fields.positive("num_experts_per_tok", 2),
+            intermediate_size=fields.positive("intermediate_size"),
+            normalize_weights=True,
+            sparse_layers=frozenset(range(num_layers)),
+        )
+    if family != "qwen3_moe":
+        return None
+    step = fields.positive("decoder_sparse_step", 1)
+    dense = set(fields.integers("mlp_only_layers"))
+    return MoeConfig(
+        num_experts=fields.positive("num_experts", fields.positive("num_local_experts", 128)),
+        experts_per_token=fields.positive("num_experts_per_tok", 8),
+        intermediate_size=fields.positive("moe_intermediate_size", 768),
+        normalize_weights=fields.flag("norm_topk_prob", default=False),
+        sparse_layers=frozenset(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0),
+    )
+
+
+def _sampling_defaults(generation: _Fields) -> SamplingDefaults:
+    """What generation_config.json recommends; without do_sample, temperature, top_p and top_k are not meant."""
+    penalty = generation.optional_number("repetition_penalty")
+    if not generation.flag("do_sample", default=False):
+        return SamplingDefaults(repetition_penalty=penalty)
+    return SamplingDefaults(
+        temperature=generation.optional_number("temperature"),
+        top_p=generation.optional_number("top_p"),
+        top_k=generation.whole("top_k"),
+        min_p=generation.optional_number("min_p"),
+        repetition_penalty=penalty,
+    )

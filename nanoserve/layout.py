@@ -31,7 +31,7 @@ class ParallelLayout:
         """A layout as the papers write it: P4, T2P2, D2T4; each letter once, in any order.
 
         Raises:
-            UsageError: for what is no such name.
+            UsageError: if the name is no such layout.
         """
         parts = _PART.findall(name.upper())
         degrees = {_DEGREES[letter]: int(degree) for letter, degree in parts}
@@ -43,7 +43,7 @@ class ParallelLayout:
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """Devices of all degrees together."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     @property

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from nanoserve.assembly import build_engine
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import ModelConfig
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine, EngineStatus
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.models.hub import resolve_model

@@ -58,11 +58,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_tokens: int | None = None
     """None means until the context is full."""
     min_tokens: int = 0
-    """End tokens are not sampled before so many tokens."""
+    """End tokens are not sampled before the output has this many tokens."""
     ignore_eos: bool = False
     """Go on past the model's end tokens."""
     logprobs: int | None = None
-    """Report the sampled token's log probability and so many of the likeliest (0 to 20)."""
+    """Report the log probabilities of the sampled token and of this many likeliest tokens (0 to 20)."""
     prompt_logprobs: int | None = None
     """The same for every prompt token but the first."""
     json_schema: str | None = None
@@ -195,7 +195,7 @@ class Request:
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
     resumed: tuple[tuple[int, ...], ...] = ()
-    """The tokens each sample has already, when the engine that gave them died; it goes on behind them."""
+    """Tokens that each sample already got from an engine that died; it continues after them."""
 
 
 class Status(Enum):
@@ -236,7 +236,7 @@ LEGAL_TRANSITIONS: dict[Status, frozenset[Status]] = {
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log probability of one token under the model's raw distribution, before penalties and temperature.
 
-    There may be a million of them, none in a cycle: the garbage collector, which stops everyone, need not see them.
+    There may be a million of them and none is in a cycle, so the garbage collector skips them.
     """
 
     token: int
@@ -277,8 +277,7 @@ class Sequence:
     max_length: int = MAX_TOKENS
     """Tokens, prompt and output together, at which it ends."""
     fed_below: int = 0
-    """While it has fewer tokens than this it may be in a plan before the token that it waits for is known; 0 where it
-    never may."""
+    """While it has fewer tokens than this it may enter a plan before its latest token is known; 0 if it never may."""
     status: Status = Status.WAITING
     place: Place = Place.NONE
     finish_reason: FinishReason | None = None
@@ -286,7 +285,7 @@ class Sequence:
     error: str | None = None
     computed: int = 0
     """Positions ``0..computed-1`` have their KV written by plans already submitted; one more than there are tokens
-    while it waits for two of them."""
+    while two tokens are being sampled."""
     block_table: list[int] = field(default_factory=list)
     """Device blocks in order of position."""
     host_table: list[int] = field(default_factory=list)
@@ -298,6 +297,8 @@ class Sequence:
     preempt_when_answered: bool = False
     """Chosen as a victim while in flight; its blocks come back with its last answer."""
     begun: bool = False
+    siblings: "list[Sequence]" = field(default_factory=list)
+    """Other samples of its request that wait until its prompt is computed."""
     copy_source: int | None = None
     """A block whose first slots must be copied before this fork writes (copy-on-write), or None."""
     cached_tokens: int = 0
@@ -328,6 +329,12 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
+
+    def keep_prompt_logprobs(self, start: int, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """Keep those of the positions after ``start``; a request's first sample keeps them for all."""
+        if self.index == 0:
+            already = len(self.prompt_logprobs) - start  # a recomputed prompt is scored again
+            self.prompt_logprobs += logprobs[already:]
 
     def extend(
         self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]

@@ -27,9 +27,9 @@ def main(name: str, dtype_name: str) -> None:
     prepare_threads()
     import torch
 
-    from nanoserve.config import EngineConfig
     from nanoserve.costs import ParallelLayout
     from nanoserve.costs.measured_machine import layout_predictors, measured_machine
+    from nanoserve.engine_config import EngineConfig
     from nanoserve.models.hub import resolve_model
     from nanoserve.runtime.launch.measuring_speeds import measure_speeds
     from nanoserve.runtime.launch.model_loading import load_decoder

@@ -1,11 +1,16 @@
-"""Compiles every default form of the GPU's programs ahead of time and prints what each needs of a GPU.
+"""Compiles the default forms of the GPU's programs ahead of time and prints what each needs of a GPU.
 
 ``python scripts/compile_kernels.py`` needs neither a GPU nor torch, only triton (and numpy, which triton asks for). It
 ends with 1, and a line for each, if a program does not compile, if its registers do not suffice and values spill into
 memory, or if it needs more shared memory than a program may have on its target.
+
+All forms take minutes. When all of them fit, the script records a digest of their sources in ``compiled_kernels.txt``,
+beside the version of Triton. While both are unchanged, one form of each program is compiled for each target. Removing
+the version's line makes the script compile all forms again.
 """
 
 import contextlib
+import hashlib
 import importlib
 import importlib.metadata
 import io
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
     from triton_ops.gpu.variants import Variant
 
 ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "scripts" / "compiled_kernels.txt"
 KIBIBYTE = 1024
 
 
@@ -72,7 +78,7 @@ class Build:
 
 
 def prepare(cache_folder: str) -> None:
-    """Make `triton_ops` importable without its operators, which need torch, and have Triton compile everything anew."""
+    """Make `triton_ops` importable without its operators, which need torch, and give Triton an empty cache."""
     package = types.ModuleType("triton_ops")
     package.__path__ = [str(ROOT / "triton_ops")]
     sys.modules["triton_ops"] = package
@@ -126,18 +132,46 @@ def _most(pattern: str, log: str) -> int:
     return max(numbers)
 
 
-def build_all() -> list[Build]:
+def source_digest() -> str:
+    """Changes with every file of `triton_ops/gpu` and with `TARGETS`."""
+    digest = hashlib.sha256(repr(TARGETS).encode())
+    for path in sorted((ROOT / "triton_ops" / "gpu").rglob("*.py")):
+        digest.update(path.relative_to(ROOT).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def recorded_digests(record: Path) -> dict[str, str]:
+    """Triton's version -> the digest of the sources whose forms all fit with it."""
+    return dict(line.split() for line in record.read_text().splitlines()) if record.exists() else {}
+
+
+def write_digests(record: Path, digests: dict[str, str]) -> None:
+    record.write_text("".join(f"{version} {digest}\n" for version, digest in sorted(digests.items())))
+
+
+def all_forms() -> list[tuple[Target, "Variant"]]:
+    """Every default form for every target, in a process that was prepared."""
+    from triton_ops.gpu.variants import attention_variants, cache_variants
+
+    return [
+        (target, variant)
+        for target in TARGETS
+        for variant in (*attention_variants(target.generation), *cache_variants())
+    ]
+
+
+def one_form_per_program(forms: list[tuple[Target, "Variant"]]) -> list[tuple[Target, "Variant"]]:
+    chosen = {(target, variant.program): (target, variant) for target, variant in reversed(forms)}
+    return list(reversed(chosen.values()))
+
+
+def build_forms(*, everything: bool) -> list[Build]:
     with tempfile.TemporaryDirectory() as folder:
         prepare(folder)
-        from triton_ops.gpu.variants import attention_variants, cache_variants
-
-        jobs = [
-            (target, variant)
-            for target in TARGETS
-            for variant in (*attention_variants(target.generation), *cache_variants())
-        ]
+        forms = all_forms()
         with ProcessPoolExecutor(initializer=prepare, initargs=(folder,)) as pool:
-            return list(pool.map(build, *zip(*jobs, strict=True)))
+            return list(pool.map(build, *zip(*(forms if everything else one_form_per_program(forms)), strict=True)))
 
 
 def table(builds: list[Build]) -> str:
@@ -151,12 +185,22 @@ def table(builds: list[Build]) -> str:
 
 
 def main() -> int:
-    builds = build_all()
+    version = importlib.metadata.version("triton")
+    digest, recorded = source_digest(), recorded_digests(RECORD)
+    everything = recorded.get(version) != digest
+    builds = build_forms(everything=everything)
     breaches = [line for each in builds for line in each.breaches()]
-    print(f"triton {importlib.metadata.version('triton')}; stack, spills and shared memory in bytes")
+    print(f"triton {version}; stack, spills and shared memory in bytes")
     print(table(builds))
-    print(*breaches, sep="\n", file=sys.stderr, end="\n" if breaches else "")
-    return 1 if breaches else 0
+    if breaches:
+        print(*breaches, sep="\n", file=sys.stderr)
+        return 1
+    if everything:
+        write_digests(RECORD, {**recorded, version: digest})
+        print(f"all forms fit: {RECORD.relative_to(ROOT)} says so now")
+    else:
+        print(f"one form of each program; {RECORD.relative_to(ROOT)} says that all forms of these sources fit")
+    return 0
 
 
 if __name__ == "__main__":

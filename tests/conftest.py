@@ -20,6 +20,13 @@ settings.load_profile("untimed")
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let xdist run files in their order. It would begin with those of the most tests, and end with one process in a
+    file of few long tests while the others have nothing to do."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 @pytest.fixture(scope="session")
 def storyteller() -> Iterator[LLM]:
     """The bundled model, loaded once, in float32 and with a small cache."""

@@ -3,10 +3,24 @@
 import os
 import subprocess
 import sys
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 
-from scripts.compile_kernels import ROOT, TARGETS, Build, Target, table
+from scripts import compile_kernels
+from scripts.compile_kernels import (
+    ROOT,
+    TARGETS,
+    Build,
+    Target,
+    all_forms,
+    main,
+    one_form_per_program,
+    recorded_digests,
+    source_digest,
+    table,
+)
 from triton_ops.gpu.variants import cache_variants
 
 VARIANT = next(cache_variants())
@@ -38,6 +52,43 @@ def test_the_table_has_a_line_for_each_program() -> None:
 
 
 PROGRAMS = ("write_slots", "move_blocks", "attend_single_tokens", "attend_longer_rows", "add_up_splits")
+
+
+def test_one_form_of_each_program_is_chosen_for_each_target() -> None:
+    chosen = one_form_per_program(all_forms())
+    assert len(chosen) == len(TARGETS) * len(PROGRAMS)
+    assert {(target, form.program) for target, form in chosen} == {(t, p) for t in TARGETS for p in PROGRAMS}
+
+
+def test_all_forms_are_compiled_when_their_sources_or_triton_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+
+    def build_forms(*, everything: bool) -> list[Build]:
+        calls.append(everything)
+        return [Build(TARGETS[0], VARIANT, stack=bad)]
+
+    sources = tmp_path / "triton_ops" / "gpu"
+    sources.mkdir(parents=True)
+    (sources / "cache.py").write_text("before")
+    record = tmp_path / "compiled_kernels.txt"
+    monkeypatch.setattr(compile_kernels, "ROOT", tmp_path)
+    monkeypatch.setattr(compile_kernels, "RECORD", record)
+    monkeypatch.setattr(compile_kernels, "build_forms", build_forms)
+    bad = 16
+    assert main() == 1 and not record.exists()
+    bad = 0
+    assert main() == 0 and main() == 0
+    assert calls == [True, True, False]
+    (sources / "cache.py").write_text("after")
+    assert main() == 0 and calls.pop()
+    assert recorded_digests(record) == {metadata.version("triton"): source_digest()}
+    record.write_text(f"0.1 {source_digest()}\n")
+    assert main() == 0 and calls.pop()
+    assert recorded_digests(record).keys() == {"0.1", metadata.version("triton")}
+    assert "compiled_kernels.txt" in capsys.readouterr().out
+
 
 BAD_PROGRAMS = """
 import dataclasses, sys, tempfile
@@ -72,7 +123,8 @@ def test_programs_that_spill_or_need_too_much_are_found() -> None:
 
 
 @pytest.mark.slow
-def test_every_default_program_fits_every_target(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_program_fits_every_target(capsys: pytest.CaptureFixture[str]) -> None:
+    """In all its forms if they have changed, which the script then records."""
     found = _run("scripts/compile_kernels.py")
     with capsys.disabled():  # whoever runs this wants to see the table, as the script itself shows it
         print(f"\n{found.stdout}")

@@ -17,6 +17,7 @@ from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator import SimulatedExecutor, Workload, lognormal_lengths, poisson_arrivals
 from nanoserve.simulator.simulation import simulate
 from tests.fakes.dying_executor import DyingExecutor
+from tests.fakes.integrity import check_integrity
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.fakes.reference import expected_tokens
 from tests.scheduler.lives import check_outputs, live, lives
@@ -46,14 +47,9 @@ class Fleet(Dispatcher):
         self.waits: list[float | None] = []
         super().__init__(engines, self.waits.append)
 
-    @property
-    def scheduler(self) -> "Fleet":
-        """For `live`, which checks it after every step."""
-        return self
-
-    def check_integrity(self) -> None:
+    def check(self) -> None:
         for one in self.engines:
-            one.scheduler.check_integrity()
+            check_integrity(one.scheduler)
             assert one.tokens.outstanding >= 0
 
     def run(self) -> dict[tuple[str, int], tuple[list[int], str | None]]:
@@ -108,7 +104,7 @@ def test_every_request_gets_what_it_would_get_alone(
     ]
     others = {"pipeline_depth": life["depth"], "feeds_tokens": life["feeds_tokens"]}
     fleet = Fleet([engine(one, policy, prefix_caching=life["prefix_caching"], **sizes, **others) for one in executors])
-    outputs, reasons = live(fleet, life["arrivals"])
+    outputs, reasons = live(fleet, life["arrivals"], fleet.check)
     check_outputs(life["arrivals"], life["max_model_len"], outputs, reasons, executors[0].losses)
     status = fleet.status
     assert status.free_blocks == status.total_blocks == number * life["num_blocks"]

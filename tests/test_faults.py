@@ -1,6 +1,7 @@
 """What may be wrong with a machine: the answer is the same, there is one notice at most, and nothing crashes.
 
 Each fault is brought about for a process of its own, ``nanoserve generate`` with the bundled model.
+`tests/triton_ops/test_cpu_build.py` brings the compiler's faults about without one.
 """
 
 import os
@@ -64,6 +65,7 @@ def compiler(folder: Path, script: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_no_compiler(tmp_path: Path, story: str) -> None:
     (tmp_path / "empty").mkdir()
     text, notices = answer(PATH=str(tmp_path / "empty"), CXX=None, XDG_CACHE_HOME=str(tmp_path))
@@ -86,6 +88,7 @@ def test_a_compiler_that_fails(tmp_path: Path, story: str) -> None:
     assert "x.cpp:1: error: no" in notices[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["file", "/proc"])
 def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, story: str, place: str) -> None:
     """A file where the folder should be, and a file system in which not even root makes folders."""

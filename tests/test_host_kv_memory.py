@@ -7,9 +7,9 @@ import torch
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.assembly import make_predictors
-from nanoserve.config import EngineConfig
 from nanoserve.costs import load_shape
 from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
 from tests.runtime.swaps import watch_swaps

@@ -14,6 +14,7 @@ import nanoserve
 from nanoserve import LLM, SamplingParams
 from nanoserve.errors import ModelError, RuntimeFailure, UsageError
 from nanoserve.scheduler.plan import StepResult
+from tests.fakes.integrity import check_integrity
 from triton_ops.cpu import cpu_operators
 
 BUNDLED = Path(nanoserve.__file__).parent / "assets" / "storyteller"
@@ -22,7 +23,7 @@ STORY = [{"role": "user", "content": "Tell me a story about a cat and a boat, an
 
 
 def _all_blocks_are_back(llm: LLM) -> bool:
-    llm.engine.scheduler.check_integrity()
+    check_integrity(llm.engine.scheduler)
     pool = llm.engine.scheduler.pool
     return pool.free_blocks == pool.num_blocks and not llm.engine.has_work
 

@@ -10,31 +10,38 @@ import pytest
 
 from nanoserve.processes.threads import SPIN_COUNT, physical_cores, prepare_threads, threads_of_each
 
-SHOW = """
-import json, os
-{first}
-import torch
+SHOW_TORCH = """
+from nanoserve.processes.threads import prepare_threads
+prepare_threads(1)
+import json, os, torch
 print(json.dumps([torch.get_num_threads(), os.environ.get("GOMP_SPINCOUNT"), torch.ones(2**20).sum().item()]))
+"""
+# The process ends where it would begin to import torch, which takes seconds.
+SHOW_ENVIRONMENT = """
+import json, os, sys
+class EndAtTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(json.dumps([os.environ.get("OMP_NUM_THREADS"), os.environ.get("GOMP_SPINCOUNT")]), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, EndAtTorch())
 """
 
 
-def settings_of(first: str, **environment: str) -> list[object]:
-    """What torch has in a fresh process that begins with `first`: threads, spin count, and a sum made in parallel."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+def shown_by(program: str) -> list[object]:
+    """What a fresh process without thread settings prints."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     answer = subprocess.run(
-        [sys.executable, "-c", SHOW.format(first=first)],
-        env=kept | environment,
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     return json.loads(answer.stdout)
 
 
 def test_settings_take_effect_beside_a_busy_neighbour() -> None:
+    """Torch has the threads and the spin count, and computes a sum with them."""
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        found = settings_of("from nanoserve.processes.threads import prepare_threads; prepare_threads(1)")
+        found = shown_by(SHOW_TORCH)
     finally:
         busy.kill()
         busy.wait()
@@ -42,13 +49,14 @@ def test_settings_take_effect_beside_a_busy_neighbour() -> None:
 
 
 def test_the_offline_api_prepares_itself() -> None:
-    assert settings_of("from nanoserve import LLM") == [physical_cores(), str(SPIN_COUNT), 2.0**20]
+    assert shown_by(SHOW_ENVIRONMENT + "from nanoserve import LLM") == [str(physical_cores()), str(SPIN_COUNT)]
 
 
 @pytest.mark.parametrize("command", ["generate x", "bench latency", "bench throughput"])
 def test_commands_set_the_threads_before_torch_is_imported(command: str) -> None:
     words = [*command.split(), "--threads", "1", "--model", "./missing"]
-    assert settings_of(f"from nanoserve.commands.main import main; main({words})")[0] == 1
+    found = shown_by(SHOW_ENVIRONMENT + f"from nanoserve.commands.main import main; main({words})")
+    assert found == ["1", str(SPIN_COUNT)]
 
 
 def test_what_the_user_has_set_stays() -> None:

@@ -17,7 +17,7 @@ from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import EngineOptions
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
-from nanoserve.config import DEFAULT_POLICY
+from nanoserve.engine_config import DEFAULT_POLICY
 from nanoserve.errors import NanoserveError, UsageError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import ENGINE_PANEL, option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.workers_options import WorkersOptions
-from nanoserve.config import PAIR_OPTIONS, EngineConfig
+from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:

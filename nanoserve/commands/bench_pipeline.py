@@ -21,7 +21,7 @@ from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.workers_options import WORKERS_PANEL, WorkersOptions
-from nanoserve.config import MOST_PARALLEL, PAIR_OPTIONS, EngineConfig
+from nanoserve.engine_config import MOST_PARALLEL, PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.runtime.launch.torchrun import TorchrunProcess
 

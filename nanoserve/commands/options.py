@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from nanoserve.config import DEFAULT_POLICY, POLICY_NAMES, POLICY_OF_TWO_LAYOUTS, EngineConfig
+from nanoserve.engine_config import DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.threads import MOST_THREADS, prepare_threads
+from nanoserve.scheduler.policies import POLICIES
 
 if TYPE_CHECKING:
     from nanoserve.client.connection import ApiClient
@@ -132,7 +133,7 @@ class EngineOptions:
         str | None,
         _choice(
             "--policy",
-            choices=POLICY_NAMES,
+            choices=tuple(POLICIES),
             panel=ENGINE_PANEL,
             help=f"What runs next; default: {DEFAULT_POLICY}, with two layouts {POLICY_OF_TWO_LAYOUTS}.",
         ),

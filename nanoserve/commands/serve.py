@@ -158,7 +158,7 @@ def _open_service(
     engine: EngineOptions, http: HttpOptions, limits: "ClientLimits", max_queue: int, progress: Progress | None
 ) -> "Service":
     """Everything but the engine process, which starts when the server runs."""
-    from nanoserve.config import EngineConfig
+    from nanoserve.engine_config import EngineConfig
     from nanoserve.grammar.checker import GrammarChecker
     from nanoserve.models.hub import resolve_model
     from nanoserve.processes.files import unreadable_as_model_error

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from nanoserve.commands.options import EngineOptions, at_most, option, parsed_bytes
-from nanoserve.config import MOST_PARALLEL, PAIR_OPTIONS
+from nanoserve.engine_config import MOST_PARALLEL, PAIR_OPTIONS
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
 from nanoserve.processes.threads import MOST_THREADS

@@ -12,8 +12,9 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from nanoserve.costs.predictor import Predictor
 from nanoserve.costs.step_features import HostBatch, StepFeatures
-from nanoserve.scheduler.load import Cohort, Decision, Predictor
+from nanoserve.scheduler.load import Cohort, Decision
 from nanoserve.scheduler.plan import HostWork, Row, StepPlan, StepResult, work_of
 from nanoserve.scheduler.tiers import HostCohorts
 

@@ -1,63 +1,66 @@
 """Load, the snapshot a policy sees; Decision, what it answers; and Policy, what every policy is.
 
-A policy is a pure function of a Load. It holds no queues, allocates no blocks and imports nothing but this file. What
-looks like state (the previous decision) is in the Load too. It chooses *how many*; the Scheduler chooses *which*:
-oldest first.
+A policy is a pure function of a Load. It holds no queues, allocates no blocks and imports nothing but this file. State
+such as the previous decision is in the Load too. A policy chooses *how many*; the Scheduler chooses *which*: oldest
+first.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from nanoserve.costs.predictor import Predictor as Predictor
-from nanoserve.costs.step_features import Strategy as Strategy
 from nanoserve.errors import UsageError
+
+if TYPE_CHECKING:  # the registry of policies is imported for --help, which shall not load the cost model
+    from nanoserve.costs.predictor import Predictor
+    from nanoserve.costs.step_features import Strategy
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A strategy that was weighed."""
+    """A strategy that was compared."""
 
-    strategy: Strategy
+    strategy: "Strategy"
     seconds: float
-    """Predicted for the step."""
+    """Predicted time of the step."""
     per_second: float
-    """Sequences that it advances per second, by the policy's own count of prompts and of host sequences."""
+    """Sequences that it advances per second, as the policy counts prompts and host sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How much of what the next step holds."""
+    """What the next step shall hold, in numbers."""
 
     prefill_tokens: int
-    """Prompt tokens to compute at most."""
+    """Most prompt tokens to compute."""
     decodes: int
-    """Running sequences to decode at most, one token each."""
+    """Most running sequences to decode, one token each."""
     whole_prompts: bool = False
-    """Take prompts whole or not at all. The first is taken even beyond ``prefill_tokens``, or it would be stuck."""
-    strategy: Strategy = "device"
+    """Take prompts whole or not at all. The first may exceed ``prefill_tokens``, or it could never run."""
+    strategy: "Strategy" = "device"
     """How sequences in host memory take part in this step."""
     host_decodes: tuple[int, int] = (0, 0)
-    """Host sequences for sub-batch 0 and 1. "asymmetric" takes sequences under way first, the most advanced first, then
-    ready ones, and finishes the token of each within the step. "overlap" knows one batch: so many ready ones begin a
-    token, and all that are under way advance without being counted."""
+    """Host sequences for sub-batches 0 and 1. "asymmetric" takes sequences under way first, the most advanced first,
+    then ready ones, and finishes the token of each within the step. "overlap" has one batch: this many ready sequences
+    begin a token, and all that are under way advance without being counted."""
     swap_out: int = 0
     """Ready decodes to move from device to host memory, newest first, as far as the host has room."""
     swap_in: int = 0
     """Ready host sequences to move to the device, oldest first. Each of its decodes keeps a block to grow into."""
     park: bool = False
-    """Prompts that this step computes to their end move to host memory when they are answered. A prompt whose blocks
-    the host cannot hold is not begun."""
+    """Prompts that this step completes move to host memory when they are answered. A prompt whose blocks the host
+    cannot hold is not begun."""
     preempt_to_host: bool = False
-    """Victims move to host memory where it has room, instead of being recomputed."""
+    """Preempted sequences move to host memory if it has room, instead of being recomputed."""
     admission_reserve: bool = True
-    """Begin a new prompt only where the free blocks hold all of it and one more for each running decode to grow into.
+    """Begin a new prompt only if the free blocks hold all of it and one more for each running decode to grow into.
     Otherwise the free blocks only have to hold the prompt, and the newest sequence is soon preempted."""
     layout: int = 0
-    """The parallel layout wanted. If it is not the current one, the device is drained and then the layout changes. It
-    is ignored where there is no such layout, and until a token was answered since the last drain began."""
+    """The wanted parallel layout. If it is not the current one, the device is drained and then the layout changes. An
+    unknown layout is ignored, and so is any until a token was answered since the last drain began."""
     alternatives: tuple[Alternative, ...] = field(default=(), compare=False)
-    """What was weighed for ``strategy``, to be looked at; empty where there was no choice."""
+    """What ``strategy`` was chosen from, for traces and figures; empty where there was no choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class Cohort:
     """Host sequences that began a token in the same step, as the executor last reported them."""
 
     layers: int
-    """How many are behind them, from 0 to the model's."""
+    """Layers behind them, from 0 to the model's."""
     sequences: int
     context_tokens: int
     """Keys that their attention reads in each layer."""
@@ -73,15 +76,15 @@ class Cohort:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the engine looks like when a step is to be decided.
+    """The engine's state when a step is to be decided.
 
-    A sequence is ready if it may enter the next plan. Where tokens are fed, it may be in flight then.
+    A sequence is ready if it may enter the next plan. If tokens are fed, it may be in flight then.
     """
 
     previous: Decision | None
-    """None before the first."""
+    """None before the first step."""
     waiting_tokens: int
-    """#WP: prompt tokens no plan computes yet, of waiting and partly prefilled sequences."""
+    """#WP: prompt tokens of waiting and partly prefilled sequences that no plan computes yet."""
     first_waiting_tokens: int
     """Remaining tokens of the prompt that would be prefilled next; 0 if none may start."""
     running_decodes: int
@@ -101,34 +104,34 @@ class Load:
     steps_in_flight: int = 0
     """Plans submitted and not ended."""
     pipeline_depth: int = 1
-    """P: the decodes are divided among so many plans in flight. Where tokens are fed it is 1, though two plans may be
-    in flight, each with all of the decodes."""
+    """P: the decodes are divided among this many plans in flight. If tokens are fed it is 1, though two plans may be in
+    flight, each with all decodes."""
     preemptions: int = 0
-    """So far."""
+    """Preemptions so far."""
     expected_growth: int = 0
-    """KV blocks by which the running sequences are expected to outgrow what they hold before enough of them have ended;
-    from 0 to ``total_blocks - 1``. An estimate, renewed every few steps; 0 unless the policy ``reads_forecast``."""
+    """KV blocks that the running sequences are expected to need beyond those they hold, before enough of them have
+    ended; from 0 to ``total_blocks - 1``. Estimated every few steps; 0 unless the policy ``reads_forecast``."""
     layout: int = 0
-    """The current parallel layout, counted from 0. A transition is over when this has changed."""
+    """The current parallel layout, from 0. A transition is over when this has changed."""
     layouts: int = 1
     """How many there are."""
     host_decodes: int = 0
     """Sequences whose KV is in host memory, in flight or not."""
     ready_host: int = 0
-    """Those of them that may enter the next plan, or move to the device."""
+    """Host sequences that may enter the next plan, or move to the device."""
     host_context_tokens: int = 0
-    """Tokens in the KV cache of all of them."""
+    """Tokens in the KV cache of all host sequences."""
     moving: int = 0
     """Sequences that are being swapped."""
     host_free_blocks: int = 0
     host_blocks: int = 0
-    """All blocks of the host tier; 0 where there is none."""
+    """All blocks of the host tier; 0 without one."""
     cohorts: tuple[Cohort, ...] = ()
     """Host sequences whose token is under way, the most advanced first."""
     longest_remaining: int = 0
-    """Tokens until the last of the running decodes ends; an estimate, as ``expected_growth``."""
-    predictor: Predictor | None = None
-    """For the current layout; None where nothing was measured."""
+    """Tokens until the last of the running decodes ends; estimated like ``expected_growth``."""
+    predictor: "Predictor | None" = None
+    """Predicts step times in the current layout; None where nothing was measured."""
 
     @property
     def free_tokens(self) -> int:
@@ -141,9 +144,9 @@ class Load:
         return self.free_blocks / self.total_blocks
 
     def first_waiting_fits(self, *, admission_reserve: bool = True) -> bool:
-        """Whether the next prompt may start, or go on, and the free blocks hold all of it.
+        """Whether the next prompt may start or go on, and the free blocks hold all of it.
 
-        With the reserve a new one must leave a block for each running decode to grow into, as in the Decision.
+        With the reserve a new prompt must leave a block for each running decode to grow into, as in the Decision.
         """
         kept = self.running_decodes if admission_reserve and not self.ready_prefills else 0
         return self.first_waiting_tokens > 0 and self.first_waiting_blocks + kept <= self.free_blocks
@@ -160,7 +163,7 @@ class Load:
 
     @property
     def decode_share(self) -> int:
-        """RD / P, rounded up: a step's equal share of the decodes (gLLM, equation 4); one at least, if it is ready."""
+        """RD / P, rounded up: a step's equal share of the decodes (gLLM, equation 4), at least one if any is ready."""
         return min(max(1, -(-self.running_decodes // self.pipeline_depth)), self.ready_decodes)
 
     @property
@@ -170,21 +173,19 @@ class Load:
 
     @property
     def fitting_host(self) -> int:
-        """Ready host sequences for which the device has room beside the expected growth; one if it is idle."""
+        """Ready host sequences that fit the device beside the expected growth; one if it is idle."""
         fitting = max(0, self.free_blocks - self.expected_growth) // self.host_sequence_blocks
         idle = self.running_decodes == self.steps_in_flight == self.moving == 0
         return min(max(fitting, int(idle)), self.ready_host)
 
 
 class Policy(ABC):
-    """What every scheduling policy is. Its class says what it needs; the registry lists it."""
+    """A scheduling policy. The registry lists those that users can choose."""
 
     __slots__ = ()
 
     reads_forecast: ClassVar[bool] = False
     """Whether it reads ``expected_growth`` or ``longest_remaining``. Only then does the Scheduler estimate them."""
-    attends_on_host: ClassVar[bool] = False
-    """Whether it has the CPU attend to KV in host memory."""
 
     @abstractmethod
     def decide(self, load: Load) -> Decision:
@@ -192,15 +193,15 @@ class Policy(ABC):
 
 
 def check_parameter(
-    name: str, value: float, low: float, *, below: float | None = None, up_to: float | None = None, limit: str = ""
+    name: str, value: float, low: float, *, below: float = math.inf, up_to: float = math.inf, limit: str = ""
 ) -> None:
-    """Check that a policy's parameter is at least ``low`` and below, or not above, a bound, which may have a name.
+    """Check that a policy's parameter is finite, at least ``low``, and below or not above a bound called ``limit``.
 
     Raises:
         UsageError: naming the parameter and its range.
     """
-    if value >= low and (below is None or value < below) and (up_to is None or value <= up_to):
+    if low <= value < below and value <= up_to:
         return
-    upper = "" if below is None else f" and below {below}"
-    upper += "" if up_to is None else f" and at most {limit} ({up_to})"
+    upper = "" if below == math.inf else f" and below {below}"
+    upper += "" if up_to == math.inf else f" and at most {limit} ({up_to})"
     raise UsageError(f"{name} must be at least {low}{upper}, not {value}")

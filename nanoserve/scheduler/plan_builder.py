@@ -1,186 +1,95 @@
 """The plan builder: turns a Decision into a StepPlan, oldest sequences first."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 
-from nanoserve.request import Place, Sequence, Status
-from nanoserve.scheduler.load import Decision, Strategy
+from nanoserve.request import Sequence, Status
+from nanoserve.scheduler.load import Decision
 from nanoserve.scheduler.plan import Begin, Copy, Row, StepPlan
 from nanoserve.scheduler.sequence_table import SequenceTable
-from nanoserve.scheduler.tiers import Tiers
 
-_PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
-_DEVICE = Place.DEVICE
+_PREFILL = Status.PREFILL  # Enum lookup is slow in Python 3.11; hoist it.
 _FED = (0,)
 
 
+@dataclass(kw_only=True)
 class PlanBuilder:
     """A plan that is being put together. Its rows are in flight as soon as they are added.
 
-    A sequence sits out this plan for one of three reasons: it was preempted or moved while older ones were planned; it
-    is the victim of one of them and still in flight; or blocks are kept free for a prompt that is to be parked.
-    Waiting prompts sit out as soon as any sequence was preempted or waits for blocks: what was taken from one sequence
-    is not for a newer one.
-
-    Args:
-        table: the sequences, their queues and blocks; the builder admits and preempts.
-        tiers: moves sequences between device and host memory; None without a host tier.
-        decision: how much the plan shall hold.
-        now: seconds on the executor's clock.
-        running_decodes: on the device, in flight or not.
-        admits: whether waiting prompts may begin.
+    A sequence is skipped in this plan if older ones need its blocks: it is preempted, or will be when it is answered.
+    Once a sequence is skipped or short of blocks no waiting prompt is admitted, so that blocks taken from one sequence
+    never go to a newer one.
     """
 
-    def __init__(
-        self,
-        table: SequenceTable,
-        tiers: Tiers | None,
-        decision: Decision,
-        now: float,
-        *,
-        running_decodes: int,
-        admits: bool,
-    ) -> None:
-        self.decision = decision
-        self.rows: dict[int, Row] = {}  # by sequence, of those on the device
-        self.host_rows: dict[int, Row] = {}  # by sequence, of those on the host
-        self.transition: int | None = None  # the layout to change to, in a plan that holds nothing else
-        self._table = table
-        self._tiers = tiers
-        self._blocks = table.blocks
-        self._now = now
-        self._begin: list[Begin] = []
-        self._copies: list[Copy] = []
-        self._running_decodes = running_decodes
-        self._kept_free = 0
-        self._victim_in_flight: Sequence | None = None
-        self._admits = admits and not table.waits_for_blocks
+    table: SequenceTable
+    """The sequences, their queues and blocks; the builder admits and preempts."""
+    decision: Decision
+    """How much the plan shall hold."""
+    now: float
+    """Seconds on the executor's clock."""
+    running_decodes: int
+    """Decodes on the device, in flight or not."""
+    admits: bool
+    """Whether waiting prompts may begin."""
+    transition: int | None = None
+    """The layout to change to, in a plan that holds nothing else."""
+    rows: dict[int, Row] = field(default_factory=dict)
+    """Rows on the device, by sequence."""
+    _begin: list[Begin] = field(default_factory=list)
+    _copies: list[Copy] = field(default_factory=list)
+    _skipped: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.admits = self.admits and not self.table.waits_for_blocks
+        self._blocks = self.table.blocks
 
     @property
     def does_something(self) -> bool:
         """Whether it is worth a plan."""
-        return bool(self.rows or self.host_rows) or self._swaps_begun or self.transition is not None
+        return bool(self.rows) or self.transition is not None
 
-    @property
-    def _swaps_begun(self) -> bool:
-        return self._tiers is not None and self._tiers.has_begun_swaps
+    def build(self, decodes: list[Sequence], prefills: list[Sequence]) -> None:
+        """Carry the decision out as far as the blocks go.
+
+        Args:
+            decodes: those that may enter the plan, oldest first.
+            prefills: partly computed prompts that may.
+        """
+        self._add_decodes(decodes)
+        self._add_prefills(prefills)
 
     def plan(self, step: int, layout: int) -> StepPlan:
         """The finished plan."""
-        strategy = self._strategy()  # before the swaps are taken
         return StepPlan(
             step=step,
             begin=tuple(self._begin),
-            rows=(*self.rows.values(), *self.host_rows.values()),
+            rows=tuple(self.rows.values()),
             copies=tuple(self._copies),
-            swaps=() if self._tiers is None else self._tiers.take_begun(),
-            end=self._table.take_ended(),
+            end=self.table.take_ended(),
             layout=layout,
-            strategy=strategy,
             transition=self.transition,
         )
 
-    def _strategy(self) -> Strategy:
-        """The decided one if a host row begins; otherwise host sequences under way go on, even on an idle device.
+    # ---- decodes and prompts ----------------------------------------------------------------------------------
 
-        A policy that lets no sequence begin does not want those under way to stand still: they cannot come back.
-        """
-        if not self.does_something:
-            return "overlap"
-        if self.host_rows:
-            return self.decision.strategy
-        under_way = self._tiers is not None and len(self._tiers.cohorts) > 0
-        return "overlap" if self.rows and under_way else "device"
-
-    # ---- decodes ----------------------------------------------------------------------------------------------
-
-    def keep_room_for_prompts(self, partial: list[Sequence], tiers: Tiers) -> None:
-        """Where prompts only pass through the device, its decodes must not grow into the room for the next one."""
-        prompt = partial[0] if partial else self._table.waiting.oldest
-        if prompt is None or self.decision.prefill_tokens <= 0:
-            return
-        may_begin = self._admits and self._table.free_slots > 0
-        if partial or (may_begin and tiers.has_room_to_park(prompt)):
-            self._kept_free = self._blocks.pool.blocks_for(len(prompt.tokens)) - len(prompt.block_table)
-
-    def add_decodes(self, ready: list[Sequence]) -> None:
+    def _add_decodes(self, ready: Iterable[Sequence]) -> None:
         """The next token of as many sequences as decided, skipping those for which no room can be made."""
-        keeps_free, fits = self._kept_free > 0, self._blocks.fits
-        for sequence in ready[: self.decision.decodes]:
-            if keeps_free and not self._leaves_room_for_prompts(sequence):
-                continue
-            stays = sequence.status is _DECODE and sequence.place is _DEVICE and sequence is not self._victim_in_flight
-            if stays and (fits(sequence, 1) or self._make_room(sequence, 1)):
+        fits, skipped = self._blocks.fits, self._skipped
+        for sequence in islice(ready, self.decision.decodes):
+            if sequence.sequence_id not in skipped and (fits(sequence, 1) or self._make_room(sequence, 1)):
                 self._add_row(sequence, 1)
 
-    def _leaves_room_for_prompts(self, sequence: Sequence) -> bool:
-        """Whether it may grow. The oldest always may, so that the device empties some day."""
-        return (
-            self._blocks.fits_its_own(sequence, 1)
-            or sequence is self._table.running.oldest
-            or self._blocks.pool.free_blocks > self._kept_free
-        )
-
-    def begin_host_tokens(self, ready: list[Sequence]) -> None:
-        """Asynchronous overlap: as many host sequences as decided begin a token, if there is room for it."""
-        for sequence in ready[: self.decision.host_decodes[0]]:
-            self._add_host_row(sequence, 0)
-
-    def finish_host_tokens(self, under_way: Iterable[Sequence], ready: list[Sequence]) -> None:
-        """Two sub-batches of host sequences, which have their token when the step ends: first those under way."""
-        first, second = self.decision.host_decodes
-        for sequence in islice(under_way, first + second):
-            sub_batch = int(len(self.host_rows) >= first)
-            row = Row(sequence.sequence_id, sequence.computed, (), sample=True, tier="host", sub_batch=sub_batch)
-            self.host_rows[sequence.sequence_id] = row
-        for sequence in ready[: first + second - len(self.host_rows)]:
-            self._add_host_row(sequence, int(len(self.host_rows) >= first))
-
-    def _add_host_row(self, sequence: Sequence, sub_batch: int) -> None:
-        """The next token of a ready host sequence; skipped if no room can be made for it."""
-        if sequence.status is not _DECODE or not self._make_host_room(sequence):
-            return
-        start, length = sequence.computed, len(sequence.tokens)
-        new_blocks = self._table.host_tier.reserve(sequence, length)
-        if not sequence.begun:
-            self._begin_sequence(sequence)
-            new_blocks = sequence.host_table
-        row = Row(
-            sequence.sequence_id,
-            start,
-            tuple(sequence.tokens[start:]),
-            sample=True,
-            new_blocks=tuple(new_blocks),
-            tier="host",
-            sub_batch=sub_batch,
-        )
-        self.host_rows[sequence.sequence_id] = row
-        sequence.in_flight.append(row)
-        sequence.computed = length
-
-    def _make_host_room(self, sequence: Sequence) -> bool:
-        """As for the device: preempt newer host sequences, newest first."""
-        assert self._tiers is not None
-        while not self._table.host_tier.can_reserve(sequence, len(sequence.tokens)):
-            victim = self._table.on_host.newest
-            if self._tiers.blocks_leaving_host or victim is None or victim.sequence_id <= sequence.sequence_id:
-                return False
-            if victim.in_flight:
-                victim.preempt_when_answered = True
-                return False
-            self._preempt(victim)
-        return True
-
-    # ---- prompts ----------------------------------------------------------------------------------------------
-
-    def add_prefills(self, ready: Iterable[Sequence]) -> None:
+    def _add_prefills(self, ready: Iterable[Sequence]) -> None:
         """Prompts within the budget: first those partly computed, then waiting ones."""
-        budget, table = self.decision.prefill_tokens, self._table
+        budget, table = self.decision.prefill_tokens, self.table
         for sequence in ready:
-            if sequence.status is _PREFILL and sequence is not self._victim_in_flight:
+            if sequence.sequence_id not in self._skipped:
                 budget -= self._add_chunk(sequence, budget)
-        while self._admits and budget > 0 and self._blocks.pool.free_blocks and table.free_slots > 0:
-            if (oldest := table.waiting.oldest) is None or not self._may_park(oldest):
+        if not self.admits or self._skipped:
+            return
+        while budget > 0 and self._blocks.pool.free_blocks and table.free_slots > 0:
+            if (oldest := table.waiting.oldest) is None or not self._may_begin(oldest):
                 return
             table.admit(oldest)
             computed = self._add_chunk(oldest, budget) if self._fits_beside_decodes(oldest) else 0
@@ -189,19 +98,17 @@ class PlanBuilder:
                 return
             budget -= computed
 
-    def _may_park(self, prompt: Sequence) -> bool:
-        """Whether the host has room for a prompt, if prompts are parked."""
-        return not self.decision.park or (self._tiers is not None and self._tiers.has_room_to_park(prompt))
+    def _may_begin(self, prompt: Sequence) -> bool:
+        """Whether a waiting prompt may be admitted, as far as other memory than the device's is concerned."""
+        return True
 
     def _fits_beside_decodes(self, prompt: Sequence) -> bool:
         """Whether the free blocks hold all of a new prompt and one more for each running decode to grow into.
 
         Without that reserve the newest would soon be preempted and recomputed, over and over. A policy can switch it
-        off, to show what it is worth. Decodes keep room already for a prompt that only passes through to the host.
+        off, to show what it is worth.
         """
-        if self.decision.park:
-            return True
-        kept = self._running_decodes * self._blocks.pool.block_size if self.decision.admission_reserve else 0
+        kept = self.running_decodes * self._blocks.pool.block_size if self.decision.admission_reserve else 0
         return self._blocks.fits(prompt, prompt.remaining + kept)
 
     def _add_chunk(self, sequence: Sequence, budget: int) -> int:
@@ -215,73 +122,59 @@ class PlanBuilder:
             chunk = min(chunk, budget)
         if chunk <= 0:
             return 0
-        if self._tiers is not None:
-            reserve = self._tiers.reserve if self.decision.park else self._tiers.cancel_reservation
-            reserve(sequence)
         self._add_row(sequence, chunk)
         return chunk
 
     # ---- preemption -------------------------------------------------------------------------------------------
 
-    def drain(self, tiers: Tiers | None, *, nothing_in_flight: bool) -> None:
-        """Empty the device as soon as nothing on it is in flight; then change its layout.
-
-        The oldest move to the host as far as it has room. The others and partly computed prompts are recomputed.
-        """
-        running = self._table.running
-        if any(sequence.in_flight for sequence in running):
-            return
-        for sequence in list(running):
-            if sequence.status is not _DECODE or tiers is None or not tiers.move_out(sequence):
-                self._table.preempt(sequence)
-        if nothing_in_flight and (tiers is None or not tiers.any_moving):
-            self.transition = self.decision.layout
+    def drain(self) -> None:
+        """Preempt everything on the device, as soon as nothing of it is in flight."""
+        running = self.table.running
+        if not any(sequence.in_flight for sequence in running):
+            for sequence in list(running):
+                self._preempt(sequence, to_host=True)
 
     def force_oldest(self) -> None:
         """Nothing is in flight and the decision moved nothing: run the oldest sequence, whatever that takes."""
-        sequence = self._table.oldest
+        sequence = self.table.oldest
         assert sequence is not None, "a sequence is neither running, on the host nor waiting, with nothing in flight"
-        if sequence.place is Place.HOST:
-            assert self._tiers is not None
-            self._tiers.move_in(sequence)  # nothing runs, so the device is empty
-            return
         if sequence.status is Status.WAITING:
-            self._table.admit(sequence)
+            self.table.admit(sequence)
         block_size = self._blocks.pool.block_size
-        if not self._make_room(sequence, min(sequence.remaining, block_size)):
-            if self._swaps_begun:
-                return  # a victim moves to the host; its blocks are there when it has
+        if self._make_room(sequence, min(sequence.remaining, block_size)):
+            budget = max(self.decision.prefill_tokens, block_size)
+            self._add_row(sequence, min(sequence.remaining, self._blocks.capacity(sequence), budget))
+        if not self.does_something:
             raise RuntimeError(f"sequence {sequence.sequence_id} does not fit an otherwise empty device")
-        budget = max(self.decision.prefill_tokens, block_size)
-        self._add_row(sequence, min(sequence.remaining, self._blocks.capacity(sequence), budget))
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
         """Preempt newer sequences, newest first, until ``count`` more positions fit."""
-        leaving = 0 if self._tiers is None else self._tiers.blocks_leaving_device
         while not self._blocks.fits(sequence, count):
-            if self._blocks.fits_with(sequence, count, leaving):
-                self._table.wait_for_blocks(sequence)
+            leaving = self._blocks_leaving()
+            if leaving and count <= self._blocks.capacity(sequence) + leaving * self._blocks.pool.block_size:
+                self.table.wait_for_blocks(sequence)
                 return False
-            victim = self._table.running.newest
+            victim = self.table.running.newest
             if victim is None or victim.sequence_id <= sequence.sequence_id:
                 return False
             if victim.in_flight:
-                # Its blocks come back with its answer. A victim that may move to the host is not marked: it only sits
-                # out this plan, and the next one decides again.
-                self._victim_in_flight = victim
+                # Its blocks come back with its answer. One that may move to the host is only skipped in this plan: the
+                # next one decides again.
+                self._skipped.add(victim.sequence_id)
                 victim.preempt_when_answered = not self.decision.preempt_to_host
-                self._table.wait_for_blocks(sequence)
+                self.table.wait_for_blocks(sequence)
                 return False
-            self._preempt(victim)
-            leaving = 0 if self._tiers is None else self._tiers.blocks_leaving_device
+            self._preempt(victim, to_host=self.decision.preempt_to_host)
         return True
 
-    def _preempt(self, victim: Sequence) -> None:
-        """Take its blocks; it is recomputed, or moves to the host if the decision says so."""
-        self._admits = False
-        moves = self.decision.preempt_to_host and victim.status is _DECODE and victim.place is _DEVICE
-        if not (moves and self._tiers is not None and self._tiers.move_out(victim)):
-            self._table.preempt(victim)
+    def _blocks_leaving(self) -> int:
+        """Blocks that will be free without preempting anything; some only with a host tier."""
+        return 0
+
+    def _preempt(self, victim: Sequence, *, to_host: bool) -> None:
+        """Take its blocks; without a host tier it is always recomputed."""
+        self._skipped.add(victim.sequence_id)
+        self.table.preempt(victim)
 
     # ---- rows -------------------------------------------------------------------------------------------------
 
@@ -305,13 +198,11 @@ class PlanBuilder:
         sequence.computed = end
         if sequence.status is _PREFILL:
             self._blocks.share_full(sequence, end)
-            if end == known and self._tiers is not None:
-                self._tiers.park_after_row(sequence)
 
     def _begin_sequence(self, sequence: Sequence) -> None:
         sequence.begun = True
         if sequence.first_scheduled_time is None:
-            sequence.first_scheduled_time = self._now
+            sequence.first_scheduled_time = self.now
         request = sequence.request
         begin = Begin(
             sequence=sequence.sequence_id,

@@ -1,57 +1,61 @@
 """Scheduler: the mechanism shared by all policies.
 
 It keeps the sequences and their blocks (SequenceTable), asks the policy how much to do, turns the answer into a
-StepPlan (PlanBuilder), and takes the StepResult back. With a host tier, Tiers moves sequences there; Layouts says when
-the device is to be drained for another parallel layout. Whatever the policy says, no block is used twice, every block
+StepPlan (PlanBuilder), and takes the StepResult back. Whatever the policy says, no block is used twice, every block
 comes back, and every admitted sequence finishes once arrivals stop.
 
-No sequence is in two plans in flight, unless the executor feeds tokens. Then a decode may enter the next plan with its
-token still being sampled, as if it were there. That token never is its last by length; if it ends the sequence
-otherwise, its extra step is discarded. A prompt's chunks follow each other in the same way.
+Three parts exist only where they are used: Tiers moves sequences to host memory and back, Layouts drains the device for
+another parallel layout, and GrowthForecast looks ahead for policies that read it.
+
+No sequence is in two plans in flight, unless the executor feeds tokens. Then a decode may enter the next plan while its
+token is still being sampled. That token is never its last by length; if it ends the sequence otherwise, the extra step
+is discarded. A prompt's chunks follow each other in the same way.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
+from nanoserve.costs.growth import GrowthForecast
+from nanoserve.costs.predictor import Predictor
 from nanoserve.errors import WorkersFailed
-from nanoserve.kv.block_pool import BlockPool
-from nanoserve.kv.sequence_blocks import HostTier, SequenceBlocks
+from nanoserve.kv import BlockPool, HostTier, SequenceBlocks
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate, Status
-from nanoserve.scheduler.growth import GrowthForecast
-from nanoserve.scheduler.load import Decision, Load, Policy, Predictor
+from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import Answer, LayoutCapacity, StepPlan, StepResult
 from nanoserve.scheduler.plan_builder import PlanBuilder
 from nanoserve.scheduler.sequence_table import SequenceTable
-from nanoserve.scheduler.tiers import HostCohorts, Tiers
+from nanoserve.scheduler.tiers import HostCohorts, TieredPlanBuilder, Tiers
 
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
 
 MOST_HOST_LOSSES = 3
-"""After attention on the CPU was lost so often, sequences live on the device alone."""
+"""After so many losses of attention on the CPU, sequences live on the device alone."""
 
 
 class SchedulerObserver(Protocol):
-    """Sees what is planned and what comes of it, and changes nothing."""
+    """Sees plans and results, and changes nothing."""
 
     def on_load(self, load: Load) -> None:
         """The policy is shown this, and decides."""
 
     def on_plan(self, plan: StepPlan, decision: Decision, cohorts: HostCohorts | None) -> None:
-        """A plan is made; the cohorts do not follow it yet."""
+        """A plan is made; the cohorts have not followed it yet."""
 
     def on_result(self, result: StepResult, cohorts: HostCohorts | None) -> None:
-        """A result has come; the cohorts do not advance by it yet."""
+        """A result has come; the cohorts have not advanced by it yet."""
 
     def on_reset(self) -> None:
-        """No result will come of the plans in flight."""
+        """The plans in flight will have no results."""
 
 
 class Layouts:
-    """The parallel layouts there are, which one runs, and when it may be left for another.
+    """Several parallel layouts: which one runs, and when it may be left for another.
 
     A transition needs an idle, empty device: no plan in flight and no KV on it. Draining the device costs recomputation
     or two swaps for each of its sequences, so a policy that keeps changing its mind must not spend all time on it.
-    Hence the rule: between two drains at least one token is answered. Answers are finite, so everything finishes.
+    Hence the rule: at least one token is answered between two drains. Answers are finite, so everything finishes.
     """
 
     def __init__(self, capacities: SequenceOf[LayoutCapacity]) -> None:
@@ -83,11 +87,6 @@ class Layouts:
     def abandon(self) -> None:
         """The transition, if there is one, failed: the layout stays."""
         self.target, self._draining = None, False
-
-    def reset(self) -> None:
-        """Nothing is left on the device, so another drain is free and need not wait for a token."""
-        self.abandon()
-        self.answered = True
 
 
 class Scheduler:
@@ -138,18 +137,24 @@ class Scheduler:
         self.steps = self.forced_steps = self.transitions = self.host_losses = 0
         self.host_pool = (host_tier := HostTier(host_blocks, block_size)).pool
         self.table = SequenceTable(
-            SequenceBlocks(self.pool),
-            host_tier,
+            blocks=SequenceBlocks(self.pool),
+            host_tier=host_tier,
+            fewest_blocks=min([num_blocks, *(one.num_blocks for one in other_layouts)]),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             feeds_tokens=feeds_tokens,
         )
         self.waiting, self.running, self.on_host = self.table.waiting, self.table.running, self.table.on_host
-        self._tiers = Tiers(self.table) if host_blocks else None
-        self._layouts = Layouts([LayoutCapacity(num_blocks, pipeline_depth), *other_layouts])
-        self.predictors = tuple(predictors)
         self.held = self.table.held
+        self.predictors = tuple(predictors)
+        self._layouts = Layouts([LayoutCapacity(num_blocks, pipeline_depth), *other_layouts]) if other_layouts else None
         self._plans_in_flight: dict[int, StepPlan] = {}
+        self._tiers: Tiers | None = None
+        self._make_builder: Callable[..., PlanBuilder] = PlanBuilder
+        if host_blocks:
+            self._tiers = Tiers(self.table)
+            in_flight = self._plans_in_flight.values()
+            self._make_builder = partial(TieredPlanBuilder, tiers=self._tiers, in_flight=in_flight)
         self._previous: Decision | None = None
         self._growth = GrowthForecast() if policy.reads_forecast else None
 
@@ -170,16 +175,15 @@ class Scheduler:
     @property
     def layout(self) -> int:
         """The number of the parallel layout that runs."""
-        return self._layouts.current
+        return 0 if self._layouts is None else self._layouts.current
 
     @property
     def changing_layout(self) -> bool:
         """Whether the device is drained for another layout, or changes to it."""
-        return self._layouts.changing
+        return self._layouts is not None and self._layouts.changing
 
     @property
     def preemptions(self) -> int:
-        """So far."""
         return self.table.preemptions
 
     # ---- intake -----------------------------------------------------------------------------------------------
@@ -190,7 +194,7 @@ class Scheduler:
         Raises:
             UsageError: if it can never run here, or its id is in use.
         """
-        self.table.add(request, num_blocks=min(capacity.num_blocks for capacity in self._layouts.capacities))
+        self.table.add(request)
 
     def stop(
         self, request_id: str, now: float, *, index: int | None = None, reason: FinishReason = FinishReason.ABORT
@@ -211,7 +215,9 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None if nothing can run before an answer or an arrival comes."""
-        if len(self._plans_in_flight) >= self.pipeline_depth + self.feeds_tokens or self._layouts.target is not None:
+        if len(self._plans_in_flight) >= self.pipeline_depth + self.feeds_tokens:
+            return None
+        if self._layouts is not None and self._layouts.target is not None:
             return None
         builder = self._build(now)
         if not builder.does_something:
@@ -230,16 +236,17 @@ class Scheduler:
 
     def _submit(self, builder: PlanBuilder) -> StepPlan:
         """The builder's plan, which is in flight from now on."""
-        plan = builder.plan(self.steps, self._layouts.current)
+        plan = builder.plan(self.steps, self.layout)
         self.steps += 1
         self._previous = builder.decision
         if self.observer is not None:
             self.observer.on_plan(plan, builder.decision, None if self._tiers is None else self._tiers.cohorts)
-        if plan.rows or plan.transition is not None or plan.strategy == "overlap":  # else it holds nothing but swaps
+        if plan.ends:
             self._plans_in_flight[plan.step] = plan
-        if builder.host_rows and self._tiers is not None:
+        if self._tiers is not None:
             self._tiers.cohorts.follow(plan, self.table.sequences)
-        self._layouts.target = plan.transition
+        if self._layouts is not None:
+            self._layouts.target = plan.transition
         if self._growth is not None:
             self._growth.add(self.table.sequences[begin.sequence] for begin in plan.begin)
         return plan
@@ -249,46 +256,23 @@ class Scheduler:
         load, decodes, prefills = self._survey()
         if self.observer is not None:
             self.observer.on_load(load)
-        decision, tiers = self.policy.decide(load), self._tiers
-        builder = PlanBuilder(self.table, tiers, decision, now, running_decodes=load.running_decodes, admits=admits)
-        if self._layouts.drains_for(decision.layout):
-            builder.drain(tiers, nothing_in_flight=not self._plans_in_flight and not self._any_under_way)
+        decision = self.policy.decide(load)
+        builder = self._make_builder(
+            table=self.table, decision=decision, now=now, running_decodes=load.running_decodes, admits=admits
+        )
+        if self._layouts is None or not self._layouts.drains_for(decision.layout):
+            builder.build(decodes, prefills)
             return builder
-        if tiers is None:
-            builder.add_decodes(decodes)
-        else:
-            self._add_decodes_of_tiers(builder, tiers, decodes, prefills)
-        builder.add_prefills(prefills)
+        builder.drain()
+        if not (len(self.running) or self.awaits_results or self._any_under_way):
+            builder.transition = decision.layout
         return builder
-
-    def _add_decodes_of_tiers(
-        self, builder: PlanBuilder, tiers: Tiers, decodes: list[Sequence], prefills: list[Sequence]
-    ) -> None:
-        """Swaps, and decodes on the device and on the host."""
-        decision = builder.decision
-        if decision.swap_out:
-            decodes = tiers.swap_out(decodes, decision.swap_out)
-        if decision.swap_in:
-            tiers.swap_in(self._ready_host(), decision.swap_in)
-        if decision.park:
-            builder.keep_room_for_prompts(prefills, tiers)
-        ready_host = self._ready_host()
-        builder.add_decodes(decodes)
-        if decision.strategy == "overlap":
-            builder.begin_host_tokens(ready_host)
-        elif decision.strategy == "asymmetric":
-            # A plan in flight may finish the tokens under way: none of them can be named again before it ends.
-            overlapping = any(plan.strategy == "overlap" for plan in self._plans_in_flight.values())
-            builder.finish_host_tokens(() if overlapping else tiers.cohorts.most_advanced(), ready_host)
-
-    def _ready_host(self) -> list[Sequence]:
-        return [sequence for sequence in self.on_host if not sequence.in_flight]
 
     def _break_deadlock(self, now: float, builder: PlanBuilder) -> PlanBuilder:
         """Nothing is in flight and the decision moved nothing, so nothing would ever change.
 
-        Where all blocks are held by partly computed prompts, preempt the newest and ask the policy again, until it
-        moves something or one prompt is left. If that does not help, run the oldest sequence.
+        If partly computed prompts hold all blocks, preempt the newest and ask the policy again, until it moves
+        something or one prompt is left. If that does not help, run the oldest sequence.
         """
         while len(self.running) > 1 and all(sequence.status is _PREFILL for sequence in self.running):
             newest = self.running.newest
@@ -308,18 +292,17 @@ class Scheduler:
             the snapshot; the decodes; and the partly computed prompts.
         """
         running_decodes = context = partial_tokens = 0
-        decodes, prefills, may_go_on = [], [], self.table.may_take_next_chunk
+        decodes, prefills, may_go_on = [], [], self.table.may_go_on
         for sequence in self.running:
             context += sequence.computed
+            is_ready = not sequence.in_flight or may_go_on(sequence)
             if sequence.status is _DECODE:
                 running_decodes += 1
-                if not sequence.in_flight or (
-                    len(sequence.tokens) < sequence.fed_below and not sequence.preempt_when_answered
-                ):
+                if is_ready:
                     decodes.append(sequence)
             else:
                 partial_tokens += sequence.remaining
-                if not sequence.in_flight or may_go_on(sequence):
+                if is_ready:
                     prefills.append(sequence)
         pool, free_slots = self.pool, self.table.free_slots
         may_begin = free_slots > 0 and not self.table.waits_for_blocks
@@ -342,25 +325,12 @@ class Scheduler:
             preemptions=self.preemptions,
             expected_growth=min(pool.blocks_for(growth), pool.num_blocks - 1),
             longest_remaining=longest,
-            layout=self._layouts.current,
-            layouts=len(self._layouts.capacities),
-            predictor=self.predictors[self._layouts.current] if self.predictors else None,
-            **({} if self._tiers is None else self._survey_host(self._tiers)),
+            layout=self.layout,
+            layouts=1 if self._layouts is None else len(self._layouts.capacities),
+            predictor=self.predictors[self.layout] if self.predictors else None,
+            **({} if self._tiers is None else self._tiers.load_fields()),
         )
         return load, decodes, prefills
-
-    def _survey_host(self, tiers: Tiers) -> dict[str, Any]:
-        """The fields of Load that say what is in host memory."""
-        disabled = tiers.host_disabled
-        return {
-            "host_decodes": len(self.on_host),
-            "ready_host": len(self._ready_host()),
-            "host_context_tokens": sum([sequence.computed for sequence in self.on_host]),
-            "moving": len(self.table.moving),
-            "host_free_blocks": 0 if disabled else self.host_pool.free_blocks,
-            "host_blocks": 0 if disabled else self.host_pool.num_blocks,
-            "cohorts": tiers.cohorts.snapshot(),
-        }
 
     # ---- a result ---------------------------------------------------------------------------------------------
 
@@ -383,15 +353,14 @@ class Scheduler:
             sequence = table.sequences[answer.sequence]
             row = sequence.in_flight[0]
             if answer.prompt_logprobs:
-                table.keep_prompt_logprobs(sequence, row.start, answer.prompt_logprobs)
+                sequence.keep_prompt_logprobs(row.start, answer.prompt_logprobs)
             if row.sample or answer.error is not None:
                 if sequence.finish_reason is None:  # else it was ended while in flight
                     updates.append(self._take_tokens(sequence, answer, now))
                 table.answered(sequence)
                 if tiers is not None:
-                    tiers.cohorts.leave(answer.sequence)
                     tiers.row_answered(sequence)
-        if updates:
+        if updates and self._layouts is not None:
             self._layouts.answered = True
         if tiers is not None:
             for swap in result.swapped:
@@ -399,18 +368,20 @@ class Scheduler:
         if result.step is not None:
             self._end_plan(self._plans_in_flight.pop(result.step))
         if result.host_lost is not None:
-            self._lose_host()
+            self.host_losses += 1
+            if tiers is not None:
+                tiers.lose_host(for_good=self.host_losses >= MOST_HOST_LOSSES)
         return updates
 
     def _end_plan(self, plan: StepPlan) -> None:
-        """Its device work is done, and with it the rows for which there is nothing to answer."""
+        """Its device work is done; that answers the rows without a token."""
         for row in plan.rows:
             if row.sample:
                 continue
             sequence = self.table.sequences.get(row.sequence)
             if sequence is not None and sequence.in_flight and sequence.in_flight[0] is row:
                 self.table.answered(sequence)
-        if plan.transition is not None:
+        if plan.transition is not None and self._layouts is not None:
             self.transitions += 1
             layout = self._layouts.end()
             self.pool.replace_blocks(layout.num_blocks)
@@ -418,12 +389,8 @@ class Scheduler:
 
     def fail_steps(self, error: str, now: float) -> list[SequenceUpdate]:
         """What is in flight will never be answered: its sequences end with an error, the others go on."""
-        # Blocks are shared from the moment their plan is submitted; these were perhaps never written.
-        self.pool.forget_cache()
-        self._plans_in_flight.clear()
-        if self.observer is not None:
-            self.observer.on_reset()
-        self._layouts.abandon()
+        self.pool.forget_cache()  # blocks are shared once their plan is submitted; these were perhaps never written
+        self._forget_plans()
         in_flight = {key: len(sequence.in_flight) for key, sequence in self.table.sequences.items()}
         answers = tuple(Answer(key, error=error) for key, rows in in_flight.items() for _ in range(rows))
         updates = self.apply(StepResult(None, answers), now)
@@ -448,27 +415,21 @@ class Scheduler:
 
     def _reset(self) -> None:
         """Nothing in flight will be answered and no KV is left: every sequence is recomputed from its tokens."""
-        self._plans_in_flight.clear()
-        if self.observer is not None:
-            self.observer.on_reset()
-        self._layouts.reset()
+        self._forget_plans()
+        if self._layouts is not None:
+            self._layouts.answered = True  # nothing is left on the device, so another drain is free
         self._previous = None  # it was decided for a state that is gone: a drain, say
         if self._tiers is not None:
             self._tiers.cohorts.clear()
             self._tiers.abandon()
         self.table.reset()
 
-    def _lose_host(self) -> None:
-        """Attention on the CPU was lost: host sequences are recomputed, whether a token of theirs is under way or not.
-
-        Their rows in plans in flight, asymmetric ones too, will not be answered; the plans end all the same.
-        """
-        self.host_losses += 1
-        self.table.lose_host()
-        if self._tiers is not None:
-            self._tiers.cohorts.clear()
-            if self.host_losses == MOST_HOST_LOSSES:
-                self._tiers.disable_host()
+    def _forget_plans(self) -> None:
+        self._plans_in_flight.clear()
+        if self.observer is not None:
+            self.observer.on_reset()
+        if self._layouts is not None:
+            self._layouts.abandon()
 
     def fail_all(self, error: str, now: float) -> list[SequenceUpdate]:
         """Nothing will ever be answered again: every sequence ends with an error, whether it ran or waited."""
@@ -499,11 +460,3 @@ class Scheduler:
         if reason is not None:
             self.table.finish(sequence, reason, now)
         return SequenceUpdate(sequence.request.request_id, sequence.index, new_tokens, sequence)
-
-    # ---- invariants -------------------------------------------------------------------------------------------
-
-    def check_integrity(self) -> None:
-        """Raise RuntimeError if blocks, queues and states contradict each other. Tests call it after every step."""
-        self.table.check_integrity()
-        if self._tiers is not None:
-            self._tiers.check_integrity()

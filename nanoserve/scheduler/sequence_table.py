@@ -2,11 +2,13 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
 
 from nanoserve.errors import UsageError
-from nanoserve.kv.sequence_blocks import HostTier, SequenceBlocks
-from nanoserve.request import FinishReason, Place, Request, Sequence, Status, TokenLogprob
-from nanoserve.scheduler.quarantine import Quarantine
+from nanoserve.kv import HostTier, SequenceBlocks
+from nanoserve.processes.quarantine import Quarantine
+from nanoserve.request import FinishReason, Place, Request, Sequence, Status
 
 _DECODE, _FINISHED = Status.DECODE, Status.FINISHED  # Enum lookup is slow in Python 3.11; hoist it.
 _DEVICE, _MOVING = Place.DEVICE, Place.MOVING
@@ -17,7 +19,7 @@ def _age(sequence: Sequence) -> int:
 
 
 class AgeOrdered:
-    """A set of sequences, oldest first. Work at either end is cheap, which is where the scheduler works."""
+    """A set of sequences, oldest first. It is fast at both ends, where the scheduler works."""
 
     def __init__(self) -> None:
         self._items: list[Sequence] = []
@@ -51,7 +53,7 @@ class AgeOrdered:
 
 
 class WaitingQueue(AgeOrdered):
-    """Sequences that hold no blocks, and the sum of their tokens: #WP without the partly prefilled."""
+    """Sequences that hold no blocks, and the sum of their tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,34 +68,28 @@ class WaitingQueue(AgeOrdered):
         self.tokens -= len(sequence.tokens)
 
 
+@dataclass(kw_only=True)
 class SequenceTable:
     """All sequences that have not ended, or that have ended but are still in flight.
 
-    A sequence waits, runs on the device (holding blocks), perhaps is preempted and waits again, or moves to host memory
-    and perhaps back, and ends.
-
-    Args:
-        blocks: the block tables of the device.
-        host_tier: those of host memory.
-        max_model_len: longest sequence, prompt and output together.
-        max_num_seqs: sequences that run on the device at a time, moving ones included.
-        feeds_tokens: whether the executor takes fed rows.
+    A sequence waits, runs on the device (holding blocks), may be preempted and wait again, may move to host memory and
+    back, and ends.
     """
 
-    def __init__(
-        self,
-        blocks: SequenceBlocks,
-        host_tier: HostTier,
-        *,
-        max_model_len: int,
-        max_num_seqs: int,
-        feeds_tokens: bool = False,
-    ) -> None:
-        self.blocks = blocks
-        self.host_tier = host_tier
-        self.max_model_len = max_model_len
-        self.max_num_seqs = max_num_seqs
-        self.feeds_tokens = feeds_tokens
+    blocks: SequenceBlocks
+    """The block tables of the device."""
+    host_tier: HostTier
+    """Those of host memory."""
+    fewest_blocks: int
+    """Blocks on the device, in the layout that has fewest."""
+    max_model_len: int
+    """Longest sequence, prompt and output together."""
+    max_num_seqs: int
+    """Sequences that run on the device at a time, moving ones included."""
+    feeds_tokens: bool
+    """Whether the executor takes fed rows."""
+
+    def __post_init__(self) -> None:
         self.quarantine = Quarantine()
         self.preemptions = 0
         self.sequences: dict[int, Sequence] = {}
@@ -102,35 +98,30 @@ class SequenceTable:
         self.running = AgeOrdered()  # hold KV on the device
         self.on_host = AgeOrdered()  # hold KV in host memory
         self.moving = AgeOrdered()  # move between the two; finished ones stay until they arrive
-        self._requests: dict[str, list[Sequence]] = {}
-        self._siblings: dict[int, list[Sequence]] = {}
-        self._ended: list[int] = []
+        self._requests: dict[str, list[Sequence]] = {}  # all samples of each
+        self._ended: list[int] = []  # that the executor has not been told
         self._short_of_blocks: tuple[Sequence, int] | None = None
-        self._next_sequence = 0
+        self._ids = count()
 
     # ---- intake -----------------------------------------------------------------------------------------------
 
-    def add(self, request: Request, *, num_blocks: int) -> None:
+    def add(self, request: Request) -> None:
         """Queue the first sample of a request; the others wait until its prompt is computed.
-
-        Args:
-            num_blocks: blocks on the device, in the layout that has fewest.
 
         Raises:
             UsageError: if it can never run to its end, or its id is in use.
         """
         if request.request_id in self._requests:
             raise UsageError(f"request id {request.request_id!r} is in use")
-        self._check_admissible(request, num_blocks)
+        self._check_admissible(request)
         end_tokens = () if request.params.ignore_eos else request.end_tokens
         stop_tokens = frozenset((*end_tokens, *request.params.stop_token_ids))  # one set for all samples
         family = [self._new_sequence(request, index, stop_tokens) for index in range(request.params.n)]
         self._requests[request.request_id] = family
         self._wait(family[0])
-        if len(family) > 1:
-            self._siblings[family[0].sequence_id] = family[1:]
+        family[0].siblings = family[1:]
 
-    def _check_admissible(self, request: Request, num_blocks: int) -> None:
+    def _check_admissible(self, request: Request) -> None:
         length, params, longest = len(request.prompt), request.params, self.max_model_len
         if length == 0:
             raise UsageError("the prompt is empty: give at least one token")
@@ -146,17 +137,17 @@ class SequenceTable:
             )
         tokens = min(longest, length + (params.max_tokens or longest))
         # Attention never reads the last token, so its KV is never written.
-        if (needed := self.blocks.pool.blocks_for(tokens - 1)) > num_blocks:
+        if (needed := self.blocks.pool.blocks_for(tokens - 1)) > self.fewest_blocks:
             raise UsageError(
                 f"the request may grow to {tokens} tokens, which take {needed} KV blocks, but there are "
-                f"{num_blocks}; lower max_tokens or raise --kv-cache-memory"
+                f"{self.fewest_blocks}; lower max_tokens or raise --kv-cache-memory"
             )
 
     def _new_sequence(self, request: Request, index: int, stop_tokens: frozenset[int]) -> Sequence:
         params, length = request.params, len(request.prompt)
         max_length = min(self.max_model_len, length + (params.max_tokens or self.max_model_len))
         sequence = Sequence(
-            self._next_sequence,
+            next(self._ids),
             request,
             index,
             tokens=[*request.prompt, *(request.resumed[index] if request.resumed else ())],
@@ -166,7 +157,6 @@ class SequenceTable:
             # The token it waits for must not be its last one.
             fed_below=max_length - 1 if self.feeds_tokens and params.may_be_fed else 0,
         )
-        self._next_sequence += 1
         self.sequences[sequence.sequence_id] = sequence
         return sequence
 
@@ -174,19 +164,19 @@ class SequenceTable:
         (self.waiting if self.quarantine.admits(sequence.request.request_id) else self.held).add(sequence)
 
     def _sort_waiting(self) -> None:
-        """Hold sequences back or let them wait, as the quarantine says now."""
+        """The quarantine's suspect has changed: hold sequences back or let them wait."""
         for queue in (self.waiting, self.held):
             for sequence in reversed(list(queue)):
                 queue.remove(sequence)
                 self._wait(sequence)
 
     def unfinished(self, request_id: str) -> list[Sequence]:
-        """The samples of a request that go on; none of an unknown or finished one."""
+        """The unfinished samples of a request; none if it is unknown or finished."""
         return [sequence for sequence in self._requests.get(request_id, []) if not sequence.finished]
 
     @property
     def requests_in_flight(self) -> list[str]:
-        """Of which the executor has rows or swaps that it has not answered, oldest first."""
+        """Requests with rows or swaps that the executor has not answered, oldest first."""
         under_way = (one for one in self.sequences.values() if one.in_flight or one.place is _MOVING)
         return list(dict.fromkeys(one.request.request_id for one in under_way))
 
@@ -203,13 +193,17 @@ class SequenceTable:
         """How many more sequences may run."""
         return self.max_num_seqs - len(self.running) - len(self.moving)
 
-    def may_take_next_chunk(self, prompt: Sequence) -> bool:
-        """Whether a prompt in flight may enter the next plan: plans run in order, and feeding means one stage.
+    def may_go_on(self, sequence: Sequence) -> bool:
+        """Whether a sequence in flight may enter the next plan too, because the executor feeds tokens.
 
-        Prompts whose log probabilities are wanted wait: an answer belongs to their only row in flight.
+        A decode is then fed; a prompt's chunks follow each other, as plans run in order. Prompts whose log
+        probabilities are wanted wait: an answer belongs to their only row in flight.
         """
-        waits = prompt.preempt_when_answered or prompt.request.params.prompt_logprobs is not None
-        return self.feeds_tokens and prompt.remaining > 0 and not waits
+        if not self.feeds_tokens or sequence.preempt_when_answered:
+            return False
+        if sequence.status is _DECODE:
+            return len(sequence.tokens) < sequence.fed_below
+        return sequence.remaining > 0 and sequence.request.params.prompt_logprobs is None
 
     # ---- admission and preemption -----------------------------------------------------------------------------
 
@@ -267,7 +261,7 @@ class SequenceTable:
             self.preempt(sequence)
 
     def wait_for_blocks(self, sequence: Sequence) -> None:
-        """Skip it until the blocks of its victims are free; no waiting prompt may take them."""
+        """Blocks for it will be free soon; no waiting prompt may take them."""
         self._short_of_blocks = sequence, sequence.computed
 
     @property
@@ -283,7 +277,8 @@ class SequenceTable:
         """The parent's prompt is computed, or the parent is gone: its siblings may start."""
         # A moving parent has its blocks on the device until it arrives.
         prompt_is_computed = parent.first_token_time is not None and parent.place in (_DEVICE, _MOVING)
-        for sibling in self._siblings.pop(parent.sequence_id, []):
+        siblings, parent.siblings = parent.siblings, []
+        for sibling in siblings:
             if sibling.finished:
                 continue
             if prompt_is_computed and self.free_slots > 0:
@@ -298,7 +293,7 @@ class SequenceTable:
     def depart(self, sequence: Sequence) -> None:
         """A sequence leaves its tier, with nothing in flight or with its last row.
 
-        The executor forgets it, at once unless that row is still to be computed, and is told of it again on arrival.
+        The executor forgets it, after that row if there is one, and it begins again on arrival.
         """
         (self.running if sequence.place is _DEVICE else self.on_host).remove(sequence)
         self.moving.add(sequence)
@@ -322,19 +317,13 @@ class SequenceTable:
 
     # ---- answer and end ---------------------------------------------------------------------------------------
 
-    def keep_prompt_logprobs(self, sequence: Sequence, start: int, logprobs: tuple[TokenLogprob, ...]) -> None:
-        """Keep those behind position ``start``; a request's first sample keeps them for all."""
-        if sequence.index == 0:
-            already = len(sequence.prompt_logprobs) - start  # a recomputed prompt is scored again
-            sequence.prompt_logprobs += logprobs[already:]
-
     def answered(self, sequence: Sequence) -> None:
         """Its oldest row in flight is answered. Finish or preempt it only after its last row."""
         sequence.in_flight.popleft()
         status = sequence.status
         if status is not _FINISHED and sequence.place is _DEVICE:
             self.blocks.share_full(sequence, sequence.computed - len(sequence.in_flight))
-        if sequence.sequence_id in self._siblings and (status is _DECODE or status is _FINISHED):
+        if sequence.siblings and (status is _DECODE or status is _FINISHED):
             self.release_siblings(sequence)
         if sequence.in_flight or sequence.place is _MOVING:
             return
@@ -380,47 +369,7 @@ class SequenceTable:
             sequence.begun = False
 
     def take_ended(self) -> tuple[int, ...]:
-        """Ids that the executor may forget, each told once."""
+        """Ids that the executor may forget, each once."""
         ended = tuple(self._ended)
         self._ended.clear()
         return ended
-
-    # ---- invariants -------------------------------------------------------------------------------------------
-
-    def check_integrity(self) -> None:
-        """Raise RuntimeError if blocks, queues and states contradict each other."""
-        for sequence in self.sequences.values():
-            self._check_state(sequence)
-        self.blocks.check_integrity(list(self.sequences.values()))
-        self.host_tier.check_integrity(self.sequences.values())
-        if self.waiting.tokens != sum(len(sequence.tokens) for sequence in self.waiting):
-            raise RuntimeError("the count of waiting tokens is wrong")
-        for queue in (self.waiting, self.running, self.on_host, self.moving, self.held):
-            if any(self.quarantine.admits(one.request.request_id) == (queue is self.held) for one in queue):
-                raise RuntimeError("who may run is not who the quarantine admits")
-        if self.held and self.quarantine.suspect not in self._requests:
-            raise RuntimeError("sequences are held back for a request that is gone")
-
-    def _check_state(self, sequence: Sequence) -> None:
-        place, status, plans = sequence.place, sequence.status, len(sequence.in_flight)
-        holds_kv = sequence.block_table or sequence.host_table or sequence.computed or plans
-        moves_after_row = place is Place.MOVING and plans > 0
-        elsewhere = place in (Place.HOST, Place.MOVING) and not moves_after_row
-        known = len(sequence.tokens) - (status is Status.DECODE)
-        goes_on = not sequence.finished
-        contradictions = {
-            "its queue says otherwise": (sequence in self.running) != (goes_on and place is Place.DEVICE)
-            or (sequence in self.on_host) != (goes_on and place is Place.HOST)
-            or (sequence in self.moving) != (place is Place.MOVING),
-            "does not decode": elsewhere and status not in (_DECODE, _FINISHED),
-            "holds device blocks": place is Place.HOST and bool(sequence.block_table or sequence.chain),
-            "holds something": place is Place.NONE and bool(holds_kv),
-            "waits with KV, or has none and does not wait": (status is Status.WAITING) != (place is Place.NONE),
-            f"has {sequence.remaining} tokens to compute in {plans} plans": status is Status.DECODE
-            and sequence.remaining != 1 - plans,
-            "shares a block of unknown tokens": len(sequence.chain) * self.blocks.pool.block_size > known,
-            "is to be preempted with an answer that will not come": sequence.preempt_when_answered and not plans,
-        }
-        for contradiction, is_so in contradictions.items():
-            if is_so:
-                raise RuntimeError(f"sequence {sequence.sequence_id} is {status} in {place}, but {contradiction}")

@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
 from nanoserve.outputs import TokenDecoder
+from nanoserve.processes.quarantine import Quarantine
 from nanoserve.request import FinishReason, Request
-from nanoserve.scheduler.quarantine import Quarantine
 from nanoserve.server.engine_child import ENGINE_PROGRAM, EngineChild
 from nanoserve.server.messages import (
     Add,

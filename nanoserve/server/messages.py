@@ -6,7 +6,7 @@ exactly one of these types is dropped and counted.
 
 import msgspec
 
-from nanoserve.config import EngineConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.processes.sockets import SocketKeys
 from nanoserve.request import FinishReason, Request, SamplingParams, TokenLogprob
 

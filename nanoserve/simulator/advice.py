@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nanoserve.config import DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS, ModelConfig
+from nanoserve.config import ModelConfig
 from nanoserve.costs import Machine, ParallelLayout, Precision
+from nanoserve.engine_config import DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator.planning import CacheLimits, Candidate, Candidates, PlannedWork, find_candidates

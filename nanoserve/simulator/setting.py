@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nanoserve.costs.predictor import Predictor
 from nanoserve.engine import Engine
 from nanoserve.record.events import Observer
 from nanoserve.record.metrics import LatencyMetrics, RequestObserver, StepMetrics
-from nanoserve.scheduler.load import Policy, Predictor
+from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.executor import VOCAB_SIZE, SimulatedExecutor

@@ -3,13 +3,14 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from nanoserve.costs.predictor import Predictor
 from nanoserve.errors import UsageError
 from nanoserve.measures.sketches import Sketch, mean_series
 from nanoserve.measures.slo import Slo
 from nanoserve.record.events import Observer
 from nanoserve.record.metrics import RequestObserver, SloMeter
 from nanoserve.request import Request
-from nanoserve.scheduler.load import Policy, Predictor
+from nanoserve.scheduler.load import Policy
 from nanoserve.simulator.fleet import Replica, bubble_share, check_replicas, drive_fleet, make_router
 from nanoserve.simulator.pipeline import DECOUPLED, Runtime, StepTimes
 from nanoserve.simulator.result import SimulationResult

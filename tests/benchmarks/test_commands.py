@@ -26,17 +26,19 @@ def bench(run_command: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     """Runs ``nanoserve bench ARGUMENTS`` here, which looks at the machine but briefly."""
     monkeypatch.setenv("CXX", str(tmp_path / "none"))  # nothing is built for the processes that a benchmark starts
     monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZES", (64,))
-    monkeypatch.setattr("nanoserve.benchmarks.local.BandwidthProbe", lambda: BandwidthProbe(2**20))
-    monkeypatch.setattr("nanoserve.benchmarks.roofline.READ_BYTES", 2**20)
+    monkeypatch.setattr(BandwidthProbe.__init__, "__defaults__", (2**20,))
     return partial(run_command, "bench")
 
 
-def test_latency_writes_a_table_json_and_a_chart(bench: Run, tmp_path: Path) -> None:
+def test_latency_writes_a_table_json_and_a_chart(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
+    prepared: list[LLM] = []
+    monkeypatch.setattr(LLM, "prepare", lambda llm, progress: prepared.append(llm))
     report, chart = tmp_path / "report.json", tmp_path / "chart.png"
     sizes = ("--batch-sizes", "1,2", "--input", 6, "--output", 3, "--repeats", 2)
     code, out, _ = bench("latency", *sizes, "--json", report, "--plot", chart)
     assert code == 0
+    assert len(prepared) == 1, "layers are compiled ahead of what is timed"
     assert "2 x 6+3" in out
     found = json.loads(report.read_text())
     assert found["complete"]
@@ -208,8 +210,9 @@ def test_an_interrupted_benchmark_keeps_what_was_measured(
     sizes = ("--batch-sizes", "1,2", "--input", 4, "--output", 2, "--repeats", 1)
     code, out, err = bench("latency", "--eager", *sizes, "--json", report)
     assert code == 130
-    assert "interrupted: 1 rows were measured" in err
-    assert "1 x 4+2" in out
+    last = err.strip().splitlines()[-1]
+    assert last == f"nanoserve: interrupted: 1 rows were measured, {report} keeps them"
+    assert "1 x 4+2" in out and "2 x 4+2" not in out and "TTFT ms" in out
     found = json.loads(report.read_text())
     assert not found["complete"]
     assert [row["case"] for row in found["rows"]] == ["1 x 4+2"]

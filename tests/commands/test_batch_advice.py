@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from nanoserve.commands.batch_advice import advice_for
-from nanoserve.config import EngineConfig
 from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.engine_config import EngineConfig
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.shapes import dummy_config

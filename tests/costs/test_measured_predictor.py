@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoserve.costs.measured_times import MeasuredPredictor
+from nanoserve.costs.predictor import Predictor
 from nanoserve.costs.step_features import Strategy
-from nanoserve.scheduler.load import Predictor
 from tests.costs.profiles import curve, grid, made_up_profile
 
 

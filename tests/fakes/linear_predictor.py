@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nanoserve.scheduler.load import Strategy
+from nanoserve.costs.step_features import Strategy
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanoserve.costs.step_features import Strategy
 from nanoserve.request import FinishReason
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.core_division import CoreDivision
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.host_pool import HostPool
 from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.load import Decision, Load, Policy, Strategy
+from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import StepPlan
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.hybrid.families import BLOCK_SIZE, MAX_MODEL_LEN, Model

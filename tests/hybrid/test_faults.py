@@ -15,6 +15,7 @@ from nanoserve.runtime.host import host_attention
 from nanoserve.runtime.host.host_attention import HostAttention
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.scheduler.scheduler import MOST_HOST_LOSSES
+from tests.fakes.integrity import check_integrity
 from tests.hybrid.families import Model, small_model
 from tests.hybrid.lives import Case, HybridSeen, at_random, check, hybrid_engine
 from tests.scheduler.lives import Arrival
@@ -178,10 +179,10 @@ def test_an_abort_in_mid_token(model: Model) -> None:
         name = f"r{group.rows[0].sequence}"
         (update,) = engine.stop(name)
         assert update.sequence.finish_reason is FinishReason.ABORT
-        engine.scheduler.check_integrity()
+        check_integrity(engine.scheduler)
         while engine.has_work:
             engine.step()
-            engine.scheduler.check_integrity()
+            check_integrity(engine.scheduler)
         assert engine.scheduler.host_pool.free_blocks == 200
     for (request, index), sequence in seen.sequences.items():
         model.expected[request, index].check(sequence, request)

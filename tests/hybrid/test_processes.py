@@ -12,7 +12,7 @@ import pytest
 
 from tests.commands.test_pair_faults import TIGHT, Batch, answers, rows_are_there
 from tests.hybrid.servers import BODIES, HYBRID, MODEL, busy, tell_twice, texts, whole_texts
-from tests.server.starting import Server, running, shared_memory, wait_until
+from tests.server.starting import NO_TLS, Server, running, shared_memory, wait_until
 from tests.server.test_faults import COMPLETION, Reader
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,9 @@ def test_clients_that_leave_in_mid_token(server: Server, whole: list[str]) -> No
     stays = Reader(server, BODIES[0])
     for _ in range(3):
         for body in BODIES[1:]:
-            with httpx.stream("POST", server.url + COMPLETION, json=body | {"stream": True}, timeout=60) as answer:
+            with httpx.stream(
+                "POST", server.url + COMPLETION, json=body | {"stream": True}, timeout=60, **NO_TLS
+            ) as answer:
                 next(answer.iter_text())
     stays.join()
     assert stays.text == whole[0]

@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from nanoserve.kv.block_pool import BlockPool, PrefixCache
-from nanoserve.kv.sequence_blocks import SequenceBlocks
+from nanoserve.kv import BlockPool, PrefixCache, SequenceBlocks
 from nanoserve.request import Request, SamplingParams, Sequence
+from tests.fakes.integrity import check_pool
 
 
 def _cached_prompt(pool: BlockPool, tokens: list[int], salt: str = "") -> list[int]:
@@ -61,7 +61,7 @@ def test_equal_content_is_cached_once() -> None:
     kept, other = _cached_prompt(pool, [1, 2]), _cached_prompt(pool, [1, 2])
     assert [hit.block for hit in pool.match_prefix([1, 2, 3], "")] == kept
     pool.release(other)
-    pool.check_integrity(Counter(kept))
+    check_pool(pool, Counter(kept))
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
@@ -138,7 +138,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def balances(self) -> None:
-        self.pool.check_integrity(Counter(block for blocks in self.owned for block in blocks))
+        check_pool(self.pool, Counter(block for blocks in self.owned for block in blocks))
 
 
 TestPoolMachine = PoolMachine.TestCase

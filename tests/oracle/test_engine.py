@@ -21,6 +21,7 @@ from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.scheduler import Scheduler
+from tests.fakes.integrity import check_integrity
 from tests.oracle.checkpoints import FAMILIES, VOCAB_SIZE
 
 Checkpoint = Callable[[str], tuple[Path, PreTrainedModel]]
@@ -92,7 +93,7 @@ def run(
         for update in engine.step():
             assert update.sequence.error is None
             outputs[update.request_id, update.index] += update.new_tokens
-        scheduler.check_integrity()
+        check_integrity(scheduler)
     engine.close()
     return list(outputs.values()), scheduler
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from nanoserve import LLM, assembly
-from nanoserve.config import EngineConfig, MoeConfig
+from nanoserve.config import MoeConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.attention import AttentionFunction, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from nanoserve.config import ModelConfig
+from nanoserve.costs.step_features import Strategy
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.host.host_attention import HostAttention
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.host_pool import HostPool
-from nanoserve.scheduler.load import Strategy
 from nanoserve.scheduler.plan import Begin, CohortProgress, Row, StepPlan, StepResult, Swap
 from tests.runtime.small_model import dense_greedy, small_config, small_decoder
 

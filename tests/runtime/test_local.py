@@ -16,6 +16,7 @@ from nanoserve.runtime.moves.swapping import BlockMover
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.plan import Begin, Executor, Row, StepPlan, StepResult, Swap
 from nanoserve.scheduler.scheduler import Scheduler
+from tests.fakes.integrity import check_integrity
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.runtime.small_model import VOCAB_SIZE, dense_greedy, small_config, small_decoder
 from tests.runtime.swaps import watch_swaps
@@ -160,7 +161,7 @@ def run(
             name = (update.request_id, update.index)
             tokens[name] = tokens.get(name, ()) + update.new_tokens
             last[name] = update
-        scheduler.check_integrity()
+        check_integrity(scheduler)
     engine.close()
     assert all(update.sequence.error is None for update in last.values())
     return tokens, scheduler

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import ModelConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, RuntimeFailure, UsageError
 from nanoserve.models.loading import load_model
 from nanoserve.models.resharding import ReshardableWeights

@@ -16,6 +16,7 @@ from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Begin, Copy, Row, StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
+from tests.fakes.integrity import check_integrity
 from tests.runtime.small_model import VOCAB_SIZE, dense_greedy, small_config, small_decoder
 
 BLOCK_SIZE = 4
@@ -193,7 +194,7 @@ def run(
                 engine.stop(update.request_id, index=update.index, reason=FinishReason.STOP)
             life.reason, life.logprobs = update.sequence.finish_reason, list(update.sequence.logprobs)
             assert update.sequence.error is None
-        scheduler.check_integrity()
+        check_integrity(scheduler)
     assert scheduler.pool.free_blocks == num_blocks
     return lives, scheduler, fed_rows
 

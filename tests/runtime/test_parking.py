@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
+from nanoserve.costs.step_features import Strategy
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import Decoder, DecoderLayer
@@ -23,7 +24,6 @@ from nanoserve.runtime.moves.swapping import LocalSwaps
 from nanoserve.runtime.stage import Stage
 from nanoserve.runtime.step.decode_graphs import DecodeGraphs, StaticInputs
 from nanoserve.runtime.step.model_runner import ModelRunner
-from nanoserve.scheduler.load import Strategy
 from nanoserve.scheduler.plan import Begin, Row, StepPlan, StepResult, Swap
 from tests.runtime.fake_graphs import FakeRecorder
 from tests.runtime.small_model import dense_greedy, small_config, small_decoder

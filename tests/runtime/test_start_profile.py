@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from nanoserve.config import EngineConfig
 from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.costs.profile import Profile, read_profile, write_profile
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.runtime.host.host_attention import HostAttentionLost
 from nanoserve.runtime.host.host_processor import HostProcessor

@@ -78,7 +78,7 @@ def two_stages() -> Iterator[Workers]:
     running.close()
 
 
-@pytest.mark.parametrize(("rank", "after_tokens"), [(0, 60), (1, 3)])
+@pytest.mark.parametrize(("rank", "after_tokens"), [pytest.param(0, 60, marks=pytest.mark.slow), (1, 3)])
 def test_tokens_are_the_same_when_a_worker_is_killed(two_stages: Workers, rank: int, after_tokens: int) -> None:
     answers, _ = two_stages.answers_while_dying(rank, after_tokens)
     assert answers == two_stages.expected
@@ -94,7 +94,7 @@ def test_the_answers_are_those_of_one_process(two_stages: Workers) -> None:
 @pytest.mark.slow
 def test_a_stopped_worker_is_treated_like_a_dead_one(two_stages: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanoserve.runtime.workers.group.SILENCE_SECONDS", 2.0)
-    monkeypatch.setattr("nanoserve.scheduler.quarantine.DEATHS_SECONDS", 0.0)
+    monkeypatch.setattr("nanoserve.processes.quarantine.DEATHS_SECONDS", 0.0)
     stopped = workers(two_stages.mark)[1]
     answers, _ = two_stages.answers_while_dying(1, 20, signal.SIGSTOP)
     assert answers == two_stages.expected
@@ -104,7 +104,7 @@ def test_a_stopped_worker_is_treated_like_a_dead_one(two_stages: Workers, monkey
 @pytest.mark.slow
 def test_every_worker_of_two_stages_by_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its pipe: nobody's patience with those that are silent ends."""
-    monkeypatch.setattr("nanoserve.scheduler.quarantine.DEATHS_SECONDS", 0.0)
+    monkeypatch.setattr("nanoserve.processes.quarantine.DEATHS_SECONDS", 0.0)
     monkeypatch.setattr("nanoserve.runtime.workers.group.SILENCE_SECONDS", 3600.0)
     running = Workers(pipeline_parallel=2, tensor_parallel=2)
     for rank in range(4):

@@ -20,12 +20,14 @@ key and 3 a prompt token; of the CPU, 2 and 1 a key. Moving a token takes 0.1 s,
 
 from dataclasses import dataclass
 
+from nanoserve.costs.predictor import Predictor
 from nanoserve.engine import Engine
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.load import Policy, Predictor
+from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity, StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
+from tests.fakes.integrity import check_integrity
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 
@@ -120,7 +122,7 @@ def play(
                 engine.add(Request(name, to_come.pop(name).tokens, params, seed=0))
         assert engine.has_work, "everything has ended before the next prompt comes"
         engine.step()
-        scheduler.check_integrity()
+        check_integrity(scheduler)
     assert scheduler.forced_steps == 0, "no decision moved anything"
     return [line for plan in executor.plans for line in _spell_out(plan)]
 

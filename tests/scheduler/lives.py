@@ -1,11 +1,14 @@
 """Random lives of an engine: requests that come, fork, share prefixes and are given up, on tiny pools."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from hypothesis import strategies as st
 
 from nanoserve.engine import Engine
 from nanoserve.request import FinishReason, Request, SamplingParams
+from tests.fakes.integrity import check_integrity
 from tests.fakes.reference import expected_tokens
 
 END_TOKEN = 0
@@ -67,8 +70,9 @@ def lives(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-def live(engine: Engine, arrivals: list[Arrival]) -> tuple[dict, dict]:
+def live(engine: Engine, arrivals: list[Arrival], check: Callable[[], None] | None = None) -> tuple[dict, dict]:
     """Run all arrivals and aborts to the end, checking the invariants after every step."""
+    check = check or partial(check_integrity, engine.scheduler)
     outputs: dict[tuple[str, int], list[int]] = {
         (arrival.request.request_id, index): [] for arrival in arrivals for index in range(arrival.request.params.n)
     }
@@ -89,7 +93,7 @@ def live(engine: Engine, arrivals: list[Arrival]) -> tuple[dict, dict]:
             outputs[key] += update.new_tokens
             if update.finished:
                 reasons[key] = update.sequence.finish_reason
-        engine.scheduler.check_integrity()
+        check()
         step += 1
         assert step < 3000, "some request starves"
     return outputs, reasons

@@ -9,6 +9,7 @@ from nanoserve.scheduler.load import Decision
 from nanoserve.scheduler.plan import Answer, LayoutCapacity, Row, StepPlan, StepResult
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
+from tests.fakes.integrity import check_integrity
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.scheduler.golden import Prompt, play
 from tests.scheduler.tiered import Remote
@@ -48,7 +49,7 @@ def finish(engine: Engine) -> list[SequenceUpdate]:
     updates = []
     while engine.has_work:
         updates += engine.step()
-        engine.scheduler.check_integrity()
+        check_integrity(engine.scheduler)
     return updates
 
 
@@ -166,7 +167,7 @@ def test_an_abort_with_two_chunks_in_flight_keeps_the_blocks_until_both_have_end
         assert engine.scheduler.pool.free_blocks == 16 - 6
         assert engine.step() == []
         assert len(sequence.in_flight) == left
-        engine.scheduler.check_integrity()
+        check_integrity(engine.scheduler)
     assert engine.scheduler.pool.free_blocks == 16
 
 
@@ -179,7 +180,7 @@ def test_an_error_in_the_first_of_two_chunks_ends_the_prompt_once() -> None:
     first, second = plans_of(engine)[-2:]
     (update,) = engine.scheduler.apply(StepResult(first.step, (Answer(0, error="not numbers"),)), 1.0)
     assert update.sequence.finish_reason is FinishReason.ERROR
-    engine.scheduler.check_integrity()
+    check_integrity(engine.scheduler)
     assert engine.scheduler.apply(StepResult(second.step), 2.0) == []
     assert engine.scheduler.pool.free_blocks == 16
     assert not engine.has_work
@@ -229,7 +230,7 @@ def test_blocks_in_flight_come_back_with_the_last_answer() -> None:
         assert engine.scheduler.pool.free_blocks == free < 16
         assert engine.step() == []
         assert sequence is not None and len(sequence.in_flight) == left
-        engine.scheduler.check_integrity()
+        check_integrity(engine.scheduler)
     assert engine.scheduler.pool.free_blocks == 16
     assert not engine.has_work
 
@@ -258,7 +259,7 @@ def test_an_error_ends_a_sequence_whatever_its_fed_row_says() -> None:
     first, second = plans_of(engine)[-2:]
     (update,) = engine.scheduler.apply(StepResult(first.step, (Answer(0, error="not numbers"),)), 1.0)
     assert (update.sequence.finish_reason, update.sequence.error) == (FinishReason.ERROR, "not numbers")
-    engine.scheduler.check_integrity()
+    check_integrity(engine.scheduler)
     assert engine.scheduler.apply(StepResult(second.step, (Answer(0, (5,)),)), 2.0) == []
     assert engine.scheduler.pool.free_blocks == 16
     assert not engine.has_work

@@ -10,6 +10,7 @@ from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.load import Decision
 from nanoserve.scheduler.plan import StepResult
 from nanoserve.scheduler.scheduler import MOST_HOST_LOSSES
+from tests.fakes.integrity import check_integrity
 from tests.scheduler.lives import lives
 from tests.scheduler.tier_lives import AlsoUsingTheHost, AtRandom, check, decisions, tiers
 from tests.scheduler.tiered import Bench
@@ -128,7 +129,7 @@ def test_after_three_losses_there_is_no_host_tier() -> None:
     bench.add("b", 4, 4)
     for _ in range(MOST_HOST_LOSSES):
         bench.scheduler.apply(StepResult(None, host_lost="killed"), 0.0)
-        bench.scheduler.check_integrity()
+        check_integrity(bench.scheduler)
     bench.executor.host_dies()  # for the memory's sake; nobody is there to be lost
     swaps = len(bench.swapped())
     bench.step(Decision(64, 64, park=True, preempt_to_host=True, swap_out=9))

@@ -16,6 +16,7 @@ from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.dying_executor import CAUSE, DyingExecutor
+from tests.fakes.integrity import check_integrity
 from tests.fakes.reference import expected_tokens
 from tests.scheduler import tiered
 from tests.scheduler.lives import check_outputs, live, lives
@@ -93,7 +94,7 @@ class _Bench:
         updates = []
         while self.engine.has_work:
             updates += self.engine.step()
-            self.scheduler.check_integrity()
+            check_integrity(self.scheduler)
         assert self.scheduler.pool.free_blocks == NUM_BLOCKS
         return updates
 
@@ -161,7 +162,7 @@ def test_a_request_given_up_while_in_flight_is_gone_with_the_workers() -> None:
     assert bench.engine.has_work, "its blocks come back with its answer"
     bench.executor.die()
     bench.engine.step()
-    bench.scheduler.check_integrity()
+    check_integrity(bench.scheduler)
     assert not bench.engine.has_work
     bench.add("a")  # its name is free again
     assert bench.finish()[-1].finished
@@ -239,7 +240,7 @@ def test_everything_ends_with_an_error_when_no_workers_come_any_more(steps: int)
         assert update.sequence.finish_reason is FinishReason.ERROR and update.sequence.error == CAUSE
     assert bench.engine.failure == CAUSE
     assert not bench.engine.has_work and bench.scheduler.pool.free_blocks == NUM_BLOCKS
-    bench.scheduler.check_integrity()
+    check_integrity(bench.scheduler)
 
 
 def test_a_request_that_comes_later_ends_in_the_same_way() -> None:

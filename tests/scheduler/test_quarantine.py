@@ -7,13 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.engine import Engine
+from nanoserve.processes.quarantine import Quarantine
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.plan import Begin, Row
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
-from nanoserve.scheduler.quarantine import Quarantine
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.dying_executor import CAUSE, DyingExecutor
+from tests.fakes.integrity import check_integrity
 from tests.fakes.reference import expected_tokens
 from tests.scheduler.lives import check_outputs, live, lives
 
@@ -101,7 +102,7 @@ class Bench:
     def step(self) -> None:
         for update in self.engine.step():
             self._take(update)
-        self.scheduler.check_integrity()
+        check_integrity(self.scheduler)
 
     def _take(self, update: SequenceUpdate) -> None:
         self.got.setdefault(update.request_id, []).extend(update.new_tokens)

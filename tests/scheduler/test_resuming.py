@@ -8,6 +8,7 @@ from nanoserve.engine import Engine
 from nanoserve.request import Request, SamplingParams, SequenceUpdate
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
+from tests.fakes.integrity import check_integrity
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.fakes.reference import expected_tokens
 
@@ -24,7 +25,7 @@ def _finish(engine: Engine) -> list[SequenceUpdate]:
     updates = []
     while engine.has_work:
         updates += engine.step()
-        engine.scheduler.check_integrity()
+        check_integrity(engine.scheduler)
     assert engine.scheduler.pool.free_blocks == engine.scheduler.pool.num_blocks
     return updates
 

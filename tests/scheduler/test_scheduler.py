@@ -9,6 +9,7 @@ from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill, PrefillFirst
 from nanoserve.scheduler.scheduler import Scheduler
+from tests.fakes.integrity import check_integrity
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.fakes.reference import expected_tokens
 
@@ -38,7 +39,7 @@ def _finish(engine: Engine) -> list[SequenceUpdate]:
     updates = []
     while engine.has_work:
         updates += engine.step()
-        engine.scheduler.check_integrity()
+        check_integrity(engine.scheduler)
     return updates
 
 
@@ -204,7 +205,7 @@ def test_a_victim_in_flight_gives_its_blocks_up_with_its_answer() -> None:
     engine.add(Request("new", (2,) * 4, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), seed=0))
     while engine.has_work:
         engine.step()
-        engine.scheduler.check_integrity()
+        check_integrity(engine.scheduler)
         for sequence in engine.scheduler.running:
             assert sequence.in_flight or not sequence.preempt_when_answered
     assert engine.scheduler.preemptions > 0, "the trace was to run out of blocks"

@@ -4,12 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from nanoserve.benchmarks.resharding.baselines import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.scheduler.load import Decision, Load, Policy
-from nanoserve.scheduler.policies.transition_minimizing import (
-    DecodePrioritizing,
-    PrefillPrioritizing,
-    TransitionMinimizing,
-)
+from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.scheduler.loads import IDLE
 from tests.scheduler.tiered import Bench

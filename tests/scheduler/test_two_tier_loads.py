@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanoserve.benchmarks.resharding.baselines import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Cohort, Decision, Load, Policy
-from nanoserve.scheduler.policies.transition_minimizing import DecodePrioritizing, PrefillPrioritizing
 from tests.fakes.linear_predictor import LinearPredictor
 
 RESHARDING = {"prefill-prioritizing": PrefillPrioritizing, "decode-prioritizing": DecodePrioritizing}

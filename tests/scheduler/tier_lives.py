@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
+from nanoserve.costs.step_features import Strategy
 from nanoserve.engine import Engine
-from nanoserve.scheduler.load import Decision, Load, Policy, Strategy
+from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.host_losing_executor import HostLosingExecutor

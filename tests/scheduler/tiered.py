@@ -9,6 +9,7 @@ from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import LayoutCapacity, StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.host_losing_executor import HostLosingExecutor
+from tests.fakes.integrity import check_integrity
 from tests.fakes.reference import expected_tokens
 
 BLOCK_SIZE = 2
@@ -70,7 +71,7 @@ class Bench:
         if decision is not None:
             self.policy.decision = decision
         updates = self.engine.step()
-        self.scheduler.check_integrity()
+        check_integrity(self.scheduler)
         for update in updates:
             self.outputs[update.request_id] += update.new_tokens
         return updates
@@ -93,7 +94,7 @@ class Bench:
         (update,) = self.engine.stop(name)
         assert update.finished
         del self.requests[name]
-        self.scheduler.check_integrity()
+        check_integrity(self.scheduler)
 
     @property
     def plans(self) -> list[StepPlan]:

@@ -4,7 +4,7 @@ import os
 import sys
 
 from nanoserve.commands.main import main
-from nanoserve.scheduler import quarantine
+from nanoserve.processes import quarantine
 from nanoserve.server import engine_child, engine_client
 from tests.server.fake_engine import PROGRAM
 

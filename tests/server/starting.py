@@ -18,6 +18,8 @@ import httpx
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 240.0
 """For things that take a second on a machine with nothing else to do."""
+NO_TLS: dict[str, Any] = {"verify": False}
+"""For every httpx request: it would read the system's certificates each time, which takes 40 ms."""
 
 
 class Server:
@@ -65,14 +67,14 @@ class Server:
         return {"authorization": f"Bearer {self.key}"} if self.key else {}
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, headers=self.headers, timeout=PATIENCE_SECONDS)
+        return httpx.get(self.url + path, headers=self.headers, timeout=PATIENCE_SECONDS, **NO_TLS)
 
     def post(self, path: str, body: Any = None, **settings: Any) -> httpx.Response:
         """With a JSON body, or with whatever ``settings`` say."""
         if body is not None:
             settings["json"] = body
         settings.setdefault("headers", self.headers)
-        return httpx.post(self.url + path, timeout=PATIENCE_SECONDS, **settings)
+        return httpx.post(self.url + path, timeout=PATIENCE_SECONDS, **NO_TLS, **settings)
 
     def metric(self, name: str) -> float:
         """The value of a metric, summed over its labels."""
@@ -159,7 +161,7 @@ def alive(process_id: int) -> bool:
 def answers(url: str, headers: dict[str, str]) -> bool:
     """Whether a URL is answered with 200."""
     try:
-        return httpx.get(url, headers=headers, timeout=10).status_code == 200
+        return httpx.get(url, headers=headers, timeout=10, **NO_TLS).status_code == 200
     except httpx.HTTPError:
         return False
 

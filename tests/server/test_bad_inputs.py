@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.starting import Server, wait_until
+from tests.server.starting import NO_TLS, Server, wait_until
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 CONTROL = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 12}
@@ -299,10 +299,10 @@ def test_a_request_with_two_lengths_is_refused_and_the_connection_closed(server:
 def test_only_names_of_the_machine_itself_are_answered(server: Server) -> None:
     url = httpx.URL(server.url)
     for host in ("evil.example", f"evil.example:{url.port}", "", "localhost.evil.example", "[", "192.168.0.1"):
-        error = _is_error(httpx.get(server.url + "/v1/models", headers={"host": host}), 403)
+        error = _is_error(httpx.get(server.url + "/v1/models", headers={"host": host}, **NO_TLS), 403)
         assert error["code"] == "host_not_allowed" and "--allowed-hosts" in error["message"]
     for host in ("localhost", f"LOCALHOST:{url.port}", "127.0.0.1", "127.0.0.1:80", "[::1]", "[::1]:8000"):
-        assert httpx.get(server.url + "/v1/models", headers={"host": host}).status_code == 200
+        assert httpx.get(server.url + "/v1/models", headers={"host": host}, **NO_TLS).status_code == 200
 
 
 def test_slow_clients_are_cut_off(server: Server) -> None:
@@ -408,7 +408,7 @@ class TimedStream(threading.Thread):
 
     def run(self) -> None:
         body = CONTROL | {"max_tokens": 300, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", self._url, json=body, timeout=240) as answer:
+        with httpx.stream("POST", self._url, json=body, timeout=240, **NO_TLS) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     self.text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]

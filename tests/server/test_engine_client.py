@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from nanoserve.config import EngineConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.server import endpoints

@@ -22,11 +22,14 @@ import pytest
 import zmq
 
 import nanoserve
+from nanoserve.commands.main import main
 from nanoserve.processes.sockets import SocketKeys, connect
+from nanoserve.server.engine_client import EngineClient
 from nanoserve.server.messages import Stop
 from tests.server.conftest import MODEL
-from tests.server.fake_engine import BROKEN, POISON_TOKEN, WORKER_POISON_TOKEN
+from tests.server.fake_engine import BROKEN, POISON_TOKEN, PROGRAM, WORKER_POISON_TOKEN
 from tests.server.starting import (
+    NO_TLS,
     PATIENCE_SECONDS,
     ROOT,
     Server,
@@ -60,7 +63,7 @@ class Reader(threading.Thread):
         url = self._server.url + COMPLETION
         with (
             suppress(httpx.RemoteProtocolError),  # the front end was killed
-            httpx.stream("POST", url, json=self._body, headers=self._server.headers, timeout=240) as answer,
+            httpx.stream("POST", url, json=self._body, headers=self._server.headers, timeout=240, **NO_TLS) as answer,
         ):
             for piece in answer.iter_text():
                 self.data += piece
@@ -413,67 +416,56 @@ def test_streams_that_do_not_fit_together_take_turns() -> None:
 # ------------------------------------------------------------------------------------------- keys
 
 
-def test_a_key_is_asked_for_everywhere_but_at_health() -> None:
-    with_key = ("--api-key", "sécret", "--api-key", "other")
-    server = Server("--port", "0", *with_key, module="tests.server.fake_serve")
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Server]:
+    """It has two keys, of which tests may choose one as `keyed.key`."""
+    server = Server("--port", "0", "--api-key", "sécret", "--api-key", "other", module="tests.server.fake_serve")
     try:
         server.key = "other"
         server.wait_ready()
-        for path in (
-            "/v1/models",
-            "/ready",
-            "/metrics",
-            "/version",
-            "//v1/models",
-            "/%2e/health",
-            "/nothing",
-            "/HEALTH",
-        ):
-            for key in (b"", b"Bearer", b"Bearer wrong", b"Bearer \xff\xfe", b"Basic other", b"other"):
-                answer = httpx.get(server.url + path, headers={"authorization": key})
-                assert answer.status_code == 401, (path, key)
-                assert answer.json()["error"]["code"] == "invalid_api_key"
-        for host in ("a/?x=", "evil.example"):
-            assert httpx.get(server.url + "/v1/models", headers={"host": host}).status_code == 401
-        assert httpx.post(server.url + COMPLETION, json=LONG).status_code == 401
-        assert httpx.get(server.url + "/health").status_code == 200
-        for key in ("sécret".encode(), b"other"):
-            headers = {"authorization": b"Bearer " + key}
-            assert httpx.get(server.url + "/v1/models", headers=headers).status_code == 200
+        yield server
     finally:
         assert server.end() == 0
         shutil.rmtree(server.directory)
 
 
-def test_prefixes_are_shared_only_with_the_same_key() -> None:
-    server = Server("--port", "0", "--api-key", "one", "--api-key", "two", module="tests.server.fake_serve")
-    body = {"prompt": [7] * 100, "max_tokens": 1}
+def test_a_key_is_asked_for_everywhere_but_at_health(keyed: Server) -> None:
+    paths = ("/v1/models", "/ready", "/metrics", "/version", "//v1/models", "/%2e/health", "/nothing", "/HEALTH")
+    with httpx.Client(base_url=keyed.url, **NO_TLS) as client:
+        for path in paths:
+            for key in (b"", b"Bearer", b"Bearer wrong", b"Bearer \xff\xfe", b"Basic other", b"other"):
+                answer = client.get(keyed.url + path, headers={"authorization": key})
+                assert answer.status_code == 401, (path, key)
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+        for host in ("a/?x=", "evil.example"):
+            assert client.get("/v1/models", headers={"host": host}).status_code == 401
+        assert client.post(COMPLETION, json=LONG).status_code == 401
+        assert client.get("/health").status_code == 200
+        for key in ("sécret".encode(), b"other"):
+            assert client.get("/v1/models", headers={"authorization": b"Bearer " + key}).status_code == 200
+
+
+def test_prefixes_are_shared_only_with_the_same_key(keyed: Server) -> None:
     cached = []
-    try:
-        for server.key in ("one", "two", "one"):
-            server.wait_ready()
-            usage = server.post(COMPLETION, body).json()["usage"]
-            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
-    finally:
-        server.end()
-        shutil.rmtree(server.directory)
+    for key in ("sécret", "other", "sécret"):
+        headers = {"authorization": f"Bearer {key}".encode()}
+        usage = keyed.post(COMPLETION, {"prompt": [7] * 100, "max_tokens": 1}, headers=headers).json()["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
     assert cached == [0, 0, 96]
 
 
 # ------------------------------------------------------------------------------------------ the command
 
 
-def _serve(*arguments: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "tests.server.fake_serve", *arguments]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
-def test_mistakes_on_the_command_line_are_one_line(tmp_path: Path, fake: Server) -> None:
+def test_mistakes_on_the_command_line_are_one_line(
+    tmp_path: Path, fake: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(EngineClient.__init__.__kwdefaults__, "program", PROGRAM)
     port = str(httpx.URL(fake.url).port)
     broken = tmp_path / "model"
     shutil.copytree(BUNDLED, broken)
     (broken / BROKEN).touch()
-    mistakes = [
+    for words, code, said in (
         (("--host", "0.0.0.0"), 2, "can be reached from outside"),
         (("--api-key", ""), 2, "is empty"),
         (("--port", port), 1, "choose another --port"),
@@ -482,13 +474,12 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path: Path, fake: Server)
         (("--port", "0", "--model", "/no/such/place"), 3, "no such directory"),
         (("--port", "0", "--model", str(broken)), 3, "the weights are broken"),
         (("--port", "0", "--model", _model_with_template(tmp_path / "loops", LOOPS)), 3, "template"),
-    ]
-    with ThreadPoolExecutor(2) as threads:
-        all_ended = list(threads.map(lambda mistake: _serve(*mistake[0]), mistakes))
-    for (_, code, said), ended in zip(mistakes, all_ended, strict=True):
-        assert ended.returncode == code, ended.stderr
-        lines = [line for line in ended.stderr.splitlines() if "listening on" not in line]
-        assert len(lines) == 1 and said in lines[0], ended.stderr
+    ):
+        capfd.readouterr()
+        assert main(["serve", *words]) == code, words
+        told = capfd.readouterr().err
+        lines = [line for line in told.splitlines() if "listening on" not in line]
+        assert len(lines) == 1 and said in lines[0], told
 
 
 def test_a_directory_with_a_long_name_is_no_worse_than_another(tmp_path: Path) -> None:

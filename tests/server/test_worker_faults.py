@@ -9,7 +9,7 @@ import pytest
 
 from tests.processes import MARK, kill, marked, new_mark, workers
 from tests.server.conftest import MODEL
-from tests.server.starting import Server, running, shared_memory, wait_until
+from tests.server.starting import NO_TLS, Server, running, shared_memory, wait_until
 from tests.server.test_faults import COMPLETION, LONG, Reader, whole_text
 
 SAMPLED = LONG | {"temperature": 1, "seed": 4, "max_tokens": 200}
@@ -51,7 +51,7 @@ def _check(readers: dict[str, Reader], whole: dict[str, str]) -> None:
 def _hang_up(server: Server) -> None:
     """Ask for something, and go away before the answer."""
     with suppress(httpx.TimeoutException):
-        httpx.post(server.url + COMPLETION, json=LONG | {"seed": 9}, timeout=0.3)
+        httpx.post(server.url + COMPLETION, json=LONG | {"seed": 9}, timeout=0.3, **NO_TLS)
 
 
 def test_streams_go_on_when_a_worker_is_killed(two_stages: Server, mark: str, whole: dict[str, str]) -> None:

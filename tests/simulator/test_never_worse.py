@@ -6,9 +6,9 @@ import pytest
 
 from nanoserve.benchmarks.hybrid.cases import Case, Work
 from nanoserve.benchmarks.pipeline.running import make_requests, run_requests
+from nanoserve.costs.predictor import Predictor
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.load import Predictor
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.tiered_executor import TieredExecutor
 from tests.fakes.distorted_predictor import DistortedPredictor

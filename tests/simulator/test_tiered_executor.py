@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 import pytest
 
+from nanoserve.costs.step_features import Strategy
 from nanoserve.errors import UsageError
 from nanoserve.record.times import HostTimes, ReshardTimes, SwapTimes
 from nanoserve.request import SamplingParams
-from nanoserve.scheduler.load import Strategy
 from nanoserve.scheduler.plan import Begin, CohortProgress, Row, StepPlan, StepResult, Swap
 from nanoserve.simulator.executor import DUMMY_TOKEN, END_TOKEN
 from nanoserve.simulator.pipeline import Passage

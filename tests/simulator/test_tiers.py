@@ -8,10 +8,11 @@ import pytest
 
 from nanoserve.costs import StepCosts, load_machine, load_shape
 from nanoserve.costs.predictor import CostPredictor
+from nanoserve.costs.step_features import Strategy
 from nanoserve.errors import UsageError
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.record.trace import SimulationTrace
-from nanoserve.scheduler.load import Decision, Load, Policy, Strategy
+from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.simulator import OtherLayout, SimulationResult, Workload, burst, fixed_lengths, simulate
 from tests.simulator.linear_times import LinearTimes
 from tests.simulator.tier_times import TierTimes

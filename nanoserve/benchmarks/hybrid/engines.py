@@ -6,9 +6,10 @@ import torch
 
 from nanoserve.benchmarks.hybrid.cases import Work
 from nanoserve.benchmarks.hybrid.policies import HybridEngine
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import ModelConfig
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.costs.measured_times import MeasuredTimes
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.llm import LLM
 from nanoserve.models.dtypes import resolve_dtype

@@ -7,7 +7,7 @@ import msgspec
 
 from nanoserve.benchmarks.hybrid.steps import DecodeStep
 from nanoserve.costs.closed_forms import overlap_gain_bound, pipelining_speedup_bound
-from nanoserve.scheduler.load import Predictor
+from nanoserve.costs.predictor import Predictor
 from nanoserve.scheduler.plan import HostWork
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nanoserve.benchmarks.hybrid.cases import Case
+from nanoserve.costs.predictor import Predictor
 from nanoserve.errors import UsageError
-from nanoserve.scheduler.load import Predictor
 from nanoserve.scheduler.plan import Executor
 from nanoserve.scheduler.policies import POLICIES, named_policy, parse_policies
 from nanoserve.scheduler.scheduler import Scheduler

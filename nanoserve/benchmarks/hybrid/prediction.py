@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from nanoserve.costs.step_features import Strategy
 from nanoserve.record.forecasts import Forecast
-from nanoserve.scheduler.load import Strategy
 
 
 class ErrorFigures(msgspec.Struct, frozen=True, kw_only=True):

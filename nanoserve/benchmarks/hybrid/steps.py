@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from nanoserve.costs.step_features import Strategy
 from nanoserve.record.run_record import RunRecord
-from nanoserve.scheduler.load import Strategy
 from nanoserve.scheduler.plan import Row, StepPlan, StepResult
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 
 from nanoserve.benchmarks.floors import Limits
-from nanoserve.config import EngineConfig
 from nanoserve.costs.counts import ModelCounts, Precision
 from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
 from nanoserve.costs.measured_times import MeasuredTimes
 from nanoserve.costs.profile import Prediction, Profile, Reached, RunFigures
 from nanoserve.costs.work import StepWork
 from nanoserve.engine import Engine
+from nanoserve.engine_config import EngineConfig
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.record.metrics import LatencyMetrics
 from nanoserve.request import Request, SamplingParams

@@ -6,7 +6,8 @@ from dataclasses import replace
 from nanoserve.assembly import choose_num_host_blocks, make_predictors
 from nanoserve.benchmarks.pipeline.engines import compile_layers
 from nanoserve.benchmarks.resharding.policies import Workers
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import ModelConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.runtime.workers.executor import WorkersExecutor
 

@@ -3,17 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from nanoserve.benchmarks.resharding.baselines import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.benchmarks.resharding.rounds import Variant
 from nanoserve.benchmarks.resharding.running import LayoutsExecutor, Place
+from nanoserve.costs.predictor import Predictor
 from nanoserve.layout import ParallelLayout
-from nanoserve.scheduler.load import Policy, Predictor
+from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.policies import make_policy
-from nanoserve.scheduler.policies.transition_minimizing import (
-    DecodePrioritizing,
-    PrefillPrioritizing,
-    TransitionMinimizing,
-)
+from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 from nanoserve.scheduler.scheduler import Scheduler
 
 RESHARDING: dict[str, type[TransitionMinimizing]] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from nanoserve.config import EngineConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 
 

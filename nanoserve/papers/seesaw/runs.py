@@ -5,13 +5,13 @@ from types import MappingProxyType
 
 import msgspec
 
+from nanoserve.benchmarks.resharding.baselines import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.papers.seesaw.settings import BLOCK_SIZE, RESHARDING, LayoutChoice, OfflineBatch
 from nanoserve.record.events import Planned, StepObserver
 from nanoserve.record.times import Beside, ReshardTimes, StageTimes
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.policies import make_policy
-from nanoserve.scheduler.policies.transition_minimizing import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.simulator import OtherLayout, SimulationResult, Workload, burst, simulate
 
 FREQUENT, RARE = "prefill-prioritizing", "decode-prioritizing"

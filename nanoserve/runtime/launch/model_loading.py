@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import ModelConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.dummy import make_dummy_model

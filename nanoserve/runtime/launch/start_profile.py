@@ -13,12 +13,13 @@ import msgspec
 import torch
 
 from nanoserve import __version__
-from nanoserve.config import EngineConfig, ModelConfig, SamplingDefaults
+from nanoserve.config import ModelConfig, SamplingDefaults
 from nanoserve.costs.calibration import calibrate
 from nanoserve.costs.curves import MeasuredCurve
 from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.costs.measured_times import MeasuredPredictor
 from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, Reached, read_profile, write_profile
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.hub import ProgressCallback

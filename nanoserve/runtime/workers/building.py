@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import ModelConfig
 from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.engine_config import EngineConfig
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction, RMSNorm
 from nanoserve.models.hub import ResolvedModel

@@ -9,9 +9,10 @@ from typing import Literal
 
 import zmq
 
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import ModelConfig
 from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.costs.profile import Profile
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.record.times import ReshardTimes, SwapTimes, Times

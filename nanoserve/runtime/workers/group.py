@@ -12,7 +12,8 @@ import msgspec
 import torch
 import zmq
 
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import ModelConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.dummy import save_dummy_checkpoint

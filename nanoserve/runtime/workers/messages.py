@@ -2,9 +2,9 @@
 
 import msgspec
 
-from nanoserve.config import EngineConfig
 from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.costs.profile import Profile
+from nanoserve.engine_config import EngineConfig
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.scheduler.plan import StepPlan, StepResult
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from nanoserve.config import EngineConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.runtime.workers.executor import WorkersExecutor
 

@@ -1,7 +1,6 @@
 """The scheduling policies by name: the choices of ``--policy`` and the table of ``nanoserve policies``."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -18,21 +17,18 @@ from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimiz
 
 @dataclass(frozen=True, slots=True)
 class PolicyEntry:
-    """One policy as users see it."""
+    """One policy as users see it, and what it needs."""
 
     kind: type[Policy]
     """Its class, a dataclass whose fields are its parameters."""
-    budget: str
-    """The parameter that is the token budget of a step, ``--max-num-batched-tokens``."""
     paper: str
     """Where it comes from."""
     use_when: str
     """What it is good for, in one line."""
-
-    @property
-    def attends_on_host(self) -> bool:
-        """Whether it has the CPU attend to KV in host memory."""
-        return self.kind.attends_on_host
+    budget: str = "token_budget"
+    """The parameter that is the token budget of a step, ``--max-num-batched-tokens``."""
+    attends_on_host: bool = False
+    """Whether the CPU attends to KV in host memory, so that a host tier is needed."""
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -40,66 +36,53 @@ class PolicyEntry:
         parameters = fields(self.kind)  # type: ignore[arg-type]  # every policy is a dataclass
         return {one.name: one.default for one in parameters if one.default is not MISSING and one.name != self.budget}
 
-    def make(self, token_budget: int, parameters: Mapping[str, Any]) -> Policy:
-        """The policy with that budget and these other parameters."""
-        defaults = self.defaults
-        if unknown := sorted(set(parameters) - set(defaults)):
-            known = f"it has {', '.join(defaults)}" if defaults else "it has none"
-            raise UsageError(f"the policy has no parameter {unknown[0]!r}; {known}")
-        if "min_prefill" in defaults:  # its default may be more than a small budget allows
-            parameters = {"min_prefill": min(defaults["min_prefill"], token_budget), **parameters}
-        construct: Callable[..., Policy] = self.kind
-        return construct(**{self.budget: token_budget}, **parameters)
-
 
 POLICIES: dict[str, PolicyEntry] = {
     "prefill-first": PolicyEntry(
-        PrefillFirst, "token_budget", "Orca, OSDI 2022", "the first token matters most; running answers may stall"
+        PrefillFirst, "Orca, OSDI 2022", "the first token matters most; running answers may stall"
     ),
-    "decode-first": PolicyEntry(
-        DecodeFirst, "token_budget", "FasterTransformer", "equal requests in closed batches, to compare with"
-    ),
-    "sarathi": PolicyEntry(
-        ChunkedPrefill, "token_budget", "Sarathi-Serve, OSDI 2024", "one device, or tensor parallel: even steps"
-    ),
+    "decode-first": PolicyEntry(DecodeFirst, "FasterTransformer", "equal requests in closed batches, to compare with"),
+    "sarathi": PolicyEntry(ChunkedPrefill, "Sarathi-Serve, OSDI 2024", "one device, or tensor parallel: even steps"),
     "throttling": PolicyEntry(
-        TokenThrottling, "max_prefill", "gLLM, sections 3.1, 3.2", "pipeline parallel: equal micro-batches, no bubbles"
+        TokenThrottling,
+        "gLLM, sections 3.1, 3.2",
+        "pipeline parallel: equal micro-batches, no bubbles",
+        budget="max_prefill",
     ),
     "adaptive": PolicyEntry(
         AdaptiveThrottling,
-        "max_prefill",
         "ours, after gLLM",
         "as throttling, where KV memory is short or first tokens shall come soon",
+        budget="max_prefill",
     ),
     "seesaw": PolicyEntry(
         TransitionMinimizing,
-        "token_budget",
         "Seesaw, section 4.2",
         "offline work with two parallel layouts and KV memory on the host",
     ),
     "neo": PolicyEntry(
         AsymmetricPipelining,
-        "token_budget",
         "NEO, as in APEX, section 2",
         "KV memory on the host, many prompts: the CPU attends in turn with the device",
+        attends_on_host=True,
     ),
     "overlap": PolicyEntry(
         AsynchronousOverlap,
-        "token_budget",
         "APEX, section 3.3",
         "KV memory on the host, long answers: the CPU attends beside the steps",
+        attends_on_host=True,
     ),
     "apex": PolicyEntry(
         ApexAlgorithm1,
-        "token_budget",
         "APEX, algorithm 1",
         "as printed, to compare with: neo or overlap by inequality 5",
+        attends_on_host=True,
     ),
     "hybrid": PolicyEntry(
         HybridByPrediction,
-        "token_budget",
         "ours, after APEX",
         "KV memory on the host: the device alone, neo or overlap, whichever is predicted best",
+        attends_on_host=True,
     ),
 }
 """Choices of ``--policy``."""
@@ -112,7 +95,7 @@ def make_policy(
 
     Args:
         token_budget: tokens of one step; for the throttling policies, its most prompt tokens.
-        parameters: by name, what shall differ from the policy's defaults.
+        parameters: values that differ from the policy's defaults, by name.
         swaps: victims may move to host memory. A policy that attends there decides so itself.
 
     Raises:
@@ -121,15 +104,23 @@ def make_policy(
     if name not in POLICIES:
         raise UsageError(f"unknown policy {name!r}; choose one of {', '.join(POLICIES)}")
     check_parameter("the token budget of a step", token_budget, 1)
-    policy = POLICIES[name].make(token_budget, parameters or {})
-    return PreemptingBySwap(policy) if swaps and not POLICIES[name].attends_on_host else policy
+    entry, chosen = POLICIES[name], dict(parameters or {})
+    defaults = entry.defaults
+    if unknown := sorted(chosen.keys() - defaults):
+        known = f"it has {', '.join(defaults)}" if defaults else "it has none"
+        raise UsageError(f"the policy has no parameter {unknown[0]!r}; {known}")
+    if "min_prefill" in defaults:  # its default may be more than a small budget allows
+        chosen.setdefault("min_prefill", min(defaults["min_prefill"], token_budget))
+    construct: Callable[..., Policy] = entry.kind
+    policy = construct(**{entry.budget: token_budget}, **chosen)
+    return PreemptingBySwap(policy) if swaps and not entry.attends_on_host else policy
 
 
 def parse_policies(text: str, token_budget: int) -> dict[str, Policy]:
-    """Policies by the names that are separated by commas, as "sarathi,throttling,throttling:without_wt".
+    """Policies by name, from names separated by commas: "sarathi,throttling,throttling:without_wt".
 
     Raises:
-        UsageError: as `named_policy`, and for a name that is there twice.
+        UsageError: as `named_policy`, and for a repeated name.
     """
     names = [part.strip() for part in text.split(",")]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -138,43 +129,28 @@ def parse_policies(text: str, token_budget: int) -> dict[str, Policy]:
 
 
 def named_policy(text: str, token_budget: int) -> Policy:
-    """The policy that a name stands for, perhaps with parameters: "throttling:iterations=4:without_wt".
+    """The policy of a name that parameters may follow: "throttling:iterations=4:without_wt".
 
     Raises:
         UsageError: for an unknown name or parameter, or one out of its range.
     """
     name, *words = text.split(":")
-    return make_policy(name, token_budget, _parameters(name, words))
-
-
-def _parameters(name: str, words: Sequence[str]) -> dict[str, Any]:
-    """Each once and of the type of its default; a word alone is a switch."""
     defaults = POLICIES[name].defaults if name in POLICIES else {}
     parameters: dict[str, Any] = {}
     for word in words:
         key, equals, value = (piece.strip() for piece in word.partition("="))
         if key in parameters:
-            raise UsageError(f"{key} is given twice: {':'.join((name, *words))!r:.60}")
+            raise UsageError(f"{key} is given twice: {text!r:.60}")
         try:
-            parameters[key] = _value(value if equals else "true", defaults.get(key))
+            parameters[key] = _parse(value if equals else "true", defaults.get(key))
         except (KeyError, ValueError):
             wanted = f"{key} is a whole number, " if type(defaults.get(key)) is int else ""
             raise UsageError(f"{wanted}{word!r:.60} is no parameter such as iterations=4 or without_wt") from None
-    return parameters
+    return make_policy(name, token_budget, parameters)
 
 
-def _value(text: str, default: Any) -> float:
-    """Parse a value of the default's type; of an unknown parameter, a float.
-
-    Raises:
-        KeyError: if a flag is neither true nor false.
-        ValueError: if it is no finite number, or not a whole one where that is wanted.
-    """
+def _parse(text: str, default: Any) -> float:
+    """A value of the default's type; a float where there is no default."""
     if isinstance(default, bool):
         return {"true": True, "false": False}[text]
-    if isinstance(default, int):
-        return int(text)
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is not finite")
-    return number
+    return int(text) if isinstance(default, int) else float(text)

@@ -1,14 +1,13 @@
 """APEX: asynchronous overlap, and the algorithm that chooses between it and NEO's asymmetric pipelining."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-from nanoserve.scheduler.load import Alternative, Decision, Load, Policy, check_parameter
-from nanoserve.scheduler.policies.placement import DeviceStep, device_first, overlapped
+from nanoserve.scheduler.load import Alternative, Decision, Load, check_parameter
+from nanoserve.scheduler.policies.placement import DeviceStep, HybridPolicy, device_first, overlapped
 
 
 @dataclass(frozen=True, slots=True)
-class AsynchronousOverlap(Policy):
+class AsynchronousOverlap(HybridPolicy):
     """APEX, section 3.3, always: one batch for the linear layers, host attention beside the steps.
 
     Host sequences that begin a token together are a cohort. The CPU's result for layer i is needed when a later step
@@ -16,12 +15,8 @@ class AsynchronousOverlap(Policy):
     A cohort begins, with all ready host sequences, when fewer than ``cohorts`` are under way.
     """
 
-    token_budget: int
-    """Device decodes and prompt tokens of one step together."""
     cohorts: int = 1
     """How many are under way at most: one in the paper; more is its task pool (section 6)."""
-    reads_forecast: ClassVar[bool] = True
-    attends_on_host: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_parameter("cohorts", self.cohorts, 1)
@@ -32,7 +27,7 @@ class AsynchronousOverlap(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class ApexAlgorithm1(Policy):
+class ApexAlgorithm1(HybridPolicy):
     """APEX, section 3.4: algorithm 1 as printed, with its four rules.
 
     1. Without host sequences, the device alone; and prompts go there first.
@@ -48,12 +43,8 @@ class ApexAlgorithm1(Policy):
     longer window by the time of a step without prompts, so it holds nearly always.
     """
 
-    token_budget: int
-    """Device decodes and prompt tokens of one step together."""
     minimum_ratio: float = 8.0
     """Measured in the paper, to amortise what a Python thread costs."""
-    reads_forecast: ClassVar[bool] = True
-    attends_on_host: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_parameter("minimum_ratio", self.minimum_ratio, 0)

@@ -1,24 +1,23 @@
 """Ours, after APEX: the device alone, asymmetric pipelining or asynchronous overlap, whichever is predicted best."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-from nanoserve.scheduler.load import Alternative, Decision, Load, Policy, check_parameter
-from nanoserve.scheduler.policies.placement import DeviceStep, device_alone, device_first, fitting_tokens
+from nanoserve.scheduler.load import Alternative, Decision, Load, check_parameter
+from nanoserve.scheduler.policies.placement import DeviceStep, HybridPolicy, device_alone, device_first, fitting_tokens
 
 _COHORTS = 4
 """They share the CPU's time in a step."""
 
 
 @dataclass(frozen=True, slots=True)
-class HybridByPrediction(Policy):
+class HybridByPrediction(HybridPolicy):
     """Takes the strategy that is predicted to advance most sequences per second.
 
-    A prompt counts as the number of sequences that the device could decode in its time. Were it one, any host sequence
-    would seem worth a large part of a step with a prompt, though the device could have decoded many after a shorter
-    one. The host's part is counted by the sequences that are there, not by what the CPU could compute, and by their
-    keys. A token of a short sequence is soon computed on the device too, and frees little of its memory. Were it worth
-    as much, the host would take the beginnings of all answers and leave their costly ends to the device::
+    A prompt counts as the number of sequences that the device could decode in its time. If it counted as one, a host
+    sequence would seem worth a large part of a step with a prompt. The host's part counts the sequences that are there,
+    not what the CPU could compute, and weighs them by their keys: a token of a short sequence is cheap on the device
+    too and frees little of its memory. Otherwise the host would take the cheap beginnings of all answers and leave
+    their costly ends to the device::
 
         work = the step's seconds on the device alone / seconds of one of its decodes without prompts
         worth = keys of a host sequence / keys of a decode, on average
@@ -30,23 +29,19 @@ class HybridByPrediction(Policy):
     layers: cohorts begin whenever the CPU can serve one layer of each within a step. A sequence under way cannot come
     back to the device, where it would be L + 1 times as fast, so a small gain counts as none.
 
-    A prompt for which the device has no room is computed and parked as long as the CPU could serve one more sequence
-    under overlap without prompts: it costs no more now than later, and yields tokens meanwhile. Beyond that, prompts
-    wait for room on the device. Where too little would be gained with all host sequences, or all that the CPU can
-    serve, prompts and decodes keep to the device as if there were no host: parked prompts take room from decodes.
-    Preempted sequences move to the host all the same, and come back.
+    A prompt for which the device has no room is computed and parked if the CPU could serve one more sequence under
+    overlap without prompts: it costs no more now than later, and yields tokens meanwhile. Otherwise prompts wait for
+    room on the device. If even all host sequences that the CPU can serve would gain too little, prompts and decodes
+    stay on the device as if there were no host, because parked prompts take room from decodes. Preempted sequences
+    still move to the host and come back.
     """
 
-    token_budget: int
-    """Device decodes and prompt tokens of one step together."""
     least_gain: float = 0.02
     """By overlap, as a share of what the device advances, for which cohorts begin."""
     worthwhile: float = 0.1
     """By asymmetric steps, for which they are taken, and by the host at its best, for which prompts are parked. Costs
     that rates do not show are about as large: parked prompts keep decodes out of memory, and the host's last sequences
     end late, in steps with few rows. Where the host is of use, it gains far more."""
-    reads_forecast: ClassVar[bool] = True
-    attends_on_host: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_parameter("least_gain", self.least_gain, 0)
@@ -83,10 +78,10 @@ class HybridByPrediction(Policy):
         return replace(plan, alternatives=weighed)
 
     def _pays(self, load: Load, step: DeviceStep) -> bool:
-        """Whether anything would be gained with all waiting sequences on the host, or as many as the CPU serves.
+        """Whether there is a gain with all waiting sequences on the host, or as many as the CPU serves.
 
-        Steps without prompts are compared, whether or not this one has any. Otherwise decodes would leave in one step
-        to make room for a prompt, and come back in the next.
+        Steps without prompts are compared, even if this one has some. Otherwise decodes would leave in one step to make
+        room for a prompt, and come back in the next.
         """
         step = replace(step, prefill=0) if step.decodes else step
         predictor, alone = step.predictor, step.decode_only_seconds

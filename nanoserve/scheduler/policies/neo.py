@@ -1,14 +1,13 @@
 """NEO: decode attention of host sequences on the CPU, by asymmetric pipelining."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-from nanoserve.scheduler.load import Alternative, Decision, Load, Policy
-from nanoserve.scheduler.policies.placement import DeviceStep, device_first
+from nanoserve.scheduler.load import Alternative, Decision, Load
+from nanoserve.scheduler.policies.placement import DeviceStep, HybridPolicy, device_first
 
 
 @dataclass(frozen=True, slots=True)
-class AsymmetricPipelining(Policy):
+class AsymmetricPipelining(HybridPolicy):
     """NEO (arXiv:2411.01142), as APEX, sections 2.3, 2.4 and figure 2, describes it.
 
     A step is two sub-batches that alternate: while the device runs the linear layers of one, the CPU computes the
@@ -21,11 +20,6 @@ class AsymmetricPipelining(Policy):
     The linear layers run twice, so the step is taken only if more sequences advance per second than on the device
     alone, a prompt counting as one. Without prompts in the step that is seldom so.
     """
-
-    token_budget: int
-    """Device decodes and prompt tokens of one step together."""
-    reads_forecast: ClassVar[bool] = True
-    attends_on_host: ClassVar[bool] = True
 
     def decide(self, load: Load) -> Decision:
         plan = device_first(load, self.token_budget)

@@ -1,4 +1,4 @@
-"""Where sequences live when there is a host tier: what the hybrid policies share, and swapping as preemption.
+"""Where sequences are placed with a host tier: what the hybrid policies share, and preemption by swapping.
 
 Symbols, as in APEX, section 3.2, seconds of one layer: Tlin = T_glinear and Tgatt = T_gatt, the device's linear and
 attention time for its decodes; Tlin_pref, Tgatt_pref, the same with prompts in the step; NG and NC, sequences whose
@@ -12,21 +12,24 @@ does not fit is parked in host memory. Without a host tier or a predictor they a
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
-from nanoserve.scheduler.load import Decision, Load, Policy, Predictor
+from nanoserve.scheduler.load import Decision, Load, Policy
+
+if TYPE_CHECKING:
+    from nanoserve.costs.predictor import Predictor
 
 
 @dataclass(frozen=True, slots=True)
 class PreemptingBySwap(Policy):
-    """Another policy, whose preempted sequences are copied to host memory and back where that is cheaper.
+    """Another policy, whose preempted sequences are copied to host memory and back if that is faster than recomputing.
 
     vLLM (SOSP 2023, section 4.5) compares the two ways. With t the mean tokens of a running decode, and L layers, a
     victim moves if::
 
         2 T_swap(t)  <  L (T_linear(t) + T_prefill_attention(t)) + T_overhead
 
-    The right side is one step that recomputes it. Without a predictor it is recomputed. What has moved comes back as
+    The right side is one step that recomputes it. Without a predictor it is recomputed. A moved sequence comes back as
     soon as the device has room beside the expected growth, and before any new prompt begins: it is older than most that
     wait. Partly computed prompts go on. The inner policy sees no new prompts while sequences are on the host or moving.
     """
@@ -48,7 +51,7 @@ class PreemptingBySwap(Policy):
 
 
 def _swapping_is_cheaper(load: Load) -> bool:
-    """For a sequence of mean length. False while every decode finds a free block: there will be no victim."""
+    """Compares for a sequence of mean length; False while there is a free block for each decode, so no preemption."""
     if load.predictor is None or load.free_blocks > load.ready_decodes:
         return False
     predictor, tokens = load.predictor, load.context_tokens // max(1, load.running_decodes)
@@ -57,18 +60,26 @@ def _swapping_is_cheaper(load: Load) -> bool:
     return 2 * predictor.swap_seconds(tokens) < recompute
 
 
+@dataclass(frozen=True, slots=True)
+class HybridPolicy(Policy):
+    """A policy that has the CPU attend to KV in host memory."""
+
+    token_budget: int
+    """Device decodes and prompt tokens of one step together."""
+    reads_forecast: ClassVar[bool] = True
+
+
 def device_first(load: Load, token_budget: int) -> Decision:
     """Rule 1: the step on the device alone, and where new prompts and host sequences go.
 
-    A parked prompt needs device blocks too while it is computed. So as long as the host could hold the next prompt, the
-    device keeps a bay of its size free, which neither prompts that stay nor returning host sequences may take. If
-    decodes have outgrown the forecast and the rest of the next prompt does not fit beside a block for each of them, the
-    newest move to host memory. A prompt that waits costs more than their tokens, and a partly computed one holds blocks
-    while it waits.
+    A parked prompt needs device blocks while it is computed. So if the host could hold the next prompt, the device
+    keeps a bay of its size free, which neither staying prompts nor returning host sequences may take. If decodes have
+    outgrown the forecast and the rest of the next prompt does not fit beside a block for each of them, the newest move
+    to host memory: a waiting prompt costs more than their tokens, and a partly computed one holds blocks meanwhile.
 
-    The expected growth is kept free from host sequences only while prompts wait for the room. Otherwise they come back
-    to all but a block for each decode. If that was too many, the newest leave again, which costs two swaps; but the
-    growth may be overestimated until the first answers have ended, and they would stand still that long.
+    The expected growth is kept free from host sequences only while prompts wait. Otherwise they come back until one
+    block is left for each decode. If those are too many, the newest leave again, which costs two swaps; but the growth
+    may be overestimated until the first answers have ended, and until then they would stand still.
     """
     decodes = min(load.decode_share, token_budget)
     plan = Decision(prefill_tokens=token_budget - decodes, decodes=decodes)
@@ -90,7 +101,7 @@ def device_first(load: Load, token_budget: int) -> Decision:
     park = prompt + bay > room
     if park:
         room = max(0, left - load.running_decodes)
-        may_park = host_has_room or load.ready_prefills > 0  # one that has begun has its place there
+        may_park = host_has_room or load.ready_prefills > 0  # a begun prompt has reserved its host blocks
         if prompt > room or not may_park:
             leave = _leaving(load, prompt - room)
             return replace(plan, prefill_tokens=0, decodes=min(decodes, load.ready_decodes - leave), swap_out=leave)
@@ -100,7 +111,7 @@ def device_first(load: Load, token_budget: int) -> Decision:
 
 
 def device_alone(load: Load, token_budget: int) -> Decision:
-    """ChunkedPrefill, while host sequences come back to all but a block for each decode."""
+    """ChunkedPrefill, while host sequences come back until one block is left for each decode."""
     decodes = min(load.ready_decodes, token_budget)
     spare = max(0, load.free_blocks - load.running_decodes)
     back = max(load.fitting_host, min(load.ready_host, spare // (load.host_sequence_blocks + 1)))
@@ -109,9 +120,9 @@ def device_alone(load: Load, token_budget: int) -> Decision:
 
 
 def fitting_tokens(load: Load, token_budget: int, plan: Decision) -> int:
-    """Prompt tokens beside the plan's decodes, its returning host sequences and a block for each decode.
+    """Prompt tokens that fit beside the plan's decodes, its returning host sequences and a block for each decode.
 
-    A prompt that does not fit is not begun. Were it asked for nevertheless, the step would seem as long as with it.
+    A prompt that does not fit would not begin, so it must not count in the step's predicted time.
     """
     if load.first_waiting_tokens == 0:
         return 0
@@ -123,10 +134,7 @@ def fitting_tokens(load: Load, token_budget: int, plan: Decision) -> int:
 
 
 def _leaving(load: Load, blocks: int) -> int:
-    """How many decodes, all but one at most, hold so many blocks.
-
-    0 if the host cannot hold the prompt, or while others are moving already.
-    """
+    """How many decodes, at most all but one, hold this many blocks; 0 if the host has no room or others are moving."""
     if load.moving or load.first_parked_blocks > load.host_free_blocks:
         return 0
     held = max(1, load.context_tokens // (load.block_size * max(1, load.running_decodes)))
@@ -134,7 +142,7 @@ def _leaving(load: Load, blocks: int) -> int:
 
 
 def overlapped(load: Load, plan: Decision, cohorts: int) -> Decision:
-    """The plan with host tokens beside it: cohorts go on; if there are fewer than ``cohorts``, another begins."""
+    """The plan with host tokens beside it: cohorts go on, and another begins if there are fewer than ``cohorts``."""
     begin = load.ready_host - plan.swap_in if len(load.cohorts) < cohorts else 0
     if begin == 0 and not load.cohorts:
         return plan
@@ -143,13 +151,13 @@ def overlapped(load: Load, plan: Decision, cohorts: int) -> Decision:
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """Predicted times of the device-only step at hand, and the host sequences that could join it.
+    """Predicted times of a step on the device alone, and the host sequences that could join it.
 
-    Seconds are those of one layer unless a name says otherwise. Each prediction is made once: on small models deciding
-    is no small part of a step.
+    Seconds are per layer unless a name says otherwise. Each prediction is made once: on small models deciding takes a
+    considerable part of a step.
     """
 
-    predictor: Predictor
+    predictor: "Predictor"
     decodes: int
     """Rows of the device that decode."""
     prefill: int
@@ -203,20 +211,20 @@ class DeviceStep:
 
     @property
     def nc(self) -> float:
-        """NC, for as many sequences as the host has, each as long as the device's decodes are on average.
+        """NC, for as many sequences as the host has, each as long as the mean decode on the device.
 
-        Both rates are of equal sequences: the inequality compares two processors, not short sequences with long ones.
+        Both rates are for equal sequences: the inequality compares processors, not short sequences with long ones.
         """
         return self.host / self.predictor.host_attention_seconds(self.host, self.host * self.mean_keys)
 
     @property
     def mean_keys(self) -> int:
-        """Keys of a decode of the device; of a host sequence where nothing decodes."""
+        """Mean keys of a decode on the device; of a host sequence if nothing decodes."""
         return self.keys // self.decodes if self.decodes else self.host_keys
 
     @property
     def worth(self) -> float:
-        """What a token on the host counts, in decodes of the device: by their keys."""
+        """The value of a token on the host, in decodes on the device: the ratio of their keys."""
         return self.host_keys / max(1, self.mean_keys)
 
     @cached_property
@@ -226,7 +234,7 @@ class DeviceStep:
 
     @cached_property
     def decode_only_seconds(self) -> float:
-        """The whole step, had it no prompts."""
+        """The whole step without its prompts."""
         return self.whole_seconds(self.tlin + self.tgatt)
 
     @cached_property
@@ -235,7 +243,7 @@ class DeviceStep:
         return self.decode_only_seconds / max(1, self.decodes)
 
     def whole_seconds(self, layer_seconds: float) -> float:
-        """A whole step whose layers take so long each."""
+        """A whole step whose layers take this long each."""
         return self.predictor.num_layers * layer_seconds + self._overhead
 
     @cached_property
@@ -247,7 +255,7 @@ class DeviceStep:
         return self.predictor.linear_seconds(rows) if rows else 0.0
 
     def cpu_seconds(self, sequences: int) -> float:
-        """Decode attention of so many host sequences."""
+        """Decode attention of this many host sequences."""
         return self.predictor.host_attention_seconds(sequences, sequences * self.host_keys) if sequences else 0.0
 
     def hidden(self, window: float, most: int) -> int:

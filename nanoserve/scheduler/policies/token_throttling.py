@@ -11,7 +11,47 @@ from nanoserve.scheduler.load import Decision, Load, Policy, check_parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenThrottling(Policy):
+class _Throttling(Policy):
+    """Equation 3's constants and its parts."""
+
+    iterations: int = 8
+    """T, steps over which waiting prompt tokens are spread."""
+    max_prefill: int = 2048
+    """MaxP, most prompt tokens of a step."""
+    min_prefill: int = 32
+    """MinP, fewest prompt tokens of a step while that many wait."""
+    threshold: float = 0.05
+    """KVthresh, the fraction of the blocks down to which equation 3 throttles prefill."""
+
+    def __post_init__(self) -> None:
+        check_parameter("iterations", self.iterations, 1)
+        check_parameter("max_prefill", self.max_prefill, 1)
+        check_parameter("min_prefill", self.min_prefill, 1, up_to=self.max_prefill, limit="max_prefill")
+        check_parameter("threshold", self.threshold, 0, below=1)
+
+    def _by_waiting(self, load: Load) -> int:
+        """WT, equation 1."""
+        return -(-load.waiting_tokens // self.iterations)
+
+    def _by_free(self, load: Load, reserve: float) -> int:
+        """UT, equation 2: fewer prompt tokens, the closer the free blocks come to the reserve."""
+        return int(self.max_prefill * (load.free_fraction - reserve) / (1 - reserve))
+
+    def _within(self, load: Load, tokens: int) -> int:
+        """At least MinP, at most what the step, the waiting prompts and the free blocks hold."""
+        return min(max(tokens, self.min_prefill), self.max_prefill, load.waiting_tokens, load.free_tokens)
+
+    def _alone(self, load: Load) -> int:
+        """Prompt tokens of the step if one partly computed prompt is all that runs: there is nothing to keep room for.
+
+        Otherwise 0.
+        """
+        is_alone = load.ready_prefills == 1 and load.running_decodes == 0 and load.steps_in_flight == 0
+        return min(self.max_prefill, load.first_waiting_tokens) if is_alone else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenThrottling(_Throttling):
     """gLLM, sections 3.1 and 3.2: every micro-batch of a pipeline gets an equal share of the work there is.
 
     Prompt tokens (equation 3, which joins WT, equation 1, and UT, equation 2) and decodes (equation 4) are counted
@@ -21,18 +61,10 @@ class TokenThrottling(Policy):
         decodes = RD / P
 
     Two readings are ours. The threshold is tested first, as section 3.1.3 says and equation 3 does not. RD / P is
-    rounded up, or sequences would be left over. A prompt that alone holds blocks is let past the threshold: there is no
+    rounded up, or sequences would be left over. A prompt that alone holds blocks may pass the threshold: there is no
     decode to keep room for, and nothing would ever free a block.
     """
 
-    iterations: int = 8
-    """T, steps over which the waiting prompt tokens are spread."""
-    max_prefill: int = 2048
-    """MaxP, most prompt tokens of a step."""
-    min_prefill: int = 32
-    """MinP, fewest prompt tokens of a step while that many wait."""
-    threshold: float = 0.05
-    """KVthresh, the fraction of the blocks that prefill leaves to the running decodes."""
     without_wt: bool = False
     """Ablation (section 4.5): prompt tokens follow the free blocks alone."""
     without_ut: bool = False
@@ -42,10 +74,6 @@ class TokenThrottling(Policy):
     admission_reserve: bool = True
     """Keep a block for each running decode when a new prompt begins: ours; gLLM has the threshold alone."""
 
-    def __post_init__(self) -> None:
-        _check_bounds(self.iterations, self.max_prefill, self.min_prefill)
-        check_parameter("threshold", self.threshold, 0, below=1)
-
     def decide(self, load: Load) -> Decision:
         return Decision(
             prefill_tokens=self._prefill_tokens(load),
@@ -54,17 +82,17 @@ class TokenThrottling(Policy):
         )
 
     def _prefill_tokens(self, load: Load) -> int:
-        if _holds_alone(load):
-            return min(self.max_prefill, load.first_waiting_tokens)
+        if alone := self._alone(load):
+            return alone
         if load.free_fraction < self.threshold:
             return 0
-        by_waiting = self.max_prefill if self.without_wt else -(-load.waiting_tokens // self.iterations)
-        by_free = self.max_prefill if self.without_ut else _by_free(load, self.threshold, self.max_prefill)
-        return _within(load, max(min(by_waiting, by_free), self.min_prefill), self.max_prefill)
+        by_waiting = self.max_prefill if self.without_wt else self._by_waiting(load)
+        by_free = self.max_prefill if self.without_ut else self._by_free(load, self.threshold)
+        return self._within(load, min(by_waiting, by_free))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptiveThrottling(Policy):
+class AdaptiveThrottling(_Throttling):
     """Ours: Token Throttling whose reserve and whose least prefill adapt.
 
     Equation 3 stays, but for two of its constants:
@@ -85,14 +113,6 @@ class AdaptiveThrottling(Policy):
         R = min(expected growth, most_reserved),  K = max(KVthresh, R)
     """
 
-    iterations: int = 8
-    """T, steps over which waiting prompt tokens and unreserved blocks are spread."""
-    max_prefill: int = 2048
-    """MaxP, most prompt tokens of a step."""
-    min_prefill: int = 32
-    """MinP, fewest prompt tokens of a step while that many wait."""
-    threshold: float = 0.05
-    """KVthresh, where equation 3 has throttled prefill down to its least."""
     fill: int = 128
     """Tokens of a step that take no longer than one; fewer on a CPU, 22 at 280 GFLOP/s of float32 and 25 GB/s."""
     most_reserved: float = 0.1
@@ -100,8 +120,7 @@ class AdaptiveThrottling(Policy):
     reads_forecast: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_bounds(self.iterations, self.max_prefill, self.min_prefill)
-        check_parameter("threshold", self.threshold, 0, below=1)
+        _Throttling.__post_init__(self)
         check_parameter("fill", self.fill, 0)
         check_parameter("most_reserved", self.most_reserved, 0, below=1)
 
@@ -110,34 +129,12 @@ class AdaptiveThrottling(Policy):
         return Decision(prefill_tokens=self._prefill_tokens(load, decodes), decodes=decodes)
 
     def _prefill_tokens(self, load: Load, decodes: int) -> int:
-        if _holds_alone(load):
-            return min(self.max_prefill, load.first_waiting_tokens)
+        if alone := self._alone(load):
+            return alone
         reserve = min(load.expected_growth / load.total_blocks, self.most_reserved)
         if load.free_fraction < reserve:
             return 0
-        by_waiting = -(-load.waiting_tokens // self.iterations)
-        by_free = _by_free(load, max(self.threshold, reserve), self.max_prefill)
+        by_rule = min(self._by_waiting(load), self._by_free(load, max(self.threshold, reserve)))
         unreserved = load.free_tokens - reserve * load.total_blocks * load.block_size
         filling = min(self.fill - decodes, int(unreserved) // self.iterations)
-        return _within(load, max(min(by_waiting, by_free), filling, self.min_prefill), self.max_prefill)
-
-
-def _by_free(load: Load, reserve: float, max_prefill: int) -> int:
-    """UT, the second part of equation 3: fewer prompt tokens, the closer the free blocks come to the reserve."""
-    return int(max_prefill * (load.free_fraction - reserve) / (1 - reserve))
-
-
-def _within(load: Load, tokens: int, max_prefill: int) -> int:
-    """Clamp to the step's limit, to the tokens that wait, and to the tokens that free blocks hold."""
-    return min(tokens, max_prefill, load.waiting_tokens, load.free_tokens)
-
-
-def _holds_alone(load: Load) -> bool:
-    """Whether one partly computed prompt is all that runs, so that a reserve would protect nothing."""
-    return load.ready_prefills == 1 and load.running_decodes == 0 and load.steps_in_flight == 0
-
-
-def _check_bounds(iterations: int, max_prefill: int, min_prefill: int) -> None:
-    check_parameter("iterations", iterations, 1)
-    check_parameter("max_prefill", max_prefill, 1)
-    check_parameter("min_prefill", min_prefill, 1, up_to=max_prefill, limit="max_prefill")
+        return self._within(load, max(by_rule, filling))

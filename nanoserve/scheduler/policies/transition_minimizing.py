@@ -5,9 +5,12 @@ blocks of host memory; PP = ``load.pipeline_depth``; RD = ``load.running_decodes
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from nanoserve.scheduler.load import Decision, Load, Policy, Predictor
+from nanoserve.scheduler.load import Decision, Load, Policy
+
+if TYPE_CHECKING:
+    from nanoserve.costs.predictor import Predictor
 
 _PREFILL, _DECODE = 0, 1
 
@@ -90,54 +93,18 @@ class TransitionMinimizing(Policy):
 
     def _turns_back(self, load: Load) -> bool:
         """Whether to send what still decodes back through the pool, rather than finish it."""
-        if load.predictor is None or not _device_fits_pool(load):
+        if load.predictor is None or not device_fits_pool(load):
             return False
         one_way = load.predictor.swap_seconds(load.context_tokens) + load.predictor.transition_seconds(_PREFILL)
         return load.longest_remaining * _wasted_seconds(load, load.predictor) > 2 * one_way
 
 
-@dataclass(frozen=True, slots=True)
-class DecodePrioritizing(TransitionMinimizing):
-    """Seesaw, figure 2 (b), a baseline: re-sharding without tiered buffering, every batch decoded to its end.
-
-    It computes as many prompts as the device will hold, and the next ones when the last answer has ended. Transitions
-    are few, and batches shrink.
-    """
-
-    def _pool_room(self, load: Load) -> int:
-        return _device_room(load)
-
-    def _turns_back(self, load: Load) -> bool:
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillPrioritizing(TransitionMinimizing):
-    """Seesaw, figure 2 (a), a baseline: re-sharding without tiered buffering, for every prompt that fits.
-
-    It computes the next prompt as soon as the device has room for it, and running decodes pass through the pool twice.
-    Batches are full, and every few answers that end cost a transition.
-    """
-
-    def _pool_room(self, load: Load) -> int:
-        return _device_room(load)
-
-    def _turns_back(self, load: Load) -> bool:
-        return load.first_waiting_blocks + load.running_decodes <= load.free_blocks and _device_fits_pool(load)
-
-
-def _device_room(load: Load) -> int:
-    """Blocks left for further prompts once the device holds all parked sequences, each with a block to grow into."""
-    held = load.host_blocks - load.host_free_blocks + load.host_decodes + load.moving
-    return min(load.host_free_blocks, load.total_blocks - held)
-
-
-def _device_fits_pool(load: Load) -> bool:
+def device_fits_pool(load: Load) -> bool:
     """Whether the pool holds what is on the device, and the next prompt."""
     return load.total_blocks - load.free_blocks + load.first_parked_blocks <= load.host_free_blocks
 
 
-def _wasted_seconds(load: Load, predictor: Predictor) -> float:
+def _wasted_seconds(load: Load, predictor: "Predictor") -> float:
     """T(b) - T(B) b / B: the part of a round that other sequences could have used, had they been computed.
 
     All B pass through the pool, the present decodes included, so the pool must hold them.
@@ -148,7 +115,7 @@ def _wasted_seconds(load: Load, predictor: Predictor) -> float:
     return _round_seconds(load, predictor, 1.0) - _round_seconds(load, predictor, fuller) / fuller
 
 
-def _round_seconds(load: Load, predictor: Predictor, times: float) -> float:
+def _round_seconds(load: Load, predictor: "Predictor", times: float) -> float:
     """One token for each decode, if there were so many times as many: PP micro-batches through L / PP layers each."""
     share = times / load.pipeline_depth
     linear = predictor.linear_seconds(round(load.running_decodes * share))

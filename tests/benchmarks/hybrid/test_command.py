@@ -11,7 +11,7 @@ import pytest
 from nanoserve.benchmarks.hybrid import rounds
 from nanoserve.benchmarks.hybrid.cases import Work
 from nanoserve.benchmarks.hybrid.policies import HybridEngine
-from nanoserve.config import EngineConfig
+from nanoserve.engine_config import EngineConfig
 from tests.benchmarks.conftest import Run, interrupt
 from tests.benchmarks.hybrid.simulated_engine import BLOCK_SIZE, simulated_engine
 

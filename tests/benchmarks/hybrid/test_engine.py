@@ -8,8 +8,8 @@ from nanoserve.benchmarks.hybrid.engines import open_engine
 from nanoserve.benchmarks.hybrid.policies import HybridEngine, Scheduling
 from nanoserve.benchmarks.hybrid.rounds import Bench, HybridRound
 from nanoserve.benchmarks.pipeline.running import make_requests
-from nanoserve.config import EngineConfig
 from nanoserve.costs.profile import Profile
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.hub import resolve_model
 from nanoserve.runtime.host.host_attention import HostAttentionLost

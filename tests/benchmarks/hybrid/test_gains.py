@@ -4,9 +4,9 @@ import pytest
 
 from nanoserve.benchmarks.hybrid.gains import GainFigures, device_slowness, gains, host_rate
 from nanoserve.benchmarks.hybrid.steps import DecodeStep, StepCounts, decode_steps
+from nanoserve.costs.step_features import Strategy
 from nanoserve.record.events import Collected
 from nanoserve.record.run_record import RunRecord, tiers_of_tokens
-from nanoserve.scheduler.load import Strategy
 from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork, Row, StepPlan, StepResult, Swap
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.record.planned import planned

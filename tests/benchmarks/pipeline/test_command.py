@@ -9,7 +9,7 @@ import pytest
 
 from nanoserve.benchmarks.pipeline import rounds
 from nanoserve.benchmarks.pipeline.engines import OpenEngine, workers_name
-from nanoserve.config import EngineConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.pipeline import Runtime
 from tests.benchmarks.conftest import Run, interrupt

@@ -9,7 +9,7 @@ from nanoserve.benchmarks.pipeline.policies import Scheduling
 from nanoserve.benchmarks.pipeline.running import make_requests, run_requests
 from nanoserve.benchmarks.pipeline.simulated import compare_with_simulator
 from nanoserve.benchmarks.serving.requests import poisson_arrivals
-from nanoserve.config import EngineConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import resolve_model
 from nanoserve.record.bubbles import stage_shares

@@ -10,7 +10,7 @@ import pytest
 
 from nanoserve.benchmarks.resharding import running
 from nanoserve.benchmarks.resharding.policies import Workers
-from nanoserve.config import EngineConfig
+from nanoserve.engine_config import EngineConfig
 from tests.benchmarks.conftest import Run, interrupt
 from tests.benchmarks.resharding.simulated_workers import BLOCK_SIZE, simulated_alone, simulated_pair
 

@@ -9,7 +9,7 @@ from nanoserve.benchmarks.resharding.engines import open_pair
 from nanoserve.benchmarks.resharding.policies import Scheduling, Workers
 from nanoserve.benchmarks.resharding.rounds import Variant, figures_of
 from nanoserve.benchmarks.resharding.running import run_in_layouts
-from nanoserve.config import EngineConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import resolve_model

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import pytest
 
-from nanoserve.config import EngineConfig
+from nanoserve.benchmarks.resharding.baselines import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.engine import Engine
+from nanoserve.engine_config import EngineConfig
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.loading import load_model
@@ -19,11 +20,7 @@ from nanoserve.runtime.workers.executor import WorkersExecutor
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import Executor, StepPlan
-from nanoserve.scheduler.policies.transition_minimizing import (
-    DecodePrioritizing,
-    PrefillPrioritizing,
-    TransitionMinimizing,
-)
+from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.scheduler.lives import Arrival, live

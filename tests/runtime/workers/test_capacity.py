@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanoserve.config import EngineConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.processes.sizes import format_size
 from nanoserve.runtime.launch.memory import CPU_SHARE, CUDA_SHARE

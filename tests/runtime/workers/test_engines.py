@@ -127,7 +127,7 @@ def test_two_engines_under_two_layouts_answer_the_same_also_when_a_worker_is_kil
 def test_an_engine_without_workers_fails_alone(
     expected: list[tuple[int, ...]], mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanoserve.scheduler.quarantine.MAX_DEATHS", 1)
+    monkeypatch.setattr("nanoserve.processes.quarantine.MAX_DEATHS", 1)
     with LLM(**MODEL, data_parallel=2) as llm:
         disturb(llm, monkeypatch, 30, lambda: kill(workers(mark)[0]))
         outputs = ask(llm)

@@ -29,8 +29,9 @@ COUPLED_CASES = [case for case in CASES if case.depth == 2 and case.policy in PO
 
 
 def everything_happened(seen: Seen) -> bool:
-    """Whether the lives have shown what they are there for."""
-    return min(seen.preemptions, seen.cached_tokens, seen.copies, seen.aborted, seen.chunks) > 0
+    """Whether the lives have shown what they are there for. How many run together, and so whether any is preempted,
+    depends on how fast workers answer."""
+    return min(seen.cached_tokens, seen.copies, seen.aborted, seen.chunks) > 0
 
 
 def test_every_policy_on_two_stages(two_stages: WorkersExecutor, reference: Reference) -> None:

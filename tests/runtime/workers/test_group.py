@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from nanoserve.config import EngineConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, WorkersFailed
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import ResolvedModel
@@ -188,16 +189,16 @@ def test_the_first_worker_ends_if_the_second_cannot_be_started(monkeypatch: pyte
 
 
 def test_workers_that_slept_with_the_engine_are_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a machine's processes do that is paused as a whole: the engine may be the first to wake up."""
-    monkeypatch.setattr(groups, "SILENCE_SECONDS", 1.5)
+    """The processes of a machine that is paused as a whole do that: the engine may be the first to wake up."""
     with closing(two_workers()) as workers:
         for process in processes(workers):
             os.kill(process, signal.SIGSTOP)
-        time.sleep(0.1)
         for _ in range(2):
-            assert workers.collect(workers.now()) == []  # hears their last beats
-        time.sleep(3)
-        assert workers.collect(workers.now()) == []
+            assert workers.collect(workers.now()) == []
+        later = time.monotonic() + 2 * groups.SILENCE_SECONDS
+        with monkeypatch.context() as patch:
+            patch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: later))
+            assert workers.collect(workers.now()) == []
         for process in processes(workers):
             os.kill(process, signal.SIGCONT)
         assert answer(workers, 0) == StepResult(0)
@@ -209,6 +210,7 @@ def test_an_engine_that_is_stopped_for_a_while_keeps_its_workers(tmp_path: Path)
     program = (
         "import sys; from tests.runtime.workers import test_group as test\n"
         "import nanoserve.runtime.workers.child as child; child._PROGRAM = test.WORKER\n"
+        "test.groups.SILENCE_SECONDS = 2.0\n"
         "workers = test.two_workers(); print('started', flush=True); sys.stdin.readline()\n"
         "print(test.answer(workers, 0).step, flush=True); workers.close()"
     )
@@ -218,7 +220,7 @@ def test_an_engine_that_is_stopped_for_a_while_keeps_its_workers(tmp_path: Path)
         assert engine.stdin is not None and engine.stdout is not None
         assert engine.stdout.readline() == "started\n"
         engine.send_signal(signal.SIGSTOP)
-        time.sleep(13)
+        time.sleep(3)
         engine.stdin.write("\n")
         engine.stdin.flush()
         engine.send_signal(signal.SIGCONT)

@@ -125,7 +125,7 @@ def losing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch().context() as patch:
         patch.setenv(LOSE, str(path))
         patch.setattr(child, "_PROGRAM", child._PROGRAM.replace(MAIN, DISTURBED + MAIN))
-        patch.setattr("nanoserve.scheduler.quarantine.DEATHS_SECONDS", 0.0)
+        patch.setattr("nanoserve.processes.quarantine.DEATHS_SECONDS", 0.0)
         yield path
 
 
@@ -206,7 +206,7 @@ def test_many_lives(stages: WorkersExecutor, reference: Reference, policy: str) 
         for seed in range(10)
     ]
     seen = reference.check(stages, cases)
-    assert min(seen.preemptions, seen.cached_tokens, seen.copies, seen.aborted, seen.chunks, seen.swaps) > 0, seen
+    assert min(seen.cached_tokens, seen.copies, seen.aborted, seen.chunks, seen.swaps) > 0, seen
 
 
 @pytest.mark.slow
@@ -219,8 +219,9 @@ def test_three_stages(reference: Reference, metadata: Literal["decoupled", "coup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2-window", "qwen3-layer-types", "glm4", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["glm4", "qwen3_moe"])
 def test_families_that_differ_in_their_layers(family: str, tmp_path: Path) -> None:
+    """The reference of the other tests has windows in some of its layers."""
     reference = reference_of(family, tmp_path)
     with closing(start(reference, 2)) as workers:
         for policy in POLICIES:

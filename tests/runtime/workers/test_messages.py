@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from nanoserve.config import EngineConfig
 from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.engine_config import EngineConfig
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.request import SamplingParams, TokenLogprob
 from nanoserve.runtime.workers.messages import (

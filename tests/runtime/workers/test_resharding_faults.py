@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,14 @@ def marked_as(mark: str) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def pair(reference: Reference) -> Iterator[Pair]:
     with pytest.MonkeyPatch().context() as patch:
-        patch.setattr("nanoserve.scheduler.quarantine.DEATHS_SECONDS", 0.0)
+        patch.setattr("nanoserve.processes.quarantine.DEATHS_SECONDS", 0.0)
         mark = new_mark()
         with marked_as(mark), closing(start_pair(reference, "P2", "T2")) as executor:
             yield Pair(executor, reference)
         assert workers(mark) == []
 
 
-@pytest.mark.parametrize(("phase", "rank"), list(product(PHASES, (0, 1))))
+@pytest.mark.parametrize(("phase", "rank"), list(zip(PHASES, cycle((0, 1)), strict=False)))
 def test_a_worker_dies_in_any_phase(pair: Pair, phase: str, rank: int) -> None:
     pair.live_while(phase, lambda: pair.send(rank, signal.SIGKILL))
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import ModelConfig
 from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.costs.profile import write_profile
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.shards import make_shards

@@ -5,7 +5,7 @@ from typing import ClassVar, NoReturn
 
 import pytest
 
-from nanoserve.config import EngineConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, WorkersFailed
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.shapes import dummy_config

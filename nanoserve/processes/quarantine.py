@@ -1,7 +1,7 @@
-"""Quarantine: which requests are suspected of killing the workers, and when it is the machine instead.
+"""Quarantine: which requests are suspected of killing worker processes, and when the machine is at fault instead.
 
-Whatever kills a worker takes all that ran there with it. So requests that were in flight at two deaths run one at a
-time while all others wait. One that kills alone fails alone; everything fails when deaths go on without such a culprit.
+A dying worker takes all requests that run there with it. So requests that were in flight at two deaths run one at a
+time while all others wait. A request that kills alone fails alone. Everything fails if deaths go on without a culprit.
 """
 
 import math
@@ -9,26 +9,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 SUSPICIOUS_DEATHS = 2
-"""A request that was in flight at so many is suspected."""
+"""A request that was in flight at this many deaths is suspected."""
 MAX_CULPRITS = 3
-"""So many in a row that kill alone, and it is not their fault but the machine's."""
+"""If this many requests in a row kill alone, the machine is at fault."""
 MAX_DEATHS, DEATHS_SECONDS = 3, 60.0
-"""So many deaths without a culprit, within such a time of running, and nothing runs any more.
+"""Everything fails after this many deaths without a culprit within this many seconds of running.
 
-Starting does not count: with a large model it takes so long that workers which die at once would be started for ever.
+Starting does not count: a large model takes so long that workers which die at once would be started forever.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Death:
-    """When it was, on the clock and in seconds that workers had run until then."""
+    """When it was: on the clock, and in seconds that workers had run until then."""
 
     now: float
     running: float
 
 
 class Quarantine:
-    """What is known of deaths and of the requests that were in flight then."""
+    """Counts deaths, and for each request at how many it was in flight."""
 
     def __init__(self) -> None:
         self._times_in_flight: dict[str, int] = {}
@@ -47,7 +47,7 @@ class Quarantine:
         return self.suspect in (None, request_id)
 
     def on_death(self, in_flight: Iterable[str], now: float, *, ran: float) -> str | None:
-        """Workers died after running so many seconds; returns the request that fails for it, if it was one alone."""
+        """Workers died after running for ``ran`` seconds; returns the request at fault, if a suspect ran alone."""
         self._running += ran
         death, suspect = _Death(now, self._running), self.suspect
         requests = list(in_flight)
@@ -62,7 +62,7 @@ class Quarantine:
 
     @property
     def exhausted(self) -> str | None:
-        """How often the workers died, and in which time, once that is too often."""
+        """How often the workers died and in which time, once that is too often."""
         if len(self._deaths) < MAX_DEATHS:
             return None
         first, last = self._deaths[0], self._deaths[-1]
@@ -71,9 +71,9 @@ class Quarantine:
         return f"{MAX_DEATHS} times within {max(1, math.ceil(last.now - first.now))} s"
 
     def on_answer(self) -> None:
-        """A request has got its whole answer: the machine works."""
+        """A request has received its whole answer: the machine works."""
         self._lone_deaths = []
 
     def forget(self, request_id: str) -> None:
-        """A request has ended, in whatever way."""
+        """A request has ended, in any way."""
         self._times_in_flight.pop(request_id, None)

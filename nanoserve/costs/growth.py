@@ -1,8 +1,7 @@
-"""How long the running sequences will go on and grow, guessed from the answers that have ended.
+"""How far the running sequences will grow, estimated from the lengths of the answers that have ended.
 
-The idea is to look into the future of the pool with nothing new admitted: every running sequence takes one more
-token per round until it ends and gives its blocks back. The most that is ever held beyond what is held now is what
-a policy should keep free.
+Imagine the pool's future with nothing new admitted: every running sequence takes one more token per round until it ends
+and returns its blocks. The most that is ever held beyond what is held now is what a policy should keep free.
 """
 
 import math
@@ -12,34 +11,32 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from nanoserve.request import Place, Sequence, Status
-from nanoserve.scheduler.sequence_table import AgeOrdered
 
 _RENEWED_EVERY = 16
-"""Steps; a forecast looks at all running sequences. In between, those that begin are added to it; if none is left,
-nothing is expected of those that are gone."""
+"""Steps between two forecasts, each of which looks at all running sequences. In between, those that begin are added."""
 
 _REMEMBERED = 1000
 _GOLDEN_RATIO = 0.6180339887498949
 _DEVIATIONS = 1.5
-"""Kept beyond what is expected: if sums of lengths are normal, they exceed it once in fifteen times."""
+"""Added to what is expected: normally distributed sums of lengths exceed that once in fifteen times."""
 
 
 class OutputLengths:
     """How long answers are: the last thousand that ended by themselves, and those that have not ended yet.
 
-    The first answers to end are the short ones, so those that run count too: each says that answers can be longer
-    than what it has produced. The estimate that takes both in is Kaplan's and Meier's (1958) of a survival curve.
+    The first answers to end are the short ones, so running ones count too: each shows that answers can be longer than
+    what it has produced. Kaplan's and Meier's estimate (1958) of a survival curve takes both into account.
     """
 
     def __init__(self) -> None:
         self._in_order_of_time: deque[int] = deque()
         self._sorted: list[int] = []
         self._lengths: list[int] = []  # those of _sorted when the curve was drawn
-        self._ended: list[float] = []  # share of answers that are no longer than each of these
+        self._ended: list[float] = []  # the share of answers that are no longer than each of these
         self._longest = 0  # produced by a sequence that still ran
 
     def record(self, length: int) -> None:
-        """An answer has ended after so many tokens."""
+        """An answer has ended after ``length`` tokens."""
         if len(self._sorted) == _REMEMBERED:
             oldest = self._in_order_of_time.popleft()
             del self._sorted[bisect_right(self._sorted, oldest) - 1]
@@ -47,7 +44,7 @@ class OutputLengths:
         insort(self._sorted, length)
 
     def renew(self, produced: Iterable[int]) -> None:
-        """Draw the curve anew, with what the running sequences have produced so far."""
+        """Draw the curve again, with what the running sequences have produced so far."""
         going_on = sorted(produced)
         self._longest = going_on[-1] if going_on else 0
         self._lengths, self._ended = self._sorted.copy(), []
@@ -59,12 +56,12 @@ class OutputLengths:
             self._ended.append(1 - left)
 
     def remaining(self, sequence: Sequence) -> int:
-        """Tokens this sequence may still produce, one guess out of the spread of those that are possible.
+        """Tokens that this sequence may still produce: one draw from the distribution of lengths.
 
-        The guess is a place on the part of the curve that lies beyond what it has produced. Which one depends on the
+        It is a place on the part of the curve beyond what the sequence has produced. Which one depends on the
         sequence's id alone: multiples of the golden ratio spread evenly, so that many sequences together show the
-        spread that lengths have. Where the curve knows no more, the one that has come furthest is taken to be half
-        way; with no answer known, one is taken to be as long as its prompt.
+        spread of lengths. Beyond the curve's end the longest running sequence counts as half done. With no answer
+        known, an answer counts as long as its prompt.
         """
         produced = sequence.output_length
         bound = sequence.max_length - len(sequence.tokens)
@@ -87,12 +84,12 @@ class OutputLengths:
     def expected_growth(self, running: SequenceOf[Sequence]) -> int:
         """Tokens by which the running sequences together will at most exceed what they hold now.
 
-        To what is expected come some standard deviations of the sum of so many lengths, or it would be exceeded every
-        second time. The rest of a prompt that is partly computed counts as held.
+        Some standard deviations of the sum of the lengths are added, or every second forecast would be too low. The
+        rest of a partly computed prompt counts as held.
         """
         futures = sorted(((self.remaining(sequence), len(sequence.tokens)) for sequence in running), reverse=True)
         peak = held = 0
-        # From the last to end to the first: when the one with `remaining` ends, all before it in the list are there.
+        # From the last to end to the first: when the one with `remaining` ends, all before it in the list still run.
         for number, (remaining, length) in enumerate(futures, start=1):
             held += length
             peak = max(peak, held + number * remaining)
@@ -100,23 +97,23 @@ class OutputLengths:
 
 
 class GrowthForecast:
-    """What policies are told of the future of the device's blocks."""
+    """The forecast in a policy's Load; the Scheduler feeds it while it runs."""
 
     def __init__(self) -> None:
         self._lengths = OutputLengths()
         self._growth = self._longest = 0
 
     def record(self, length: int) -> None:
-        """An answer has ended by itself, after so many tokens."""
+        """An answer has ended by itself, after ``length`` tokens."""
         self._lengths.record(length)
 
     def add(self, begun: Iterable[Sequence]) -> None:
-        """These begin with the plan that was just made; those on the host take no block of the device."""
+        """These sequences begin with the latest plan; those on the host take no device block."""
         on_device = (sequence for sequence in begun if sequence.place is Place.DEVICE)
         self._growth += sum(map(self._lengths.remaining, on_device))
 
-    def look(self, step: int, running: AgeOrdered) -> tuple[int, int]:
-        """The forecast for the plan of that number, of the sequences that run on the device.
+    def look(self, step: int, running: Iterable[Sequence]) -> tuple[int, int]:
+        """The forecast for plan ``step``, from the sequences that run on the device.
 
         Returns:
             ``Load.expected_growth`` in tokens, and ``Load.longest_remaining``.
@@ -127,6 +124,6 @@ class GrowthForecast:
             self._lengths.renew(sequence.output_length for sequence in on_device)
             self._growth = self._lengths.expected_growth(on_device)
             self._longest = max(map(self._lengths.remaining, decodes), default=0)
-        elif not running:
+        elif next(iter(running), None) is None:  # nothing is expected of sequences that are gone
             self._growth = self._longest = 0
         return self._growth, self._longest

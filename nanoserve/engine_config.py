@@ -1,0 +1,167 @@
+"""EngineConfig: how the engine runs a model. Every setting is checked before anything is loaded. No torch here."""
+
+from dataclasses import dataclass, replace
+
+from nanoserve.errors import UsageError
+from nanoserve.layout import ParallelLayout
+from nanoserve.processes.threads import MOST_THREADS
+from nanoserve.scheduler.policies import POLICIES
+
+MOST_PARALLEL = 64
+"""Limit of each degree: pipeline stages, tensor-parallel ranks, engines."""
+PAIR_OPTIONS = ("--prefill-parallel", "--decode-parallel")
+"""The options that name two layouts, in the order of their numbers."""
+DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS = "sarathi", "seesaw"
+"""What runs unless another is asked for. With two layouts it is the one policy that changes the layout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How the engine runs a model.
+
+    Raises:
+        UsageError: if a number is out of range, or settings contradict each other.
+    """
+
+    dtype: str = "auto"
+    """auto, bfloat16, float16 or float32, for weights and KV cache."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:N. With several workers, cuda gives each worker the GPU of its number on its machine."""
+    max_model_len: int | None = None
+    """Longest sequence in tokens; None takes the model's limit, or what the cache holds."""
+    kv_cache_memory: int | None = None
+    """Bytes of each engine's KV cache; None takes a share of the free memory."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    max_num_seqs: int = 256
+    """Sequences that hold blocks at a time."""
+    max_num_batched_tokens: int = 2048
+    """Token budget of a step."""
+    policy: str | None = None
+    """Name of a scheduling policy; None takes the default (`policy_name`)."""
+    enable_prefix_caching: bool = True
+    """Share the KV of equal prefixes."""
+    eager: bool = False
+    """Never run compiled layers or captured steps."""
+    offline: bool = False
+    """Never use the network."""
+    seed: int | None = None
+    """Seeds of requests without a seed are drawn from this; None draws differently in each run."""
+    pipeline_parallel: int = 1
+    """Pipeline stages, each in its own worker process."""
+    tensor_parallel: int = 1
+    """Workers that share the heads and channels of each stage."""
+    pipeline_split: tuple[int, ...] | None = None
+    """Layers of each stage; together they are all layers of the model. None divides by cost."""
+    data_parallel: int = 1
+    """Whole engines behind one dispatcher, each with its own workers."""
+    decode_layout: ParallelLayout | None = None
+    """A second layout of one engine's workers, for decodes; the first is then for prompts. None: one layout."""
+    host_kv_memory: int | None = None
+    """Bytes of host memory for KV blocks, for all engines of a machine together. None: a share of the free memory with
+    two layouts or a policy that attends on the host, else nothing."""
+    host_threads: int | None = None
+    """CPU threads for attention in host memory, pinned to their own cores. None: half of the cores if the device is the
+    CPU itself, else all but two."""
+    profile: str | None = None
+    """File of `nanoserve profile`, for policies that attend in host memory; None: it is measured at start."""
+    trace: str | None = None
+    """File for a Chrome trace of the run."""
+
+    @property
+    def num_workers(self) -> int:
+        """Devices of one engine; if there are several, each has its own process."""
+        return self.pipeline_parallel * self.tensor_parallel
+
+    @property
+    def layouts(self) -> tuple[ParallelLayout, ...]:
+        """Layouts of one engine by number: the only one, or the one for prompts and the one for decodes."""
+        first = ParallelLayout(tensor_parallel=self.tensor_parallel, pipeline_parallel=self.pipeline_parallel)
+        return (first,) if self.decode_layout is None else (first, self.decode_layout)
+
+    @property
+    def policy_name(self) -> str:
+        """The policy that runs: the one asked for, or the default for this number of layouts."""
+        return self.policy or (DEFAULT_POLICY if self.decode_layout is None else POLICY_OF_TWO_LAYOUTS)
+
+    @property
+    def attends_on_host(self) -> bool:
+        """Whether the CPU attends to keys and values in host memory beside the device's steps."""
+        return self.policy_name in POLICIES and POLICIES[self.policy_name].attends_on_host
+
+    @property
+    def uses_host_memory(self) -> bool:
+        """Whether there are KV blocks in host memory: asked for, or needed."""
+        return self.host_kv_memory is not None or self.decode_layout is not None or self.attends_on_host
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "max_model_len": (self.max_model_len, 2, 2**31),
+            "kv_cache_memory": (self.kv_cache_memory, 1, 2**50),
+            "block_size": (self.block_size, 1, 1024),
+            "max_num_seqs": (self.max_num_seqs, 1, 65536),
+            "max_num_batched_tokens": (self.max_num_batched_tokens, 1, 2**31),
+            "pipeline_parallel": (self.pipeline_parallel, 1, MOST_PARALLEL),
+            "tensor_parallel": (self.tensor_parallel, 1, MOST_PARALLEL),
+            "data_parallel": (self.data_parallel, 1, MOST_PARALLEL),
+            "host_kv_memory": (self.host_kv_memory, 1, 2**50),
+            "host_threads": (self.host_threads, 1, MOST_THREADS),
+        }
+        for name, (value, low, high) in bounds.items():
+            if value is not None and not low <= value <= high:
+                raise UsageError(f"{name} must be from {low} to {high}, not {value}")
+        if (workers := self.data_parallel * self.num_workers) > 1 and ":" in self.device:
+            raise UsageError(
+                f"device {self.device} with {workers} workers: say cuda, and choose GPUs by "
+                "CUDA_VISIBLE_DEVICES; each worker takes the one of its number"
+            )
+        if self.decode_layout is not None:
+            self._check_pair(self.decode_layout)
+        if self.pipeline_split is not None:
+            self._check_split(self.pipeline_split)
+        self._check_host_attention()
+
+    def _check_pair(self, decode: ParallelLayout) -> None:
+        if decode.data_parallel > 1:
+            raise UsageError(f"decode_layout {decode.name} is that of one engine: leave the D to data_parallel")
+        if max(decode.tensor_parallel, decode.pipeline_parallel) > MOST_PARALLEL:
+            raise UsageError(f"decode_layout {decode.name}: a degree must be from 1 to {MOST_PARALLEL}")
+        whole = [replace(layout, data_parallel=self.data_parallel) for layout in self.layouts]
+        first, second = (f"{option} {layout.name}" for option, layout in zip(PAIR_OPTIONS, whole, strict=True))
+        devices = [layout.devices for layout in whole]
+        if devices[0] != devices[1]:
+            raise UsageError(f"{first} takes {devices[0]} devices and {second} {devices[1]}: both run on the same ones")
+        if whole[0] == whole[1]:
+            raise UsageError(f"{first} and {second} are one layout: there is nothing to change between them")
+        if self.pipeline_split is not None:
+            raise UsageError(f"--pp-split is for one layout; leave it out with {' and '.join(PAIR_OPTIONS)}")
+        if self.policy_name != POLICY_OF_TWO_LAYOUTS:
+            raise UsageError(
+                f"--policy {self.policy} runs under one layout; leave it out with {' and '.join(PAIR_OPTIONS)}, "
+                f"which {POLICY_OF_TWO_LAYOUTS} is for"
+            )
+
+    def _check_split(self, split: tuple[int, ...]) -> None:
+        if len(split) != self.pipeline_parallel:
+            raise UsageError(
+                f"--pp-split {','.join(map(str, split))} names {len(split)} stages, but --pp is "
+                f"{self.pipeline_parallel}: give one number for each stage"
+            )
+        if min(split) < 1:
+            raise UsageError(f"--pp-split {','.join(map(str, split))}: every stage needs at least one layer")
+
+    def _check_host_attention(self) -> None:
+        if self.attends_on_host:
+            if self.tensor_parallel > 1:
+                raise UsageError(
+                    f"--policy {self.policy} has the CPU attend beside whole layers, which --tp {self.tensor_parallel} "
+                    "divides: leave --tp out or choose another policy"
+                )
+            return
+        *most, last = [name for name, entry in POLICIES.items() if entry.attends_on_host]
+        for option, value in (("--host-threads", self.host_threads), ("--profile", self.profile)):
+            if value is not None:
+                raise UsageError(
+                    f"{option} is for policies that attend in host memory, which {self.policy_name} does not: leave it "
+                    f"out or choose --policy {', '.join(most)} or {last}"
+                )

@@ -1,0 +1,300 @@
+"""Block accounting of the KV cache, without torch: who owns which block and what it holds.
+
+PrefixCache finds blocks by their content, BlockPool hands out the blocks of one tier, SequenceBlocks and HostTier keep
+the block tables of sequences on the device and in host memory.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from itertools import count
+
+from nanoserve.request import Place, Sequence
+
+ChainLink = int | str
+"""The entry of the preceding block, or the salt in front of a first block."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """A full block that may be shared."""
+
+    block: int
+    entry: int
+    """Its number in the chain, unique over the cache's life."""
+    address: tuple[ChainLink, tuple[int, ...]]
+    """The preceding link and the block's tokens."""
+
+
+class PrefixCache:
+    """Finds the cached block that holds a prompt's next tokens. It does not own blocks.
+
+    A full block is addressed by the chain that leads to it: the entry of the block before it (the salt, for a first
+    block) and its own tokens. An entry's number is never used again, so equal addresses mean equal prefixes. Looking an
+    address up compares parent and tokens, so a hash collision can never serve another prompt's cache.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._by_address: dict[tuple[ChainLink, tuple[int, ...]], CachedBlock] = {}
+        self._by_block: dict[int, CachedBlock] = {}
+        self._entries = count()
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._by_block
+
+    def match(self, tokens: SequenceOf[int], salt: str) -> list[CachedBlock]:
+        """The longest cached chain for ``tokens``, leaving at least one token to compute."""
+        found: list[CachedBlock] = []
+        link: ChainLink = salt
+        size = self._block_size
+        for start in range(0, (len(tokens) - 1) // size * size, size):
+            cached = self._by_address.get((link, tuple(tokens[start : start + size])))
+            if cached is None:
+                break
+            found.append(cached)
+            link = cached.entry
+        return found
+
+    def insert(self, block: int, previous: ChainLink, tokens: tuple[int, ...]) -> int:
+        """Record that ``block`` holds these tokens after that chain; returns the entry of this content.
+
+        If another block holds the same content already, that one stays the shared one.
+        """
+        address = (previous, tokens)
+        cached = self._by_address.get(address)
+        if cached is None:
+            cached = CachedBlock(block, next(self._entries), address)
+            self._by_address[address] = cached
+            self._by_block[block] = cached
+        return cached.entry
+
+    def forget(self, block: int) -> None:
+        """The block is about to be overwritten; nothing happens if it is not cached."""
+        if (cached := self._by_block.pop(block, None)) is not None:
+            del self._by_address[cached.address]
+
+    def clear(self) -> None:
+        """Forget every block; the numbers of entries go on."""
+        self._by_block.clear()
+        self._by_address.clear()
+
+
+class BlockPool:
+    """Hands out blocks ``0..num_blocks-1``.
+
+    A block is *owned* while its reference count is positive. Free blocks without cached content are reused first, then
+    cached ones, least recently used first.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self._cache = PrefixCache(block_size)  # stays empty without prefix caching
+        self._fill(num_blocks)
+
+    def _fill(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._blank: deque[int] = deque(range(num_blocks))
+        self._reusable: OrderedDict[int, None] = OrderedDict()
+
+    def replace_blocks(self, num_blocks: int) -> None:
+        """Replace the blocks by those of another parallel layout; nothing is kept.
+
+        Raises:
+            RuntimeError: if one of these has an owner.
+        """
+        if self.free_blocks != self.num_blocks:
+            raise RuntimeError(f"{self.num_blocks - self.free_blocks} blocks still have an owner")
+        self._cache.clear()
+        self._fill(num_blocks)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks without an owner, cached or not."""
+        return len(self._blank) + len(self._reusable)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that this many tokens fill, rounded up."""
+        return -(-tokens // self.block_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` blocks; their content is lost to the prefix cache.
+
+        Raises:
+            RuntimeError: if fewer are free; callers look at ``free_blocks`` first.
+        """
+        if count > self.free_blocks:
+            raise RuntimeError(f"{count} blocks asked for, {self.free_blocks} free")
+        return [self._take_free_block() for _ in range(count)]
+
+    def _take_free_block(self) -> int:
+        if self._blank:
+            block = self._blank.popleft()
+        else:
+            block, _ = self._reusable.popitem(last=False)
+            self._cache.forget(block)
+        self._references[block] = 1
+        return block
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add an owner to each block; a free cached block is then no longer free."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._reusable[block]
+            self._references[block] += 1
+
+    def release(self, blocks: SequenceOf[int]) -> None:
+        """Drop one owner of each block, the last block of a sequence first, so that it is reused first."""
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if block in self._cache:
+                    self._reusable[block] = None
+                else:
+                    self._blank.append(block)
+
+    def owned_once(self, block: int) -> bool:
+        """Whether it has exactly one owner."""
+        return self._references[block] == 1
+
+    def uncache(self, block: int) -> None:
+        """The only owner of a block is about to overwrite it, so it must not be found by its old content."""
+        self._cache.forget(block)
+
+    def forget_cache(self) -> None:
+        """No block may be found by its content any longer; owners keep theirs."""
+        self._cache.clear()
+        self._blank.extend(self._reusable)
+        self._reusable.clear()
+
+    def match_prefix(self, tokens: SequenceOf[int], salt: str) -> list[CachedBlock]:
+        """Cached blocks that begin ``tokens``; at least one token is left to compute. They are not owned yet."""
+        return self._cache.match(tokens, salt) if self.prefix_caching else []
+
+    def cache_block(self, block: int, previous: ChainLink, tokens: SequenceOf[int]) -> int:
+        """Let a full block be shared; returns its link in the chain. Only with prefix caching."""
+        return self._cache.insert(block, previous, tuple(tokens))
+
+
+class SequenceBlocks:
+    """The block tables of all sequences over one pool: prefix hits, growth, forks, release."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self._block_size = pool.block_size
+
+    def take_prefix(self, sequence: Sequence) -> None:
+        """Begin the table with the cached blocks of the sequence's prefix; those positions need no computing."""
+        cached = self.pool.match_prefix(sequence.tokens, sequence.request.cache_salt)
+        sequence.block_table = [entry.block for entry in cached]
+        sequence.chain = [entry.entry for entry in cached]
+        sequence.computed = len(cached) * self._block_size
+        self.pool.share(sequence.block_table)
+
+    def capacity(self, sequence: Sequence) -> int:
+        """Positions to compute that fit into the sequence's blocks and all free ones."""
+        adopted = sequence.copy_source is not None and self.pool.owned_once(sequence.copy_source)
+        blocks = len(sequence.block_table) + self.pool.free_blocks + adopted
+        return blocks * self._block_size - sequence.computed
+
+    def fits(self, sequence: Sequence, count: int) -> bool:
+        """Whether ``count`` more positions fit; usually the last block has room, and the pool need not be asked."""
+        held = len(sequence.block_table) * self._block_size
+        return sequence.computed + count <= held or count <= self.capacity(sequence)
+
+    def grow(self, sequence: Sequence, count: int) -> tuple[list[int], tuple[int, int] | None]:
+        """Append the blocks that ``count`` more positions need; they must be free.
+
+        Returns:
+            The new blocks, and the (source, target) of a block to copy before the first of them is written: at its
+            first write a fork copies the block in which its prompt ends, unless it is the only owner.
+        """
+        held, end = len(sequence.block_table), sequence.computed + count
+        if end <= held * self._block_size:  # a fork that has not written yet misses one block at least
+            return [], None
+        missing = self.pool.blocks_for(end) - held
+        source, sequence.copy_source = sequence.copy_source, None
+        copy = None
+        if source is None:
+            new_blocks = self.pool.allocate(missing)
+        elif self.pool.owned_once(source):
+            self.pool.uncache(source)  # it may still be cached as a full block of the parent
+            new_blocks = [source, *self.pool.allocate(missing - 1)]
+        else:
+            new_blocks = self.pool.allocate(missing)
+            copy = (source, new_blocks[0])
+            self.pool.release([source])
+        sequence.block_table += new_blocks
+        return new_blocks, copy
+
+    def share_full(self, sequence: Sequence, computed: int) -> None:
+        """Let other sequences find every full block of the first ``computed`` tokens, which are known."""
+        size = self._block_size
+        shared, full = len(sequence.chain), computed // size
+        if shared == full or not self.pool.prefix_caching:  # nothing new, as for most decodes
+            return
+        for index in range(shared, full):
+            previous = sequence.chain[-1] if sequence.chain else sequence.request.cache_salt
+            tokens = sequence.tokens[index * size : (index + 1) * size]
+            sequence.chain.append(self.pool.cache_block(sequence.block_table[index], previous, tokens))
+
+    def fork(self, parent: Sequence, sibling: Sequence) -> None:
+        """Share all of the parent's prompt but its last token, whose logits the sibling samples for itself."""
+        sibling.computed = parent.prompt_length - 1
+        full, partial = divmod(sibling.computed, self._block_size)
+        sibling.block_table = parent.block_table[:full]
+        sibling.chain = parent.chain[:full]
+        self.pool.share(sibling.block_table)
+        if partial:
+            # Copied when the sibling first writes. Until then the parent may write to the block: only after the
+            # prompt, where the sibling does not read.
+            sibling.copy_source = parent.block_table[full]
+            self.pool.share([sibling.copy_source])
+
+    def restore(self, sequence: Sequence) -> None:
+        """Make a new table for a sequence that comes from the host; the blocks must be free."""
+        sequence.block_table = self.pool.allocate(self.pool.blocks_for(sequence.computed))
+
+    def release_table(self, sequence: Sequence) -> None:
+        """Give the device blocks back; the sequence's KV may be elsewhere."""
+        if sequence.copy_source is not None:
+            self.pool.release([sequence.copy_source])
+        self.pool.release(sequence.block_table)
+        sequence.copy_source = None
+        sequence.block_table = []
+        sequence.chain = []
+
+    def release(self, sequence: Sequence) -> None:
+        """Give the device blocks back; the sequence's KV is nowhere."""
+        self.release_table(sequence)
+        sequence.computed = 0
+        sequence.place = Place.NONE
+
+
+class HostTier:
+    """Tables of host blocks over one pool; each block has one owner.
+
+    A sequence holds host blocks before it moves if it is a prompt to be parked, and both tables while it moves.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.pool = BlockPool(num_blocks, block_size, prefix_caching=False)
+
+    def can_reserve(self, sequence: Sequence, tokens: int) -> bool:
+        """Whether the sequence's blocks and the free ones hold this many of its tokens."""
+        return self.pool.blocks_for(tokens) - len(sequence.host_table) <= self.pool.free_blocks
+
+    def reserve(self, sequence: Sequence, tokens: int) -> list[int]:
+        """Grow the table to hold this many tokens; returns the new blocks, which must be free."""
+        missing = self.pool.blocks_for(tokens) - len(sequence.host_table)
+        new_blocks = self.pool.allocate(max(0, missing))
+        sequence.host_table += new_blocks
+        return new_blocks
+
+    def release(self, sequence: Sequence) -> None:
+        """Give all of the sequence's host blocks back."""
+        self.pool.release(sequence.host_table)
+        sequence.host_table = []

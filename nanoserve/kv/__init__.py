@@ -1,1 +1,0 @@
-"""Block accounting of the KV cache, without torch: who owns which block and what it holds."""

@@ -1,0 +1,97 @@
+"""Invariants of the scheduler's blocks, queues and states. Tests check them after every step."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from nanoserve.kv import BlockPool
+from nanoserve.request import Place, Sequence, Status
+from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.sequence_table import SequenceTable
+
+
+def check_integrity(scheduler: Scheduler) -> None:
+    """Raise RuntimeError if blocks, queues and states contradict each other."""
+    table = scheduler.table
+    sequences = list(table.sequences.values())
+    for sequence in sequences:
+        _check_state(table, sequence)
+    _check_device_blocks(table, sequences)
+    _check_host_blocks(table, sequences)
+    if table.waiting.tokens != sum(len(sequence.tokens) for sequence in table.waiting):
+        raise RuntimeError("the count of waiting tokens is wrong")
+    for queue in (table.waiting, table.running, table.on_host, table.moving, table.held):
+        if any(table.quarantine.admits(one.request.request_id) == (queue is table.held) for one in queue):
+            raise RuntimeError("a sequence that the quarantine holds back may run, or another one may not")
+    if table.held and table.quarantine.suspect not in table._requests:
+        raise RuntimeError("sequences are held back for a request that is gone")
+    if scheduler._tiers is not None:
+        moving = sorted(move.sequence.sequence_id for move in scheduler._tiers._moves.values())
+        if moving != [sequence.sequence_id for sequence in table.moving]:
+            raise RuntimeError("the sequences of swaps and those that move differ")
+
+
+def _check_state(table: SequenceTable, sequence: Sequence) -> None:
+    place, status, plans = sequence.place, sequence.status, len(sequence.in_flight)
+    holds_kv = sequence.block_table or sequence.host_table or sequence.computed or plans
+    moves_after_row = place is Place.MOVING and plans > 0
+    elsewhere = place in (Place.HOST, Place.MOVING) and not moves_after_row
+    known = len(sequence.tokens) - (status is Status.DECODE)
+    goes_on = not sequence.finished
+    contradictions = {
+        "its queue says otherwise": (sequence in table.running) != (goes_on and place is Place.DEVICE)
+        or (sequence in table.on_host) != (goes_on and place is Place.HOST)
+        or (sequence in table.moving) != (place is Place.MOVING),
+        "does not decode": elsewhere and status not in (Status.DECODE, Status.FINISHED),
+        "holds device blocks": place is Place.HOST and bool(sequence.block_table or sequence.chain),
+        "holds something": place is Place.NONE and bool(holds_kv),
+        "waits with KV, or has none and does not wait": (status is Status.WAITING) != (place is Place.NONE),
+        f"has {sequence.remaining} tokens to compute in {plans} plans": status is Status.DECODE
+        and sequence.remaining != 1 - plans,
+        "shares a block of unknown tokens": len(sequence.chain) * table.blocks.pool.block_size > known,
+        "is to be preempted with an answer that will not come": sequence.preempt_when_answered and not plans,
+    }
+    for contradiction, is_so in contradictions.items():
+        if is_so:
+            raise RuntimeError(f"sequence {sequence.sequence_id} is {status} in {place}, but {contradiction}")
+
+
+def _check_device_blocks(table: SequenceTable, sequences: Iterable[Sequence]) -> None:
+    """The pool's owners are exactly these sequences' tables."""
+    pool, owners = table.blocks.pool, Counter[int]()
+    for sequence in sequences:
+        owners.update(sequence.block_table)
+        if sequence.copy_source is not None:
+            owners[sequence.copy_source] += 1
+        elif sequence.place is not Place.HOST and len(sequence.block_table) * pool.block_size < sequence.computed:
+            raise RuntimeError(f"sequence {sequence.sequence_id} has fewer blocks than computed tokens")
+    check_pool(pool, owners)
+
+
+def _check_host_blocks(table: SequenceTable, sequences: Iterable[Sequence]) -> None:
+    """The host pool's owners are exactly these sequences' host tables, and each block has one owner."""
+    pool, owners = table.host_tier.pool, Counter[int]()
+    for sequence in sequences:
+        owners.update(sequence.host_table)
+        if sequence.place is Place.HOST and pool.blocks_for(sequence.computed) > len(sequence.host_table):
+            raise RuntimeError(f"sequence {sequence.sequence_id} has fewer host blocks than computed tokens")
+    check_pool(pool, owners)
+    if max(owners.values(), default=0) > 1:
+        raise RuntimeError("a host block has two owners")
+
+
+def check_pool(pool: BlockPool, owners: Counter[int]) -> None:
+    """Compare a pool with the caller's count of owners for each block.
+
+    Raises:
+        RuntimeError: if a block is leaked, used twice, or both free and owned.
+    """
+    free = list(pool._blank) + list(pool._reusable)
+    if len(free) != len(set(free)):
+        raise RuntimeError("a block is free twice")
+    for block in range(pool.num_blocks):
+        if pool._references[block] != owners[block]:
+            raise RuntimeError(f"block {block}: {pool._references[block]} references, {owners[block]} owners")
+    if set(free) != {block for block, count in enumerate(pool._references) if count == 0}:
+        raise RuntimeError("free blocks and blocks without an owner differ")
+    if any(block in pool._cache for block in pool._blank):
+        raise RuntimeError("a cached block is listed as blank")
