@@ -157,9 +157,9 @@ def pipeline(
       nanoserve bench pipeline --policy throttling --metadata both --json metadata.json
       nanoserve bench pipeline --policy sarathi --against-one-process --rounds 5
     """
+    from nanoserve.benchmarks.policy_names import parse_policies
     from nanoserve.benchmarks.variants import KeptRuns
     from nanoserve.measures.chrome_trace import ChromeTraceFile
-    from nanoserve.scheduler.policies import parse_policies
 
     engine.check_is_for_cpu()
     config, metadatas, rate, seed = engine.config(), comparison.metadatas(), comparison.rate, engine.seed or 0

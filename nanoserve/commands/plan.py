@@ -58,7 +58,7 @@ class PlanOptions:
         Raises:
             UsageError: for an unknown policy.
         """
-        from nanoserve.scheduler.policies import parse_policies
+        from nanoserve.benchmarks.policy_names import parse_policies
 
         return parse_policies(self.policy_names, self.token_budget)
 
@@ -111,9 +111,9 @@ def plan(
       nanoserve plan --model llama-2-70b --hardware seesaw-a10 --gpus 8 --workload arxiv --requests 200
       nanoserve plan --model qwen3-8b --hardware l4 --gpus 4 --workload azure-conv --rate 2
     """
+    from nanoserve.benchmarks.policy_names import parse_policies
     from nanoserve.benchmarks.report import Report
     from nanoserve.costs import load_machine, load_shape
-    from nanoserve.scheduler.policies import parse_policies
     from nanoserve.simulator.planning import find_candidates
 
     policies, work = asked.policies(), asked.work()

@@ -55,7 +55,7 @@ class PolicyOptions:
         Raises:
             UsageError: for an unknown policy, and for parameters that it does not have or that make no sense.
         """
-        from nanoserve.scheduler.policies import parse_policies
+        from nanoserve.benchmarks.policy_names import parse_policies
 
         if self.set_for_all is not None:
             raise UsageError("--set is no more: parameters stand behind a policy's name, as throttling:iterations=4")
