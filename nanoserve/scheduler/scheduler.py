@@ -170,7 +170,7 @@ class Scheduler:
     @property
     def awaits_results(self) -> bool:
         """Whether the executor will report anything in flight: plans, or swaps alone."""
-        return bool(self._plans_in_flight) or (self._tiers is not None and self._tiers.any_moving)
+        return bool(self._plans_in_flight or self.table.moving)
 
     @property
     def layout(self) -> int:

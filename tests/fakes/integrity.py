@@ -48,7 +48,6 @@ def _check_state(table: SequenceTable, sequence: Sequence) -> None:
         f"has {sequence.remaining} tokens to compute in {plans} plans": status is Status.DECODE
         and sequence.remaining != 1 - plans,
         "shares a block of unknown tokens": len(sequence.chain) * table.blocks.pool.block_size > known,
-        "is to be preempted with an answer that will not come": sequence.preempt_when_answered and not plans,
     }
     for contradiction, is_so in contradictions.items():
         if is_so:

@@ -132,19 +132,6 @@ def test_a_prompt_whose_chunk_is_in_flight_gives_way_before_its_next_one() -> No
     ]
 
 
-@pytest.mark.parametrize("length", [3, 16])
-def test_a_decode_or_a_prompt_that_is_to_be_preempted_is_not_planned_ahead(length: int) -> None:
-    engine = make_engine(budget=4)
-    engine.add(request("r", *[7] * length))
-    step_until_two_are_in_flight(engine)
-    engine.step()
-    (sequence,) = engine.scheduler.running
-    sequence.preempt_when_answered = True  # as an older one does that needs its blocks
-    assert engine.scheduler.schedule(0.0) is None
-    finish(engine)
-    assert engine.scheduler.preemptions == 1
-
-
 def test_a_long_prompt_has_a_chunk_in_every_plan_and_comes_before_a_later_one() -> None:
     engine = make_engine(budget=4)
     for name, token in (("first", 7), ("second", 8)):
