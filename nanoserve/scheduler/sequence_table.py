@@ -308,7 +308,7 @@ class SequenceTable:
         if place is _DEVICE:
             self.host_tier.release(sequence)
         else:
-            self.blocks.release_table(sequence)
+            self.blocks.release(sequence)
         if sequence.status is _FINISHED:
             self._retire(sequence)
         else:
@@ -354,8 +354,9 @@ class SequenceTable:
 
     def _release(self, sequence: Sequence) -> None:
         self.blocks.release(sequence)
-        if sequence.host_table:
-            self.host_tier.release(sequence)
+        self.host_tier.release(sequence)
+        sequence.computed = 0
+        sequence.place = Place.NONE
         self._end_for_executor(sequence)
 
     def _end_for_executor(self, sequence: Sequence) -> None:

@@ -92,5 +92,5 @@ def check_pool(pool: BlockPool, owners: Counter[int]) -> None:
             raise RuntimeError(f"block {block}: {pool._references[block]} references, {owners[block]} owners")
     if set(free) != {block for block, count in enumerate(pool._references) if count == 0}:
         raise RuntimeError("free blocks and blocks without an owner differ")
-    if any(block in pool._cache for block in pool._blank):
+    if any(block in pool.cache for block in pool._blank):
         raise RuntimeError("a cached block is listed as blank")
