@@ -31,7 +31,7 @@ from nanoserve.scheduler.tiers import HostCohorts, TieredPlanBuilder, Tiers
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
 
 MOST_HOST_LOSSES = 3
-"""After so many losses of attention on the CPU, sequences live on the device alone."""
+"""After this many losses of attention on the CPU, sequences live on the device alone."""
 
 
 class SchedulerObserver(Protocol):
@@ -230,7 +230,7 @@ class Scheduler:
         return self._submit(builder)
 
     def _submit(self, builder: PlanBuilder) -> StepPlan:
-        """The builder's plan, which is in flight from now on."""
+        """The builder's plan, in flight from here on."""
         plan = builder.plan(self.steps, self.layout)
         self.steps += 1
         self._previous = builder.decision
@@ -246,7 +246,7 @@ class Scheduler:
         return plan
 
     def _build(self, now: float, *, admits: bool = True) -> PlanBuilder:
-        """Ask the policy and carry its answer out, as far as the blocks go."""
+        """Ask the policy and carry out its decision, as far as the blocks go."""
         load, decodes, prefills = self._survey()
         if self.observer is not None:
             self.observer.on_load(load)
@@ -413,7 +413,6 @@ class Scheduler:
         self._layouts.answered = True  # nothing is left on the device, so another drain is free
         self._previous = None  # it was decided for a state that is gone: a drain, say
         if self._tiers is not None:
-            self._tiers.cohorts.clear()
             self._tiers.abandon()
         self.table.reset()
 

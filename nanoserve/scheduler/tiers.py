@@ -120,7 +120,8 @@ class Tiers:
                 self._table.host_tier.release(sequence)
 
     def abandon(self) -> None:
-        """No swap will be answered any longer; the caller ends or requeues their sequences."""
+        """Nothing in flight will be answered any longer; the caller ends or requeues the sequences."""
+        self.cohorts.clear()
         for move in list(self._moves.values()):
             self._arrive(move)
 
@@ -312,7 +313,7 @@ class TieredPlanBuilder(PlanBuilder):
         super()._add_decodes(ready)
 
     def _leaves_room_for_prompts(self, sequence: Sequence) -> bool:
-        """Whether it may grow. The oldest always may, so that the device empties some day."""
+        """Whether it may grow. The oldest always may, so that the device empties in the end."""
         pool = self._blocks.pool
         return (
             sequence.computed < len(sequence.block_table) * pool.block_size
