@@ -67,7 +67,7 @@ class BuiltEngine:
     gpu: GpuFacts | None
     """What getting the GPU ready took; None without one."""
     speeds: MachineSpeeds | None = None
-    """Of each worker beside the others; None where nobody decides by them."""
+    """What each worker reaches beside the others; None where no policy decides by them."""
 
 
 def build_engine(
@@ -90,7 +90,7 @@ def build_engine(
     if config.trace is None:
         return build(resolved, config, progress, default_params)
     with ExitStack() as failing:
-        file = failing.enter_context(ChromeTraceFile(Path(config.trace)))  # told at once if it cannot be written
+        file = failing.enter_context(ChromeTraceFile(Path(config.trace)))  # fails at once if it cannot be written
         built = build(resolved, config, progress, default_params)
         _trace(built, file, config)
         failing.pop_all()  # the end of the run closes it
@@ -189,7 +189,7 @@ def _build_here(
 def _profiled(
     starting: StartingEngine, executor: LocalExecutor, progress: ProgressCallback | None
 ) -> Sequence[Predictor]:
-    """What a policy that attends in host memory decides by; nobody knows where nothing can be measured.
+    """Predictors of a policy that attends in host memory; none where nothing can be measured.
 
     Raises:
         UsageError: if the profile that is given is of something else; the executor is closed then.
@@ -271,7 +271,7 @@ def choose_num_host_blocks(model: ModelConfig, config: EngineConfig, reserved: i
 
 
 def _host_pool(decoder: Decoder, model: ModelConfig, config: EngineConfig, num_blocks: int) -> HostPool | None:
-    """Memory of this process, beside so many blocks on its device, if that was asked for."""
+    """A pool in memory of this process, beside `num_blocks` on its device, if that was asked for."""
     cache = num_blocks * kv_bytes_per_block(model, config.block_size, decoder.dtype)
     on_host = decoder.device.type == "cpu"
     host_blocks = choose_num_host_blocks(model, config, reserved=cache if on_host else 0)
@@ -335,7 +335,7 @@ def _make_policy(config: EngineConfig, host_blocks: int = 0) -> Policy:
 
 
 def make_predictors(speeds: MachineSpeeds | None, model: ModelConfig, config: EngineConfig) -> Sequence[Predictor]:
-    """What steps and moves will take, by layout; nobody knows where no speeds were measured."""
+    """Predictors of steps and moves, by layout; none where no speeds were measured."""
     if speeds is None:
         return ()
     dtype = str(resolve_dtype(config.dtype, torch.device(config.device), model.dtype)).removeprefix("torch.")

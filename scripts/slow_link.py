@@ -85,18 +85,18 @@ WORKS = (Work("prefill", 2, 256, 1), Work("balanced", 24, 64, 16), Work("decode"
 
 def serve(options: dict[str, Any], address: str) -> int:
     """On both hosts, by torchrun: the first runs the engine for who listens at a Unix address, the other a worker."""
+    from nanoserve.commands.engine_options import WorkersOptions
     from nanoserve.commands.torchrun import on_all_machines
-    from nanoserve.commands.workers_options import WorkersOptions
 
     @on_all_machines
-    def run(engine: WorkersOptions) -> int:
-        with engine.open_llm(None) as llm, socket.socket(socket.AF_UNIX) as line:
+    def run(options: WorkersOptions) -> int:
+        with options.open_llm(None) as llm, socket.socket(socket.AF_UNIX) as line:
             line.connect(address)
             with line.makefile("rw") as words:
                 _work_for(llm, words)
         return 0
 
-    return run(engine=WorkersOptions(**options))
+    return run(WorkersOptions(**options))
 
 
 def _work_for(llm: Any, words: IO[str]) -> None:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from nanoserve.benchmarks.report import Report
-from nanoserve.commands.batch_files import ResultFile, Row
+from nanoserve.commands.batch_files import PromptRow, ResultFile
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.figures import save_figure, titled_figure
 from nanoserve.processes.files import replace_file
@@ -66,7 +66,7 @@ def test_a_batch_names_the_file_that_a_row_has_no_room_in(tmp_path: Path) -> Non
         results.write({"index": 0, "text": "a"})
         results.write({"index": 1, "text": "b"})
     with ResultFile(path) as results:
-        assert results.holds(Row(0, None)) and not results.holds(Row(1, None))
+        assert results.holds(PromptRow(0, None)) and not results.holds(PromptRow(1, None))
 
 
 def test_a_batch_names_the_file_that_it_cannot_go_on_with(tmp_path: Path) -> None:

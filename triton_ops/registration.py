@@ -3,8 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -30,9 +29,9 @@ class Operators:
     ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
         """Make a function the plain implementation, for any device, of the operator that bears its name.
 
-        Calling the function then calls the operator: a device's own implementation, if there is one. Its types become
-        the operator's schema; leading underscores are no part of the name. `writes` names the arguments that it
-        changes; `fake` says, for tracing, which shapes come back, and is left out where nothing does.
+        The operator takes its place: calling it runs a device's own implementation, if there is one. The function's
+        types become the operator's schema; leading underscores are no part of the name. `writes` names the arguments
+        that it changes; `fake` says, for tracing, which shapes come back, and is left out where nothing does.
         """
 
         def defined(plain: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -41,14 +40,9 @@ class Operators:
             self._library.impl(name, plain, PLAIN)
             torch.library.register_fake(f"{self._namespace}::{name}", fake or _writes_only, lib=self._library)
             self._plain[name] = plain
-            operator = getattr(getattr(torch.ops, self._namespace), name)
-
-            @wraps(plain)
-            def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
-                result: Result = operator(*arguments, **options)
-                return result
-
-            return call
+            operator: Any = getattr(getattr(torch.ops, self._namespace), name)
+            operator.__doc__ = plain.__doc__
+            return cast(Callable[Arguments, Result], operator)
 
         return defined
 

@@ -20,8 +20,9 @@ from torch.nn import functional
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.rounds import GIGA, Bracketed, bandwidth_states, until_enough_count
+from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.shapes import dummy_config
-from nanoserve.runtime.host.host_attention import HostAttention, HostRows
+from nanoserve.runtime.host.host_attention import HostAttention
 from triton_ops import cache_write, linear, paged_attention, reference_operators
 
 SHAPE = "qwen3-0.6b"
@@ -114,7 +115,8 @@ def host_attention_case(batch: int, context: int, dtype: torch.dtype) -> Iterato
     pool = torch.randn(2, *_cache_shape(batch, context)).to(dtype)
     cache_write(key, value, pool[0], pool[1], slots)
     keys, values = zip(*(layer.unbind() for layer in _copies(pool)), strict=True)
-    rows = HostRows(tables, torch.full((batch,), context, dtype=torch.int32), slots)
+    contexts, starts = torch.full((batch,), context, dtype=torch.int32), torch.arange(batch + 1, dtype=torch.int32)
+    rows = AttentionBatch(tables, starts, contexts, slots)
     host = HostAttention(shape, keys, values, torch.device("cpu"), threads=torch.get_num_threads())
     layers = cycle(range(len(keys)))
 
@@ -137,15 +139,13 @@ def host_attention_case(batch: int, context: int, dtype: torch.dtype) -> Iterato
         host.close()
 
 
-def _attend_alone(query: Tensor, caches: Iterator[tuple[Tensor, Tensor]], rows: HostRows) -> Callable[[], Tensor]:
+def _attend_alone(query: Tensor, caches: Iterator[tuple[Tensor, Tensor]], rows: AttentionBatch) -> Callable[[], Tensor]:
     """The operator over one pair of caches after the other, in this thread."""
     batch, heads, size = query.shape
     out = torch.empty(batch, heads * size, dtype=query.dtype)
-    starts = torch.arange(batch + 1, dtype=torch.int32)
 
     def attend() -> Tensor:
-        arguments = (out, query, *next(caches), rows.block_tables, starts, rows.context_lengths)
-        paged_attention(*arguments, scale=size**-0.5, sliding_window=0)
+        paged_attention(out, query, *next(caches), *rows.tensors[:3], scale=size**-0.5, sliding_window=0)
         return out
 
     return attend

@@ -1,5 +1,6 @@
 """Policies as commands and benchmarks name them: "sarathi,throttling:iterations=4:without_wt"."""
 
+import math
 from typing import Any
 
 from nanoserve.errors import UsageError
@@ -41,7 +42,15 @@ def named_policy(text: str, token_budget: int) -> Policy:
 
 
 def _parse(text: str, default: Any) -> float:
-    """A value of the default's type; a float where there is no default."""
+    """A value of the default's type; a float where there is no default.
+
+    Raises:
+        KeyError: if a flag is neither true nor false.
+        ValueError: if it is no finite number, or not a whole one where that is wanted.
+    """
     if isinstance(default, bool):
         return {"true": True, "false": False}[text]
-    return int(text) if isinstance(default, int) else float(text)
+    number = int(text) if isinstance(default, int) else float(text)
+    if not -math.inf < number < math.inf:
+        raise ValueError(f"{text} is not finite")
+    return number

@@ -7,21 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.commands.batch_advice import advice_for
-from nanoserve.commands.batch_files import ResultFile, Row, read_rows
+from nanoserve.commands.batch_files import PromptRow, ResultFile, read_rows
 from nanoserve.commands.batch_progress import Phases, Tally, progress_bar
+from nanoserve.commands.engine_options import WorkersOptions, sampling_params
 from nanoserve.commands.failures import EXIT_OK, say
-from nanoserve.commands.options import sampling_params
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
-from nanoserve.commands.usage import Usage
-from nanoserve.commands.workers_options import WorkersOptions
+from nanoserve.commands.usage import TokenUsage
 from nanoserve.errors import NanoserveError, UsageError, WorkersFailed
+from nanoserve.request import RequestOutput, SamplingParams, SequenceUpdate
 
 if TYPE_CHECKING:
     from nanoserve.llm import LLM
-    from nanoserve.request import RequestOutput, SamplingParams, SequenceUpdate
 
-Item = tuple[Any, "SamplingParams"]
+Item = tuple[Any, SamplingParams]
 
 
 def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict[str, Any]) -> int:
@@ -60,7 +59,7 @@ def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict
 
 
 def _answer_rows(
-    rows: list[Row],
+    rows: list[PromptRow],
     results: ResultFile,
     tally: Tally,
     phases: Phases | None,
@@ -79,8 +78,8 @@ def _answer_rows(
             _run(llm, items, rows, phases, draw)
 
 
-def _run(llm: "LLM", items: "_Items", rows: list[Row], phases: Phases | None, draw: Callable[[], None]) -> None:
-    def look(updates: "Sequence[SequenceUpdate]") -> None:
+def _run(llm: "LLM", items: "_Items", rows: list[PromptRow], phases: Phases | None, draw: Callable[[], None]) -> None:
+    def look(updates: Sequence[SequenceUpdate]) -> None:
         if phases is not None:
             phases.observe(time.monotonic(), updates, llm.status)
         draw()
@@ -101,11 +100,11 @@ class _Items:
         self._seed = seed
         self._results = results
         self._tally = tally
-        self._accepted: list[Row] = []
+        self._accepted: list[PromptRow] = []
         # why an engine runs nothing any more, if it took rows with it: they are left for the next run.
         self.lost: str | None = None
 
-    def of(self, rows: list[Row]) -> Iterator[Item]:
+    def of(self, rows: list[PromptRow]) -> Iterator[Item]:
         """The items of the usable rows."""
         for row in rows:
             try:
@@ -116,7 +115,7 @@ class _Items:
             self._accepted.append(row)
             yield row.prompt, params
 
-    def answer(self, position: int, outcome: "RequestOutput | NanoserveError") -> None:
+    def answer(self, position: int, outcome: RequestOutput | NanoserveError) -> None:
         """Write what came of an item.
 
         Raises:
@@ -135,7 +134,7 @@ class _Items:
         self._tally.tokens += sum(len(sample.token_ids) for sample in outcome.outputs)
         _write(self._results, self._tally, row, result)
 
-    def like(self, rows: list[Row]) -> list[Item]:
+    def like(self, rows: list[PromptRow]) -> list[Item]:
         """What `of` will yield, as far as it can be known before."""
         items = []
         for row in rows:
@@ -143,26 +142,26 @@ class _Items:
                 items.append((row.prompt, self._params(row)))
         return items
 
-    def _params(self, row: Row) -> "SamplingParams":
+    def _params(self, row: PromptRow) -> SamplingParams:
         return sampling_params(self._defaults, self._settings, self._seed_of(row), dict(row.settings))
 
-    def _seed_of(self, row: Row) -> dict[str, int]:
+    def _seed_of(self, row: PromptRow) -> dict[str, int]:
         """It depends on the row's place alone: a run that goes on after Ctrl-C gives what it would have given."""
         return {} if self._seed is None else {"seed": (self._seed + row.index) % 2**63}
 
 
-def _result(output: "RequestOutput") -> dict[str, Any]:
+def _result(output: RequestOutput) -> dict[str, Any]:
     samples = sorted(output.outputs, key=lambda sample: sample.index)
     if errors := [sample.error for sample in samples if sample.error is not None]:
         return {"error": errors[0]}
-    usage = Usage.of(output).counts()
+    usage = TokenUsage.of(output).counts()
     if len(samples) == 1:
         return {"text": samples[0].text, "finish_reason": samples[0].finish_reason, "usage": usage}
     reasons = [sample.finish_reason for sample in samples]
     return {"text": [sample.text for sample in samples], "finish_reason": reasons, "usage": usage}
 
 
-def _write(results: ResultFile, tally: Tally, row: Row, fields: Mapping[str, Any]) -> None:
+def _write(results: ResultFile, tally: Tally, row: PromptRow, fields: Mapping[str, Any]) -> None:
     identity = {} if row.id is None else {"id": row.id}
     results.write({"index": row.index} | identity | dict(fields))
     tally.written += 1

@@ -4,23 +4,26 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from nanoserve.costs import Machine, Precision
+from nanoserve.costs.counts import ModelCounts
+from nanoserve.costs.efficiency import Efficiency
+from nanoserve.costs.measured_machine import MachineSpeeds, measured_machine, precision_of
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
+from nanoserve.measures.workloads import RequestShape
+from nanoserve.request import SamplingParams
+from nanoserve.simulator.advice import advise
+from nanoserve.simulator.planning import CacheLimits
 
 if TYPE_CHECKING:
-    from nanoserve.costs import Machine, Precision
-    from nanoserve.costs.measured_machine import MachineSpeeds
     from nanoserve.llm import LLM
-    from nanoserve.measures.workloads import RequestShape
-    from nanoserve.request import SamplingParams
-    from nanoserve.simulator.planning import CacheLimits
 
 _SAMPLED_ROWS = 200
-"""Whose prompts are tokenized at most; the others are taken to be like them."""
+"""The most rows whose prompts are tokenized; the others are taken to be like them."""
 
 
 def advice_for(
-    llm: "LLM", layouts: Sequence[ParallelLayout], items: "Sequence[tuple[Any, SamplingParams]]"
+    llm: "LLM", layouts: Sequence[ParallelLayout], items: Sequence[tuple[Any, SamplingParams]]
 ) -> str | None:
     """A few lines for the user, or None where the speeds of workers were not measured.
 
@@ -33,9 +36,7 @@ def advice_for(
         return None
     import torch
 
-    from nanoserve.costs.measured_machine import precision_of
     from nanoserve.models.dtypes import resolve_dtype
-    from nanoserve.simulator.advice import advise
 
     config = llm.engine_config
     dtype = resolve_dtype(config.dtype, torch.device(config.device), llm.config.dtype)
@@ -56,18 +57,16 @@ def advice_for(
         return f"nothing can be predicted: {error}"
 
 
-def _shapes(llm: "LLM", items: "Sequence[tuple[Any, SamplingParams]]") -> "list[RequestShape]":
-    """Of all items, from the prompts of some, evenly over all. Answers count as long as they may become."""
+def _shapes(llm: "LLM", items: Sequence[tuple[Any, SamplingParams]]) -> list[RequestShape]:
+    """The lengths of all items, from the prompts of some, evenly over all. Answers are as long as they may become."""
     count = min(len(items), _SAMPLED_ROWS)
     sampled = [items[place * len(items) // count] for place in range(count)]
     shapes = list(chain.from_iterable(_shape(llm, *item) for item in sampled))
     return [shapes[place * len(shapes) // len(items)] for place in range(len(items))] if shapes else []
 
 
-def _shape(llm: "LLM", prompt: Any, params: "SamplingParams") -> "Iterator[RequestShape]":
+def _shape(llm: "LLM", prompt: Any, params: SamplingParams) -> Iterator[RequestShape]:
     """Nothing for a prompt that will be refused."""
-    from nanoserve.measures.workloads import RequestShape
-
     encode = llm.tokenizer.encode if isinstance(prompt, str) else llm.tokenizer.encode_chat
     try:
         tokens = len(encode(prompt))
@@ -78,10 +77,8 @@ def _shape(llm: "LLM", prompt: Any, params: "SamplingParams") -> "Iterator[Reque
         yield RequestShape(tokens, params.n * min(params.max_tokens or room, room))
 
 
-def _limits(llm: "LLM", item_bytes: int) -> "CacheLimits":
+def _limits(llm: "LLM", item_bytes: int) -> CacheLimits:
     """What the engines' own caches take."""
-    from nanoserve.simulator.planning import CacheLimits
-
     model, config, status = llm.config, llm.engine_config, llm.status
     block = 2 * model.num_layers * model.num_kv_heads * model.head_dim * config.block_size * item_bytes
     return CacheLimits(
@@ -89,11 +86,8 @@ def _limits(llm: "LLM", item_bytes: int) -> "CacheLimits":
     )
 
 
-def _machine(llm: "LLM", speeds: "MachineSpeeds", precision: "Precision", limits: "CacheLimits") -> "Machine":
+def _machine(llm: "LLM", speeds: MachineSpeeds, precision: Precision, limits: CacheLimits) -> Machine:
     """This one: memory is what the engines hold, and on CPUs what is free: of a GPU workers have taken all they can."""
-    from nanoserve.costs.counts import ModelCounts
-    from nanoserve.costs.efficiency import Efficiency
-    from nanoserve.costs.measured_machine import measured_machine
     from nanoserve.runtime.launch.memory import available_memory
 
     config, usable = llm.engine_config, Efficiency().usable_memory

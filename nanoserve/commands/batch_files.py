@@ -22,7 +22,7 @@ _PROMPT_NAMES = ("prompt", "messages")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PromptRow:
     """One prompt of the input."""
 
     index: int
@@ -42,7 +42,7 @@ class Row:
         return ("index", self.index) if self.id is None else ("id", self.id)
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[PromptRow]:
     """Rows of a ``.jsonl`` file, or one prompt per line of any other; blank lines are no rows.
 
     Raises:
@@ -59,40 +59,40 @@ def read_rows(path: Path) -> list[Row]:
     return _without_repeated_ids(rows)
 
 
-def _text_row(index: int, line: bytes) -> Row:
+def _text_row(index: int, line: bytes) -> PromptRow:
     try:
-        return Row(index, prompt=line.decode("utf-8"))
+        return PromptRow(index, prompt=line.decode("utf-8"))
     except UnicodeDecodeError:
-        return Row(index, error="not valid UTF-8")
+        return PromptRow(index, error="not valid UTF-8")
 
 
-def _json_row(index: int, line: bytes) -> Row:
+def _json_row(index: int, line: bytes) -> PromptRow:
     try:
         fields = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return Row(index, error=f"not valid JSON: {error}")
+        return PromptRow(index, error=f"not valid JSON: {error}")
     if not isinstance(fields, dict):
-        return Row(index, error="not a JSON object")
+        return PromptRow(index, error="not a JSON object")
     identity = fields.pop("id", None)
     if isinstance(identity, bool) or not isinstance(identity, str | int | None):
-        return Row(index, error="id must be a string or a whole number")
+        return PromptRow(index, error="id must be a string or a whole number")
     is_chat = "messages" in fields
     prompts = [fields.pop(name) for name in _PROMPT_NAMES if name in fields]
     if len(prompts) != 1:
-        return Row(index, identity, error='a row needs either "prompt" or "messages"')
+        return PromptRow(index, identity, error='a row needs either "prompt" or "messages"')
     if not prompts[0] or not isinstance(prompts[0], str | list):
-        return Row(index, identity, error="the prompt is empty" if not prompts[0] else "the prompt is no text")
+        return PromptRow(index, identity, error="the prompt is empty" if not prompts[0] else "the prompt is no text")
     if is_chat and not all(isinstance(message, dict) for message in prompts[0]):
-        return Row(index, identity, error="messages must be a list of {role, content} objects")
-    return Row(index, identity, prompts[0], fields)
+        return PromptRow(index, identity, error="messages must be a list of {role, content} objects")
+    return PromptRow(index, identity, prompts[0], fields)
 
 
-def _without_repeated_ids(rows: Iterable[Row]) -> list[Row]:
+def _without_repeated_ids(rows: Iterable[PromptRow]) -> list[PromptRow]:
     seen: set[RowKey] = set()
     result = []
     for row in rows:
         if row.key in seen and row.error is None:
-            row = Row(row.index, row.id, error=_repeated(row.id))
+            row = PromptRow(row.index, row.id, error=_repeated(row.id))
         seen.add(row.key)
         result.append(row)
     return result
@@ -150,7 +150,7 @@ class ResultFile:
         except OSError as error:
             raise RuntimeFailure(f"cannot write {self._path}: {error.strerror}") from None
 
-    def holds(self, row: Row) -> bool:
+    def holds(self, row: PromptRow) -> bool:
         """Whether an earlier run finished the row: answered it, or wrote an error for this line."""
         if row.error is None and row.key in self._answered:
             return True
@@ -197,7 +197,7 @@ def _lock(file: BinaryIO, path: Path) -> None:
         return  # a file system that knows no locks
 
 
-def _result(line: bytes) -> Row | None:
+def _result(line: bytes) -> PromptRow | None:
     """The row that a line of results is about, with the error that it ended with."""
     try:
         fields = msgspec.json.decode(line)
@@ -208,7 +208,7 @@ def _result(line: bytes) -> Row | None:
     index, identity, error = (fields.get(name) for name in ("index", "id", "error"))
     if not (isinstance(index, int) and isinstance(identity, str | int | None) and isinstance(error, str | None)):
         return None
-    return Row(index, identity, error=error)
+    return PromptRow(index, identity, error=error)
 
 
 def _is_torn(line: bytes) -> bool:

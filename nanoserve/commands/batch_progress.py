@@ -7,14 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal
+from nanoserve.engine import EngineStatus
 from nanoserve.layout import ParallelLayout
-
-if TYPE_CHECKING:
-    from nanoserve.engine import EngineStatus
-    from nanoserve.request import SequenceUpdate
+from nanoserve.request import SequenceUpdate
 
 _MOVING = -1
 """A phase as its layout's number, or this while an engine changes from one layout to another."""
@@ -33,7 +30,7 @@ class Tally:
     errors: int = 0
     """Rows, and those of them that are errors."""
     tokens: int = 0
-    """Of the answers written."""
+    """Tokens of the answers written."""
 
     @property
     def seconds(self) -> float:
@@ -65,16 +62,16 @@ class Phases:
     """In each phase."""
     prompts: int = 0
     prompt_tokens: int = 0
-    """Whose first token is known."""
+    """Prompts with a known first token, and their tokens."""
     answer_tokens: int = 0
     """Generated, but for these first ones."""
     fullest: float = 0.0
     """The largest share of host memory that was seen in use."""
     _seen: float = 0.0
-    _status: "EngineStatus | None" = None
+    _status: EngineStatus | None = None
     _begun: set[tuple[str, int]] = field(default_factory=set)
 
-    def observe(self, now: float, updates: "Sequence[SequenceUpdate]", status: "EngineStatus") -> None:
+    def observe(self, now: float, updates: Sequence[SequenceUpdate], status: EngineStatus) -> None:
         """Count what sequences gained until now, and the time since the last call to the phase that was then seen."""
         for update in updates:
             self.answer_tokens += len(update.new_tokens)
@@ -92,14 +89,14 @@ class Phases:
 
     @property
     def pool_share(self) -> float:
-        """Of the blocks in host memory, those that are in use."""
+        """The share of the blocks in host memory that are in use."""
         if self._status is None or not self._status.total_host_blocks:
             return 0.0
         return 1 - self._status.free_host_blocks / self._status.total_host_blocks
 
     @property
     def transitions(self) -> int:
-        """Of all engines so far."""
+        """Transitions of all engines so far."""
         return 0 if self._status is None else self._status.transitions
 
     @property
@@ -121,7 +118,7 @@ class Phases:
         return f"{self._rates}, host pool at most {self.fullest:.0%}, {_turns(self.transitions)}"
 
     def seconds_left(self, rows: int, finished: int, tokens: int) -> float | None:
-        """Until so many rows are done, if they go on as those that are; None before any is.
+        """Seconds until ``rows`` are done, at the pace so far; None before any is done.
 
         Args:
             finished: rows that have their answers.
@@ -139,7 +136,7 @@ class Phases:
 
     @property
     def _phases(self) -> list[int]:
-        """Of each engine."""
+        """The phase of each engine."""
         if self._status is None:
             return []
         pairs = zip(self._status.layouts, self._status.changing, strict=True)

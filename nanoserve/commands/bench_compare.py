@@ -2,75 +2,97 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
+import msgspec
+
+from nanoserve.benchmarks.comparing import Round, ratios, run_rounds, samples, summarize
+from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.machine import available_cores
+from nanoserve.benchmarks.peers.catalog import PEERS
+from nanoserve.benchmarks.peers.process import PeerProcess
+from nanoserve.benchmarks.peers.protocol import Opening
+from nanoserve.benchmarks.report import Report
+from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import (
+    WORK_PANEL,
     GridOptions,
     ResultOptions,
     engine_title,
     kept,
+    print_counting,
     print_head,
     settled_operators,
-    work_option,
 )
+from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.failures import EXIT_OK
-from nanoserve.commands.options import EngineOptions
+from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.engine_config import DEFAULT_POLICY
 from nanoserve.errors import NanoserveError, UsageError
-
-if TYPE_CHECKING:
-    from nanoserve.benchmarks.peers.protocol import Opening
-    from nanoserve.benchmarks.report import Report
-    from nanoserve.measures.workloads import Case
+from nanoserve.measures.workloads import Case
+from nanoserve.models.hub import resolve_model
 
 DEFAULT_MODEL = "dummy:qwen3-0.6b"
 OURS = "nanoserve"
+_RATES = [Column(f"{name} tok/s", name, ",.1f") for name in ("prefill", "decode", "output")]
+_ENGINE_COLUMNS = [
+    Column("batch x in+out", "case"),
+    Column("read", "state"),
+    Column("engine", "engine"),
+    Column("rounds", "rounds"),
+    Column("TTFT ms", "ttft_ms", ",.0f"),
+    *_RATES,
+    Column("foreign cores", "foreign_cores", ".2f"),
+]
+_RATIO_COLUMNS = [
+    Column("batch x in+out", "case"),
+    Column("read", "state"),
+    Column("against", "peer"),
+    Column("metric", "metric"),
+    Column("rounds", "rounds"),
+    *(Column(name, name, ".2f") for name in ("median", "low", "high")),
+]
 
 
-def compare(
-    *,
-    peers: Annotated[
-        str, work_option("--peers", help="Engines to compare with.", metavar="NAME,NAME")
-    ] = "transformers,llama.cpp",
-    grid: GridOptions,
-    rounds: Annotated[int, work_option("--rounds", help="Rounds that count, for each case.", min=1)] = 5,
-    engine: EngineOptions,
-    results: ResultOptions,
-) -> int:
-    """Run the same batches on every engine in turn and print the ratios with their spread.
+class CompareOptions(GridOptions, EngineOptions, ResultOptions, panel=WORK_PANEL):
+    """All options of the command."""
 
-    A round counts only if the machine's read bandwidth before and after it differs by less than 10 %. Each engine
+    peers: str = option("transformers,llama.cpp", "Engines to compare with.", metavar="NAME,NAME")
+    rounds: int = option(5, "Rounds that count, for each case.", minimum=1)
+
+
+def run(options: CompareOptions) -> int:
+    """A round counts only if the machine's read bandwidth before and after it differs by less than 10 %. Each engine
     has a process of its own, the same weights, number format and threads. Default model: dummy:qwen3-0.6b. The peer
     "server" is nanoserve itself, asked over HTTP: the ratio is what serving costs.
 
     [bold]Examples[/bold]
 
-      nanoserve bench compare --dtype bfloat16 --batch-sizes 1,4 --rounds 5 --json compare.json
+      nanoserve bench compare --dtype bfloat16 --batch-sizes 1,4 \\
+        --json compare.json
       nanoserve bench compare --peers server --batch-sizes 16
     """
-    engine.check_is_for_cpu()
-    names = [name.strip() for name in peers.split(",") if name.strip()]
-    cases = grid.cases()
+    options.check_is_for_cpu()
+    names = [name.strip() for name in options.peers.split(",") if name.strip()]
+    cases = options.cases()
     present, missing = _sort_out(names)
-    settings = {"peers": present, "cases": [case.name for case in cases], "rounds": rounds}
-    report = results.open_report("compare", settings)
+    settings = {"peers": present, "cases": [case.name for case in cases], "rounds": options.rounds}
+    report = options.open_report("compare", settings)
     for note in missing:
         remark(note)
         report.note(note)
-    operators = settled_operators(engine.threads)
-    openings, facts = _openings(present, cases, engine)
+    operators = settled_operators(options.threads)
+    openings, facts = _openings(present, cases, options)
     report.put("engine", facts | {"operators": operators})
-    with ExitStack() as opened, kept(report, lambda: _show(report, results)):
-        _measure(openings, cases, rounds, report, opened, facts["vocab_size"])
+    with ExitStack() as opened, kept(report, lambda: _show(report, options)):
+        _measure(openings, cases, options.rounds, report, opened, facts["vocab_size"])
     return EXIT_OK
 
 
 def _sort_out(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Peers that are installed, and a line for each that is not."""
-    from nanoserve.benchmarks.peers.catalog import PEERS
-
     if unknown := [name for name in names if name not in PEERS]:
         raise UsageError(f"--peers {unknown[0]!r} is not one of {', '.join(PEERS)}")
     notes = [f"{name} is not installed and left out: {PEERS[name].install}" for name in names if PEERS[name].missing]
@@ -89,13 +111,10 @@ def _needed(name: str) -> Iterator[None]:
 
 
 def _openings(
-    names: Sequence[str], cases: Sequence["Case"], engine: EngineOptions
-) -> tuple[list["Opening"], dict[str, Any]]:
+    names: Sequence[str], cases: Sequence[Case], engine: EngineOptions
+) -> tuple[list[Opening], dict[str, Any]]:
     """How each engine is opened, and what they share; weights are written for those that read other files."""
-    from nanoserve.benchmarks.machine import available_cores
-    from nanoserve.benchmarks.peers.protocol import Opening
     from nanoserve.benchmarks.peers.weights import checkpoint_directory, dtype_name, gguf_file, model_config
-    from nanoserve.models.hub import resolve_model
 
     model_name = engine.model or DEFAULT_MODEL
     model = resolve_model(model_name, offline=engine.offline)
@@ -128,16 +147,8 @@ def _openings(
 
 
 def _measure(
-    openings: Sequence["Opening"],
-    cases: Sequence["Case"],
-    rounds: int,
-    report: "Report",
-    opened: ExitStack,
-    vocab_size: int,
+    openings: Sequence[Opening], cases: Sequence[Case], rounds: int, report: Report, opened: ExitStack, vocab_size: int
 ) -> None:
-    from nanoserve.benchmarks.comparing import run_rounds
-    from nanoserve.benchmarks.cpu_load import ForeignLoad
-    from nanoserve.benchmarks.peers.process import PeerProcess
     from nanoserve.benchmarks.roofline import BandwidthProbe
 
     peers: list[PeerProcess] = []
@@ -160,13 +171,7 @@ def _measure(
                 progress("rounds", counted, total)
 
 
-def _show(report: "Report", results: ResultOptions) -> None:
-    import msgspec
-
-    from nanoserve.benchmarks.comparing import Round, ratios, samples, summarize
-    from nanoserve.benchmarks.plots import plot_bars
-    from nanoserve.benchmarks.tables import Column, print_table
-
+def _show(report: Report, options: ResultOptions) -> None:
     done = [msgspec.convert(row["round"], Round) for row in report.rows]
     summary, compared = summarize(done), [msgspec.to_builtins(ratio) for ratio in ratios(done)]
     report.put("summary", summary)
@@ -175,31 +180,10 @@ def _show(report: "Report", results: ResultOptions) -> None:
     ours = report.document["descriptions"][OURS]
     facts: dict[str, Any] = report.document["engine"] | {"layers": ours["layers"]}
     print_head(report)
-    print(f"{sum(one.counts for one in done)} of {len(done)} rounds count (read bandwidth drift below 10 %)")
+    print_counting(done)
     if not summary:
         return
-    rates = [Column(f"{name} tok/s", name, ",.1f") for name in ("prefill", "decode", "output")]
-    columns = [
-        Column("batch x in+out", "case"),
-        Column("read", "state"),
-        Column("engine", "engine"),
-        Column("rounds", "rounds"),
-        Column("TTFT ms", "ttft_ms", ",.0f"),
-        *rates,
-        Column("foreign cores", "foreign_cores", ".2f"),
-    ]
     title = f"{facts['model']}, {engine_title(facts)}"
-    print_table(title, columns, summary)
-    columns = [
-        Column("batch x in+out", "case"),
-        Column("read", "state"),
-        Column("against", "peer"),
-        Column("metric", "metric"),
-        Column("rounds", "rounds"),
-        Column("median", "median", ".2f"),
-        Column("low", "low", ".2f"),
-        Column("high", "high", ".2f"),
-    ]
-    print_table("nanoserve over the peer (above 1: nanoserve is faster)", columns, compared)
-    if results.plot is not None:
-        plot_bars(results.plot, report.titled(title), "{case} {engine} ({state})", rates, summary)
+    print_table(title, _ENGINE_COLUMNS, summary)
+    print_table("nanoserve over the peer (above 1: nanoserve is faster)", _RATIO_COLUMNS, compared)
+    options.draw_bars(report, title, "{case} {engine} ({state})", _RATES, summary)

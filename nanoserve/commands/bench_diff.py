@@ -1,27 +1,39 @@
 """``nanoserve bench diff``: has a change made things slower?"""
 
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 
-from nanoserve.commands.bench_options import work_option
+from nanoserve.benchmarks.diffing import compare_reports
+from nanoserve.benchmarks.report import read_report
+from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.commands.bench_options import WORK_PANEL
 from nanoserve.commands.failures import EXIT_FAILURE, EXIT_OK
+from nanoserve.commands.options import Options, argument, option
 from nanoserve.commands.terminal import remark
 
+_COLUMNS = [
+    Column("case", "case"),
+    Column("metric", "metric"),
+    Column("before", "before", ",.2f"),
+    Column("after", "after", ",.2f"),
+    Column("ratio", "ratio", ".3f"),
+    Column("low", "low", ".3f"),
+    Column("high", "high", ".3f"),
+    Column("worse by at least", "worse", ".1%"),
+]
 
-def diff(
-    before: Annotated[Path, typer.Argument(help="A report written with --json.")],
-    after: Annotated[Path, typer.Argument(help="A later report of the same benchmark.")],
-    *,
-    threshold: Annotated[
-        float, work_option("--threshold", help="Exit with 1 if a metric is worse by this share.", metavar="X", min=0.0)
-    ] = 0.05,
-) -> int:
-    """Compare two reports of the same benchmark, with bootstrap confidence intervals.
 
-    What is compared is what was measured repeatedly: latency, throughput and serve, the ratios of bench compare, the
+class DiffOptions(Options, panel=WORK_PANEL):
+    """All options of the command."""
+
+    before: Path = argument(..., "A report written with --json.")
+    after: Path = argument(..., "A later report of the same benchmark.")
+    threshold: float = option(0.05, "Exit with 1 if a metric is worse by this share.", metavar="X", minimum=0.0)
+
+
+def run(options: DiffOptions) -> int:
+    """What is compared is what was measured repeatedly: latency, throughput and serve, the ratios of bench compare, the
     shares of the floor of bench operators, and the warm starts of bench startup. The exit code is 1 if a metric is
     worse by more than --threshold with 95 % confidence.
 
@@ -29,27 +41,13 @@ def diff(
 
       nanoserve bench diff before.json after.json --threshold 0.1
     """
-    from nanoserve.benchmarks.diffing import compare_reports
-    from nanoserve.benchmarks.report import read_report
-    from nanoserve.benchmarks.tables import Column, print_table
-
-    reports = [read_report(path) for path in (before, after)]
+    reports = [read_report(path) for path in (options.before, options.after)]
     machines = [report["machine"] for report in reports]
     if machines[0] != machines[1]:
         remark("the two reports come from different machines")
     changes = compare_reports(*reports)
-    columns = [
-        Column("case", "case"),
-        Column("metric", "metric"),
-        Column("before", "before", ",.2f"),
-        Column("after", "after", ",.2f"),
-        Column("ratio", "ratio", ".3f"),
-        Column("low", "low", ".3f"),
-        Column("high", "high", ".3f"),
-        Column("worse by at least", "worse", ".1%"),
-    ]
-    print_table("after over before, 95 % intervals", columns, [msgspec.to_builtins(change) for change in changes])
-    slower = [change for change in changes if change.worse > threshold]
+    print_table("after over before, 95 % intervals", _COLUMNS, [msgspec.to_builtins(change) for change in changes])
+    slower = [change for change in changes if change.worse > options.threshold]
     for change in slower:
         remark(f"{change.case}: {change.metric} is worse by at least {change.worse:.1%}")
     return EXIT_FAILURE if slower else EXIT_OK

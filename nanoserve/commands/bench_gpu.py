@@ -1,63 +1,40 @@
 """``nanoserve bench gpu``: correctness, kernels and engine on one GPU, against what the same run measures."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, make_directory, work_option
+from nanoserve.benchmarks.gpu.markdown import to_markdown
+from nanoserve.benchmarks.gpu.results import PARTS, TUNED_FILE, TUNING, read_results
+from nanoserve.benchmarks.gpu.running import BUDGETS, PartRunner, worker_command
+from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, make_directory
 from nanoserve.commands.failures import EXIT_FAILURE, EXIT_OK
-from nanoserve.commands.options import option, switch
+from nanoserve.commands.options import Options, option
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.threads import prepare_threads
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuOptions:
-    """What is measured, and where the figures go."""
+class GpuOptions(Options, panel=WORK_PANEL):
+    """All options of the command."""
 
-    out: Annotated[
-        Path | None,
-        option("--out", panel=RESULTS_PANEL, help="Write every part's figures here.", metavar="DIR", envvar=None),
-    ] = None
-    part: Annotated[
-        list[str] | None,
-        work_option("--part", help="correctness, kernels or engine; several times for several.", metavar="NAME"),
-    ] = None
-    budget: Annotated[
-        str | None, work_option("--budget", help="Seconds of a part: kernels=60,engine=300.", metavar="PART=N,...")
-    ] = None
-    dry_run: Annotated[
-        bool,
-        switch("--dry-run", panel=WORK_PANEL, help="Run every part on the CPU, with a few tiny cases.", envvar=None),
-    ] = False
-    tune: Annotated[
-        bool,
-        switch(
-            "--tune",
-            panel=WORK_PANEL,
-            help="Instead, try configurations of the attention programs and write the table of the best ones.",
-            envvar=None,
-        ),
-    ] = False
-    table: Annotated[
-        Path | None,
-        option(
-            "--table",
-            panel=RESULTS_PANEL,
-            help="Measure nothing: print the tables of such a directory, or of a file of results.",
-            metavar="PATH",
-            envvar=None,
-        ),
-    ] = None
+    part: list[str] | None = option(None, "correctness, kernels or engine; several times for several.", metavar="NAME")
+    budget: str | None = option(None, "Seconds of a part: kernels=60,engine=300.", metavar="PART=N,...")
+    dry_run: bool = option(False, "Run every part on the CPU, with a few tiny cases.")
+    tune: bool = option(
+        False, "Instead, try configurations of the attention programs and write the table of the best ones."
+    )
+    out: Path | None = option(None, "Write every part's figures here.", metavar="DIR", panel=RESULTS_PANEL)
+    table: Path | None = option(
+        None,
+        "Measure nothing: print the tables of such a directory, or of a file of results.",
+        metavar="PATH",
+        panel=RESULTS_PANEL,
+    )
 
 
-def gpu(*, work: GpuOptions) -> int:
-    """Check every kernel and model family on this GPU, time the kernels beside their peers, time the engine.
-
-    Is given less than eight minutes. Every figure is on disk as soon as it is known; the same command with the same
+def run(options: GpuOptions) -> int:
+    """It takes less than eight minutes. Every figure is on disk as soon as it is known; the same command with the same
     --out goes on where it was interrupted. Exit code 1 says that something computed wrongly.
 
     [bold]Examples[/bold]
@@ -68,25 +45,21 @@ def gpu(*, work: GpuOptions) -> int:
       nanoserve bench gpu --out tuned --tune
       nanoserve bench gpu --table results
     """
-    from nanoserve.benchmarks.gpu.markdown import to_markdown
-    from nanoserve.benchmarks.gpu.results import PARTS, TUNED_FILE, TUNING, read_results
-    from nanoserve.benchmarks.gpu.running import BUDGETS
-
-    if work.table is not None:
-        print(to_markdown(read_results(work.table)), end="")
+    if options.table is not None:
+        print(to_markdown(read_results(options.table)), end="")
         return EXIT_OK
-    if work.out is None:
+    if options.out is None:
         raise UsageError("--out DIR is needed: that is where the figures go")
-    if work.tune and (work.dry_run or work.part):
+    if options.tune and (options.dry_run or options.part):
         raise UsageError("--tune measures on a GPU, and nothing else: leave out --dry-run and --part")
-    parts = (TUNING,) if work.tune else _chosen(work.part, PARTS)
-    budgets = {**BUDGETS, **_budgets(work.budget, tuple(BUDGETS))}
+    parts = (TUNING,) if options.tune else _chosen(options.part, PARTS)
+    budgets = {**BUDGETS, **_budgets(options.budget, tuple(BUDGETS))}
     prepare_threads()
-    if not work.dry_run:
+    if not options.dry_run:
         _check_gpu()
-    together = _measured(work.out, parts, budgets, dry_run=work.dry_run)
+    together = _measured(options.out, parts, budgets, dry_run=options.dry_run)
     if together is None:
-        remark(f"the new table is {work.out / TUNED_FILE}: it takes the place of triton_ops/gpu/{TUNED_FILE}")
+        remark(f"the new table is {options.out / TUNED_FILE}: it takes the place of triton_ops/gpu/{TUNED_FILE}")
         return EXIT_OK
     results = read_results(together)
     print(to_markdown(results), end="")
@@ -97,8 +70,6 @@ def gpu(*, work: GpuOptions) -> int:
 
 def _measured(out: Path, parts: Sequence[str], budgets: Mapping[str, float], *, dry_run: bool) -> Path | None:
     """The file with all results, once there are any; None if a new table of configurations was the aim."""
-    from nanoserve.benchmarks.gpu.running import PartRunner, worker_command
-
     make_directory(out)
     try:
         return PartRunner(out, worker_command(out, dry_run=dry_run), dry_run=dry_run).run(parts, budgets)

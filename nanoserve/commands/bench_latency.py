@@ -2,73 +2,106 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
 
+from nanoserve.benchmarks.report import Report
+from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import (
+    WORK_PANEL,
     GridOptions,
-    NoProbe,
+    ProbeOptions,
     ResultOptions,
     engine_title,
     kept,
     print_head,
     print_steps,
-    work_option,
 )
+from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.commands.workers_options import WorkersOptions
 from nanoserve.errors import UsageError
+from nanoserve.measures.workloads import RequestShape
 from nanoserve.runtime.launch.torchrun import TorchrunProcess
 
-if TYPE_CHECKING:
-    from nanoserve.benchmarks.report import Report
+_RATES = [
+    Column("prefill tok/s", "prefill_tokens_per_s", ",.0f"),
+    Column("decode tok/s", "decode_tokens_per_s", ",.1f"),
+]
+_COLUMNS = [
+    Column("batch x in+out", "case"),
+    Column("TTFT ms", "ttft_ms.p50", ",.1f"),
+    Column("p99", "ttft_ms.p99", ",.1f"),
+    Column("TPOT ms", "tpot_ms.p50", ",.2f"),
+    Column("p99", "tpot_ms.p99", ",.2f"),
+    *_RATES,
+    Column("foreign cores", "foreign_cores", ".2f"),
+]
+_RATIO_COLUMNS = [
+    Column("batch x in+out", "case"),
+    Column("metric", "metric"),
+    Column("rounds", "rounds", "d"),
+    *(Column(name, name, ".2f") for name in ("median", "low", "high")),
+]
+
+
+class LatencyOptions(GridOptions, ProbeOptions, WorkersOptions, ResultOptions, panel=WORK_PANEL):
+    """All options of the command."""
+
+    repeats: int = option(3, "Measured runs of each case.", minimum=1)
+    layers: str | None = option(
+        None,
+        "eager, compiled, or both as eager,compiled: in interleaved runs, with their ratio.",
+        metavar="NAME,...",
+    )
+
+    def each(self) -> "list[LatencyOptions]":
+        """The options of each engine to open: as given, or one for each kind of layers.
+
+        Raises:
+            UsageError: for a kind that is none, --eager beside it, and two engines under torchrun.
+        """
+        if self.layers is None:
+            return [self]
+        kinds = dict.fromkeys(self.layers.split(","))
+        if not kinds.keys() <= {"eager", "compiled"}:
+            raise UsageError(f"--layers {self.layers}: choose eager, compiled or eager,compiled")
+        if self.eager:
+            raise UsageError("--eager and --layers say the same; leave one of them out")
+        if len(kinds) > 1 and TorchrunProcess.from_environment() is not None:
+            raise UsageError(
+                f"--layers {self.layers}: torchrun starts the workers of one engine; choose eager or compiled"
+            )
+        return [replace(self, eager=kind == "eager") for kind in kinds]
 
 
 @on_all_machines
-def latency(
-    *,
-    grid: GridOptions,
-    repeats: Annotated[int, work_option("--repeats", help="Measured runs of each case.", min=1)] = 3,
-    layers: Annotated[
-        str | None,
-        work_option(
-            "--layers",
-            help="eager, compiled, or both as eager,compiled: in interleaved runs, with their ratio.",
-            metavar="NAME,...",
-        ),
-    ] = None,
-    no_probe: NoProbe = False,
-    engine: WorkersOptions,
-    results: ResultOptions,
-) -> int:
-    """Time batches of equal requests: first token, each token after it, tokens per second.
-
-    Every case runs once unmeasured, then --repeats times with new random prompts. With --layers eager,compiled both
+def run(options: LatencyOptions) -> int:
+    """Every case runs once unmeasured, then --repeats times with new random prompts. With --layers eager,compiled both
     kinds of layers run the same prompts in turn, and what compiling gains is printed as a ratio with its spread.
 
     [bold]Examples[/bold]
 
       nanoserve bench latency
-      nanoserve bench latency -m dummy:qwen3-0.6b --batch-sizes 1,16 --input 128,512 --json latency.json
+      nanoserve bench latency -m dummy:qwen3-0.6b --batch-sizes 1,16 \\
+        --lengths 128+32,512+32 --json latency.json
       nanoserve bench latency --layers eager,compiled --repeats 7
     """
-    from nanoserve.measures.workloads import RequestShape
-
-    engine.check_is_for_cpu()
-    engines = _engines(engine, layers)
-    cases = grid.cases()
-    report = results.open_report("latency", {"cases": [case.name for case in cases], "repeats": repeats})
+    options.check_is_for_cpu()
+    engines = options.each()
+    cases, repeats = options.cases(), options.repeats
+    report = options.open_report("latency", {"cases": [case.name for case in cases], "repeats": repeats})
     with ExitStack() as opened:
         with show_progress() as progress:
-            llms = [opened.enter_context(each.open_llm(progress)) for each in engines]
-        opened.enter_context(kept(report, lambda: _show(report, results)))
+            llms = [opened.enter_context(engine.open_llm(progress)) for engine in engines]
+        opened.enter_context(kept(report, lambda: _show(report, options)))
         progress = opened.enter_context(show_progress())
         # imports torch, for which opening sets the threads first
         from nanoserve.benchmarks.local import LocalBench, compiled_ratios
 
-        bench = LocalBench(llms, seed=engine.seed or 0, announce=remark, progress=progress, probes=not no_probe)
+        seed, probes = options.seed or 0, not options.no_probe
+        bench = LocalBench(llms, seed=seed, announce=remark, progress=progress, probes=probes)
         report.put("engine", bench.facts)
         work = {case.name: [RequestShape(case.input_tokens, case.output_tokens)] * case.batch for case in cases}
         for name, shapes in work.items():
@@ -85,50 +118,13 @@ def latency(
     return EXIT_OK
 
 
-def _engines(engine: WorkersOptions, layers: str | None) -> list[WorkersOptions]:
-    """The options of each engine to open: as given, or one for each kind of layers.
-
-    Raises:
-        UsageError: for a kind that is none, --eager beside it, and two engines under torchrun.
-    """
-    if layers is None:
-        return [engine]
-    kinds = dict.fromkeys(layers.split(","))
-    if not kinds.keys() <= {"eager", "compiled"}:
-        raise UsageError(f"--layers {layers}: choose eager, compiled or eager,compiled")
-    if engine.eager:
-        raise UsageError("--eager and --layers say the same; leave one of them out")
-    if len(kinds) > 1 and TorchrunProcess.from_environment() is not None:
-        raise UsageError(f"--layers {layers}: torchrun starts the workers of one engine; choose eager or compiled")
-    return [replace(engine, eager=kind == "eager") for kind in kinds]
-
-
-def _show(report: "Report", results: ResultOptions) -> None:
-    from nanoserve.benchmarks.plots import plot_bars
-    from nanoserve.benchmarks.tables import Column, print_table
-
-    rates = [
-        Column("prefill tok/s", "prefill_tokens_per_s", ",.0f"),
-        Column("decode tok/s", "decode_tokens_per_s", ",.1f"),
-    ]
-    columns = [
-        Column("batch x in+out", "case"),
-        Column("TTFT ms", "ttft_ms.p50", ",.1f"),
-        Column("p99", "ttft_ms.p99", ",.1f"),
-        Column("TPOT ms", "tpot_ms.p50", ",.2f"),
-        Column("p99", "tpot_ms.p99", ",.2f"),
-        *rates,
-        Column("foreign cores", "foreign_cores", ".2f"),
-    ]
+def _show(report: Report, options: ResultOptions) -> None:
     facts = report.document["engine"]
     title = f"latency of {facts['model']}, {engine_title(facts)}"
     print_head(report)
-    print_table(title, columns, report.rows)
+    print_table(title, _COLUMNS, report.rows)
     if ratios := report.document.get("ratios"):
-        spread = [Column("rounds", "rounds", "d"), *(Column(name, name, ".2f") for name in ("median", "low", "high"))]
-        told = "compiled layers over eager ones, ratios within a round; above 1 compiled ones are faster"
-        print_table(told, [Column("batch x in+out", "case"), Column("metric", "metric"), *spread], ratios, keys=2)
+        heading = "compiled layers over eager ones, ratios within a round; above 1 compiled ones are faster"
+        print_table(heading, _RATIO_COLUMNS, ratios, keys=2)
     print_steps(report)
-    if results.plot is not None:
-        bars = [Column("TTFT ms", "ttft_ms.p50", ".1f"), *rates]
-        plot_bars(results.plot, report.titled(title), "{case}", bars, report.rows)
+    options.draw_bars(report, title, "{case}", [Column("TTFT ms", "ttft_ms.p50", ".1f"), *_RATES], report.rows)

@@ -1,96 +1,133 @@
-"""What the benchmarks share: where results go, and keeping what was measured when they are interrupted."""
+"""What the benchmarks share: which requests they make, where results go, and what is printed around the tables."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any, ClassVar
 
-from nanoserve.commands.options import option, switch
+from nanoserve.benchmarks.plots import plot_bars
+from nanoserve.benchmarks.report import Report
+from nanoserve.benchmarks.rounds import Bracketed
+from nanoserve.benchmarks.serving.work import Work
+from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.commands.options import Options, option
 from nanoserve.commands.terminal import remark
-from nanoserve.errors import RuntimeFailure
+from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.measures.figures import check_plotting
+from nanoserve.measures.workloads import PRESETS, Case, parse_lengths, parse_sizes, read_arrivals, read_trace
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.threads import prepare_threads
-
-if TYPE_CHECKING:
-    from nanoserve.benchmarks.report import Report
-    from nanoserve.measures.workloads import Case
 
 WORK_PANEL = "Work"
 RESULTS_PANEL = "Results"
 MOST_REQUESTS = 1_000_000
-"""Of a run whose lengths or prompts are all in memory before it begins."""
+"""The most requests of a run whose lengths or prompts are all in memory before it begins."""
+DEFAULT_REQUESTS = 32
+_NAMES = f"{', '.join(PRESETS)}, a name as in simulate, or IN+OUT tokens"
 
 
-def work_option(*names: str, help: str, metavar: str = "N", **settings: Any) -> Any:
-    """An option that says what is measured; no environment variable, so that a command line tells the whole story."""
-    return option(*names, panel=WORK_PANEL, help=help, metavar=metavar, envvar=None, **settings)
+class ProbeOptions(Options, panel=WORK_PANEL):
+    """Whether the machine is measured, too."""
+
+    no_probe: bool = option(False, "Do not measure what the machine does at best: begins sooner, and names no floors.")
 
 
-NoProbe = Annotated[
-    bool,
-    switch(
-        "--no-probe",
-        panel=WORK_PANEL,
-        help="Do not measure what the machine does at best: begins sooner, and names no floors.",
-        envvar=None,
-    ),
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GridOptions:
+class GridOptions(
+    Options,
+    panel=WORK_PANEL,
+    renamed={
+        "--input": "is now part of --lengths, as 128+32 or 128+32,512+32",
+        "--output": "is now part of --lengths, as 128+32 or 128+32,512+32",
+    },
+):
     """Batches of equal requests: every combination of these sizes and lengths."""
 
-    batch_sizes: Annotated[str, work_option("--batch-sizes", help="Requests at a time.", metavar="N,N,...")] = "1,4,16"
-    input_lengths: Annotated[str, work_option("--input", help="Prompt lengths.", metavar="N,N,...")] = "128"
-    output_lengths: Annotated[str, work_option("--output", help="Answer lengths.", metavar="N,N,...")] = "32"
+    batch_sizes: str = option("1,4,16", "Requests at a time.", metavar="N,N,...")
+    lengths: str = option("128+32", "Tokens of a prompt and of its answer.", metavar="IN+OUT,...")
 
-    def cases(self) -> "list[Case]":
-        """Batch sizes vary slowest.
+    def cases(self) -> list[Case]:
+        """All combinations; batch sizes vary slowest.
 
         Raises:
-            UsageError: for what is no list of sizes, naming the flag.
+            UsageError: for what is no list of sizes or lengths, naming the flag.
         """
-        from nanoserve.measures.workloads import grid, parse_sizes
-
-        return grid(
-            parse_sizes(self.batch_sizes, "--batch-sizes"),
-            parse_sizes(self.input_lengths, "--input"),
-            parse_sizes(self.output_lengths, "--output"),
-        )
+        shapes = parse_lengths(self.lengths, "--lengths")
+        sizes = parse_sizes(self.batch_sizes, "--batch-sizes")
+        return [Case(size, shape.input_tokens, shape.output_tokens) for size in sizes for shape in shapes]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResultOptions:
-    """Where the results go, beside the table on stdout."""
+class LengthOptions(
+    Options,
+    panel=WORK_PANEL,
+    renamed={
+        "--preset": "is now --lengths",
+        "--input": "is now part of --lengths, as 128+32",
+        "--output": "is now part of --lengths, as 128+32",
+    },
+):
+    """How long requests are: by a name, by a trace, or all alike."""
 
-    json_file: Annotated[
-        Path | None,
-        option("--json", panel=RESULTS_PANEL, help="Write all figures to this file.", metavar="FILE", envvar=None),
-    ] = None
-    plot: Annotated[
-        Path | None,
-        option("--plot", panel=RESULTS_PANEL, help="Draw a chart into this PNG file.", metavar="FILE", envvar=None),
-    ] = None
+    default_lengths: ClassVar[str] = "cpu-small"
+    lengths: str | None = option(None, f"{_NAMES}; default: cpu-small.", metavar="NAME")
+    trace: Path | None = option(None, "Lengths from a CSV file.", metavar="FILE")
+    requests: int | None = option(None, "Requests of a run.", minimum=1, maximum=MOST_REQUESTS)
 
-    def open_report(self, kind: str, settings: dict[str, Any]) -> "Report":
+    def read(self, seed: int, *, traced: bool = False) -> Work:
+        """The same requests for the same seed; with the times of the trace if they are wanted.
+
+        Raises:
+            UsageError: for options that contradict each other, and for traces that cannot be read.
+        """
+        if self.lengths is not None and self.trace is not None:
+            raise UsageError("give --lengths or --trace, not both")
+        if traced and self.trace is None:
+            raise UsageError("--arrivals trace needs the --trace whose times they are")
+        if self.trace is not None:
+            times = read_arrivals(self.trace, self.requests) if traced else None
+            return Work(self.trace.name, read_trace(self.trace, self.requests), times)
+        name = self.lengths or self.default_lengths
+        if name in PRESETS:
+            preset = PRESETS[name]
+            return Work(name, replace(preset, requests=self.requests or preset.requests).draw(seed))
+        from nanoserve.simulator.named_lengths import named_lengths  # and the simulator, which is not asked otherwise
+
+        return Work(name, list(islice(named_lengths(name, seed, tuple(PRESETS)), self.requests or DEFAULT_REQUESTS)))
+
+
+class JsonOptions(Options, panel=RESULTS_PANEL):
+    """A file for the results, beside the table on stdout."""
+
+    json: Path | None = option(None, "Write all figures to this file.", metavar="FILE")
+
+
+class ResultOptions(JsonOptions, panel=RESULTS_PANEL):
+    """Files for the results, beside the table on stdout."""
+
+    plot: Path | None = option(None, "Draw a chart into this PNG file.", metavar="FILE")
+
+    def open_report(self, kind: str, settings: dict[str, Any]) -> Report:
         """A new report; fails here, before anything is measured, if it cannot be written or drawn.
 
         Raises:
             UsageError: if matplotlib is missing.
             RuntimeFailure: if the file cannot be written.
         """
-        from nanoserve.benchmarks.report import Report
-        from nanoserve.measures.figures import check_plotting
-
         check_plotting(self.plot)
-        return Report(kind, settings, self.json_file)
+        return Report(kind, settings, self.json)
+
+    def draw_bars(
+        self, report: Report, title: str, label: str, bars: Sequence[Column], rows: Sequence[dict[str, Any]]
+    ) -> None:
+        """Draw a bar for each row, if a chart is wanted; ``label`` is a format string over the row."""
+        if self.plot is not None:
+            plot_bars(self.plot, report.titled(title), label, bars, rows)
 
 
 @contextmanager
-def kept(report: "Report", show: Callable[[], None]) -> Iterator[None]:
+def kept(report: Report, show: Callable[[], None]) -> Iterator[None]:
     """Measure inside; what was measured until the end, or until Ctrl-C or a failure, is shown."""
     try:
         yield
@@ -103,15 +140,12 @@ def kept(report: "Report", show: Callable[[], None]) -> Iterator[None]:
             show()
 
 
-def print_head(report: "Report") -> None:
-    """Machine and versions in a line or two, above the table."""
-    document = report.document
-    machine, versions = document["machine"], document["versions"]
-    print(f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}")
-    print(", ".join(f"{name} {version}" for name, version in versions.items()) + f", commit {document['commit']}")
-    for note in (*document["notes"], report.busy_note):
-        if note is not None:
-            print(note)
+def fitting_work(work: Work, context: int | None, report: Report) -> Work:
+    """The requests that a context has room for; the report says how many are left out."""
+    fitting = work.fitting(context)
+    if left_out := len(work.shapes) - len(fitting.shapes):
+        report.note(f"{left_out} requests are longer than the context of {context} and left out")
+    return fitting
 
 
 def settled_operators(threads: int | None) -> str:
@@ -122,38 +156,59 @@ def settled_operators(threads: int | None) -> str:
     return settle_operators(remark)
 
 
-def engine_title(facts: dict[str, Any]) -> str:
+def engine_title(facts: Mapping[str, Any]) -> str:
     """How an engine ran, for the title of a table."""
-    operators = facts["operators"].partition(" (")[0]
-    return (
-        f"{facts['dtype']}, {operators} operators, {facts['layers']} layers, {facts['threads']} threads,"
-        f" {facts['policy']}"
-    )
+    return f"{facts['dtype']}, {operators_title(facts)}, {facts['threads']} threads, {facts['policy']}"
 
 
-def print_steps(report: "Report") -> None:
-    """What each kind of step achieved against the floor of its bytes and operations, and the engine's share of it."""
-    from nanoserve.benchmarks.tables import Column, print_table
+def operators_title(facts: Mapping[str, Any]) -> str:
+    """What computed: "C++ operators, compiled layers"."""
+    return f"{facts['operators'].partition(' (')[0]} operators, {facts['layers']} layers"
 
-    columns = [
-        Column("steps of", "case"),
-        Column("kind", "kind"),
-        Column("steps", "steps", ",d"),
-        Column("ms", "step_ms.p50", ",.2f"),
-        Column("p99", "step_ms.p99", ",.2f"),
-        Column("GB/s", "read_gb_per_s", ",.1f"),
-        Column("GFLOP/s", "gflops", ",.0f"),
-        Column("of floor", "of_floor", ".0%"),
-        Column("engine ms", "engine_ms", ".3f"),
-        Column("engine share", "engine_share", ".1%"),
-    ]
+
+def print_head(report: Report) -> None:
+    """Print machine and versions in a line or two, above the table."""
+    document = report.document
+    machine, versions = document["machine"], document["versions"]
+    print(f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}")
+    print(", ".join(f"{name} {version}" for name, version in versions.items()) + f", commit {document['commit']}")
+    for note in (*document["notes"], report.busy_note):
+        if note is not None:
+            print(note)
+
+
+def print_counting(rounds: Sequence[Bracketed]) -> None:
+    """Print how many rounds were steady enough to count."""
+    print(f"{sum(one.counts for one in rounds)} of {len(rounds)} rounds count (read bandwidth drift below 10 %)")
+
+
+_STEP_COLUMNS = [
+    Column("steps of", "case"),
+    Column("kind", "kind"),
+    Column("steps", "steps", ",d"),
+    Column("ms", "step_ms.p50", ",.2f"),
+    Column("p99", "step_ms.p99", ",.2f"),
+    Column("GB/s", "read_gb_per_s", ",.1f"),
+    Column("GFLOP/s", "gflops", ",.0f"),
+    Column("of floor", "of_floor", ".0%"),
+    Column("engine ms", "engine_ms", ".3f"),
+    Column("engine share", "engine_share", ".1%"),
+]
+DISTRIBUTION_COLUMNS = [
+    Column("n", "n", ",d"),
+    *(Column(name, name, ",.1f") for name in ("mean", "p50", "p90", "p99", "max")),
+]
+
+
+def print_steps(report: Report) -> None:
+    """Print what each kind of step achieved against the floor of its bytes and operations, and the engine's share."""
     facts = report.document["engine"]
     title = "steps"
     if "limit_gflops" in facts:
         floor = f"{facts['limit_read_gb_per_s']:.1f} GB/s and {facts['limit_gflops']:,.0f} GFLOP/s"
         title = f"steps, against the floor of their bytes and operations at {floor}"
     rows = [{"case": row["case"], "kind": kind, **steps} for row in report.rows for kind, steps in row["steps"].items()]
-    print_table(title, columns, rows)
+    print_table(title, _STEP_COLUMNS, rows)
 
 
 def make_directory(directory: Path) -> None:

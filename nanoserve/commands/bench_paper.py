@@ -1,61 +1,45 @@
 """``nanoserve bench paper``: a paper's figures and claims, simulated, beside the paper's own numbers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, kept, make_directory, print_head, work_option
+from nanoserve.benchmarks.report import Report
+from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, JsonOptions, kept, make_directory, print_head
 from nanoserve.commands.failures import EXIT_OK
-from nanoserve.commands.options import option, switch
+from nanoserve.commands.options import argument, option
 from nanoserve.commands.progress import show_progress
+from nanoserve.measures.figures import check_plotting
+from nanoserve.papers.charts import draw
+from nanoserve.papers.framework import Finding, Paper, PaperFigure, Scale, load_paper
+from nanoserve.papers.running import Runner
 
-if TYPE_CHECKING:
-    from nanoserve.benchmarks.report import Report
-    from nanoserve.papers.framework import Finding, Paper, PaperFigure
+_CLAIM_COLUMNS = [
+    Column("figure", "figure"),
+    Column("claim", "says", justify="left"),
+    Column("paper", "paper"),
+    Column("here", "ours_text"),
+    Column("asked", "bounds"),
+    Column("holds", "verdict"),
+    Column("what it hangs on", "assumption", justify="left"),
+]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PaperOptions:
-    """What is simulated, and how large."""
+class PaperOptions(JsonOptions, panel=WORK_PANEL):
+    """All options of the command."""
 
-    figure: Annotated[str | None, work_option("--figure", help="Only this one; default: all.", metavar="NUMBER")] = None
-    seeds: Annotated[int, work_option("--seeds", help="Runs of every simulation.", min=1, max=100)] = 3
-    full: Annotated[bool, switch("--full", panel=WORK_PANEL, help="Larger runs, in more settings.", envvar=None)] = (
-        False
+    name: str = argument(..., "gllm, seesaw, apex, lecture (one device's accounting), or adaptive (ours).", "PAPER")
+    figure: str | None = option(None, "Only this one; default: all.", metavar="NUMBER")
+    seeds: int = option(3, "Runs of every simulation.", minimum=1, maximum=100)
+    full: bool = option(False, "Larger runs, in more settings.")
+    workers: int | None = option(None, "Processes; default: one for each core.", minimum=1, maximum=256)
+    plot: Path | None = option(
+        None, "Draw each figure into a PNG file in this directory.", metavar="DIR", panel=RESULTS_PANEL
     )
-    workers: Annotated[
-        int | None, work_option("--workers", help="Processes; default: one for each core.", min=1, max=256)
-    ] = None
 
 
-def paper(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="PAPER", help="gllm, seesaw, apex, lecture (the accounting of one device), or adaptive (ours)."
-        ),
-    ],
-    *,
-    runs: PaperOptions,
-    json_file: Annotated[
-        Path | None,
-        option("--json", panel=RESULTS_PANEL, help="Write all figures to this file.", metavar="FILE", envvar=None),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        option(
-            "--plot",
-            panel=RESULTS_PANEL,
-            help="Draw each figure into a PNG file in this directory.",
-            metavar="DIR",
-            envvar=None,
-        ),
-    ] = None,
-) -> int:
-    """Simulate a paper's figures and put what it claims beside what comes out.
+def run(options: PaperOptions) -> int:
+    """Everything is simulated: neither a GPU nor the paper's model is needed.
 
     [bold]Examples[/bold]
 
@@ -63,44 +47,36 @@ def paper(
       nanoserve bench paper gllm --figure 12 --seeds 1
       nanoserve bench paper lecture
     """
-    from nanoserve.benchmarks.report import Report
-    from nanoserve.measures.figures import check_plotting
-    from nanoserve.papers.charts import draw
-    from nanoserve.papers.framework import Scale, load_paper
-    from nanoserve.papers.running import Runner
-
-    chosen = load_paper(name)
-    figures = chosen.chosen(runs.figure)
-    check_plotting(plot)
-    if plot is not None:
-        make_directory(plot)
-    scale = Scale(seeds=tuple(range(runs.seeds)), full=runs.full)
-    settings = {"paper": name, "figure": runs.figure, "seeds": runs.seeds, "full": runs.full}
-    settings |= {"size": scale.pick(*chosen.setting)}
-    report = Report("paper", settings, json_file)
+    paper = load_paper(options.name)
+    figures = paper.chosen(options.figure)
+    check_plotting(options.plot)
+    if options.plot is not None:
+        make_directory(options.plot)
+    scale = Scale(seeds=tuple(range(options.seeds)), full=options.full)
+    settings = {"paper": options.name, "figure": options.figure, "seeds": options.seeds, "full": options.full}
+    settings |= {"size": scale.pick(*paper.setting)}
+    report = Report("paper", settings, options.json)
     findings: dict[str, Finding] = {}
     with (
-        kept(report, lambda: _show(report, chosen, findings)),
+        kept(report, lambda: _show(report, paper, findings)),
         show_progress() as progress,
-        Runner(runs.workers, lambda done, total, _: progress(f"figure {one.number}", done, total)) as runner,
+        Runner(options.workers, lambda done, total, _: progress(f"figure {one.number}", done, total)) as runner,
     ):
         for one in figures:
             found = findings[one.number] = one.make(scale, runner.run)
             _keep(report, one, found)
-            if plot is not None and found.chart is not None:
-                draw(found.chart, plot / f"{name}-{one.number}.png")
+            if options.plot is not None and found.chart is not None:
+                draw(found.chart, options.plot / f"{options.name}-{one.number}.png")
     return EXIT_OK
 
 
-def _keep(report: "Report", figure: "PaperFigure", found: "Finding") -> None:
+def _keep(report: Report, figure: PaperFigure, found: Finding) -> None:
     report.put(f"figure {figure.number}", {"title": figure.title, "rows": found.rows, "chart": found.chart})
     for claim in found.claims:
         report.add({"case": f"{claim.figure}: {claim.says}", **claim.row()})
 
 
-def _show(report: "Report", paper: "Paper", findings: "Mapping[str, Finding]") -> None:
-    from nanoserve.benchmarks.tables import Column, print_table
-
+def _show(report: Report, paper: Paper, findings: Mapping[str, Finding]) -> None:
     settings = report.document["settings"]
     print_head(report)
     runs = f"{settings['seeds']} " if paper.spread_over == "seeds" else ""
@@ -109,13 +85,4 @@ def _show(report: "Report", paper: "Paper", findings: "Mapping[str, Finding]") -
         found = findings.get(figure.number)
         if found is not None and found.columns:
             print_table(f"{figure.number}: {figure.title}", found.columns, found.rows)
-    columns = [
-        Column("figure", "figure"),
-        Column("claim", "says", justify="left"),
-        Column("paper", "paper"),
-        Column("here", "ours_text"),
-        Column("asked", "bounds"),
-        Column("holds", "verdict"),
-        Column("what it hangs on", "assumption", justify="left"),
-    ]
-    print_table(paper.title, columns, report.rows, keys=2)
+    print_table(paper.title, _CLAIM_COLUMNS, report.rows, keys=2)

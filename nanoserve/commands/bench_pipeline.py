@@ -1,81 +1,135 @@
 """``nanoserve bench pipeline``: scheduling policies side by side on the same worker processes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from nanoserve.commands.bench_lengths import LengthOptions
+from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.floors import ModelCost
+from nanoserve.benchmarks.pipeline.picture import plot_runs
+from nanoserve.benchmarks.pipeline.policies import Scheduling
+from nanoserve.benchmarks.pipeline.rounds import RATIOS, Bench, PipelineRound, Variant, pairs
+from nanoserve.benchmarks.policy_names import parse_policies
+from nanoserve.benchmarks.report import Report
+from nanoserve.benchmarks.serving.requests import parse_rates, poisson_arrivals
+from nanoserve.benchmarks.serving.work import Work
+from nanoserve.benchmarks.tables import print_table
+from nanoserve.benchmarks.variants import KeptRun, KeptRuns, Ratio
 from nanoserve.commands.bench_options import (
     WORK_PANEL,
+    LengthOptions,
     ResultOptions,
+    fitting_work,
     kept,
+    operators_title,
     settled_operators,
-    work_option,
 )
-from nanoserve.commands.bench_rounds import fitting_work, measure_rounds, resolved_model
+from nanoserve.commands.bench_variants import (
+    RandomModelOptions,
+    RoundsOptions,
+    columns,
+    engine_facts,
+    measure_rounds,
+    opened_engine,
+    opened_record,
+    put_summary,
+    ratio_text,
+    requests_maker,
+    resolved_model,
+    rounds_of,
+)
+from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.failures import EXIT_OK
-from nanoserve.commands.options import ENGINE_PANEL, MODEL_PANEL, at_most, option, switch
+from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.commands.workers_options import WORKERS_PANEL, WorkersOptions
+from nanoserve.config import ModelConfig
 from nanoserve.engine_config import MOST_PARALLEL, PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
+from nanoserve.models.hub import ResolvedModel
 from nanoserve.runtime.launch.torchrun import TorchrunProcess
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.pipeline.engines import Metadata, OpenEngine
-    from nanoserve.benchmarks.pipeline.policies import Scheduling
-    from nanoserve.benchmarks.pipeline.rounds import Bench, Variant
-    from nanoserve.benchmarks.report import Report
-    from nanoserve.benchmarks.serving.work import Work
-    from nanoserve.benchmarks.variants import KeptRuns
-    from nanoserve.config import ModelConfig
-    from nanoserve.models.hub import ResolvedModel
-    from nanoserve.request import Request
 
-DEFAULT_MODEL = "dummy:qwen3-0.6b"
 METADATA: "dict[str, tuple[Metadata, ...]]" = {
     "decoupled": ("decoupled",),
     "coupled": ("coupled",),
     "both": ("decoupled", "coupled"),
 }
+_RATIO_NAMES = {"output_tokens_per_s": "tok/s", "ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2EL"}
+_KEYS = (("policy, engine", "variant"), ("read", "state"))
+_REQUEST_COLUMNS = columns(
+    *_KEYS,
+    ("rounds", "rounds"),
+    ("seconds", "seconds", ",.2f"),
+    ("output tok/s", "output_tokens_per_s", ",.1f"),
+    ("total tok/s", "total_tokens_per_s", ",.1f"),
+    ("TTFT ms", "ttft_ms.mean", ",.1f"),
+    ("TTFT p99", "ttft_ms.p99", ",.1f"),
+    ("TPOT ms", "tpot_ms.mean", ",.1f"),
+    ("TPOT p99", "tpot_ms.p99", ",.1f"),
+    ("E2EL ms", "e2el_ms.mean", ",.1f"),
+    ("E2EL p99", "e2el_ms.p99", ",.1f"),
+    ("preempted", "preemptions", ",.0f"),
+    ("floor s", "floor_seconds", ",.2f"),
+    ("engine ms", "engine_ms", ".3f"),
+    ("engine share", "engine_share", ".1%"),
+    ("foreign cores", "foreign_cores", ".2f"),
+)
+_STAGE_COLUMNS = columns(
+    *_KEYS,
+    ("stage", "stage"),
+    ("micro-batches", "steps", ",.0f"),
+    ("tokens", "tokens.mean", ",.1f"),
+    ("variation", "variation", ".2f"),
+    ("prompt tokens", "prompt_tokens.mean", ",.1f"),
+    ("decodes", "decodes.mean", ",.1f"),
+    ("bubbles", "bubbles", ".1%"),
+    ("sending", "sending", ".1%"),
+    ("for inputs", "metadata", ".1%"),
+    ("for work", "waiting", ".1%"),
+    ("inputs of step", "metadata_of_step", ".2%"),
+)
+_RATIO_COLUMNS = columns(
+    ("variants", "variants"), ("read", "state"), ("rounds", "rounds"), *((name, name) for name in _RATIO_NAMES.values())
+)
+_SIMULATED_COLUMNS = columns(
+    *_KEYS,
+    ("makespan", "simulated.makespan", ".3f"),
+    ("TTFT", "simulated.ttft", ".3f"),
+    ("TPOT", "simulated.tpot", ".3f"),
+    ("plans", "simulated.plans", ",.0f"),
+    ("replayed", "simulated.replayed", ",.0f"),
+    ("others when simulated", "simulated.others", ",.0f"),
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineOptions(WorkersOptions):
-    """Workers that several policies run on in turn."""
+class PipelineOptions(
+    LengthOptions,
+    RoundsOptions,
+    RandomModelOptions,
+    ResultOptions,
+    panel=WORK_PANEL,
+    renamed={"--request-rate": "is now --rate"},
+):
+    """All options of the command: requests, and workers that several policies run on in turn."""
 
-    model: Annotated[
-        str | None,
-        option("--model", "-m", panel=MODEL_PANEL, help="Directory, hub id or dummy:NAME.", metavar="MODEL"),
-    ] = DEFAULT_MODEL
-    policy: Annotated[
-        str,
-        option(
-            "--policy",
-            panel=ENGINE_PANEL,
-            help="Each on its own, as throttling:without_wt with parameters.",
-            metavar="NAME,NAME",
-            envvar=None,
-        ),
-    ] = "sarathi,throttling"
-    pp: Annotated[
-        int,
-        option(
-            "--pp",
-            panel=WORKERS_PANEL,
-            help="Stages of the pipeline.",
-            min=1,
-            callback=at_most(MOST_PARALLEL),
-            envvar=None,
-        ),
-    ] = 2
+    rate: str = option("inf", "Requests per second, or inf: all at once.", metavar="X")
+    metadata: str = option("decoupled", "decoupled: plans go ahead (gLLM); coupled; or both.", metavar="NAME")
+    against_one_process: bool = option(False, "Also one process with all threads, on the same work.")
+    policy: str = option(
+        "sarathi,throttling",
+        "Each on its own, as throttling:without_wt with parameters.",
+        metavar="NAME,NAME",
+        variables=(),
+    )
+    pp: int = option(2, "Stages of the pipeline.", minimum=1, maximum=MOST_PARALLEL, variables=())
 
     def config(self) -> EngineConfig:
-        """Of the workers; policies are for each run's own scheduler.
+        """How the workers run; policies are for each run's own scheduler.
 
         Raises:
             UsageError: for a setting out of range, and for what only one policy of these can use.
@@ -87,41 +141,15 @@ class PipelineOptions(WorkersOptions):
             )
         return EngineConfig(**{**WorkersOptions.settings(self), "policy": None, "trace": None})
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparisonOptions:
-    """What is held against what."""
-
-    rounds: Annotated[int, work_option("--rounds", help="Rounds that count.", min=1)] = 3
-    request_rate: Annotated[
-        str, work_option("--request-rate", help="Requests per second, or inf: all at once.", metavar="X")
-    ] = "inf"
-    metadata: Annotated[
-        str,
-        work_option("--metadata", help="decoupled: plans go ahead (gLLM); coupled; or both.", metavar="NAME"),
-    ] = "decoupled"
-    against_one_process: Annotated[
-        bool,
-        switch(
-            "--against-one-process",
-            panel=WORK_PANEL,
-            help="Also one process with all threads, on the same work.",
-            envvar=None,
-        ),
-    ] = False
-
-    @property
-    def rate(self) -> float:
-        """Requests per second.
+    def requests_per_second(self) -> float:
+        """The one rate.
 
         Raises:
             UsageError: for what is none, or several.
         """
-        from nanoserve.benchmarks.serving.requests import parse_rates
-
-        rates = parse_rates(self.request_rate, "--request-rate")
+        rates = parse_rates(self.rate, "--rate")
         if len(rates) > 1:
-            raise UsageError(f"--request-rate takes one rate here, not {self.request_rate!r:.40}")
+            raise UsageError(f"--rate takes one rate here, not {self.rate!r:.40}")
         return rates[0]
 
     def metadatas(self) -> "tuple[Metadata, ...]":
@@ -138,71 +166,63 @@ class ComparisonOptions:
 
 
 @on_all_machines
-def pipeline(
-    *,
-    lengths: LengthOptions,
-    comparison: ComparisonOptions,
-    engine: PipelineOptions,
-    results: ResultOptions,
-) -> int:
-    """Run the same requests under several policies on the same workers, in interleaved rounds.
-
-    Printed are tokens per second and latencies, where the stages' time went (bubbles), how even the micro-batches
+def run(options: PipelineOptions) -> int:
+    """Printed are tokens per second and latencies, where the stages' time went (bubbles), how even the micro-batches
     were, ratios with their spread, and what the simulator makes of the same stage times. Answers have the length
     that was asked for, prompts are random, no prefixes are shared.
 
     [bold]Examples[/bold]
 
-      nanoserve bench pipeline --pp 2 -m dummy:smollm2-135m --request-rate 2 --plot pipeline.png
-      nanoserve bench pipeline --policy throttling --metadata both --json metadata.json
+      nanoserve bench pipeline --pp 2 -m dummy:smollm2-135m --rate 2 \\
+        --plot pipeline.png
+      nanoserve bench pipeline --policy throttling --metadata both \\
+        --json metadata.json
       nanoserve bench pipeline --policy sarathi --against-one-process --rounds 5
     """
-    from nanoserve.benchmarks.policy_names import parse_policies
-    from nanoserve.benchmarks.variants import KeptRuns
-    from nanoserve.measures.chrome_trace import ChromeTraceFile
-
-    engine.check_is_for_cpu()
-    config, metadatas, rate, seed = engine.config(), comparison.metadatas(), comparison.rate, engine.seed or 0
-    policies = tuple(parse_policies(engine.policy, engine.max_num_batched_tokens))
-    work = lengths.read(seed)
-    report = results.open_report("pipeline", _settings(work, comparison, engine))
-    operators = settled_operators(engine.threads)
+    options.check_is_for_cpu()
+    config, metadatas, rate = options.config(), options.metadatas(), options.requests_per_second()
+    policies = tuple(parse_policies(options.policy, options.max_num_batched_tokens))
+    work = options.read(options.seed or 0)
+    report = options.open_report("pipeline", _settings(work, options))
+    operators = settled_operators(options.threads)
     with ExitStack() as opened:
-        trace = None if engine.trace_out is None else ChromeTraceFile(Path(engine.trace_out))
-        keeper = KeptRuns(None if trace is None else opened.enter_context(trace))
-        opened.enter_context(kept(report, lambda: _show(report, results, keeper)))
-        resolved, model = resolved_model(engine)
-        engines = _open_engines(resolved, config, metadatas, comparison, opened)
+        keeper = KeptRuns(opened_record(options, opened))
+        opened.enter_context(kept(report, lambda: _show(report, options, keeper)))
+        resolved, model = resolved_model(options)
+        engines = _open_engines(resolved, config, metadatas, options, opened)
         scheduling, work = _scheduling(engines, config, model, work, report)
-        variants = _contenders(engines, policies, scheduling)
-        bench = _bench(variants, work, rate, seed, config, model, keeper)
-        report.put("engine", _facts(resolved, config, model, engines, bench, operators))
-        measure_rounds([(bench, {})], comparison.rounds, report)
+        variants = [_variant(engine, policy, scheduling) for engine in engines for policy in policies]
+        bench = _bench(variants, work, rate, options.seed or 0, config, model, keeper)
+        facts = engine_facts(resolved, config, model, operators, compiled=all(one.compiled for one in engines))
+        limits = {"limit_read_gb_per_s": bench.limits.bytes_per_second / 1e9}
+        limits |= {"limit_gflops": bench.limits.operations_per_second / 1e9}
+        report.put("engine", {**facts, "kv_blocks": min(engine.num_blocks for engine in engines), **limits})
+        measure_rounds([(bench, {})], options.rounds, report)
     return EXIT_OK
 
 
-def _settings(work: "Work", comparison: ComparisonOptions, engine: PipelineOptions) -> dict[str, Any]:
-    """For the report."""
+def _settings(work: Work, options: PipelineOptions) -> dict[str, Any]:
+    """What the report says about the options."""
     return {
         "work": work.name,
         "requests": len(work.shapes),
-        "request_rate": comparison.request_rate,
-        "rounds": comparison.rounds,
-        "policies": engine.policy,
-        "metadata": comparison.metadata,
-        "pp": engine.pp,
-        "tp": engine.tp,
-        "pp_split": engine.pp_split,
-        "max_num_batched_tokens": engine.max_num_batched_tokens,
-        "seed": engine.seed or 0,
+        "request_rate": options.rate,
+        "rounds": options.rounds,
+        "policies": options.policy,
+        "metadata": options.metadata,
+        "pp": options.pp,
+        "tp": options.tp,
+        "pp_split": options.pp_split,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "seed": options.seed or 0,
     }
 
 
 def _open_engines(
-    resolved: "ResolvedModel",
+    resolved: ResolvedModel,
     config: EngineConfig,
     metadatas: "Sequence[Metadata]",
-    comparison: ComparisonOptions,
+    options: PipelineOptions,
     opened: ExitStack,
 ) -> "list[OpenEngine]":
     """Each once, for all rounds."""
@@ -211,23 +231,18 @@ def _open_engines(
     engines = []
     for metadata in metadatas:
         remark(f"starting {workers_name(config, metadata)}")
-        with show_progress() as progress:
-            engines.append(open_workers(resolved, config, metadata, progress))
-        opened.callback(engines[-1].close)
-    if comparison.against_one_process:
+        engines.append(opened_engine(opened, partial(open_workers, resolved, config, metadata)))
+    if options.against_one_process:
         remark("opening one process")
-        with show_progress() as progress:
-            engines.append(open_one_process(resolved, config, progress))
-        opened.callback(engines[-1].close)
+        engines.append(opened_engine(opened, partial(open_one_process, resolved, config)))
     return engines
 
 
 def _scheduling(
-    engines: "Sequence[OpenEngine]", config: EngineConfig, model: "ModelConfig", work: "Work", report: "Report"
-) -> "tuple[Scheduling, Work]":
+    engines: "Sequence[OpenEngine]", config: EngineConfig, model: ModelConfig, work: Work, report: Report
+) -> tuple[Scheduling, Work]:
     """What all schedulers share, and the requests that fit."""
     from nanoserve.benchmarks.pipeline.engines import common_context
-    from nanoserve.benchmarks.pipeline.policies import Scheduling
 
     num_blocks, context = common_context(engines, config, model)
     scheduling = Scheduling(
@@ -240,42 +255,30 @@ def _scheduling(
     return scheduling, fitting_work(work, context, report)
 
 
-def _contenders(engines: "Sequence[OpenEngine]", policies: Sequence[str], scheduling: "Scheduling") -> "list[Variant]":
-    from nanoserve.benchmarks.pipeline.rounds import Variant
-
-    return [
-        Variant(
-            policy=policy,
-            engine=engine.name,
-            executor=engine.executor,
-            make_scheduler=scheduling.maker(policy, engine.executor),
-            workers=engine.workers,
-            tensor_parallel=engine.tensor_parallel,
-            simulated=engine.simulated,
-        )
-        for engine in engines
-        for policy in policies
-    ]
+def _variant(engine: "OpenEngine", policy: str, scheduling: Scheduling) -> Variant:
+    return Variant(
+        policy=policy,
+        engine=engine.name,
+        executor=engine.executor,
+        make_scheduler=scheduling.maker(policy, engine.executor),
+        workers=engine.workers,
+        tensor_parallel=engine.tensor_parallel,
+        simulated=engine.simulated,
+    )
 
 
 def _bench(
-    variants: "Sequence[Variant]",
-    work: "Work",
+    variants: Sequence[Variant],
+    work: Work,
     rate: float,
     seed: int,
     config: EngineConfig,
-    model: "ModelConfig",
-    keeper: "KeptRuns",
-) -> "Bench":
+    model: ModelConfig,
+    keeper: KeptRuns,
+) -> Bench:
     import torch
 
-    from nanoserve.benchmarks.cpu_load import ForeignLoad
-    from nanoserve.benchmarks.floors import ModelCost
-    from nanoserve.benchmarks.pipeline.rounds import Bench
-    from nanoserve.benchmarks.pipeline.running import make_requests
     from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
-    from nanoserve.benchmarks.serving.requests import poisson_arrivals
-    from nanoserve.benchmarks.variants import KeptRun
     from nanoserve.models.dtypes import resolve_dtype
 
     dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
@@ -283,17 +286,12 @@ def _bench(
     probe = BandwidthProbe()
     with show_progress() as progress:
         limits = machine_limits(dtype, probe, progress=progress)
-
-    def requests(number: int) -> "list[Request]":
-        own = 1000 * seed + number
-        arrivals = poisson_arrivals(rate, len(work.shapes), own)
-        return make_requests(work.shapes, arrivals, model.vocab_size, own)
-
+    number, vocab_size = len(work.shapes), model.vocab_size
     return Bench(
         case=work.name,
         variants=variants,
-        make_requests=requests,
-        vocab_size=model.vocab_size,
+        make_requests=requests_maker(work.shapes, vocab_size, seed, lambda own: poisson_arrivals(rate, number, own)),
+        vocab_size=vocab_size,
         cost=ModelCost(model, dtype.itemsize),
         limits=limits,
         probe=probe.read,
@@ -302,37 +300,46 @@ def _bench(
     )
 
 
-def _facts(
-    resolved: "ResolvedModel",
-    config: EngineConfig,
-    model: "ModelConfig",
-    engines: "Sequence[OpenEngine]",
-    bench: "Bench",
-    operators: str,
-) -> dict[str, Any]:
-    import torch
-
-    from nanoserve.benchmarks.peers.weights import dtype_name
-    from nanoserve.processes.threads import threads_of_each
-
-    return {
-        "model": resolved.name,
-        "dtype": dtype_name(config.dtype, model),
-        "operators": operators,
-        "layers": "compiled" if all(engine.compiled for engine in engines) else "eager",
-        "threads": torch.get_num_threads(),
-        "threads_of_a_worker": threads_of_each(config.num_workers),
-        "kv_blocks": min(engine.num_blocks for engine in engines),
-        "limit_read_gb_per_s": bench.limits.bytes_per_second / 1e9,
-        "limit_gflops": bench.limits.operations_per_second / 1e9,
-    }
+def _show(report: Report, options: ResultOptions, keeper: KeptRuns) -> None:
+    rounds = rounds_of(report, PipelineRound)
+    summary, compared = put_summary(report, rounds, pairs(list(rounds[0].variants)), RATIOS)
+    title = _title(report)
+    if summary:
+        print_table(title, _REQUEST_COLUMNS, summary, keys=2)
+        heading = "micro-batches, and what the time of the stages went into"
+        print_table(heading, _STAGE_COLUMNS, _stage_rows(summary), keys=3)
+    if summary and compared:
+        print_table("ratios within a round: median (lowest-highest)", _RATIO_COLUMNS, _ratio_rows(compared), keys=2)
+    if simulated := [row for row in summary if row["simulated"]]:
+        heading = "simulated, with the stage times of the real runs; ratios are simulated over real"
+        print_table(heading, _SIMULATED_COLUMNS, simulated, keys=2)
+    if options.plot is not None:
+        plot_runs(options.plot, report.titled(f"{title}, last round"), list(keeper.last.values()))
 
 
-def _show(report: "Report", results: ResultOptions, keeper: "KeptRuns") -> None:
-    from nanoserve.commands.pipeline_tables import show_pipeline
+def _title(report: Report) -> str:
+    settings, facts = report.document["settings"], report.document["engine"]
+    together = "all at once" if settings["request_rate"] == "inf" else f"{settings['request_rate']} a second"
+    how = f"{facts['dtype']}, {operators_title(facts)}"
+    threads = f"{facts['threads']} threads, {facts['threads_of_a_worker']} of them for each worker"
+    return f"{settings['requests']} requests of {settings['work']}, {together}; {facts['model']}, {how}, {threads}"
 
-    title = show_pipeline(report)
-    if results.plot is not None:
-        from nanoserve.benchmarks.pipeline.picture import plot_runs
 
-        plot_runs(results.plot, report.titled(f"{title}, last round"), list(keeper.last.values()))
+def _stage_rows(summary: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One for each stage; a single process has one without shares."""
+    rows: list[dict[str, Any]] = []
+    for row in summary:
+        for stage, shares in (row["stages"] or {"-": {}}).items():
+            bubbles = 1 - shares["computing"] if shares else None
+            rows.append({**row, **shares, "stage": stage, "bubbles": bubbles})
+    return rows
+
+
+def _ratio_rows(compared: Sequence[Ratio]) -> list[dict[str, Any]]:
+    """One for each pair and state, with all metrics."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for one in compared:
+        row = rows.setdefault((one.variants, one.state), {"variants": one.variants, "state": one.state})
+        row["rounds"] = one.rounds
+        row[_RATIO_NAMES[one.metric]] = ratio_text(one)
+    return list(rows.values())

@@ -1,29 +1,32 @@
 """``nanoserve bench startup``: from a new process to its first tokens."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-from nanoserve.commands.bench_options import ResultOptions, kept, print_head, work_option
+from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.report import Report
+from nanoserve.benchmarks.starting import STAGES, TO_FIRST_TOKEN, drop_from_page_cache, library_directories, start_once
+from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.commands.bench_options import WORK_PANEL, ResultOptions, kept, operators_title, print_head
+from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.failures import EXIT_OK
-from nanoserve.commands.options import EngineOptions
+from nanoserve.commands.options import option
 from nanoserve.commands.progress import watched
 from nanoserve.commands.terminal import remark
+from nanoserve.models.hub import resolve_model
 from nanoserve.processes.temporary import temporary_directory
 
-if TYPE_CHECKING:
-    from nanoserve.benchmarks.report import Report
+_STAGES = [Column(name, f"stages.{name}", ".2f") for name in STAGES]
+_TOTAL = Column("to first token", "to_first_token", ".2f")
 
 
-def startup(
-    *,
-    repeats: Annotated[
-        int, work_option("--repeats", help="Warm starts, after the first ever and a cold one.", min=1)
-    ] = 3,
-    engine: EngineOptions,
-    results: ResultOptions,
-) -> int:
-    """Time each stage from the start of a process: imports, loading, first token, and the two after it.
+class StartupOptions(EngineOptions, ResultOptions, panel=WORK_PANEL):
+    """All options of the command."""
 
-    The first start finds an empty cache, so it also builds the C++ operators and compiles the layers, which takes a
+    repeats: int = option(3, "Warm starts, after the first ever and a cold one.", minimum=1)
+
+
+def run(options: StartupOptions) -> int:
+    """The first start finds an empty cache, so it also builds the C++ operators and compiles the layers, which takes a
     minute or two. The next one is cold: the files of torch, nanoserve and the model were dropped from the page cache
     before, as far as no other process holds them.
 
@@ -31,21 +34,18 @@ def startup(
 
       nanoserve bench startup -m dummy:smollm2-135m
     """
-    from nanoserve.benchmarks.cpu_load import ForeignLoad
-    from nanoserve.benchmarks.starting import drop_from_page_cache, library_directories, start_once
-    from nanoserve.models.hub import resolve_model
-
-    settings = engine.settings()
-    report = results.open_report("startup", {"model": engine.model, "repeats": repeats, "engine": settings})
-    directory = resolve_model(engine.model, offline=engine.offline).directory
-    model = engine.model if directory is None else str(directory)  # with another cache the hub's could not be found
-    with temporary_directory() as cache, kept(report, lambda: _show(report, results)):
-        for case in watched(["first ever", "cold", *["warm"] * repeats], "starts"):
+    settings = options.settings()
+    document = {"model": options.model, "repeats": options.repeats, "engine": settings}
+    report = options.open_report("startup", document)
+    directory = resolve_model(options.model, offline=options.offline).directory
+    model = options.model if directory is None else str(directory)  # with another cache the hub's could not be found
+    with temporary_directory() as cache, kept(report, lambda: _show(report, options)):
+        for case in watched(["first ever", "cold", *["warm"] * options.repeats], "starts"):
             remark(f"starting a process, {case}")
             if case == "cold":
                 drop_from_page_cache([*library_directories(), *([] if directory is None else [directory])])
             foreign = ForeignLoad()
-            start = start_once(model, settings, engine.threads, cache)
+            start = start_once(model, settings, options.threads, cache)
             row: dict[str, Any] = {"case": case, "stages": start.stages}
             row |= {"to_first_token": start.to_first_token, "foreign_cores": foreign.read()}
             report.put("operators", start.operators)
@@ -54,19 +54,11 @@ def startup(
     return EXIT_OK
 
 
-def _show(report: "Report", results: ResultOptions) -> None:
-    from nanoserve.benchmarks.plots import plot_bars
-    from nanoserve.benchmarks.starting import STAGES, TO_FIRST_TOKEN
-    from nanoserve.benchmarks.tables import Column, print_table
-
-    stages = [Column(name, f"stages.{name}", ".2f") for name in STAGES]
-    total = Column("to first token", "to_first_token", ".2f")
+def _show(report: Report, options: ResultOptions) -> None:
     model = report.document["settings"]["model"] or "the bundled storyteller"
-    kind = f"{report.document['operators'].partition(' (')[0]} operators, {report.document['layers']} layers"
-    title = f"seconds to start {model}, {kind}"
+    title = f"seconds to start {model}, {operators_title(report.document)}"
     warm = [row["to_first_token"] for row in report.rows if row["case"] == "warm"]
     report.put("samples", {"warm": {"to_first_token_s": warm}})
     print_head(report)
-    print_table(title, [Column("start", "case"), *stages, total], report.rows)
-    if results.plot is not None:
-        plot_bars(results.plot, report.titled(title), "{case}", [*stages[: len(TO_FIRST_TOKEN)], total], report.rows)
+    print_table(title, [Column("start", "case"), *_STAGES, _TOTAL], report.rows)
+    options.draw_bars(report, title, "{case}", [*_STAGES[: len(TO_FIRST_TOKEN)], _TOTAL], report.rows)

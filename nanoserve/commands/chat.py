@@ -5,56 +5,39 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from nanoserve.commands.chat_commands import ChatCommands
 from nanoserve.commands.chat_model import ChatModel, LocalModel, RemoteModel
 from nanoserve.commands.chat_session import ChatSession, Message, Piece, Steps
+from nanoserve.commands.engine_options import SamplingOptions, ServerOptions, ServingOptions, check_utf8
 from nanoserve.commands.failures import EXIT_OK, say
-from nanoserve.commands.options import EngineOptions, SamplingOptions, ServerOptions, check_utf8, option, switch
+from nanoserve.commands.options import argument, option
 from nanoserve.commands.printers import AnswerPrinter, MarkdownPrinter, PlainPrinter, visible
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.prompt import PROMPT, ChatPrompt, edit_text, history_path
-from nanoserve.commands.terminal import (
-    StopOnInterrupt,
-    is_terminal,
-    read_stdin,
-    remark,
-    when_continued,
-    without_echo,
-)
+from nanoserve.commands.terminal import StopOnInterrupt, is_terminal, read_stdin, remark, when_continued, without_echo
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.usage import envelope
-from nanoserve.commands.workers_options import ServingOptions
 from nanoserve.errors import NanoserveError, UsageError
 
-PANEL = "Chat"
 _CTRL_C_HINT = "(the line was cleared; Ctrl-D or /exit leaves)"
 
 
-@on_all_machines
-def chat(
-    message: Annotated[
-        str | None, typer.Argument(help="Answer this and exit. What is piped in is added to it.", show_default=False)
-    ] = None,
-    *,
-    system: Annotated[
-        str | None,
-        option("--system", "-s", panel=PANEL, metavar="TEXT", help="System prompt, kept at the start of the context."),
-    ] = None,
-    json_output: Annotated[bool, switch("--json", panel=PANEL, help="One JSON object instead of text.")] = False,
-    plain: Annotated[bool, switch("--plain", panel=PANEL, help="Do not render markdown on a terminal.")] = False,
-    hide_thinking: Annotated[bool, switch("--hide-thinking", panel=PANEL, help="Do not show <think> blocks.")] = False,
-    no_history: Annotated[bool, switch("--no-history", panel=PANEL, help="Keep no history of input lines.")] = False,
-    server: ServerOptions,
-    engine: ServingOptions,
-    sampling: SamplingOptions,
-) -> int:
-    """Talk with a model: on a terminal a conversation, else one answer to what is piped in.
+class ChatOptions(ServerOptions, ServingOptions, SamplingOptions, panel="Chat", has_variables=True):
+    """All options of the command."""
 
-    The model runs in this process, or with --url behind any server that speaks OpenAI's API.
+    message: str | None = argument(None, "Answer this and exit. What is piped in is added to it.")
+    system: str | None = option(None, "System prompt, kept at the start of the context.", "-s", metavar="TEXT")
+    json: bool = option(False, "One JSON object instead of text.")
+    plain: bool = option(False, "Do not render markdown on a terminal.")
+    hide_thinking: bool = option(False, "Do not show <think> blocks.")
+    no_history: bool = option(False, "Keep no history of input lines.")
+
+
+@on_all_machines
+def run(options: ChatOptions) -> int:
+    """The model runs in this process, or with --url behind any server that speaks OpenAI's API.
 
     [bold]Examples[/bold]
 
@@ -64,39 +47,42 @@ def chat(
       cat notes.txt | nanoserve chat "Summarize:" --json      answer and timings
       nanoserve chat --url http://127.0.0.1:11434             ours, vLLM, ollama
     """
-    settings = sampling.given()
-    question = _question(message)
-    if question is None and json_output:
+    settings = options.given()
+    question = _question(options.message)
+    if question is None and options.json:
         raise UsageError("--json answers one message: give it as an argument or on stdin")
-    if system is not None:
-        check_utf8(system, "the system prompt")
-    with _opened(server, engine, settings) as model:
-        session = ChatSession(model, notify=say, system=system, settings=settings)
+    if options.system is not None:
+        check_utf8(options.system, "the system prompt")
+    with _opened(options, settings) as model:
+        session = ChatSession(model, notify=say, system=options.system, settings=settings)
         if question is not None:
-            return _answer_once(session, question, plain=plain, hide_thinking=hide_thinking, as_json=json_output)
-        return _Conversation(session, plain=plain, hide_thinking=hide_thinking, keep_history=not no_history).run()
+            return _answer_once(session, question, options)
+        keep_history = not options.no_history
+        return _Conversation(
+            session, plain=options.plain, hide_thinking=options.hide_thinking, keep_history=keep_history
+        ).run()
 
 
 @contextmanager
-def _opened(server: ServerOptions, engine: EngineOptions, settings: dict[str, Any]) -> Iterator[ChatModel]:
-    """Who answers: the model behind --url, or one that is loaded here.
+def _opened(options: ChatOptions, settings: dict[str, Any]) -> Iterator[ChatModel]:
+    """The model that answers: behind --url, or loaded here.
 
-    Of the engine's options a server is told the model and the seed, which joins ``settings``.
+    A server is sent only two of the engine's options: the model, and the seed, which joins ``settings``.
     """
-    if server.url is not None:
-        client = server.client()
-        if idle := engine.without_effect_on_servers():
+    if options.url is not None:
+        client = options.client()
+        if idle := options.without_effect_on_servers():
             say(f"with --url these have no effect: {', '.join(idle)}")
-        if engine.seed is not None:
-            settings["seed"] = engine.seed
-        yield RemoteModel(client, engine.model, say)
+        if options.seed is not None:
+            settings["seed"] = options.seed
+        yield RemoteModel(client, options.model, say)
         return
     with show_progress() as progress:
-        llm = engine.open_llm(progress)
+        llm = options.open_llm(progress)
     with llm:
         if llm.tokenizer.notice:
             say(llm.tokenizer.notice)
-        yield LocalModel(llm, engine.seed)
+        yield LocalModel(llm, options.seed)
 
 
 def _question(message: str | None) -> str | None:
@@ -116,15 +102,15 @@ def _question(message: str | None) -> str | None:
     return question
 
 
-def _answer_once(session: ChatSession, question: str, *, plain: bool, hide_thinking: bool, as_json: bool) -> int:
-    if as_json:
+def _answer_once(session: ChatSession, question: str, options: ChatOptions) -> int:
+    if options.json:
         for _ in session.ask(question):
             pass
     else:
-        printer = _printer(plain=plain, hide_thinking=hide_thinking)
-        _show_answer(session, session.ask(question), printer, thinking=not hide_thinking)
+        printer = _printer(plain=options.plain, hide_thinking=options.hide_thinking)
+        _show_answer(session, session.ask(question), printer, thinking=not options.hide_thinking)
     answer = session.last_answer
-    if as_json and answer is not None:
+    if options.json and answer is not None:
         result = envelope(session.model.name, answer.text, answer.reasoning, answer.usage, answer.finish_reason)
         print(json.dumps(result, ensure_ascii=False))
     return EXIT_OK

@@ -11,7 +11,7 @@ from nanoserve.errors import NanoserveError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CommandOutcome:
     """What the chat does next: show ``text`` and ``turns``, leave, send ``message``, or ask the last one again."""
 
     text: str = ""
@@ -23,7 +23,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    run: Callable[[str], Outcome]
+    run: Callable[[str], CommandOutcome]
     usage: str
     help: str
 
@@ -62,20 +62,20 @@ class ChatCommands:
         """All commands with their slash, for completion."""
         return [f"/{name}" for name in self._commands]
 
-    def run(self, line: str) -> Outcome:
+    def run(self, line: str) -> CommandOutcome:
         """Run one line that begins with a slash; what goes wrong is the outcome's text."""
         name, *rest = line.removeprefix("/").split(maxsplit=1) or [""]
         command = self._commands.get(name)
         if command is None:
             guess = did_you_mean(f"/{name[:40]}", self.names)
             hint = "/help lists them, a space before the slash sends it as a message"
-            return Outcome(f"unknown command /{name[:40].strip()}{guess}; {hint}")
+            return CommandOutcome(f"unknown command /{name[:40].strip()}{guess}; {hint}")
         try:
             return command.run("".join(rest).strip())
         except NanoserveError as error:
-            return Outcome(str(error))
+            return CommandOutcome(str(error))
 
-    def _help(self, _: str) -> Outcome:
+    def _help(self, _: str) -> CommandOutcome:
         calls = {name: [f"/{name}"] for name in self._table}
         for alias, name in _ALIASES.items():
             calls[name].append(f"/{alias}")
@@ -84,22 +84,22 @@ class ChatCommands:
         lines = [f"  {left[name]:<{width}}  {command.help}" for name, command in self._table.items()]
         lines.append('  """ begins and ends a message of several lines; a paste may have several lines, too')
         lines.append("  Ctrl-C stops an answer (what there is of it is kept), Ctrl-D leaves")
-        return Outcome("\n".join(lines))
+        return CommandOutcome("\n".join(lines))
 
-    def _reset(self, _: str) -> Outcome:
+    def _reset(self, _: str) -> CommandOutcome:
         self._session.reset()
-        return Outcome("the conversation is forgotten")
+        return CommandOutcome("the conversation is forgotten")
 
-    def _system(self, text: str) -> Outcome:
+    def _system(self, text: str) -> CommandOutcome:
         self._session.system = text or None
-        return Outcome("system prompt set" if text else "no system prompt")
+        return CommandOutcome("system prompt set" if text else "no system prompt")
 
-    def _set(self, argument: str) -> Outcome:
+    def _set(self, argument: str) -> CommandOutcome:
         name, value = _name_and_value(argument)
         self._session.change(name, value)
-        return Outcome(self._setting(name))
+        return CommandOutcome(self._setting(name))
 
-    def _show(self, _: str) -> Outcome:
+    def _show(self, _: str) -> CommandOutcome:
         session = self._session
         used, most = session.context_used(), session.model.context
         tokens = "" if used is None else f"{used} of {most or 'unknown'} tokens, "
@@ -109,7 +109,7 @@ class ChatCommands:
             f"context  {tokens}{turns} {'turn' if turns == 1 else 'turns'}",
             f"system   {session.system or '(none)'}",
         ]
-        return Outcome("\n".join([*lines, *(f"  {self._setting(name)}" for name in CHANGEABLE)]))
+        return CommandOutcome("\n".join([*lines, *(f"  {self._setting(name)}" for name in CHANGEABLE)]))
 
     def _setting(self, name: str) -> str:
         """A setting, its value and who has set it, unless the user has."""
@@ -122,43 +122,43 @@ class ChatCommands:
         mark = "" if given else "  (the model's default)"
         return f"{name} = {_shown(getattr(session.sampling_params(), name))}{mark}"
 
-    def _stats(self, _: str) -> Outcome:
+    def _stats(self, _: str) -> CommandOutcome:
         answer = self._session.last_answer
         if answer is None:
             raise UsageError("there is no answer yet")
-        return Outcome(answer.usage.line(self._session.model.context, interrupted=answer.interrupted))
+        return CommandOutcome(answer.usage.line(self._session.model.context, interrupted=answer.interrupted))
 
-    def _think(self, argument: str) -> Outcome:
+    def _think(self, argument: str) -> CommandOutcome:
         if argument not in ("on", "off"):
             raise UsageError("say /think on or /think off")
         self.show_thinking = argument == "on"
-        return Outcome(f"reasoning is {'shown' if self.show_thinking else 'hidden'}")
+        return CommandOutcome(f"reasoning is {'shown' if self.show_thinking else 'hidden'}")
 
-    def _save(self, argument: str) -> Outcome:
+    def _save(self, argument: str) -> CommandOutcome:
         path = _path(argument, "/save")
         self._session.save(path)
-        return Outcome(f"saved {len(self._session.turns)} messages to {path}")
+        return CommandOutcome(f"saved {len(self._session.turns)} messages to {path}")
 
-    def _load(self, argument: str) -> Outcome:
+    def _load(self, argument: str) -> CommandOutcome:
         path = _path(argument, "/load")
         self._session.load(path)
         turns = self._session.turns
-        return Outcome(f"loaded {len(turns)} messages from {path}", turns=turns[-2:])
+        return CommandOutcome(f"loaded {len(turns)} messages from {path}", turns=turns[-2:])
 
-    def _regenerate(self, _: str) -> Outcome:
-        return Outcome(regenerate=True)
+    def _regenerate(self, _: str) -> CommandOutcome:
+        return CommandOutcome(regenerate=True)
 
-    def _undo(self, _: str) -> Outcome:
+    def _undo(self, _: str) -> CommandOutcome:
         question = self._session.undo()
-        return Outcome(f"took back: {question.splitlines()[0][:60]}")
+        return CommandOutcome(f"took back: {question.splitlines()[0][:60]}")
 
-    def _edit(self, _: str) -> Outcome:
+    def _edit(self, _: str) -> CommandOutcome:
         turns = self._session.turns
         text = self._edit_text(turns[-2].content if turns else "").strip()
-        return Outcome(message=text) if text else Outcome("nothing to send")
+        return CommandOutcome(message=text) if text else CommandOutcome("nothing to send")
 
-    def _exit(self, _: str) -> Outcome:
-        return Outcome(leave=True)
+    def _exit(self, _: str) -> CommandOutcome:
+        return CommandOutcome(leave=True)
 
 
 _ALIASES = {"clear": "reset", "quit": "exit", "bye": "exit"}

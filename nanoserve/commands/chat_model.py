@@ -1,21 +1,23 @@
-"""Who answers a chat: a model in this process, or a server that speaks OpenAI's API. The chat sees no difference."""
+"""The model of a chat, in this process or behind a server that speaks OpenAI's API; the chat sees no difference."""
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from nanoserve.commands.options import sampling_params
-from nanoserve.commands.usage import Usage
+from nanoserve.client.connection import ApiClient, ServerRefused
+from nanoserve.client.events import Chunk, ServerUsage
+from nanoserve.client.models import NO_SUCH_PATH, served_model
+from nanoserve.commands.engine_options import sampling_params
+from nanoserve.commands.usage import TokenUsage
 from nanoserve.errors import RuntimeFailure
+from nanoserve.request import RequestMetrics, SamplingParams
+from nanoserve.text.reasoning import opens_reasoning
 
 if TYPE_CHECKING:
-    from nanoserve.client.connection import ApiClient, ServerRefused
-    from nanoserve.client.events import Chunk
     from nanoserve.llm import LLM
-    from nanoserve.request import SamplingParams
 
 Conversation = Sequence[Mapping[str, str]]
 Settings = Mapping[str, Any]
@@ -35,50 +37,19 @@ class AnswerDelta:
     text: str
     thinking: str
     """Reasoning that was told apart already; ``text`` may hold more of it between tags."""
-    usage: Usage
-    """Of the answer so far."""
+    usage: TokenUsage
+    """Counts and times of the answer so far."""
     finish_reason: str | None
     """None while it goes on."""
 
 
-class ChatModel(Protocol):
-    """What a chat asks of a model."""
-
-    @property
-    def name(self) -> str:
-        """For people."""
-
-    @property
-    def context(self) -> int | None:
-        """The most tokens of prompt and answer together; None where that is not known."""
-
-    @property
-    def defaults(self) -> "SamplingParams | None":
-        """The sampling settings that hold where the user gave none; None where only a server knows them."""
-
-    @property
-    def seed(self) -> int | None:
-        """What the seeds of answers are drawn from, if the user has said so."""
-
-    def start_preparing(self) -> None:
-        """Begin with what makes answers faster, in the background."""
-
-    def count_tokens(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> int | None:
-        """How long the conversation is as the model sees it; None if nobody can tell."""
-
-    def opens_reasoning(self, conversation: Conversation) -> bool:
-        """Whether the answer to it begins inside a reasoning block."""
-
-    def stream(self, conversation: Conversation, settings: Settings) -> Generator[AnswerDelta, None, None]:
-        """Answer; closing the generator ends the work on it.
-
-        Raises:
-            NanoserveError: if there is no answer, or none any more.
-        """
-
-
 class LocalModel:
-    """An LLM in this process."""
+    """An LLM in this process.
+
+    Args:
+        llm: the open engine; the caller closes it.
+        seed: what the seeds of answers are drawn from, if the user has given one.
+    """
 
     def __init__(self, llm: "LLM", seed: int | None = None) -> None:
         self.llm = llm
@@ -88,20 +59,27 @@ class LocalModel:
 
     @property
     def context(self) -> int | None:
+        """The most tokens of prompt and answer together; None where that is not known."""
         return self.llm.max_model_len
 
     def start_preparing(self) -> None:
+        """Begin with what makes answers faster, in the background."""
         self.llm.start_preparing()
 
     def count_tokens(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> int | None:
+        """How long the conversation is as the model sees it; None if nobody can tell."""
         return len(self.llm.tokenizer.encode_chat(conversation, add_generation_prompt=add_generation_prompt))
 
     def opens_reasoning(self, conversation: Conversation) -> bool:
-        from nanoserve.text.reasoning import opens_reasoning
-
+        """Whether the answer to it begins inside a reasoning block."""
         return opens_reasoning(self.llm.tokenizer.render_chat(conversation))
 
     def stream(self, conversation: Conversation, settings: Settings) -> Generator[AnswerDelta, None, None]:
+        """Answer; closing the generator ends the work on it.
+
+        Raises:
+            NanoserveError: if there is no answer, or none any more.
+        """
         tokens = 0
         params = sampling_params(self.llm.default_sampling_params(), dict(settings))
         with closing(self.llm.stream(conversation, params)) as stream:
@@ -110,7 +88,7 @@ class LocalModel:
                 if sample.error is not None:
                     raise RuntimeFailure(sample.error)
                 tokens += len(sample.token_ids)
-                yield AnswerDelta(sample.text, "", Usage.of(output, tokens), sample.finish_reason)
+                yield AnswerDelta(sample.text, "", TokenUsage.of(output, tokens), sample.finish_reason)
 
 
 class RemoteModel:
@@ -129,7 +107,7 @@ class RemoteModel:
 
     def __init__(
         self,
-        client: "ApiClient",
+        client: ApiClient,
         model: str | None,
         notify: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -150,9 +128,6 @@ class RemoteModel:
 
     def count_tokens(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> int | None:
         """By /tokenize, which ours and vLLM have."""
-        from nanoserve.client.connection import ServerRefused
-        from nanoserve.client.models import NO_SUCH_PATH
-
         if not self._can_count or self.context is None:
             return None
         body = {"model": self._id, "messages": conversation, "add_generation_prompt": add_generation_prompt}
@@ -173,8 +148,6 @@ class RemoteModel:
 
         A server that is loading, and says when to come again, is asked again.
         """
-        from nanoserve.client.connection import ServerRefused
-
         body = {"model": self._id, "messages": conversation, "stream": True} | dict(settings)
         body["stream_options"] = {"include_usage": True}
         waited = 0
@@ -191,7 +164,7 @@ class RemoteModel:
                     raise ContextFull(str(error)) from None
                 waited += self._wait(error, waited)
 
-    def _wait(self, error: "ServerRefused", waited: int) -> int:
+    def _wait(self, error: ServerRefused, waited: int) -> int:
         """Wait as long as a server that is loading asks for; returns the seconds.
 
         Raises:
@@ -215,18 +188,18 @@ class RemoteModel:
 
     def _look_up(self, model: str | None) -> None:
         """What the server says about the model."""
-        from nanoserve.client.models import served_model
-
         card = served_model(self._client, model, self._notify)
         self._id, self.name, self.context = card.id, card.name, card.max_model_len
+
+
+ChatModel = LocalModel | RemoteModel
+"""What answers a chat."""
 
 
 class _RemoteAnswer:
     """Times and tokens of one answer, by our clock and the server's counting."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        from nanoserve.client.events import ServerUsage
-
         self._clock = clock
         self._asked = clock()
         self._first: float | None = None
@@ -236,7 +209,7 @@ class _RemoteAnswer:
         self._reason: str | None = None
         self._counted = ServerUsage()
 
-    def take(self, chunk: "Chunk") -> AnswerDelta | None:
+    def take(self, chunk: Chunk) -> AnswerDelta | None:
         """What the chunk brings; None if that is nothing."""
         choice = chunk.choices[0] if chunk.choices else None
         text, thinking = (choice.answer, choice.thinking) if choice else ("", "")
@@ -253,11 +226,9 @@ class _RemoteAnswer:
             return None
         return AnswerDelta(text, thinking, self._usage(), self._reason)
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> TokenUsage:
         """Until the server has told, chunks stand for tokens."""
-        from nanoserve.request import RequestMetrics
-
         tokens = self._counted.completion_tokens
         tokens = self._chunks if tokens is None else tokens
         metrics = RequestMetrics(self._asked, None, self._first, self._last, self._ended, tokens)
-        return Usage(self._counted.prompt_tokens, self._counted.cached_tokens, tokens, metrics)
+        return TokenUsage(self._counted.prompt_tokens, self._counted.cached_tokens, tokens, metrics)

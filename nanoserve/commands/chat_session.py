@@ -8,18 +8,16 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from nanoserve.commands.chat_model import AnswerDelta, ChatModel, ContextFull
-from nanoserve.commands.options import sampling_params
-from nanoserve.commands.usage import Usage
+from nanoserve.commands.engine_options import sampling_params
+from nanoserve.commands.usage import TokenUsage
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
-
-if TYPE_CHECKING:
-    from nanoserve.request import SamplingParams
-    from nanoserve.text.reasoning import Part
+from nanoserve.request import SamplingParams
+from nanoserve.text.reasoning import Part, ReasoningSplitter
 
 _ANSWER_SHARE = 4  # the oldest turns make room until a quarter of the context is left for the answer
 
@@ -51,12 +49,12 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ChatAnswer:
     """An answer that has ended."""
 
     text: str
     reasoning: str
-    usage: Usage
+    usage: TokenUsage
     finish_reason: str | None
     interrupted: bool
 
@@ -75,7 +73,7 @@ class ChatSession:
     """What ``/set`` and the flags changed; the model's defaults are the rest."""
     turns: list[Message] = field(default_factory=list)
     """User and assistant in alternation, a user's first."""
-    last_answer: Answer | None = None
+    last_answer: ChatAnswer | None = None
     """The latest one, also when it was interrupted."""
     answers: int = 0
     """How many there were since the session began."""
@@ -102,8 +100,6 @@ class ChatSession:
                 self.notify("the server's context is full: the oldest turn was dropped")
 
     def _answer(self, message: Message, steps: Steps) -> Iterator[Piece]:
-        from nanoserve.text.reasoning import ReasoningSplitter
-
         conversation = self._for_model([*self.turns, message])
         splitter = ReasoningSplitter(starts_inside=self.model.opens_reasoning(conversation))
         answer: list[str] = []
@@ -165,14 +161,12 @@ class ChatSession:
         sampling_params(self._defaults(), settings)
         self.settings = settings
 
-    def sampling_params(self) -> "SamplingParams":
+    def sampling_params(self) -> SamplingParams:
         """The model's defaults with this session's settings over them."""
         return sampling_params(self._defaults(), self.settings)
 
-    def _defaults(self) -> "SamplingParams":
+    def _defaults(self) -> SamplingParams:
         """The model's, or where only a server knows them those that change nothing: what is set is checked on them."""
-        from nanoserve.request import SamplingParams
-
         return self.model.defaults or SamplingParams()
 
     def messages(self) -> list[Message]:
@@ -263,7 +257,7 @@ class ChatSession:
             self.notify("stopped before the answer began; the message was taken back")
             return
         cut = last.finish_reason is None
-        self.last_answer = Answer(answer, reasoning, last.usage, last.finish_reason, interrupted=cut)
+        self.last_answer = ChatAnswer(answer, reasoning, last.usage, last.finish_reason, interrupted=cut)
         if cut and not answer:
             self.notify("stopped before the answer began; the message was taken back")
             return
@@ -295,7 +289,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def _sorted(parts: "list[tuple[Part, str]]", answer: list[str], reasoning: list[str]) -> Iterator[Piece]:
+def _sorted(parts: list[tuple[Part, str]], answer: list[str], reasoning: list[str]) -> Iterator[Piece]:
     """The pieces as the session hands them out, each also added where it belongs."""
     for part, text in parts:
         (reasoning if part == "thinking" else answer).append(text)

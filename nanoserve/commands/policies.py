@@ -1,16 +1,24 @@
 """``nanoserve policies``: which scheduling policies there are."""
 
+from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.options import Options
+from nanoserve.scheduler import POLICIES
+
+_COLUMNS = [
+    Column("policy", "name"),
+    Column("paper", "paper", justify="left"),
+    Column("use it for", "use_when", justify="left"),
+    Column("parameters", "parameters", justify="left"),
+]
 
 
-def policies() -> int:
-    """List the scheduling policies that --policy takes: where each comes from, what it is good for, its parameters.
+class PoliciesOptions(Options):
+    """The command has none."""
 
-    The token budget that each also has is --max-num-batched-tokens.
-    """
-    from nanoserve.benchmarks.tables import Column, print_table
-    from nanoserve.scheduler import POLICIES
 
+def run(options: PoliciesOptions) -> int:
+    """These are the names that --policy takes. The token budget that each also has is --max-num-batched-tokens."""
     rows = [
         {
             "name": name,
@@ -20,11 +28,5 @@ def policies() -> int:
         }
         for name, entry in POLICIES.items()
     ]
-    columns = [
-        Column("policy", "name"),
-        Column("paper", "paper", justify="left"),
-        Column("use it for", "use_when", justify="left"),
-        Column("parameters", "parameters", justify="left"),
-    ]
-    print_table("scheduling policies", columns, rows)
+    print_table("scheduling policies", _COLUMNS, rows)
     return EXIT_OK

@@ -1,4 +1,4 @@
-"""Show an answer while it streams: plain, or on a terminal with every finished markdown block set anew in place.
+"""Show an answer while it streams: plain, or on a terminal with every finished markdown block rendered in its place.
 
 The text of the unfinished block is a preview. When the block is complete, the cursor goes back to where it began and
 the block is written again, rendered. So that every row of the preview is still on the screen then, a preview never
@@ -9,7 +9,7 @@ the terminal, so that the number of rows is known.
 import shutil
 import unicodedata
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from nanoserve.commands.markdown_blocks import Block, BlockSplitter, Kind
 from nanoserve.commands.terminal import DIM, NORMAL, is_terminal
@@ -24,22 +24,6 @@ _CODE_THEME = "ansi_dark"  # the terminal's own colours
 Size = Callable[[], tuple[int, int]]
 
 
-class AnswerPrinter(Protocol):
-    """Where the pieces of one answer go."""
-
-    def thinking(self, text: str) -> None:
-        """Show a piece of the reasoning."""
-
-    def answer(self, text: str) -> None:
-        """Show a piece of the answer."""
-
-    def finish(self) -> None:
-        """End the line: the answer has ended, was interrupted, or something else is to be said below it."""
-
-    def lose_place(self) -> None:
-        """Someone else has written to the terminal; the cursor is at the start of a line."""
-
-
 class PlainPrinter:
     """The answer as it is; the reasoning goes to its own stream, if there is one. Terminals get whole words."""
 
@@ -51,12 +35,14 @@ class PlainPrinter:
         self._last = "\n"
 
     def thinking(self, text: str) -> None:
+        """Show a piece of the reasoning."""
         if self._thoughts is not None:
             self._thoughts.write(f"{DIM}{self._laid_out_thoughts.lay_out(visible(text))}{NORMAL}")
             self._thoughts.flush()
             self._thought = True
 
     def answer(self, text: str) -> None:
+        """Show a piece of the answer."""
         self._end_thoughts()
         shown = visible(text) if self._answers.isatty() else text
         self._answers.write(shown if self._laid_out is None else self._laid_out.lay_out(shown))
@@ -64,12 +50,14 @@ class PlainPrinter:
         self._last = text[-1:] or self._last
 
     def finish(self) -> None:
+        """End the line: the answer has ended, was interrupted, or something else is to be said below it."""
         self._end_thoughts()
         if self._last != "\n":
             self.answer("\n")
         self._answers.flush()
 
     def lose_place(self) -> None:
+        """Something else has written to the terminal; the cursor is at the start of a line."""
         self._laid_out_thoughts = _Words(self._size)
         if self._laid_out is not None:
             self._laid_out = _Words(self._size)
@@ -161,6 +149,10 @@ class MarkdownPrinter:
     def _write(self, text: str) -> None:
         self._console.file.write(text)
         self._console.file.flush()
+
+
+AnswerPrinter = PlainPrinter | MarkdownPrinter
+"""Where the pieces of one answer go."""
 
 
 class _Words:

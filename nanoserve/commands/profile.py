@@ -2,49 +2,63 @@
 
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from nanoserve.commands.bench_options import RESULTS_PANEL
+from nanoserve.benchmarks.profiling.prediction import prediction_rows, time_rows
+from nanoserve.benchmarks.rounds import busy_note
+from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.commands.bench_options import RESULTS_PANEL, JsonOptions
+from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.failures import EXIT_OK
-from nanoserve.commands.options import EngineOptions, at_most, option
+from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
+from nanoserve.costs.profile import Profile, check_writable, write_profile
 from nanoserve.processes.threads import MOST_THREADS, physical_cores, prepare_threads
 
 if TYPE_CHECKING:
-    from nanoserve.costs.profile import Profile
     from nanoserve.runtime.host.host_processor import HostProcessor
 
+_TIME_COLUMNS = [
+    Column("part", "part"),
+    Column("size", "size"),
+    Column("us", "us", ",.1f"),
+    Column("quartiles", "low", ",.1f"),
+    Column("", "high", ",.1f"),
+    Column("of floor", "of_floor", ".0%"),
+]
+_PREDICTION_COLUMNS = [
+    Column("workload", "workload"),
+    Column("", "route", justify="left"),
+    Column("seconds", "seconds", ",.2f"),
+    Column("+-", "seconds_range", ".0%"),
+    Column("error", "seconds_error", "+.0%"),
+    Column("TTFT ms", "ttft_ms", ",.0f"),
+    Column("+-", "ttft_ms_range", ".0%"),
+    Column("error", "ttft_ms_error", "+.0%"),
+    Column("TPOT ms", "tpot_ms", ",.2f"),
+    Column("+-", "tpot_ms_range", ".0%"),
+    Column("error", "tpot_ms_error", "+.0%"),
+]
 
-def profile(
-    *,
-    engine: EngineOptions,
-    host_threads: Annotated[
-        int | None,
-        option(
-            "--host-threads",
-            panel=RESULTS_PANEL,
-            help="Set so many cores apart for attention in host memory; a CPU that is the device keeps the others.",
-            min=1,
-            callback=at_most(MOST_THREADS),
-        ),
-    ] = None,
-    json_file: Annotated[
-        Path | None,
-        option(
-            "--json",
-            panel=RESULTS_PANEL,
-            help="Write the profile, for simulate --profile.",
-            metavar="FILE",
-            envvar=None,
-        ),
-    ] = None,
-) -> int:
-    """Time a model's layers, attention, head and the work around them on this machine, over their sizes.
 
-    From that come the few factors of the cost model (docs/costs.md), and a file with which nanoserve simulate runs any
-    policy over this machine. At the end two small workloads run for real beside their predictions. Takes about a
-    minute for the bundled model; leave the machine alone meanwhile.
+class ProfileOptions(EngineOptions, JsonOptions, panel=RESULTS_PANEL):
+    """All options of the command."""
+
+    host_threads: int | None = option(
+        None,
+        "Cores set apart for attention in host memory; a CPU that is the device keeps the others.",
+        minimum=1,
+        maximum=MOST_THREADS,
+        variables=["NANOSERVE_HOST_THREADS"],
+    )
+    json: Path | None = option(None, "Write the profile, for simulate --profile.", metavar="FILE")
+
+
+def run(options: ProfileOptions) -> int:
+    """From the times come the few factors of the cost model (docs/costs.md), and a file with which nanoserve simulate
+    runs any policy over this machine. At the end two small workloads run for real beside their predictions. It takes
+    about a minute for the bundled model; leave the machine alone meanwhile.
 
     Policies that attend in host memory read a profile too (--profile), one that has the same --host-threads.
 
@@ -53,32 +67,31 @@ def profile(
       nanoserve profile --json storyteller.json
       nanoserve profile -m dummy:qwen3-0.6b --threads 1 --json qwen.json
       nanoserve profile --host-threads 1 --json hybrid.json
-      nanoserve simulate --profile qwen.json --policy sarathi,throttling --rate 2 --lengths 128+32
+      nanoserve simulate --profile qwen.json --policy sarathi,throttling \\
+        --rate 2 --lengths 128+32
     """
-    from nanoserve.costs.profile import check_writable, write_profile
-
-    if json_file is not None:
-        check_writable(json_file)
-    prepare_threads(engine.threads)
-    with closing(_set_apart(host_threads, engine.device)) as processor:
+    if options.json is not None:
+        check_writable(options.json)
+    prepare_threads(options.threads)
+    with closing(_set_apart(options.host_threads, options.device)) as processor:
         with show_progress() as progress:
-            llm = engine.open_llm(progress)
+            llm = options.open_llm(progress)
         with llm:
             from nanoserve.benchmarks.profiling.measuring import measure_profile
             from nanoserve.benchmarks.profiling.prediction import predict_and_run
 
             measured = measure_profile(llm, processor, remark)
             measured = measured.with_predictions(predict_and_run(llm.engine, llm.engine_config, measured, remark))
-    if json_file is not None:
-        write_profile(measured, json_file)
+    if options.json is not None:
+        write_profile(measured, options.json)
     _show(measured)
     return EXIT_OK
 
 
 def _set_apart(host_threads: int | None, device: str) -> "HostProcessor":
     """What attends in host memory; a CPU that is the device shares all cores with it, unless some are asked for."""
-    from nanoserve.runtime.host.host_processor import HostProcessor
-    from nanoserve.runtime.launch.core_division import divide_cores  # torch: the threads are set
+    from nanoserve.runtime.host.host_processor import HostProcessor  # imports torch: the threads are set
+    from nanoserve.runtime.launch.core_division import divide_cores
     from nanoserve.runtime.launch.devices import usable_device
 
     found = usable_device(device)
@@ -88,11 +101,7 @@ def _set_apart(host_threads: int | None, device: str) -> "HostProcessor":
     return HostProcessor.set_apart(host_threads, found)
 
 
-def _show(profile: "Profile") -> None:
-    from nanoserve.benchmarks.profiling.prediction import prediction_rows, time_rows
-    from nanoserve.benchmarks.rounds import busy_note
-    from nanoserve.benchmarks.tables import Column, print_table
-
+def _show(profile: Profile) -> None:
     settings, device = profile.settings, profile.device
     print(
         f"{profile.name}: {settings['dtype']}, {str(settings['operators']).partition(' (')[0]} operators,"
@@ -101,33 +110,12 @@ def _show(profile: "Profile") -> None:
     )
     if note := busy_note(profile.foreign_cores):
         print(note)
-    columns = [
-        Column("part", "part"),
-        Column("size", "size"),
-        Column("us", "us", ",.1f"),
-        Column("quartiles", "low", ",.1f"),
-        Column("", "high", ",.1f"),
-        Column("of floor", "of_floor", ".0%"),
-    ]
-    print_table(f"medians of {settings['rounds']} rounds", columns, time_rows(profile))
+    print_table(f"medians of {settings['rounds']} rounds", _TIME_COLUMNS, time_rows(profile))
     factors = profile.efficiency
     print(
         f"factors: matrix {factors.matrix:.2f}, attention {factors.attention:.2f}, memory {factors.memory:.2f},"
         f" processor {factors.processor:.2f}, kernel_seconds {factors.kernel_seconds * 1e6:.1f} us,"
         f" step_seconds {factors.step_seconds * 1e3:.2f} ms, row_seconds {factors.row_seconds * 1e6:.1f} us"
     )
-    columns = [
-        Column("workload", "workload"),
-        Column("", "route", justify="left"),
-        Column("seconds", "seconds", ",.2f"),
-        Column("+-", "seconds_range", ".0%"),
-        Column("error", "seconds_error", "+.0%"),
-        Column("TTFT ms", "ttft_ms", ",.0f"),
-        Column("+-", "ttft_ms_range", ".0%"),
-        Column("error", "ttft_ms_error", "+.0%"),
-        Column("TPOT ms", "tpot_ms", ",.2f"),
-        Column("+-", "tpot_ms_range", ".0%"),
-        Column("error", "tpot_ms_error", "+.0%"),
-    ]
     title = f"{len(profile.predictions[0].real)} real runs each, and the simulator over measured times and over factors"
-    print_table(title, columns, prediction_rows(profile.predictions))
+    print_table(title, _PREDICTION_COLUMNS, prediction_rows(profile.predictions))

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, TypeVar
 from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark
 
 if TYPE_CHECKING:
-    from nanoserve.commands.options import Progress
+    from nanoserve.commands.engine_options import Progress
 
 LINE_SECONDS = 5.0
 """Between two lines where there is no terminal: what takes no longer is silent."""
 _LINE_SHARE = 0.1
-"""Of the time passed: long runs have no more lines than they need."""
+"""The share of the time passed that lies between two lines: long runs have no more lines than they need."""
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ def _say(stages: dict[str, _Stage], what: str, done: int, total: int) -> None:
 
 
 def counted(progress: "Progress", what: str, total: int) -> Callable[[], None]:
-    """To be called whenever one of so many is done."""
+    """A function to call whenever one of ``total`` is done."""
     progress(what, 0, total)
     numbers = count(1)
     return lambda: progress(what, next(numbers), total)

@@ -4,35 +4,37 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
-from typing import Any
+from typing import TypeVar
 
+from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.failures import EXIT_FAILURE, EXIT_OK
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
-from nanoserve.commands.workers_options import WorkersOptions
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.processes.threads import prepare_threads
 from nanoserve.runtime.launch.torchrun import TorchrunProcess
 
+W = TypeVar("W", bound=WorkersOptions)
 
-def on_all_machines(command: Callable[..., int]) -> Callable[..., int]:
-    """Make a command, whose ``engine`` may have several workers, one that torchrun can start on several machines."""
+
+def on_all_machines(command: Callable[[W], int]) -> Callable[[W], int]:
+    """Make a command, whose engine may have several workers, one that torchrun can start on several machines."""
 
     @wraps(command)
-    def run(*, engine: WorkersOptions, **others: Any) -> int:
+    def run(options: W) -> int:
         process = TorchrunProcess.from_environment()
         if process is None:
-            return command(engine=engine, **others)
-        layout = engine.layouts()[0]
+            return command(options)
+        layout = options.layouts()[0]
         if layout.data_parallel > 1:
             raise UsageError(f"torchrun starts the workers of one engine: leave the D out of {layout.name}")
         process.check_num_workers(layout.devices)
         # Read when torch is imported. What fails here is told in our own words; torch adds pages of addresses.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if process.rank > 0:
-            return _keep_worker(process, engine)
+            return _keep_worker(process, options)
         with _told_when_done(process) as codes:
-            codes.append(command(engine=engine, **others))
+            codes.append(command(options))
         return codes[-1]
 
     return run

@@ -1,14 +1,13 @@
 """What an answer cost: token counts and times, as one line for people and as JSON for programs."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from nanoserve.request import RequestMetrics, RequestOutput
+from nanoserve.request import RequestMetrics, RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Tokens and seconds of one answer; a rate or time is None where it was never reached."""
 
     prompt_tokens: int | None
@@ -16,12 +15,12 @@ class Usage:
     cached_tokens: int | None
     """Prompt tokens whose KV came from the prefix cache; None where a server does not tell."""
     completion_tokens: int
-    metrics: "RequestMetrics"
-    """Of the first sample."""
+    metrics: RequestMetrics
+    """Times of the first sample."""
 
     @classmethod
-    def of(cls, output: "RequestOutput", completion_tokens: int | None = None) -> "Usage":
-        """Of a whole output, or of the last delta of a stream with the tokens of all deltas counted."""
+    def of(cls, output: RequestOutput, completion_tokens: int | None = None) -> "TokenUsage":
+        """The usage of a whole output, or of the last delta of a stream with the tokens of all deltas counted."""
         if completion_tokens is None:
             completion_tokens = sum(len(sample.token_ids) for sample in output.outputs)
         return cls(len(output.prompt_token_ids), output.cached_tokens, completion_tokens, output.outputs[0].metrics)
@@ -83,7 +82,7 @@ class Usage:
         return " · ".join(parts)
 
 
-def envelope(model: str, text: str, reasoning: str, usage: Usage, finish_reason: str | None) -> dict[str, Any]:
+def envelope(model: str, text: str, reasoning: str, usage: TokenUsage, finish_reason: str | None) -> dict[str, Any]:
     """The object that ``--json`` prints."""
     answer = {"text": text} | ({"reasoning": reasoning} if reasoning else {})
     return answer | {

@@ -90,9 +90,19 @@ def parse_sizes(text: str, flag: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def grid(batches: Sequence[int], inputs: Sequence[int], outputs: Sequence[int]) -> list[Case]:
-    """Every combination, batch sizes varying slowest."""
-    return [Case(batch, length, output) for batch in batches for length in inputs for output in outputs]
+def parse_lengths(text: str, flag: str) -> tuple[RequestShape, ...]:
+    """Tokens in and out of requests, separated by commas: "128+32" or "128+32,512+64".
+
+    Raises:
+        UsageError: naming the flag.
+    """
+    shapes = []
+    for part in text.split(","):
+        words = part.split("+")
+        if len(words) != 2:
+            raise UsageError(f"{flag} takes tokens in and out such as 512+128, not {part!r:.60}")
+        shapes.append(RequestShape(*(parse_sizes(word, flag)[0] for word in words)))
+    return tuple(dict.fromkeys(shapes))
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[tuple[int, ...]]:

@@ -57,33 +57,55 @@ class DenseCausalAttention:
         return (distance >= 0) & (distance < window)
 
 
-@dataclass(slots=True)  # not frozen: within a compiled layer torch 2.11 finds no fields in one that is
+# Not frozen, neither of these two: within a compiled layer torch 2.11 finds no fields in a frozen dataclass.
+@dataclass(slots=True)
+class AttentionBatch:
+    """Where R rows with T new tokens have their context in a paged cache; see `triton_ops.paged_attention`."""
+
+    block_tables: Tensor
+    """int32 [R, most blocks of a row]."""
+    query_starts: Tensor
+    """int32 [R + 1], where the new tokens of each row begin and end."""
+    context_lengths: Tensor
+    """int32 [R], tokens of each row in the cache once the new ones are written."""
+    slot_mapping: Tensor
+    """int64 [T], the slots that the new tokens are written to."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All fields, in order."""
+        return self.block_tables, self.query_starts, self.context_lengths, self.slot_mapping
+
+    def pick(self, rows: Tensor) -> "AttentionBatch":
+        """Some rows, int64 [n], of a batch whose rows have one new token each."""
+        starts = self.query_starts[: len(rows) + 1]
+        return AttentionBatch(self.block_tables[rows], starts, self.context_lengths[rows], self.slot_mapping[rows])
+
+
+@dataclass(slots=True)
 class PagedAttention:
     """Attention of one step over the paged cache: writes the new keys and values, then attends over the whole context.
 
-    Shapes as in `triton_ops.cache_write` and `triton_ops.paged_attention`; the caches are one tensor per layer, by the
-    layer's index.
+    The caches are one tensor per layer, by the layer's index: [num_blocks, num_kv_heads, block_size, head_dim].
     """
 
     config: ModelConfig
     key_caches: Sequence[Tensor]
     value_caches: Sequence[Tensor]
-    block_tables: Tensor
-    query_starts: Tensor
-    context_lengths: Tensor
-    slot_mapping: Tensor
+    batch: AttentionBatch
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        cache_write(key, value, self.key_caches[layer], self.value_caches[layer], self.slot_mapping)
+        key_cache, value_cache, batch = self.key_caches[layer], self.value_caches[layer], self.batch
+        cache_write(key, value, key_cache, value_cache, batch.slot_mapping)
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         paged_attention(
             out,
             query,
-            self.key_caches[layer],
-            self.value_caches[layer],
-            self.block_tables,
-            self.query_starts,
-            self.context_lengths,
+            key_cache,
+            value_cache,
+            batch.block_tables,
+            batch.query_starts,
+            batch.context_lengths,
             scale=self.config.head_dim**-0.5,
             sliding_window=self.config.sliding_window(layer),
         )

@@ -118,7 +118,7 @@ class TieredExecutor(SimulatedExecutor):
         if self._times.num_stages > 1:
             raise UsageError(
                 "attention on the host is simulated for one pipeline stage, not for "
-                f"{self._times.num_stages}; use --stages 1, with --tensor-parallel for more devices"
+                f"{self._times.num_stages}; use --pp 1, with --tp for more devices"
             )
         if self._host is None:
             raise TypeError("attention on the host wants step times that know it: see TieredTimes")

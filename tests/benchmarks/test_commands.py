@@ -35,7 +35,7 @@ def test_latency_writes_a_table_json_and_a_chart(bench: Run, tmp_path: Path, mon
     prepared: list[LLM] = []
     monkeypatch.setattr(LLM, "prepare", lambda llm, progress: prepared.append(llm))
     report, chart = tmp_path / "report.json", tmp_path / "chart.png"
-    sizes = ("--batch-sizes", "1,2", "--input", 6, "--output", 3, "--repeats", 2)
+    sizes = ("--batch-sizes", "1,2", "--lengths", "6+3", "--repeats", 2)
     code, out, _ = bench("latency", *sizes, "--json", report, "--plot", chart)
     assert code == 0
     assert len(prepared) == 1, "layers are compiled ahead of what is timed"
@@ -67,7 +67,7 @@ def test_latency_of_eager_and_compiled_layers_prints_their_ratio(
 
     monkeypatch.setattr(EngineDriver, "run", recorded)
     report = tmp_path / "report.json"
-    sizes = ("--batch-sizes", "1,2", "--input", 6, "--output", 3, "--repeats", 3, "--no-probe", "--json", report)
+    sizes = ("--batch-sizes", "1,2", "--lengths", "6+3", "--repeats", 3, "--no-probe", "--json", report)
     code, out, _ = bench("latency", "--layers", layers, *sizes)
     assert code == 0
     found = json.loads(report.read_text())
@@ -109,13 +109,13 @@ def test_layers_that_cannot_be_compared_are_refused(
 ) -> None:
     monkeypatch.setattr(LLM, "compiled", False)
     monkeypatch.setattr(LLM, "prepare", lambda llm, progress: None)
-    code, _, err = bench("latency", *options, "--batch-sizes", 1, "--input", 6, "--output", 3, "--no-probe")
+    code, _, err = bench("latency", *options, "--batch-sizes", 1, "--lengths", "6+3", "--no-probe")
     assert code != 0 and line in err
 
 
 def test_what_is_waited_for_is_said_and_can_be_skipped(bench: Run, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    sizes = ("--batch-sizes", 1, "--input", 6, "--output", 3, "--repeats", 1, "--eager", "--json", report)
+    sizes = ("--batch-sizes", 1, "--lengths", "6+3", "--repeats", 1, "--eager", "--json", report)
     code, out, err = bench("latency", *sizes)
     assert code == 0
     assert err.index("to know what the machine does at best") < err.index("measuring 1 x 6+3")
@@ -164,20 +164,20 @@ def test_throughput_of_a_trace_leaves_out_what_is_too_long(bench: Run, tmp_path:
     ("arguments", "message"),
     [
         (("latency", "--batch-sizes", "0"), "--batch-sizes takes whole numbers"),
-        (("latency", "--output", "-3"), "--output takes whole numbers"),
+        (("latency", "--lengths", "128+-3"), "--lengths takes whole numbers"),
         (("latency", "--device", "cuda"), "--device cuda: this command measures CPUs"),
         (("throughput", "--device", "cuda:1"), "--device cuda:1: this command measures CPUs"),
         (("compare", "--device", "cuda"), "for a GPU there is nanoserve bench gpu"),
         (("latency", "--repeats", "0"), "--repeats"),
-        (("latency", "--eager", "--input", "1048576"), "needs a context of"),
-        (("throughput", "--preset", "huge"), "--preset 'huge' is not one of nano-vllm, cpu, cpu-small"),
-        (("throughput", "--preset", "cpu", "--trace", "x"), "give --preset or --trace, not both"),
+        (("latency", "--eager", "--lengths", "1048576+32"), "needs a context of"),
+        (("throughput", "--lengths", "huge"), "or one of nano-vllm, cpu, cpu-small, sharegpt-gllm"),
+        (("throughput", "--lengths", "cpu", "--trace", "x"), "give --lengths or --trace, not both"),
         (("throughput", "--trace", "missing.csv"), "cannot read the trace missing.csv"),
         (("compare", "--peers", "vllm"), "--peers 'vllm' is not one of transformers, llama.cpp"),
         (("operators", "--cells", "16"), "--cells takes sequences x context such as 16x2048,4x512, not '16'"),
         (("operators", "--cells", "0x5"), "--cells takes sequences x context"),
         (("operators", "--rows", "x"), "--rows takes whole numbers"),
-        (("operators", "--dtype", "float64"), "--dtype 'float64' is not one of bfloat16, float16, float32"),
+        (("operators", "--dtype", "float64"), "'float64' is not one of bfloat16, float16, float32"),
         (("scheduler", "--policy", "x"), "unknown policy 'x'"),
         (("scheduler", "--context", "0"), "--context"),
         (("quality",), "give --text, --questions or both"),
@@ -207,7 +207,7 @@ def test_an_interrupted_benchmark_keeps_what_was_measured(
 
     monkeypatch.setattr(EngineDriver, "run", interrupted)
     report = tmp_path / "report.json"
-    sizes = ("--batch-sizes", "1,2", "--input", 4, "--output", 2, "--repeats", 1)
+    sizes = ("--batch-sizes", "1,2", "--lengths", "4+2", "--repeats", 1)
     code, out, err = bench("latency", "--eager", *sizes, "--json", report)
     assert code == 130
     last = err.strip().splitlines()[-1]
@@ -237,11 +237,11 @@ def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
             super().__init__(name, 0.5 if name == "nanoserve" else 1.0)
             self.description["layers"] = "eager"
 
-    monkeypatch.setattr("nanoserve.benchmarks.peers.process.PeerProcess", FakeProcess)
+    monkeypatch.setattr("nanoserve.commands.bench_compare.PeerProcess", FakeProcess)
     monkeypatch.setattr("nanoserve.benchmarks.rounds.MAX_DRIFT", 1e9)
     monkeypatch.setitem(PEERS, "llama.cpp", PeerKind(("no_such_module",), "pip install it"))
     report = tmp_path / "report.json"
-    sizes = ("--batch-sizes", 2, "--input", 4, "--output", 3, "--rounds", 2)
+    sizes = ("--batch-sizes", 2, "--lengths", "4+3", "--rounds", 2)
     code, out, _ = bench("compare", "-m", _bundled(), *sizes, "--json", report)
     assert code == 0
     assert "llama.cpp is not installed and left out: pip install it" in out
@@ -262,7 +262,7 @@ def test_compare_fails_when_a_peer_that_is_installed_cannot_be_opened(
             if name == "transformers":
                 raise RuntimeFailure("transformers: KeyError: 'metadata'")
 
-    monkeypatch.setattr("nanoserve.benchmarks.peers.process.PeerProcess", FakeProcess)
+    monkeypatch.setattr("nanoserve.commands.bench_compare.PeerProcess", FakeProcess)
     code, out, err = bench("compare", "-m", _bundled(), "--peers", "transformers")
     assert (code, out) == (1, "")
     assert err.splitlines()[-1] == (
@@ -319,8 +319,8 @@ def test_compare_looks_a_hub_model_up_once_and_not_on_the_network_if_offline(
             assert opening.model == _bundled()
 
     monkeypatch.setattr("nanoserve.models.hub._download", found)
-    monkeypatch.setattr("nanoserve.benchmarks.peers.process.PeerProcess", FakeProcess)
-    sizes = ("--batch-sizes", 1, "--input", 4, "--output", 2, "--rounds", 1)
+    monkeypatch.setattr("nanoserve.commands.bench_compare.PeerProcess", FakeProcess)
+    sizes = ("--batch-sizes", 1, "--lengths", "4+2", "--rounds", 1)
     assert bench("compare", "-m", "owner/name", "--offline", "--peers", "", *sizes)[0] == 0
     assert asked == [True]
 

@@ -36,7 +36,7 @@ def test_a_killed_benchmark_has_kept_what_it_had(tmp_path: Path) -> None:
     `test_commands` interrupts the same command by Ctrl-C, in the process.
     """
     report = tmp_path / "report.json"
-    work = ["--batch-sizes", "1", "--input", "8", "--output", "2,900", "--repeats", "3"]
+    work = ["--batch-sizes", "1", "--lengths", "8+2,8+900", "--repeats", "3"]
     options = ["--kv-cache-memory", "16MiB", "--json", str(report)]
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "latency", "--eager", *work, *options],

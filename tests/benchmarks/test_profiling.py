@@ -84,7 +84,7 @@ def test_a_profile_is_measured_written_shown_and_simulated(run: Run, tiny: str, 
     assert document["settings"]["kv_blocks"] == profile.memory.kv_tokens // 16
     assert document["rows"][0]["output_tokens"] == 15
 
-    host = ("--host-kv-memory", 0.001, "--num-blocks", 4, "--policy", "overlap", "--json", report)
+    host = ("--host-kv-memory", "0.001GiB", "--num-blocks", 4, "--policy", "overlap", "--json", report)
     code, out, _ = run("simulate", "--profile", path, *host, "--requests", 6, "--lengths", "20+5")
     assert code == 0
     assert "4 KV blocks, 262 in host memory" in out
@@ -109,7 +109,7 @@ def test_an_engine_too_small_to_draw_lines_is_refused(run: Run, tiny: str, limit
     ("arguments", "says"),
     [
         ((), "is not a profile (nanoserve-profile/2)"),
-        (("--stages", 2), "--profile brings model and machine, and has one stage"),
+        (("--pp", 2), "--profile brings model and machine, and has one stage"),
         (("--model", "qwen3-8b"), "--profile brings model and machine, and has one stage"),
         (("--prefill-parallel", "P2"), "--profile has one layout"),
     ],

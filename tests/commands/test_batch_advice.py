@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from nanoserve.commands import batch_advice
 from nanoserve.commands.batch_advice import advice_for
 from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.engine_config import EngineConfig
@@ -12,7 +13,6 @@ from nanoserve.layout import ParallelLayout
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.shapes import dummy_config
 from nanoserve.request import SamplingParams
-from nanoserve.simulator import advice as planner
 from tests.commands.fake_llm import FakeLLM
 
 PAIR = (
@@ -53,7 +53,7 @@ class Asked:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     asked = Asked()
-    monkeypatch.setattr(planner, "advise", asked)
+    monkeypatch.setattr(batch_advice, "advise", asked)
     return asked
 
 

@@ -28,7 +28,7 @@ def engine(
     )
 
 
-class Row:
+class PromptRow:
     """A sequence as the scheduler has it, and what it gains."""
 
     def __init__(self, prompt: int, *, cached: int = 0, index: int = 0, name: str | None = None) -> None:
@@ -42,7 +42,7 @@ class Row:
 
 
 def test_each_phase_has_its_own_tokens_and_seconds() -> None:
-    phases, row, other = Phases(PAIR), Row(100), Row(60, cached=16)
+    phases, row, other = Phases(PAIR), PromptRow(100), PromptRow(60, cached=16)
     phases.observe(10.0, [], engine(0))
     phases.observe(12.0, [row.gains(1), other.gains(1)], engine(0, 40))
     assert phases.state == "prefill P4, host pool 40%, 0 transitions; P4 72 tokens/s, T4 -"
@@ -60,7 +60,7 @@ def test_a_second_of_one_of_two_engines_is_half_a_second() -> None:
     phases = Phases([ParallelLayout(data_parallel=2, pipeline_parallel=2), ParallelLayout(data_parallel=2)])
     phases.observe(0.0, [], EngineStatus.together([engine(0), engine(1, 20, transitions=1)]))
     phases.observe(
-        2.0, [Row(100).gains(1)], EngineStatus.together([engine(0, 100), engine(1, changing=True, transitions=2)])
+        2.0, [PromptRow(100).gains(1)], EngineStatus.together([engine(0, 100), engine(1, changing=True, transitions=2)])
     )
 
     assert dict(phases.seconds) == {0: 1.0, 1: 1.0}
@@ -68,7 +68,7 @@ def test_a_second_of_one_of_two_engines_is_half_a_second() -> None:
 
 
 def test_further_samples_and_prompts_computed_again_are_not_counted_as_prompts() -> None:
-    phases, row, sibling = Phases(PAIR), Row(10, name="row"), Row(10, name="row", index=1)
+    phases, row, sibling = Phases(PAIR), PromptRow(10, name="row"), PromptRow(10, name="row", index=1)
     phases.observe(0.0, [row.gains(1), sibling.gains(1), row.gains(2)], engine(0))
     phases.observe(1.0, [row.gains(1)], engine(0))
 
@@ -78,7 +78,7 @@ def test_further_samples_and_prompts_computed_again_are_not_counted_as_prompts()
 def test_the_time_left_is_that_of_prompts_and_of_answers() -> None:
     phases = Phases(PAIR)
     assert phases.seconds_left(40, 0, 0) is None
-    rows = [Row(100) for _ in range(10)]
+    rows = [PromptRow(100) for _ in range(10)]
     phases.observe(0.0, [], engine(0))
     phases.observe(5.0, [row.gains(1) for row in rows], engine(0, changing=True))
     phases.observe(6.0, [], engine(1))
@@ -92,7 +92,7 @@ def test_the_time_left_is_that_of_prompts_and_of_answers() -> None:
 def test_answers_of_one_token_never_decode() -> None:
     phases = Phases(PAIR)
     phases.observe(0.0, [], engine(0))
-    phases.observe(1.0, [Row(100).gains(1)], engine(0))
+    phases.observe(1.0, [PromptRow(100).gains(1)], engine(0))
 
     assert phases.seconds_left(4, 1, 1) == pytest.approx(3.0)
     assert phases.seconds_left(4, 1, 5) is None  # how fast the rest will come nobody has seen

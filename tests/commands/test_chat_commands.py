@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.commands.chat_commands import ChatCommands, Outcome
+from nanoserve.commands.chat_commands import ChatCommands, CommandOutcome
 from nanoserve.commands.chat_model import LocalModel
 from tests.commands.fake_llm import FakeLLM
 from tests.commands.test_chat_session import ChatSession, answer, make_session
@@ -152,11 +152,11 @@ def test_figures_go_with_their_conversation(session: ChatSession, commands: Chat
 
 
 def test_what_the_chat_must_do(session: ChatSession, commands: ChatCommands) -> None:
-    assert commands.run("/regen") == Outcome(regenerate=True)
+    assert commands.run("/regen") == CommandOutcome(regenerate=True)
     for name in ("exit", "quit", "bye"):
-        assert commands.run(f"/{name}") == Outcome(leave=True)
+        assert commands.run(f"/{name}") == CommandOutcome(leave=True)
     answer(session, "hello")
-    assert commands.run("/edit") == Outcome(message="hello edited")
+    assert commands.run("/edit") == CommandOutcome(message="hello edited")
     commands.run("/think off")
     assert not commands.show_thinking
     assert "say /think" in commands.run("/think maybe").text

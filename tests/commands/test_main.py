@@ -5,9 +5,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
+from nanoserve.commands.application import BENCHMARKS, COMMANDS
 from nanoserve.commands.failures import say
 from tests.commands.conftest import ROOT, start
 from tests.commands.fake_llm import FakeLLM
@@ -39,15 +41,23 @@ def test_no_command_shows_the_help(command: Run) -> None:
     assert out.index("Examples") < out.index("Options")
 
 
-@pytest.mark.parametrize("words", [[], ["chat"]])
-def test_an_example_in_help_takes_one_line_of_80_columns(
-    command: Run, monkeypatch: pytest.MonkeyPatch, words: list[str]
-) -> None:
+EVERY_COMMAND = [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHMARKS)]
+
+
+@pytest.mark.parametrize("words", EVERY_COMMAND, ids=" ".join)
+def test_help_fits_into_80_columns(command: Run, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    _, _, examples = command(*words, "--help")[1].partition("Examples")
-    lines = examples.strip().splitlines()
-    lines = lines[: next(index for index, line in enumerate(lines) if not line.strip())]
-    assert lines and all(line.lstrip().startswith(("nanoserve ", "cat ")) for line in lines)
+    code, out, _ = command(*words, "--help")
+    assert code == 0
+    assert "…" not in out, "a flag is cut off"
+    text, _, _ = out.partition("╭")
+    examples = [line.rstrip() for line in text.partition("Examples")[2].splitlines() if line.strip()]
+    for line, following in pairwise(examples):
+        goes_on = line.startswith("   ") and not following.startswith("   ")
+        assert not goes_on or following.split()[0].istitle() or not words, f"an example is broken: {line}"
+    for line, following in pairwise(text.partition("Example")[0].splitlines()):
+        first_word = (following.split() or [" " * 80])[0]
+        assert not line.strip() or len(line.rstrip()) + 1 + len(first_word) > 79, f"broken before it is full: {line}"
 
 
 def test_policies_lists_each_with_its_paper_and_parameters(command: Run) -> None:

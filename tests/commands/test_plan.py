@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 Run = Callable[..., tuple[int, str, str]]
-SMALL = ["plan", "--model", "qwen3-8b", "--hardware", "seesaw-a10", "--gpus", "2", "--workload", "60+6"]
+SMALL = ["plan", "--model", "qwen3-8b", "--hardware", "seesaw-a10", "--gpus", "2", "--lengths", "60+6"]
 
 
 def test_layouts_pairs_and_policies_are_ranked_by_throughput(command: Run, tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_layouts_pairs_and_policies_are_ranked_by_throughput(command: Run, tmp_p
 
 
 def test_at_a_rate_they_are_ranked_by_latency(command: Run) -> None:
-    code, out, _ = command(*SMALL, "--requests", "8", "--rate", "0.5", "--policies", "sarathi")
+    code, out, _ = command(*SMALL, "--requests", "8", "--rate", "0.5", "--policy", "sarathi")
     assert code == 0
     assert "8 requests of 60+6, 0.5 a second; the best latency first" in out
     assert out.index(" T2 ") < out.index(" P2 ")
@@ -47,9 +47,9 @@ def test_at_a_rate_they_are_ranked_by_latency(command: Run) -> None:
         (["--model", "llama-2-70b"], "what would fit: 7 devices (layout P7) or 4-bit weights"),
         (["--model", "gpt-9"], "unknown model 'gpt-9'"),
         (["--hardware", "abacus"], "unknown hardware 'abacus'"),
-        (["--policies", "magic"], "unknown policy 'magic'; choose one of prefill-first"),
-        (["--workload", "long"], "takes tokens in and out such as 512+128, or one of sharegpt-gllm, azure"),
-        (["--workload", "300000+5"], "than the longest request"),
+        (["--policy", "magic"], "unknown policy 'magic'; choose one of prefill-first"),
+        (["--lengths", "long"], "takes tokens in and out such as 512+128, or one of sharegpt-gllm, azure"),
+        (["--lengths", "300000+5"], "than the longest request"),
         (["--gpus", "1000000000"], "plans are for 4096 devices at most, not 1000000000"),
         (["--rate", "0"], "the request rate must be a number above 0, not 0"),
         (["--rate", "-1"], "the request rate must be a number above 0, not -1.0"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 Run = Callable[..., tuple[int, str, str]]
-SMALL = ["simulate", "--model", "qwen3-0.6b", "--hardware", "l4", "--stages", "1", "--requests", "5"]
+SMALL = ["simulate", "--model", "qwen3-0.6b", "--hardware", "l4", "--pp", "1", "--requests", "5"]
 
 
 def test_policies_are_put_side_by_side(command: Run, tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_layers_are_divided_by_cost_or_as_asked(command: Run, tmp_path: Path) ->
     found = []
     for split in ([], ["--pp-split", "7,7,7,7"], ["--pp-split", "7,8,8,5"]):
         path = tmp_path / "result.json"
-        arguments = ["--stages", "4", *split, "--policy", "sarathi", "--lengths", "30+4", "--json", str(path)]
+        arguments = ["--pp", "4", *split, "--policy", "sarathi", "--lengths", "30+4", "--json", str(path)]
         assert command(*SMALL, *arguments)[0] == 0
         found.append(json.loads(path.read_text())["settings"]["kv_blocks"])
     assert found[0] == found[2] != found[1]  # the engine's own division: the last stage has the head
@@ -44,7 +44,7 @@ def test_each_policy_has_parameters_of_its_own(command: Run, tmp_path: Path) -> 
 def test_a_trace_brings_times_and_lengths(command: Run, tmp_path: Path) -> None:
     trace, bars = tmp_path / "trace.csv", tmp_path / "bars.json"
     trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n100,20,2\n107.5,10,1\n")
-    code, out, _ = command(*SMALL, "--trace", str(trace), "--trace-out", str(bars))
+    code, out, _ = command(*SMALL, "--trace", str(trace), "--record", str(bars))
     assert code == 0
     assert "trace.csv, as the trace has them" in out
     starts = [event["ts"] for event in json.loads(bars.read_text()) if event["ph"] == "X"]
@@ -94,7 +94,7 @@ def test_objectives_and_fleets_are_shown_when_asked_for(command: Run, tmp_path: 
         (["--policy", "throttling:iterations"], "iterations is a whole number, 'iterations' is no parameter"),
         (["--policy", "throttling:without_wt=yes"], "'without_wt=yes' is no parameter"),
         (["--set", "iterations=4"], "parameters stand behind a policy's name, as throttling:iterations=4"),
-        (["--pp-split", "14,14"], "--pp-split 14,14 names 2 stages, but --stages is 1"),
+        (["--pp-split", "14,14"], "--pp-split 14,14 names 2 stages, but --pp is 1"),
         (["--pp-split", "29"], "--pp-split 29 adds up to 29 layers, but the model has 28"),
         (["--policy", "throttling,throttling"], "throttling is named twice"),
         (["--rate", "-1"], "the request rate must be a number above 0, not -1.0"),
@@ -106,8 +106,8 @@ def test_objectives_and_fleets_are_shown_when_asked_for(command: Run, tmp_path: 
         (["--hardware", "abacus"], "unknown hardware 'abacus'"),
         (["--model", "gpt-9"], "unknown model 'gpt-9'"),
         (["--model", "llama-3.1-405b"], "the model does not fit"),
-        (["--metadata", "telepathy"], "--metadata 'telepathy' is not one of decoupled, coupled"),
-        (["--policy", "sarathi,throttling", "--trace-out", "x.json"], "--trace-out takes one policy"),
+        (["--metadata", "telepathy"], "'telepathy' is not one of decoupled, coupled"),
+        (["--policy", "sarathi,throttling", "--record", "x.json"], "--record takes one policy"),
         (["--trace", "missing.csv"], "cannot read the trace missing.csv"),
         (["--trace", "missing.csv", "--lengths", "5+5"], "give --lengths or --trace, not both"),
     ],

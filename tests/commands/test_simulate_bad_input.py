@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 Run = Callable[..., tuple[int, str, str]]
-HARDWARE = ["simulate", "--model", "qwen3-0.6b", "--hardware", "l4", "--stages", "1"]
+HARDWARE = ["simulate", "--model", "qwen3-0.6b", "--hardware", "l4", "--pp", "1"]
 SMALL = [*HARDWARE, "--requests", "3", "--lengths", "20+3"]
 HUGE = "9" * 400
 
@@ -40,8 +40,8 @@ def test_counts_are_whole_numbers_from_one(command: Run, flag: str, value: str) 
         ("--block-size", "--block-size"),
         ("--max-num-seqs", "--max-num-seqs"),
         ("--max-num-batched-tokens", "--max-num-batched-tokens"),
-        ("--stages", "pipeline stages: the model has 28 layers, so there are at most 28 stages"),
-        ("--tensor-parallel", "does not divide 16 query heads"),
+        ("--pp", "pipeline stages: the model has 28 layers, so there are at most 28 stages"),
+        ("--tp", "does not divide 16 query heads"),
     ],
 )
 def test_numbers_beyond_all_bounds(command: Run, flag: str, says: str) -> None:
@@ -111,7 +111,7 @@ def test_names(command: Run, arguments: list[str], says: str) -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_would(command: Run) -> None:
-    too_large = ["simulate", "--model", "qwen2.5-32b", "--hardware", "a10", "--stages", "1"]
+    too_large = ["simulate", "--model", "qwen2.5-32b", "--hardware", "a10", "--pp", "1"]
     for blocks in ([], ["--num-blocks", "10"]):  # blocks that were asked for do not make the weights fit
         result = command(*too_large, *blocks)
         _refused(result, "the model does not fit: 61.0 GiB of weights on each a10 in layout T1, 41.2 GiB more than")
@@ -168,7 +168,7 @@ def test_a_trace_that_is_a_directory_or_a_pipe(command: Run, tmp_path: Path) -> 
         _refused(command(*HARDWARE, "--trace", str(path)), "is not a regular file")
 
 
-@pytest.mark.parametrize("flag", ["--json", "--trace-out"])
+@pytest.mark.parametrize("flag", ["--json", "--record"])
 @pytest.mark.parametrize("place", ["", ".", "missing/result", "x" * 300])
 def test_files_that_cannot_be_written(command: Run, tmp_path: Path, flag: str, place: str) -> None:
     path = tmp_path / place if place else ""

@@ -1,4 +1,4 @@
-"""Layouts, the size of host memory and --trace: on their way from the command line to the settings of the engine."""
+"""Layouts, the size of host memory and --record: on their way from the command line to the settings of the engine."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 
 from nanoserve.commands.application import application
 from nanoserve.commands.bench_pipeline import PipelineOptions
-from nanoserve.commands.workers_options import ServingOptions, WorkersOptions
+from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
@@ -21,7 +21,7 @@ def engine_of(*words: str) -> WorkersOptions:
     import typer
 
     action: Any = typer.main.get_command(application()).main(args=list(words), standalone_mode=False)
-    engine = action.keywords["engine"]
+    (engine,) = action.args
     assert isinstance(engine, WorkersOptions)
     return engine
 
@@ -35,15 +35,15 @@ def test_the_layout_reaches_the_engines_settings(command: list[str]) -> None:
 
 
 def test_the_trace_of_a_run_is_not_the_trace_that_gives_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine_of("generate", "Once", "--trace", "run.json").settings()["trace"] == "run.json"
+    assert engine_of("generate", "Once", "--record", "run.json").settings()["trace"] == "run.json"
     assert engine_of("bench", "throughput", "--trace", "lengths.csv").settings()["trace"] is None
-    assert engine_of("bench", "throughput", "--trace-out", "run.json").settings()["trace"] == "run.json"
+    assert engine_of("bench", "throughput", "--record", "run.json").settings()["trace"] == "run.json"
     monkeypatch.setenv("NANOSERVE_TRACE", "lengths.csv")  # must not be written over by a command that draws its run
     assert engine_of("generate", "Once").settings()["trace"] is None
 
 
 def test_a_server_that_bench_starts_is_told_the_layout() -> None:
-    flags = engine_of("bench", "serve", "--pp", "2", "--pp-split", "4,2", "--trace-out", "run.json").flags()
+    flags = engine_of("bench", "serve", "--pp", "2", "--pp-split", "4,2", "--record", "run.json").flags()
 
     assert engine_of("serve", *flags).settings()["pipeline_split"] == (4, 2)
     assert engine_of("serve", *flags).settings()["trace"] == "run.json"
@@ -205,10 +205,46 @@ def test_policies_are_compared_on_one_layout() -> None:
         engine.config()
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["chat", "--trace", "x"], "--trace is now --record"),
+        (["generate", "x", "--trace", "x"], "--trace is now --record"),
+        (["serve", "--trace-out", "x"], "--trace-out is now --record"),
+        (["simulate", "--trace-out", "x"], "--trace-out is now --record"),
+        (["simulate", "--stages", "2"], "--stages is now --pp"),
+        (["simulate", "--tensor-parallel", "2"], "--tensor-parallel is now --tp"),
+        (["plan", "--workload", "x"], "--workload is now --lengths"),
+        (["plan", "--policies", "x"], "--policies is now --policy"),
+        (["analyze", "--batch", "1"], "--batch is now --batch-sizes"),
+        (["analyze", "--input", "1"], "--input is now part of --lengths"),
+        (["bench", "latency", "--output", "1"], "--output is now part of --lengths"),
+        (["bench", "throughput", "--preset", "cpu"], "--preset is now --lengths"),
+        (["bench", "serve", "--request-rate", "1"], "--request-rate is now --rate"),
+        (["bench", "pipeline", "--request-rate", "1"], "--request-rate is now --rate"),
+        (["bench", "hybrid", "--output", "1"], "--output is now part of --lengths"),
+    ],
+)
+def test_an_old_spelling_is_an_error_that_names_the_new_one(words: list[str], line: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        engine_of(*words)
+    assert str(caught.value).startswith(line)
+
+
+def test_an_old_variable_is_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOSERVE_TRACE_OUT", "run.json")
+    with pytest.raises(UsageError, match="--trace-out is now --record"):
+        engine_of("generate", "Once")
+
+
+def test_bench_alone_is_the_benchmark_of_everyday_use() -> None:
+    assert engine_of("bench") == engine_of("bench", "latency")
+
+
 @pytest.mark.parametrize("split", ["", "4,", "4;2", "four", "-4,2", "٤,2", "4,2.0"])
 def test_a_split_that_is_none_is_one_clear_line(split: str) -> None:
     with pytest.raises(UsageError, match=r"--pp-split .* is no list of layers such as 14,14"):
-        ServingOptions(pp=2, pp_split=split).settings()
+        WorkersOptions(pp=2, pp_split=split).settings()
 
 
 @pytest.mark.parametrize(

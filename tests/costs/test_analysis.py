@@ -85,7 +85,7 @@ def test_tables_json_and_a_picture(analyze: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report, chart = tmp_path / "report.json", tmp_path / "chart.png"
     where = ("-m", "qwen2.5-14b", "--hardware", "gllm-l20", "--tp", 2, "--pp", 2)
-    code, out, _ = analyze(*where, "--batch", "8,1", "--input", 100, "--output", 9, "--json", report, "--plot", chart)
+    code, out, _ = analyze(*where, "--batch-sizes", "8,1", "--lengths", "100+9", "--json", report, "--plot", chart)
     assert code == 0
     assert "qwen2.5-14b on gllm-l20, layout T2P2, 100 + 9 tokens" in out
     assert "prefill of 100 tokens" in out and "decode of 8 sequences" in out
@@ -97,7 +97,7 @@ def test_tables_json_and_a_picture(analyze: Run, tmp_path: Path) -> None:
 
 
 def test_a_batch_that_no_memory_holds_is_marked(analyze: Run) -> None:
-    code, out, _ = analyze("-m", "qwen3-8b", "--hardware", "a10", "--batch", "100000")
+    code, out, _ = analyze("-m", "qwen3-8b", "--hardware", "a10", "--batch-sizes", "100000")
     assert code == 0
     assert out.split("fits")[-1].count("no") == 1
 
@@ -112,10 +112,10 @@ def test_a_batch_that_no_memory_holds_is_marked(analyze: Run) -> None:
         (("-m", "qwen3-8b", "--hardware", "h100", "--tp", "5"), "does not divide 32 query heads"),
         (("-m", "qwen3-8b", "--hardware", "h100", "--tp", "16"), "does not divide|has 8 devices and no network"),
         (("-m", "qwen3-8b", "--hardware", "h100", "--pp", "99"), "at most 36"),
-        (("-m", "qwen3-8b", "--hardware", "h100", "--batch", "0"), "--batch takes whole numbers"),
-        (("-m", "qwen3-8b", "--hardware", "h100", "--input", "0"), "--input"),
+        (("-m", "qwen3-8b", "--hardware", "h100", "--batch-sizes", "0"), "--batch-sizes takes whole numbers"),
+        (("-m", "qwen3-8b", "--hardware", "h100", "--lengths", "0+9"), "--lengths takes whole numbers"),
         (("-m", "qwen3-8b", "--hardware", "h100", "--weight-bits", "3"), "weight_bits must be one of 4, 8, 16, 32"),
-        (("--hardware", "h100"), "--model"),
+        (("--lengths", "5+5,6+6"), "--lengths takes one length here"),
     ],
 )
 def test_what_makes_no_sense_is_one_line_and_exit_code_2(

@@ -7,9 +7,8 @@ import pytest
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import (
     PRESETS,
-    Case,
     RequestShape,
-    grid,
+    parse_lengths,
     parse_sizes,
     random_prompts,
     read_trace,
@@ -26,9 +25,14 @@ def test_sizes_keep_their_order_and_drop_repetitions() -> None:
     assert parse_sizes("16, 1,16", "--input") == (16, 1)
 
 
-def test_a_grid_is_every_combination() -> None:
-    assert [case.name for case in grid((1, 2), (8,), (4, 5))] == ["1 x 8+4", "1 x 8+5", "2 x 8+4", "2 x 8+5"]
-    assert grid((3,), (8,), (4,)) == [Case(3, 8, 4)]
+def test_lengths_are_pairs_of_tokens_in_and_out() -> None:
+    assert parse_lengths("8+4, 8+5,8+4", "--lengths") == (RequestShape(8, 4), RequestShape(8, 5))
+
+
+@pytest.mark.parametrize("text", ["", "8", "8+", "+8", "8+4,", "8+4+2", "0+4", "8-4"])
+def test_lengths_that_make_no_sense_are_one_line(text: str) -> None:
+    with pytest.raises(UsageError, match="--lengths takes"):
+        parse_lengths(text, "--lengths")
 
 
 def test_the_nano_vllm_preset_is_that_project_s_setting() -> None:

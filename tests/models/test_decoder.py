@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanoserve.config import ModelConfig, MoeConfig
-from nanoserve.models.attention import DenseCausalAttention, PagedAttention
+from nanoserve.models.attention import AttentionBatch, DenseCausalAttention, PagedAttention
 from nanoserve.models.decoder import Decoder, SparseExperts
 from tests.oracle.checkpoints import FAMILIES
 
@@ -35,13 +35,15 @@ def paged(config: ModelConfig, lengths: list[int]) -> PagedAttention:
     ]
     shape = (tables.numel(), config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     return PagedAttention(
-        config=config,
+        config,
         key_caches=[torch.full(shape, torch.nan) for _ in range(config.num_layers)],
         value_caches=[torch.full(shape, torch.nan) for _ in range(config.num_layers)],
-        block_tables=tables.int(),
-        query_starts=torch.tensor(starts, dtype=torch.int32),
-        context_lengths=torch.tensor(lengths, dtype=torch.int32),
-        slot_mapping=torch.tensor(slots),
+        batch=AttentionBatch(
+            block_tables=tables.int(),
+            query_starts=torch.tensor(starts, dtype=torch.int32),
+            context_lengths=torch.tensor(lengths, dtype=torch.int32),
+            slot_mapping=torch.tensor(slots),
+        ),
     )
 
 

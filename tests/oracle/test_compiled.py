@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nanoserve.models.attention import PagedAttention
+from nanoserve.models.attention import AttentionBatch, PagedAttention
 from nanoserve.models.decoder import Decoder, LayerFunction
 from nanoserve.models.loading import load_model
 from nanoserve.request import Request, SamplingParams
@@ -87,10 +87,12 @@ def hidden_states(decoder: Decoder, layers: LayerFunction, rows: int, tokens: in
         config=decoder.config,
         key_caches=[torch.full(shape, torch.nan) for _ in decoder.layers],
         value_caches=[torch.full(shape, torch.nan) for _ in decoder.layers],
-        block_tables=torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks),
-        query_starts=torch.arange(0, tokens + 1, length, dtype=torch.int32),
-        context_lengths=torch.full((rows,), length, dtype=torch.int32),
-        slot_mapping=places + torch.arange(rows).repeat_interleave(length) * blocks * BLOCK_SIZE,
+        batch=AttentionBatch(
+            block_tables=torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks),
+            query_starts=torch.arange(0, tokens + 1, length, dtype=torch.int32),
+            context_lengths=torch.full((rows,), length, dtype=torch.int32),
+            slot_mapping=places + torch.arange(rows).repeat_interleave(length) * blocks * BLOCK_SIZE,
+        ),
     )
     ids = torch.arange(tokens) % decoder.config.vocab_size
     return decoder(ids, places, attention, layers), decoder(ids, places, attention)

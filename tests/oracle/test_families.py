@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import ModelError
-from nanoserve.models.attention import DenseCausalAttention, PagedAttention
+from nanoserve.models.attention import AttentionBatch, DenseCausalAttention, PagedAttention
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model
 from tests.oracle.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, rename_glm_as_chatglm
@@ -61,10 +61,12 @@ class PagedSequence:
             config=self.config,
             key_caches=self.key_caches,
             value_caches=self.value_caches,
-            block_tables=self.blocks[None].int(),
-            query_starts=torch.tensor([0, len(tokens)], dtype=torch.int32),
-            context_lengths=torch.tensor([self.length], dtype=torch.int32),
-            slot_mapping=self.blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+            batch=AttentionBatch(
+                block_tables=self.blocks[None].int(),
+                query_starts=torch.tensor([0, len(tokens)], dtype=torch.int32),
+                context_lengths=torch.tensor([self.length], dtype=torch.int32),
+                slot_mapping=self.blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+            ),
         )
         with torch.inference_mode():
             return self.decoder.compute_logits(self.decoder(tokens, positions, attention))

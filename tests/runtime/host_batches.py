@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
-from nanoserve.runtime.host.host_attention import HostRows
+from nanoserve.models.attention import AttentionBatch
 from tests.runtime.small_model import small_config
 from tests.triton_ops.batches import Row, build, reference
 
@@ -29,7 +29,7 @@ class HostBatch:
     query: Tensor
     key: Tensor
     value: Tensor
-    rows: HostRows
+    rows: AttentionBatch
     keys: Tensor
     values: Tensor
     written: tuple[Tensor, Tensor]
@@ -79,7 +79,7 @@ def host_batch(
         query=query,
         key=key,
         value=value,
-        rows=HostRows(batch.block_tables, batch.context_lengths, torch.tensor(slots)),
+        rows=AttentionBatch(batch.block_tables, batch.query_starts, batch.context_lengths, torch.tensor(slots)),
         keys=batch.key_cache,
         values=batch.value_cache,
         written=written,

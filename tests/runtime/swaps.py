@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from nanoserve.runtime.moves.layer_marks import LayerMarks
-from nanoserve.runtime.moves.swapping import BlockMover, Swapper
+from nanoserve.runtime.moves.swapping import BlockMover, LayerMarks, Swapper
 from nanoserve.scheduler.plan import Swap
 
 

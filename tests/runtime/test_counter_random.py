@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nanoserve.runtime.sampling.counter_random import exponential, row_keys
+from nanoserve.runtime.sampling.sampler import exponential, row_keys
 
 # The first row is checked by hand arithmetic (SplitMix64 and a 32-bit mix on Python's integers), the rest recorded.
 FIXED_KEYS = [[-1087163494, 397784469], [1035069570, -814450670]]

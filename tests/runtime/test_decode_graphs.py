@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.decoder import Decoder
 from nanoserve.runtime.step.decode_graphs import DecodeGraphs, StaticInputs, bucket_sizes, fill
-from nanoserve.runtime.step.forward_pass import Caches, ForwardPass
-from nanoserve.runtime.step.step_inputs import StepInputs
+from nanoserve.runtime.step.forward_pass import Caches, ForwardPass, StepInputs
 from tests.runtime.fake_graphs import FakeRecorder
 from tests.runtime.small_model import VOCAB_SIZE, small_config, small_decoder
 
@@ -47,10 +47,12 @@ def decode_step(rows: int, seed: int, *, most_blocks: int = MOST_BLOCKS) -> Step
     return StepInputs(
         token_ids=torch.randint(0, VOCAB_SIZE, (rows,), generator=generator),
         positions=last,
-        slot_mapping=tables[torch.arange(rows), last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE,
-        block_tables=tables.int(),
-        query_starts=torch.arange(rows + 1, dtype=torch.int32),
-        context_lengths=contexts.int(),
+        batch=AttentionBatch(
+            block_tables=tables.int(),
+            query_starts=torch.arange(rows + 1, dtype=torch.int32),
+            context_lengths=contexts.int(),
+            slot_mapping=tables[torch.arange(rows), last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE,
+        ),
     )
 
 
@@ -58,9 +60,9 @@ def poison(inputs: StepInputs) -> None:
     """As if an earlier step had used all rows: its slots, contexts and blocks are in the way."""
     inputs.token_ids.fill_(7)
     inputs.positions.fill_(3)
-    inputs.slot_mapping.copy_(torch.arange(len(inputs.slot_mapping)) + BLOCK_SIZE)
-    inputs.context_lengths.fill_(MOST_BLOCKS * BLOCK_SIZE)
-    inputs.block_tables.fill_(NUM_BLOCKS - 1)
+    inputs.batch.slot_mapping.copy_(torch.arange(len(inputs.token_ids)) + BLOCK_SIZE)
+    inputs.batch.context_lengths.fill_(MOST_BLOCKS * BLOCK_SIZE)
+    inputs.batch.block_tables.fill_(NUM_BLOCKS - 1)
 
 
 def test_a_padded_decode_step_equals_the_plain_one() -> None:
@@ -91,10 +93,10 @@ def test_padding_is_ignored_whatever_it_computes() -> None:
     bucket = static.first(4)
     poison(bucket)
     fill(bucket, decode_step(3, seed=1))
-    assert bucket.slot_mapping.tolist()[3:] == [-1]
-    assert bucket.context_lengths.tolist()[3:] == [1]
-    assert bucket.query_starts.tolist() == [0, 1, 2, 3, 4]
-    assert 0 <= int(bucket.block_tables[3, 0]) < NUM_BLOCKS and 0 <= int(bucket.token_ids[3]) < VOCAB_SIZE
+    assert bucket.batch.slot_mapping.tolist()[3:] == [-1]
+    assert bucket.batch.context_lengths.tolist()[3:] == [1]
+    assert bucket.batch.query_starts.tolist() == [0, 1, 2, 3, 4]
+    assert 0 <= int(bucket.batch.block_tables[3, 0]) < NUM_BLOCKS and 0 <= int(bucket.token_ids[3]) < VOCAB_SIZE
 
 
 def test_all_other_steps_run_plainly() -> None:
@@ -107,16 +109,18 @@ def test_all_other_steps_run_plainly() -> None:
     prompt = StepInputs(
         token_ids=torch.arange(6),
         positions=torch.tensor([0, 1, 2, 3, 4, 5]),
-        slot_mapping=torch.arange(4, 10),
-        block_tables=torch.tensor([[1, 2]], dtype=torch.int32),
-        query_starts=torch.tensor([0, 6], dtype=torch.int32),
-        context_lengths=torch.tensor([6], dtype=torch.int32),
+        batch=AttentionBatch(
+            block_tables=torch.tensor([[1, 2]], dtype=torch.int32),
+            query_starts=torch.tensor([0, 6], dtype=torch.int32),
+            context_lengths=torch.tensor([6], dtype=torch.int32),
+            slot_mapping=torch.arange(4, 10),
+        ),
     )
     with torch.inference_mode():
         long = next(
             step
             for seed in range(100)
-            if (step := decode_step(2, seed, most_blocks=MOST_BLOCKS + 1)).block_tables.shape[1] > MOST_BLOCKS
+            if (step := decode_step(2, seed, most_blocks=MOST_BLOCKS + 1)).batch.block_tables.shape[1] > MOST_BLOCKS
         )
         for step in (prompt, decode_step(3, seed=0), long):
             torch.testing.assert_close(graphs(step), forward(step))

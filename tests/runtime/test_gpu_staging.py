@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.runtime.moves import gpu_staging
-from nanoserve.runtime.moves.block_arrays import block_arrays
+from nanoserve.runtime.moves.gpu_staging import block_arrays
 
 LAYERS, HEADS, BLOCK_SIZE, HEAD_DIM = 3, 2, 2, 4
 BLOCK_SHAPE = (LAYERS, 2, HEADS, BLOCK_SIZE, HEAD_DIM)

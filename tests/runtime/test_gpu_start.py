@@ -276,7 +276,7 @@ def test_the_largest_step_is_as_large_as_a_step_may_be() -> None:
         layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
     ) -> Tensor:
         assert isinstance(attention, PagedAttention)
-        seen.append((len(hidden), *attention.context_lengths.tolist()))
+        seen.append((len(hidden), *attention.batch.context_lengths.tolist()))
         output: Tensor = layer(hidden, cos, sin, attention)
         return output
 

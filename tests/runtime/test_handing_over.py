@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoserve.runtime.host.host_attention import HostAttention
-from nanoserve.runtime.host.qkv_transfer import FromCpu, FromGpu, hand_over
+from nanoserve.runtime.host.host_attention import FromCpu, FromGpu, HostAttention, hand_over
 from tests.runtime.host_batches import HostBatch, host_batch
 
 COPY, EMPTY = Tensor.copy_, torch.empty

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from nanoserve.errors import UsageError
+from nanoserve.models.attention import AttentionBatch
 from nanoserve.runtime.host import host_attention
-from nanoserve.runtime.host.host_attention import HostAttention, HostRows
+from nanoserve.runtime.host.host_attention import HostAttention
 from nanoserve.scheduler.plan import HostWork
 from tests.runtime.host_batches import HostBatch, host_batch
 
@@ -74,10 +75,8 @@ def test_attention_is_the_definition_of_attention(
         assert torch.equal(pool.nan_to_num(7.0), written.nan_to_num(7.0)), "the new tokens, and nothing else"
 
 
-def part_of(batch: HostBatch, chosen: list[int]) -> tuple[Tensor, Tensor, Tensor, HostRows]:
-    rows = HostRows(
-        batch.rows.block_tables[chosen], batch.rows.context_lengths[chosen], batch.rows.slot_mapping[chosen]
-    )
+def part_of(batch: HostBatch, chosen: list[int]) -> tuple[Tensor, Tensor, Tensor, AttentionBatch]:
+    rows = batch.rows.pick(torch.tensor(chosen))
     return batch.query[chosen], batch.key[chosen], batch.value[chosen], rows
 
 
@@ -94,7 +93,7 @@ def test_a_row_does_not_depend_on_others_or_on_the_number_of_threads(dtype: torc
     assert torch.equal(pairs, together[[3, 0, 4, 1, 2]])
 
 
-def host_result(host: HostAttention, part: tuple[Tensor, Tensor, Tensor, HostRows]) -> Tensor:
+def host_result(host: HostAttention, part: tuple[Tensor, Tensor, Tensor, AttentionBatch]) -> Tensor:
     task = host.attend(0, *part)
     assert task.wait(ENOUGH)
     return task.result()

@@ -15,7 +15,7 @@ from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.shards import make_shards, whole_model
 from nanoserve.runtime.moves import host_pool
 from nanoserve.runtime.moves.host_pool import HostPool, choose_host_blocks
-from nanoserve.runtime.moves.shared_files import SharedFiles
+from nanoserve.runtime.workers.group import SharedFiles
 from tests.runtime.small_model import small_config
 
 CONFIG = replace(small_config(), num_layers=4, num_heads=8, num_kv_heads=2, sliding_windows=())

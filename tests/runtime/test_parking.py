@@ -20,7 +20,8 @@ from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.host_pool import HostPool
-from nanoserve.runtime.moves.local_swaps import LocalSwaps
+from nanoserve.runtime.moves.swapping import LocalSwaps
+from nanoserve.runtime.stage import Stage
 from nanoserve.runtime.step.decode_graphs import DecodeGraphs, StaticInputs
 from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.scheduler.plan import Begin, Row, StepPlan, StepResult, Swap
@@ -193,26 +194,28 @@ def replace_plan(plan: StepPlan, **changes: object) -> StepPlan:
 
 def test_every_stage_lets_its_own_layers_leave(decoder: Decoder, config: ModelConfig, pool: HostPool) -> None:
     """The stages of a pipeline one after the other, as workers run them."""
-    runners: list[ModelRunner] = []
+    stages: list[Stage] = []
     for shard in make_shards(config, pipeline_parallel=2, tensor_parallel=1):
-        stage = Decoder(config, shard=shard).eval()
-        stage.load_state_dict(_weights_of(decoder, stage, shard.layers.start))
-        runners.append(ModelRunner(stage, num_blocks=BLOCKS, block_size=BLOCK_SIZE, device=CPU))
-    swaps = [LocalSwaps(runner, pool.part(runner.decoder.shard)) for runner in runners]
+        shard_decoder = Decoder(config, shard=shard).eval()
+        shard_decoder.load_state_dict(_weights_of(decoder, shard_decoder, shard.layers.start))
+        part = pool.part(shard)
+        stages.append(Stage.build(shard_decoder, num_blocks=BLOCKS, block_size=BLOCK_SIZE, device=CPU, part=part))
+    swaps = [LocalSwaps() for _ in stages]
     for plan in chunks():
         hidden: Tensor | None = None
-        for runner, mover in zip(runners, swaps, strict=True):
-            computed = mover.begin(plan.swaps)
-            hidden = runner.compute(replace(runner.prepare(plan), computed=computed), hidden)
-        for mover in swaps:
-            assert mover.take_done(None) == tuple(swap.swap for swap in plan.swaps)
+        for stage, swapper in zip(stages, swaps, strict=True):
+            step = stage.runner.prepare(plan)
+            stage.begin_swaps(step, swapper)
+            hidden = stage.runner.compute(step, hidden)
+        for swapper in swaps:
+            assert swapper.take_done(None) == tuple(swap.swap for swap in plan.swaps)
     alone = executor_of(decoder, pool)
     for plan in chunks():
         results_of(alone, replace_plan(plan, swaps=()))
     check_pool(pool, alone.runner)
     alone.close()
-    for mover in swaps:
-        mover.close()
+    for swapper in swaps:
+        swapper.close()
 
 
 def _weights_of(decoder: Decoder, stage: Decoder, first_layer: int) -> dict[str, Tensor]:

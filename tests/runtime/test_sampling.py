@@ -44,7 +44,7 @@ def random_logits(rows: int, vocab_size: int, seed: int) -> torch.Tensor:
 
 def kept_tokens(logits: torch.Tensor, params: SamplingParams) -> set[int]:
     """The tokens that may be drawn for one row of logits [V]."""
-    (draw,) = [staged.on_device() for staged in sampling_rows([state(params, len(logits))], [3]).draws]
+    (draw,) = sampling_rows([state(params, len(logits))], [3]).draws
     values, tokens = keep_likely(((logits - logits.max()) / params.temperature)[None], draw)
     return set(tokens.expand_as(values)[values > -torch.inf].tolist())
 
@@ -94,7 +94,7 @@ def test_another_row_with_top_p_takes_nothing_from_a_row_without() -> None:
     """Even what is far too unlikely to be drawn stays, so that no rounding of one request reaches another."""
     logits = torch.tensor([[0.0, -40.0, -80.0, -90.0]] * 2)
     states = [state(SamplingParams(top_k=3, top_p=top_p), 4) for top_p in (1.0, 0.5)]
-    (draw,) = [staged.on_device() for staged in sampling_rows(states, [3, 3]).draws]
+    (draw,) = sampling_rows(states, [3, 3]).draws
     values, _ = keep_likely(logits, draw)
     assert (values > -torch.inf).tolist() == [[True, True, True], [True, False, False]]
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from nanoserve.runtime.step.forward_pass import BlockTable, InputBuilder, row_ends
 from nanoserve.runtime.step.staging import Staging
-from nanoserve.runtime.step.step_inputs import BlockTable, InputBuilder, row_ends
 from nanoserve.scheduler.plan import Row
 
 BLOCK_SIZE = 4
@@ -31,23 +31,23 @@ def test_inputs_equal_a_loop_over_tokens(rows: list[Row]) -> None:
         table_of([(place + 1) * 1000 + block for block in range((each.start + len(each.tokens) + 3) // BLOCK_SIZE)])
         for place, each in enumerate(rows)
     ]
-    builder.stage(rows[::-1], row_ends(rows[::-1]), tables[::-1], staging)  # an earlier step leaves nothing behind
-    staged = builder.stage(rows, row_ends(rows), tables, staging)
+    builder.build(rows[::-1], row_ends(rows[::-1]), tables[::-1], staging.add)  # an earlier step leaves nothing behind
+    inputs = builder.build(rows, row_ends(rows), tables, staging.add)
     staging.transfer()
-    inputs = staged.tensors()
+    batch = inputs.batch
     expected = [
         (token, each.start + offset, int(table.blocks[position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE)
         for each, table in zip(rows, tables, strict=True)
         for offset, token in enumerate(each.tokens)
         for position in [each.start + offset]
     ]
-    columns = (inputs.token_ids, inputs.positions, inputs.slot_mapping)
+    columns = (inputs.token_ids, inputs.positions, batch.slot_mapping)
     assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
     assert {column.dtype for column in columns} == {torch.int64}
     lengths = [len(each.tokens) for each in rows]
-    assert inputs.query_starts.tolist() == [sum(lengths[:place]) for place in range(len(rows) + 1)]
-    assert inputs.context_lengths.tolist() == [each.start + len(each.tokens) for each in rows]
+    assert batch.query_starts.tolist() == [sum(lengths[:place]) for place in range(len(rows) + 1)]
+    assert batch.context_lengths.tolist() == [each.start + len(each.tokens) for each in rows]
     width = max(len(table.blocks) for table in tables)
     padded = [[*table.blocks.tolist(), *[0] * (width - len(table.blocks))] for table in tables]
-    assert inputs.block_tables.tolist() == padded
-    assert inputs.block_tables.dtype == inputs.query_starts.dtype == inputs.context_lengths.dtype == torch.int32
+    assert batch.block_tables.tolist() == padded
+    assert batch.block_tables.dtype == batch.query_starts.dtype == batch.context_lengths.dtype == torch.int32

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from nanoserve.models.shards import Shard, make_shards, shard_config
-from nanoserve.runtime.moves.block_arrays import as_blocks
+from nanoserve.runtime.moves.gpu_staging import as_blocks
 from nanoserve.runtime.moves.host_pool import HostPool
-from nanoserve.runtime.moves.layer_marks import LayerMarks
-from nanoserve.runtime.moves.swapping import BlockMover, Swapper
+from nanoserve.runtime.moves.swapping import BlockMover, LayerMarks, Swapper
 from nanoserve.scheduler.plan import Swap
 from tests.runtime.small_model import small_config
 
@@ -113,7 +112,7 @@ def test_every_byte_of_two(dtype: torch.dtype) -> None:
 
 
 def test_many_blocks_are_moved_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanoserve.runtime.moves.block_arrays.CHUNK_BYTES", 2 * 2 * BLOCK_SIZE * 4 * 4)
+    monkeypatch.setattr("nanoserve.runtime.moves.gpu_staging.CHUNK_BYTES", 2 * 2 * BLOCK_SIZE * 4 * 4)
     pool = new_pool()
     workers, blocks = Workers("P1", pool), [8, 1, 4, 2, 6]
     workers.write(blocks, coded(blocks))

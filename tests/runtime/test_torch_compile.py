@@ -10,12 +10,12 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from nanoserve.config import ModelConfig, MoeConfig
+from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.shards import make_shards
 from nanoserve.runtime.compile.layer_runner import LayerRunner
-from nanoserve.runtime.step.forward_pass import Caches, ForwardPass
+from nanoserve.runtime.step.forward_pass import Caches, ForwardPass, StepInputs
 from nanoserve.runtime.step.staging import HostBuffer
-from nanoserve.runtime.step.step_inputs import StepInputs
 from tests.runtime.small_model import VOCAB_SIZE, small_config, small_decoder
 
 BLOCK_SIZE = 4
@@ -37,12 +37,16 @@ def step_of(rows: int, length: int, generator: torch.Generator) -> StepInputs:
     tensors = (
         torch.randint(0, VOCAB_SIZE, (tokens,), generator=generator),
         places,
-        places + torch.arange(rows).repeat_interleave(length) * blocks * BLOCK_SIZE,
         torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks),
         torch.arange(0, tokens + 1, length, dtype=torch.int32),
         torch.full((rows,), length, dtype=torch.int32),
+        places + torch.arange(rows).repeat_interleave(length) * blocks * BLOCK_SIZE,
     )
-    return StepInputs(*HostBuffer(torch.device("cpu")).copy([tensor.numpy() for tensor in tensors]))
+    buffer = HostBuffer(torch.device("cpu"))
+    buffer.begin()
+    token_ids, positions, *batch = [buffer.add(tensor.numpy()) for tensor in tensors]
+    buffer.transfer()
+    return StepInputs(token_ids, positions, AttentionBatch(*batch))
 
 
 def caches(config: ModelConfig, num_blocks: int) -> Caches:

@@ -256,7 +256,7 @@ def test_a_step_without_rows_waits_for_the_processor_and_computes_what_its_cohor
 
 def test_host_sequences_want_one_stage() -> None:
     executor = _executor(TierTimes(num_stages=3))
-    with pytest.raises(UsageError, match="simulated for one pipeline stage, not for 3; use --stages 1"):
+    with pytest.raises(UsageError, match="simulated for one pipeline stage, not for 3; use --pp 1"):
         executor.submit(StepPlan(0, begin=_begin(1), rows=(_host(1),), strategy="overlap"))
 
 

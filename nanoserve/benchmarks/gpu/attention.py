@@ -83,19 +83,14 @@ class AttentionCall:
 
     def attend(self) -> Tensor:
         """Run the operator; fills and returns `out`."""
-        scale = self.query.shape[2] ** -0.5
-        paged_attention(
-            self.out,
-            self.query,
-            self.key_cache,
-            self.value_cache,
-            self.block_tables,
-            self.query_starts,
-            self.context_lengths,
-            scale=scale,
-            sliding_window=self.sliding_window,
-        )
+        paged_attention(*self.tensors, scale=self.query.shape[2] ** -0.5, sliding_window=self.sliding_window)
         return self.out
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The operator's tensors, in its order."""
+        caches = self.key_cache, self.value_cache
+        return self.out, self.query, *caches, self.block_tables, self.query_starts, self.context_lengths
 
     def moved(self, device: torch.device | str, dtype: torch.dtype) -> "AttentionCall":
         """A copy on another device; its numbers, not its indices, in another format."""

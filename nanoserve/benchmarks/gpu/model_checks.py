@@ -16,7 +16,7 @@ from nanoserve.benchmarks.gpu.results import GpuCase
 from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.config import ModelConfig
 from nanoserve.measures.workloads import random_prompts
-from nanoserve.models.attention import PagedAttention
+from nanoserve.models.attention import AttentionBatch, PagedAttention
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import empty_decoder
 from triton_ops import reference_operators
@@ -136,15 +136,13 @@ def stepwise_logits(decoder: Decoder, tokens: Tensor, device: torch.device) -> T
     for chunk in torch.split(tokens.to(device), list(CHUNKS)):
         positions = torch.arange(length, length + len(chunk), device=device)
         length += len(chunk)
-        attention = PagedAttention(
-            config=config,
-            key_caches=caches[0].unbind(),
-            value_caches=caches[1].unbind(),
+        batch = AttentionBatch(
             block_tables=blocks[None].int(),
             query_starts=torch.tensor([0, len(chunk)], dtype=torch.int32, device=device),
             context_lengths=torch.tensor([length], dtype=torch.int32, device=device),
             slot_mapping=blocks[positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE,
         )
+        attention = PagedAttention(config, caches[0].unbind(), caches[1].unbind(), batch)
         logits.append(decoder.compute_logits(decoder(chunk, positions, attention)))
     return torch.cat(logits)
 

@@ -137,18 +137,9 @@ class Tuner:
         return {"key": key, "program": program, "candidate": candidate, "times": times, "ok": ok}
 
     def _call(self, configuration: AttentionConfiguration, batch: AttentionCall) -> Callable[[], None]:
-        tensors = (
-            batch.out,
-            batch.query,
-            batch.key_cache,
-            batch.value_cache,
-            batch.block_tables,
-            batch.query_starts,
-            batch.context_lengths,
-        )
         multiprocessors = gpu_of(self.bench.setting.device).multiprocessors
         scale = batch.query.shape[2] ** -0.5
-        return lambda: attend(configuration, multiprocessors, tensors, scale=scale, sliding_window=0)
+        return lambda: attend(configuration, multiprocessors, batch.tensors, scale=scale, sliding_window=0)
 
 
 def best_configurations(rows: Rows) -> dict[tuple[Key, str], Configuration]:

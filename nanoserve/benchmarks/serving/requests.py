@@ -125,7 +125,7 @@ def trace_arrivals(times: Sequence[float], rate: float | None = None) -> list[fl
         return [0.0] * len(offsets)
     duration = max(offsets)
     if duration == 0:
-        raise UsageError("the trace's requests come all at once: there is no rate to change, leave --request-rate away")
+        raise UsageError("the trace's requests come all at once: there is no rate to change, leave --rate away")
     stretch = (len(offsets) - 1) / rate / duration
     return [offset * stretch for offset in offsets]
 

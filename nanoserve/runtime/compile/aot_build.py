@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nanoserve.config import ModelConfig, RopeConfig, SamplingDefaults
 from nanoserve.errors import first_line
-from nanoserve.models.attention import AttentionFunction, PagedAttention
+from nanoserve.models.attention import AttentionBatch, AttentionFunction, PagedAttention
 from nanoserve.models.decoder import DecoderLayer
 from triton_ops.cpu import CannotBuild, Shelf
 
@@ -65,8 +65,7 @@ def step_arguments(
     """The tensors that the part "layer" takes, for the layer of that index."""
     assert isinstance(attention, PagedAttention), "layers are compiled with a paged cache"
     caches = attention.key_caches[index], attention.value_caches[index]
-    batch = attention.block_tables, attention.query_starts, attention.context_lengths, attention.slot_mapping
-    return (hidden, cos, sin, *caches, *batch)
+    return (hidden, cos, sin, *caches, *attention.batch.tensors)
 
 
 class _PartModule(nn.Module):
@@ -83,7 +82,7 @@ class _PartModule(nn.Module):
         if self.part == "post_attention":
             return (self.layer.post_attention(*tensors),)
         hidden, cos, sin, key_cache, value_cache, *batch = tensors
-        attention = PagedAttention(self.layer.config, [key_cache], [value_cache], *batch)
+        attention = PagedAttention(self.layer.config, [key_cache], [value_cache], AttentionBatch(*batch))
         return (self.layer(hidden, cos, sin, attention),)
 
 

@@ -1,8 +1,8 @@
 """Attention on the CPU for sequences whose KV is in host memory, beside a device that computes on (APEX).
 
 The device hands over the queries, keys and values of some rows in one layer and goes on; a thread with cores of its own
-writes the keys and values into the host pool and attends. It asks nobody for anything, and the device never has to wait
-for it. Should nothing come of it any more, whoever asks is told, and goes on without.
+writes the keys and values into the host pool and attends. It depends on no other thread, and the device never has to
+wait for it. If it fails or hangs, the next question about a task says so, and the engine goes on without it.
 """
 
 import contextlib
@@ -12,19 +12,98 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import UsageError
-from nanoserve.runtime.host.qkv_transfer import QkvTransfer, hand_over
+from nanoserve.models.attention import AttentionBatch
 from nanoserve.runtime.launch.core_division import default_host_threads as default_host_threads
 from nanoserve.scheduler.plan import HostWork
 from triton_ops import cache_write, paged_attention
 from triton_ops.cpu import cpu_operators
+
+
+class QkvTransfer(Protocol):
+    """One layer's attention of some rows. Made by the thread that runs the device, behind what it issued before."""
+
+    def take(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [n, num_heads, head_dim], key and value [n, num_kv_heads, head_dim] on the CPU; waits for the device
+        to have them there. For the thread that attends."""
+
+    @property
+    def began(self) -> float:
+        """After `take`: when the CPU's part of it began, in monotonic seconds. What it waited for the device to compute
+        them is no part of it."""
+
+    def make_room(self) -> Tensor:
+        """[n, num_heads * head_dim] on the CPU, for the result."""
+
+    def bring_back(self, result: Tensor) -> Tensor:
+        """What `make_room` gave, filled now, on the device. For the thread that runs the device: its later work comes
+        behind it."""
+
+
+def hand_over(query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> QkvTransfer:
+    """Begin; returns at once. The tensors are left as they are until the result is asked for."""
+    return FromGpu(query, key, value, device) if device.type == "cuda" else FromCpu(query, key, value)
+
+
+class FromCpu:
+    """The device is a CPU too: nothing is copied."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        self._given = query, key, value
+        self.began = time.monotonic()
+
+    def take(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._given
+
+    def make_room(self) -> Tensor:
+        return _room(self._given[0])
+
+    def bring_back(self, result: Tensor) -> Tensor:
+        return result
+
+
+class FromGpu:
+    """Through pinned memory: copied on the stream that computed them, with an event behind that the CPU waits for."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> None:
+        self._device = device
+        stream = torch.cuda.current_stream(device)
+        self._computed = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._copied = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._computed.record(stream)
+        self._pinned = _to_pinned(query), _to_pinned(key), _to_pinned(value)
+        self._copied.record(stream)
+        self.began = time.monotonic()
+
+    def take(self) -> tuple[Tensor, Tensor, Tensor]:
+        self._copied.synchronize()
+        self.began = time.monotonic() - self._computed.elapsed_time(self._copied) / 1000
+        return self._pinned
+
+    def make_room(self) -> Tensor:
+        return _room(self._pinned[0], pin_memory=True)
+
+    def bring_back(self, result: Tensor) -> Tensor:
+        # torch keeps pinned memory from being used again until copies out of it are done.
+        return result.to(self._device, non_blocking=True)
+
+
+def _to_pinned(tensor: Tensor) -> Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def _room(query: Tensor, *, pin_memory: bool = False) -> Tensor:
+    rows, heads, head_dim = query.shape
+    return torch.empty(rows, heads * head_dim, dtype=query.dtype, pin_memory=pin_memory)
+
 
 PATIENCE = 10.0
 """Seconds that one layer's attention may take: some hundred times what it ever does."""
@@ -36,34 +115,22 @@ _CLOSING = 1.0
 
 
 class HostAttentionLost(RuntimeError):
-    """Nothing will come of attention on the CPU any more; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostRows:
-    """Where the KV of some host sequences lies, each with one new token; on the CPU."""
-
-    block_tables: Tensor
-    """int32 [n, width], blocks of the host pool."""
-    context_lengths: Tensor
-    """int32 [n], the new token included."""
-    slot_mapping: Tensor
-    """int64 [n], where the new token's key and value go."""
+    """Attention on the CPU failed, hangs or was closed; the message says why."""
 
 
 class HostTask:
     """One layer's attention of some rows, under way.
 
     Raises:
-        HostAttentionLost: from `ready` and `wait`, if nothing will come of it.
+        HostAttentionLost: from `ready` and `wait`, if there will be no result.
     """
 
     def __init__(
-        self, layer: int, handing_over: QkvTransfer, rows: HostRows, problem: Callable[[], str | None]
+        self, layer: int, transfer: QkvTransfer, batch: AttentionBatch, problem: Callable[[], str | None]
     ) -> None:
         self.layer = layer
-        self.handing_over = handing_over
-        self.rows = rows
+        self.transfer = transfer
+        self.batch = batch
         self._problem = problem
         self._done = threading.Event()
         self._result: Tensor | None = None
@@ -81,7 +148,7 @@ class HostTask:
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the result, at most so many seconds; whether it is there."""
+        """Wait for the result, at most `timeout` seconds; whether it is there."""
         until = None if timeout is None else time.monotonic() + timeout
         while not self.ready:
             left = _LOOK_EVERY if until is None else min(_LOOK_EVERY, until - time.monotonic())
@@ -94,7 +161,7 @@ class HostTask:
         """[n, num_heads * head_dim] on the device; once it is ready, and only for the thread that runs the device."""
         if self._result is None:
             raise RuntimeError("the result was asked for before it was ready")
-        return self.handing_over.bring_back(self._result)
+        return self.transfer.bring_back(self._result)
 
 
 class HostAttention:
@@ -144,14 +211,15 @@ class HostAttention:
         self._writing = threading.Lock()
         self._start(threads, cores)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: HostRows) -> HostTask:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: AttentionBatch) -> HostTask:
         """Write n new keys and values and attend for n queries, one of each row; returns at once.
 
         Args:
             query: [n, num_heads, head_dim] on the device, key and value [n, num_kv_heads, head_dim]; views of larger
-                tensors will do. Nobody may write to them before the task is ready.
+                tensors will do. They must not be written to before the task is ready.
+            batch: of these rows, on the CPU.
         """
-        task = HostTask(layer, hand_over(query, key, value, self._device), rows, lambda: self.problem)
+        task = HostTask(layer, hand_over(query, key, value, self._device), batch, lambda: self.problem)
         if self._given == self._ended:
             self._since = time.monotonic()
         self._given += 1
@@ -164,7 +232,7 @@ class HostAttention:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing will come of it any more: it failed, or hangs, or was closed; None while all is well."""
+        """Why there will be no more results: it failed, or hangs, or was closed; None while all is well."""
         if self._problem is None:
             self._problem = self._trouble()
             if self._problem is not None:
@@ -172,7 +240,7 @@ class HostAttention:
         return self._problem
 
     def close(self) -> None:
-        """End the thread, or give it up if it does not end within a second. What was not done yet never will be."""
+        """End the thread, or give it up if it does not end within a second. Tasks that are left are dropped."""
         until = time.monotonic() + _CLOSING
         self._given_up = True
         self._problem = self._problem or "attention on the CPU was closed"
@@ -227,24 +295,24 @@ class HostAttention:
             self._failure = f"attention on the CPU failed: {reason}"
 
     def _attend(self, task: HostTask) -> bool:
-        """Carry a task out; False if nobody wants it any more, and nothing may be written."""
-        query, key, value = task.handing_over.take()
-        layer, rows = task.layer, task.rows
+        """Carry a task out; False once it was given up, and nothing may be written."""
+        query, key, value = task.transfer.take()
+        batch, keys, values = task.batch, self._keys[task.layer], self._values[task.layer]
         with self._writing:
             if self._given_up:
                 return False
-            cache_write(key, value, self._keys[layer], self._values[layer], rows.slot_mapping)
-        result = task.handing_over.make_room()
+            cache_write(key, value, keys, values, batch.slot_mapping)
+        result = task.transfer.make_room()
         paged_attention(
             result,
             query,
-            self._keys[layer],
-            self._values[layer],
-            rows.block_tables,
-            torch.arange(query.shape[0] + 1, dtype=torch.int32),
-            rows.context_lengths,
+            keys,
+            values,
+            batch.block_tables,
+            batch.query_starts,
+            batch.context_lengths,
             scale=self._config.head_dim**-0.5,
-            sliding_window=self._config.sliding_window(layer),
+            sliding_window=self._config.sliding_window(task.layer),
         )
         self._count(task)
         task.finish(result)
@@ -252,8 +320,8 @@ class HostAttention:
 
     def _count(self, task: HostTask) -> None:
         now = time.monotonic()
-        seconds = now - max(task.handing_over.began, self._last_end)  # in the queue it costs nothing
-        contexts = task.rows.context_lengths
+        seconds = now - max(task.transfer.began, self._last_end)  # in the queue it costs nothing
+        contexts = task.batch.context_lengths
         self._work.append(HostWork(contexts.shape[0], int(contexts.sum()), seconds))
         self.busy_seconds += seconds
         self._last_end = self._since = now
@@ -261,7 +329,7 @@ class HostAttention:
 
 
 def set_threads_of_this_thread(threads: int) -> None:
-    """How many threads share what the calling thread computes with torch, and nobody else's.
+    """Set how many threads share what the calling thread alone computes with torch.
 
     `torch.set_num_threads` would also change what threads get that begin to compute later.
     """

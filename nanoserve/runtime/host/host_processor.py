@@ -15,18 +15,20 @@ class HostProcessor:
     """Cores of the CPU, set apart from those that compute as the device if that is the CPU too."""
 
     threads: int
-    """That attend."""
+    """How many threads attend."""
     division: CoreDivision
-    """Whose the cores are."""
+    """Which cores are the host's and which the device's."""
     device: DeviceCores | None
     """Keeps a device that is this CPU to its own; None beside a GPU."""
 
     @classmethod
     def set_apart(cls, threads: int | None, device: torch.device) -> "HostProcessor":
-        """So many cores; None for half of them, or all but two beside a GPU. To be made by the thread that computes.
+        """Set that many cores apart; None for half of them, or all but two beside a GPU.
+
+        Call it in the thread that computes.
 
         Raises:
-            UsageError: if there are not so many.
+            UsageError: if there are fewer.
         """
         threads = threads or default_host_threads(device.type)
         division = divide_cores(threads)

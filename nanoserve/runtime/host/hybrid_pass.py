@@ -4,24 +4,24 @@ Their linear layers run on the device, together with those of the rows whose KV 
 attention, which the CPU computes beside the steps (APEX, section 3.3) or in turn with the device (NEO).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from nanoserve.models.attention import PagedAttention
+from nanoserve.models.attention import AttentionBatch, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.runtime.compile.layer_runner import LayerRunner
-from nanoserve.runtime.host.host_attention import HostAttention, HostAttentionLost, HostRows, HostTask
-from nanoserve.runtime.moves.layer_marks import LayerComputed
+from nanoserve.runtime.host.host_attention import HostAttention, HostAttentionLost, HostTask
+from nanoserve.runtime.step.forward_pass import LayerComputed
 from nanoserve.scheduler.plan import CohortProgress, HostWork, Row
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """Attention that the CPU was told to compute, or some rows of it."""
+    """Attention that the CPU was asked to compute, or some rows of it."""
 
     task: HostTask
     places: Tensor | None = None
@@ -42,16 +42,16 @@ class HostGroup:
     """Host sequences that began a token in the same plan and are at the same place: n rows."""
 
     step: int
-    """That plan."""
+    """The plan in which they began."""
     rows: Sequence[Row]
-    """Of the plan in which they began; one token each."""
-    cache: HostRows
-    """Where their keys and values are."""
+    """Their rows in that plan; one token each."""
+    batch: AttentionBatch
+    """Where their keys and values are in host memory; its tensors are on the CPU."""
     hidden: Tensor
     """[n, hidden_size], what enters `layer`; while its attention is pending, that layer's residual."""
     cos: Tensor
     sin: Tensor
-    """Of their positions, as the layers take them."""
+    """Rotary tables of the rows' positions, as the layers take them."""
     layer: int = 0
     """The next one of this stage, counted from 0."""
     pending: _Pending | None = None
@@ -64,7 +64,7 @@ class HostGroup:
         return HostGroup(
             step=self.step,
             rows=[self.rows[place] for place in chosen],
-            cache=_rows_of(self.cache, places),
+            batch=self.batch.pick(places),
             hidden=self.hidden[on_device],
             cos=self.cos[on_device],
             sin=self.sin[on_device],
@@ -81,10 +81,10 @@ class DeviceRows:
     """[T, hidden_size], what enters the first layer of the stage."""
     cos: Tensor
     sin: Tensor
-    """Of their positions, as the layers take them."""
+    """Rotary tables of the rows' positions, as the layers take them."""
     attention: PagedAttention
     computed: LayerComputed | None = None
-    """Told of each layer in which they have written their keys and values; None if nobody waits for that."""
+    """Called after each layer in which they have written their keys and values; None if nothing waits for that."""
 
 
 class HybridPass:
@@ -107,10 +107,10 @@ class HybridPass:
         self._run_layer = run_layer
         self._pieces = pieces
         self._loss: str | None = None
-        # How far the device has come, where it lags behind what it is told: in front of the newest attention.
+        # An event in front of the newest attention: how far a GPU has come, which lags behind what is issued.
         self._mark = torch.cuda.Event() if decoder.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    # ---- what the scheduler is told ---------------------------------------------------------------------------
+    # ---- what is reported to the scheduler ---------------------------------------------------------------------------
 
     @property
     def progress(self) -> tuple[CohortProgress, ...]:
@@ -192,7 +192,7 @@ class HybridPass:
                 if device is not None:
                     assert hidden is not None
                     hidden = self._run_layer(layer, hidden, device.cos, device.sin, device.attention)
-                    _tell(device, layer)
+                    _mark(device, layer)
                 continue
             attended = self._first_half(layer, device, hidden, groups)
             self.pending += groups
@@ -202,7 +202,7 @@ class HybridPass:
         return hidden, groups
 
     def _ready(self, groups: Sequence[HostGroup]) -> list[HostGroup]:
-        """Those whose attention is done when the device has come here; none of any if the CPU's part has failed."""
+        """The groups whose attention is done when the device has come here; none if the CPU's part has failed."""
         if self._mark is not None and groups:
             self._mark.synchronize()  # meanwhile the device attends
         try:
@@ -274,14 +274,14 @@ class HybridPass:
         own = slice(0, end)
         for group in groups:
             rows = slice(end, end := end + len(group.hidden))
-            task = self._host.attend(layer.index, query[rows], key[rows], value[rows], group.cache)
+            task = self._host.attend(layer.index, query[rows], key[rows], value[rows], group.batch)
             group.pending = _Pending(task)
         if self._mark is not None:
             self._mark.record()
         if device is None:
             return None
         attended = device.attention(layer.index, query[own], key[own], value[own])
-        _tell(device, layer)
+        _mark(device, layer)
         return attended
 
     def _second_half(
@@ -323,17 +323,13 @@ class HybridPass:
         self._host = self._make_host()
 
 
-def _rows_of(cache: HostRows, places: Tensor) -> HostRows:
-    return HostRows(cache.block_tables[places], cache.context_lengths[places], cache.slot_mapping[places])
-
-
 def _entering(groups: Sequence[HostGroup], layer: int) -> list[HostGroup]:
-    """Those that come to that layer's first half."""
+    """The groups that come to that layer's first half."""
     return [group for group in groups if group.layer == layer and group.pending is None]
 
 
-def _tell(device: DeviceRows, layer: DecoderLayer) -> None:
-    """That its keys and values of this layer are in the cache."""
+def _mark(device: DeviceRows, layer: DecoderLayer) -> None:
+    """Mark that the rows' keys and values of this layer are in the cache."""
     if device.computed is not None:
         device.computed(layer.index)
 
@@ -342,9 +338,3 @@ def _joined(tensors: Iterable[Tensor]) -> Tensor:
     """One behind the other, along the first dimension."""
     parts = list(tensors)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def host_rows(groups: Sequence[HostGroup]) -> Iterator[Row]:
-    """Rows of the groups, one group after the other."""
-    for group in groups:
-        yield from group.rows

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.engine_config import EngineConfig
+from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.decoder import Decoder, LayerFunction
 from nanoserve.models.hub import ProgressCallback
 from nanoserve.processes.sizes import format_size
@@ -21,10 +22,9 @@ from nanoserve.runtime.launch.memory import memory_errors, out_of_memory
 from nanoserve.runtime.sampling.logprobs import rows_per_chunk
 from nanoserve.runtime.sampling.sampler import SamplingRows, SamplingState, sample
 from nanoserve.runtime.step.decode_graphs import CudaRecorder, DecodeGraphs, StaticInputs, bucket_sizes
-from nanoserve.runtime.step.forward_pass import Caches, ForwardPass
+from nanoserve.runtime.step.forward_pass import Caches, ForwardPass, StepInputs
 from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.runtime.step.staging import Staging
-from nanoserve.runtime.step.step_inputs import StepInputs
 from nanoserve.scheduler.plan import Begin
 from triton_ops.gpu.experts import never_waits
 
@@ -182,7 +182,7 @@ class MemoryProfileRun:
             last_tokens = staging.add(np.arange(num_sampled))
             settings = SamplingRows.stage(states, [1] * num_sampled, staging)
             staging.transfer()
-            logits = decoder.compute_logits(hidden[last_tokens.tensor])
+            logits = decoder.compute_logits(hidden[last_tokens])
             return sample(logits, settings).tokens if len(logits) else None  # another rank gathered them
 
     def _caches(self, decoder: Decoder) -> Caches:
@@ -200,13 +200,16 @@ class MemoryProfileRun:
         lengths = torch.tensor([longest] + [1] * (self.num_rows - 1), dtype=torch.int32, device=device)
         starts = torch.zeros(self.num_rows + 1, dtype=torch.int32, device=device)
         starts[1:] = lengths.cumsum(0)
-        return StepInputs(
-            token_ids=torch.zeros(self.num_tokens, dtype=torch.int64, device=device),
-            positions=torch.arange(self.num_tokens, device=device),
-            slot_mapping=torch.full((self.num_tokens,), -1, device=device),
+        batch = AttentionBatch(
             block_tables=torch.zeros(self.num_rows, -(-longest // self.block_size), dtype=torch.int32, device=device),
             query_starts=starts,
             context_lengths=lengths,
+            slot_mapping=torch.full((self.num_tokens,), -1, device=device),
+        )
+        return StepInputs(
+            token_ids=torch.zeros(self.num_tokens, dtype=torch.int64, device=device),
+            positions=torch.arange(self.num_tokens, device=device),
+            batch=batch,
             entering=None if decoder.shard.is_first else self._entering(decoder),
         )
 

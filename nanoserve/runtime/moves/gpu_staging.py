@@ -9,22 +9,59 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.runtime.moves.block_arrays import BlockArrays, block_arrays, copy_blocks_between
 from triton_ops import gather_blocks, scatter_blocks
 
+CHUNK_BYTES = 256 * 1024
+"""Copied at a time, of one layer's keys or values: what was read is still in the processor's cache when it is
+written."""
+
+BlockArrays = Sequence[tuple[np.ndarray, np.ndarray]]
+"""Keys and values of each layer, [num_blocks, kv heads]; an element is what one head keeps of a block."""
+
+
+def as_blocks(cache: Tensor) -> np.ndarray:
+    """[num_blocks, kv heads, block_size, head_dim] of any dtype -> [num_blocks, kv heads] of bytes; the same memory.
+
+    numpy copies such elements whole, in the thread that asks for it and without the interpreter's lock; torch would
+    copy number by number, and start as many threads again as compute.
+    """
+    num_blocks, heads, block_size, head_dim = cache.shape
+    size = block_size * head_dim * cache.dtype.itemsize
+    plain = cache.detach().view(torch.uint8).numpy().reshape(num_blocks, heads, size)
+    return plain.view(np.dtype((np.void, size)))[..., 0]
+
+
+def block_arrays(caches: Iterable[tuple[Tensor, Tensor] | Tensor]) -> BlockArrays:
+    """Arrays of each layer\'s keys and values: in pairs, or [layers, 2, num_blocks, kv heads, block_size, head_dim]."""
+    return [(as_blocks(keys), as_blocks(values)) for keys, values in caches]
+
+
+def copy_blocks_between(
+    sources: BlockArrays, source_blocks: Sequence[int], targets: BlockArrays, target_blocks: Sequence[int]
+) -> None:
+    """Copy blocks to blocks, pairwise, in every layer; no target block may appear twice."""
+    reads, writes = np.array(source_blocks, np.intp), np.array(target_blocks, np.intp)
+    for layer_sources, layer_targets in zip(sources, targets, strict=True):
+        for source, target in zip(layer_sources, layer_targets, strict=True):
+            count = max(1, CHUNK_BYTES // (source.itemsize * source.shape[1]))
+            for start in range(0, len(reads), count):
+                target[writes[start : start + count]] = source[reads[start : start + count]]
+
+
 STAGING_BYTES = 8 * 2**20
-"""Of a chunk, on the device and again in pinned memory: enough for the full speed of the link between them."""
+"""Size of a chunk, on the device and again in pinned memory: enough for the full speed of the link between them."""
 
 Ready = Iterable[tuple[slice, "torch.cuda.Event | None"]]
-"""Layers whose blocks may be read, some after the others, each with what the device must have passed before that. Who
-draws from it may have to wait."""
+"""Layers whose blocks may be read, in turn, each with what the device must have passed before that. Taking the next one
+may wait."""
 
 
 def staging_memory(block_bytes: int) -> int:
-    """Bytes on the device of both directions' chunks, for blocks of so many bytes."""
+    """Bytes on the device of both directions' chunks, for blocks of `block_bytes`."""
     return 4 * max(1, STAGING_BYTES // block_bytes) * block_bytes
 
 
@@ -40,8 +77,7 @@ class _Chunk:
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def views(self, num_layers: int, num_blocks: int) -> tuple[Tensor, Tensor]:
-        """Of both memories [num_layers, 2, num_blocks, kv heads, block_size, head_dim], in one piece: one copy moves
-        it."""
+        """Views of both memories, [num_layers, 2, num_blocks, kv heads, block_size, head_dim], each in one piece."""
         _, two, *block = self._block_shape
         shape = torch.Size((num_layers, two, num_blocks, *block))
         return self._device[: shape.numel()].view(shape), self._pinned[: shape.numel()].view(shape)
@@ -125,12 +161,12 @@ class GpuStaging:
             yield
 
     def _come_behind(self, mark: "torch.cuda.Event | None") -> None:
-        """Of another stream: what is issued from now on."""
+        """What is issued from now on waits for another stream's mark."""
         if mark is not None:
             self._stream.wait_event(mark)
 
     def _parts(self, num_blocks: int, num_layers: int) -> Iterator[slice]:
-        """Ranges of the blocks that fit in a chunk, if they are of so many layers."""
+        """Ranges of blocks that fit in a chunk, where each has `num_layers` layers."""
         count = self._blocks_per_chunk * self._num_layers // num_layers
         for start in range(0, num_blocks, count):
             yield slice(start, min(start + count, num_blocks))

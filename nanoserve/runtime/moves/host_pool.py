@@ -23,7 +23,7 @@ from nanoserve.processes.sizes import format_size
 from nanoserve.runtime.launch.memory import available_memory, kv_bytes_per_block, memory_errors
 
 HOST_SHARE = 0.25
-"""Of the memory that is free, for a pool whose size was not asked for: the rest is for the KV cache of
+"""Share of free memory for a pool whose size was not asked for: the rest is for the KV cache of
 workers that compute on the CPU, and for the page cache, which is where weights wait to be loaded again."""
 
 
@@ -88,7 +88,7 @@ class HostPool:
 
     @classmethod
     def of_one_process(cls, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> Self:
-        """A pool that nobody else can open: memory of this process.
+        """A pool in memory of this process, which no other process can open.
 
         Raises:
             RuntimeFailure: if the memory for it is not there.
@@ -111,7 +111,7 @@ class HostPool:
 
 
 def check_within_reach(path: Path) -> None:
-    """That the file of a pool can be opened here: whoever cannot need not load a model first.
+    """Check that the file of a pool can be opened here, before a model is loaded in vain.
 
     Raises:
         RuntimeFailure: if not.
@@ -186,7 +186,7 @@ def _open_file(path: Path) -> int:
 
 
 def _check_memory(size: int) -> None:
-    """Raises RuntimeFailure if it is more than is free: the kernel would let us have it, and kill somebody later."""
+    """Raises RuntimeFailure if it is more than is free: the kernel would grant it, and kill some process later."""
     if size > (free := available_memory("cpu")):
         raise RuntimeFailure(
             f"a host pool of {format_size(size)} does not fit into the {format_size(free)} of memory that is free;"

@@ -10,16 +10,57 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
 
-from nanoserve.runtime.moves.block_arrays import BlockArrays, block_arrays, copy_blocks_between
-from nanoserve.runtime.moves.gpu_staging import GpuStaging, Ready
+from nanoserve.runtime.moves.gpu_staging import BlockArrays, GpuStaging, Ready, block_arrays, copy_blocks_between
 from nanoserve.runtime.moves.host_pool import HostPart
-from nanoserve.runtime.moves.layer_marks import LayerMarks
 from nanoserve.scheduler.plan import Swap
+
+
+class LayerMarks:
+    """One thread computes a step and says which layers are `computed`; another waits for them, one by one.
+
+    Args:
+        issued: makes a mark behind all work issued so far, in the computing thread; None on the CPU, whose work is
+            done when it is issued.
+    """
+
+    def __init__(self, issued: Callable[[], "torch.cuda.Event | None"]) -> None:
+        self._issued = issued
+        self._changed = threading.Condition()
+        self._marks: dict[int, torch.cuda.Event | None] = {}
+        self._given_up = False
+
+    def computed(self, layer: int) -> None:
+        """A LayerComputed."""
+        mark = self._issued()
+        with self._changed:
+            self._marks[layer] = mark
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """No more layers of this step will be computed: whatever waits for them fails."""
+        with self._changed:
+            self._given_up = True
+            self._changed.notify_all()
+
+    def wait(self, layer: int) -> "torch.cuda.Event | None":
+        """Until that layer is computed.
+
+        Returns:
+            what a GPU must have passed before its blocks are read.
+
+        Raises:
+            RuntimeError: if it never will be.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: layer in self._marks or self._given_up)
+            if layer not in self._marks:
+                raise RuntimeError(f"the step was given up before layer {layer} was computed")
+            return self._marks[layer]
 
 
 class BlockMover:
@@ -55,7 +96,7 @@ class BlockMover:
             self._caches = block_arrays(zip(key_caches, value_caches, strict=True))
 
     def issued(self) -> "torch.cuda.Event | None":
-        """A mark behind all that the device has been told to do so far; None on the CPU, which has done it."""
+        """A mark behind all work issued so far; None on the CPU, whose work is done when it is issued."""
         if self._device.type != "cuda":
             return None
         mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -117,7 +158,7 @@ class _Job:
     after: "torch.cuda.Event | None"
     """What the device must have passed before."""
     marks: LayerMarks | None = None
-    """Of the step whose layers they follow, going out; None if they follow none."""
+    """Marks of the step whose layers they follow, going out; None if they follow none."""
 
     def carry_out(self) -> int:
         """Bytes moved."""
@@ -133,8 +174,8 @@ class Swapper:
     """Two threads, one for each direction, that carry out swaps in the order in which they begin.
 
     Args:
-        done: told of each swap: how many bytes were moved, and when it began and ended (monotonic seconds).
-        failed: told of each swap that failed, and with what; the others go on.
+        done: called with each swap that is done, the bytes moved, and when it began and ended (monotonic seconds).
+        failed: called with the error of each swap that failed; the others go on.
 
     Both are called in these threads.
     """
@@ -154,11 +195,11 @@ class Swapper:
     def begin(self, swaps: Sequence[Swap], mover: BlockMover) -> LayerMarks | None:
         """Have a plan's swaps carried out; returns at once.
 
-        To be called by who runs the plans, in their order: the swaps come behind all that was computed before them.
+        Call it in the thread that runs the plans, in their order: swaps come behind all that was computed before them.
 
         Returns:
-            what is to be told of the layers of the plan's step, for the swaps that follow its rows, or that the step is
-            given up: these swaps, and later ones that go out, wait for it. None if there is no such swap.
+            marks to set as the layers of the plan's step are computed, or to give up with the step, if swaps follow its
+            rows: these, and later ones that go out, wait for them. None if there is no such swap.
         """
         after = mover.issued()
         behind_rows = [swap for swap in swaps if swap.after_row]
@@ -190,3 +231,56 @@ class Swapper:
                 ended, num_blocks = time.monotonic(), sum(len(swap.device_blocks) for swap in job.swaps)
                 for swap in job.swaps:
                     self._done(swap, num_bytes * len(swap.device_blocks) // max(1, num_blocks), began, ended)
+
+
+class LocalSwaps(Swapper):
+    """A Swapper that keeps which swaps are done, for the one thread that begins and takes them."""
+
+    def __init__(self) -> None:
+        self._ended: SimpleQueue[int | BaseException] = SimpleQueue()
+        self._under_way = 0
+        self._marks: LayerMarks | None = None  # of the newest step whose layers are waited for
+        super().__init__(lambda swap, *_: self._ended.put(swap.swap), self._ended.put)
+
+    def begin(self, swaps: Sequence[Swap], mover: BlockMover) -> LayerMarks | None:
+        self._under_way += len(swaps)
+        marks = super().begin(swaps, mover)
+        self._marks = marks or self._marks
+        return marks
+
+    def take_done(self, until: float | None) -> tuple[int, ...]:
+        """Ids of swaps that are done since the last call. Waits for the first at most to that monotonic time, or as
+        long as it takes; with none under way, not at all.
+
+        Raises:
+            BaseException: what one of them failed with.
+        """
+        done: list[int] = []
+        while self._under_way:
+            timeout = 0.0 if done else None if until is None else max(0.0, until - time.monotonic())
+            try:
+                ended = self._ended.get(timeout=timeout)
+            except Empty:
+                break
+            self._under_way -= 1
+            if isinstance(ended, BaseException):
+                raise ended
+            done.append(ended)
+        return tuple(done)
+
+    def abandon(self) -> None:
+        """Wait for the swaps under way and drop their ids: they end before their blocks are used for anything else. A
+        step whose layers are waited for is given up too."""
+        self._give_up_step()
+        while self._under_way:
+            self._ended.get()
+            self._under_way -= 1
+
+    def close(self) -> None:
+        """End the threads, and what is under way first."""
+        self._give_up_step()
+        super().close()
+
+    def _give_up_step(self) -> None:
+        if self._marks is not None:
+            self._marks.give_up()

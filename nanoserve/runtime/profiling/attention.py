@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
-from nanoserve.runtime.host.host_attention import HostRows, HostTask
+from nanoserve.models.attention import AttentionBatch
+from nanoserve.runtime.host.host_attention import HostTask
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.moves.host_pool import HostPart
 from nanoserve.runtime.profiling.rounds import seconds_of
@@ -196,8 +197,10 @@ class HostAttentionTimer:
             numbers[:, heads - config.num_kv_heads :],
         )
 
-    def _rows(self, tables: Tensor, keys: int) -> HostRows:
+    def _rows(self, tables: Tensor, keys: int) -> AttentionBatch:
         """The new key and value are the last ones."""
+        starts = torch.arange(len(tables) + 1, dtype=torch.int32)
         contexts = torch.full((len(tables),), keys, dtype=torch.int32)
         size = self._regions.blocks.shape[3]
-        return HostRows(tables, contexts, tables[:, (keys - 1) // size].long() * size + (keys - 1) % size)
+        slots = tables[:, (keys - 1) // size].long() * size + (keys - 1) % size
+        return AttentionBatch(tables, starts, contexts, slots)

@@ -4,14 +4,14 @@ Each sequence keeps a sparse table of the tokens concerned, so the cost follows 
 a dense count of 256 sequences and 150,000 tokens would be as large as the logits themselves, several times over.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.runtime.step.staging import Staged, Staging
+from nanoserve.runtime.step.staging import Staging
 from nanoserve.scheduler.plan import Begin
 
 _ENTRY = np.dtype([("token", "i8"), ("bias", "f4"), ("count", "f4"), ("seen", "?"), ("end", "?")])
@@ -64,25 +64,30 @@ class TokenAdjustments:
 class AdjustmentRows:
     """The tables of P of the batch's rows, padded to the longest: [P, 1] per row, [P, L] per token."""
 
-    rows: Staged
+    rows: Tensor
     """int64 [P, 1], places in the batch."""
-    tokens: Staged
+    tokens: Tensor
     """int64; a row's padding repeats its first entry, which is harmless as it writes the same value again."""
-    bias: Staged
-    counts: Staged
-    seen: Staged
+    bias: Tensor
+    counts: Tensor
+    seen: Tensor
     """The token is in the prompt or the output."""
-    forbidden: Staged
+    forbidden: Tensor
     """An end token before min_tokens."""
-    penalties: Staged
+    penalties: Tensor
     """float32 [P, 3]: for repetition, presence and frequency."""
 
     @classmethod
     def stage(
-        cls, tables: Sequence[TokenAdjustments | None], output_lengths: Sequence[int], staging: Staging
+        cls, tables: Mapping[int, TokenAdjustments], output_lengths: Sequence[int], staging: Staging
     ) -> "AdjustmentRows | None":
-        """Have the tables of a batch moved to the device together; None if no row has one with something in it."""
-        chosen = [(row, table) for row, table in enumerate(tables) if table is not None and len(table.entries)]
+        """Have the tables of a batch moved to the device together; None if there is nothing in any.
+
+        Args:
+            tables: by row of the batch.
+            output_lengths: of all its rows.
+        """
+        chosen = [(row, table) for row, table in tables.items() if len(table.entries)]
         if not chosen:
             return None
         packed = np.empty((len(chosen), max(len(table.entries) for _, table in chosen)), _ENTRY)
@@ -110,11 +115,11 @@ class AdjustmentRows:
         Repetition divides positive and multiplies negative logits (CTRL, arXiv 1909.05858, as Hugging Face has it);
         presence and frequency subtract for tokens of the output alone (OpenAI).
         """
-        rows, tokens, counts = self.rows.tensor, self.tokens.tensor, self.counts.tensor
-        repetition, presence, frequency = self.penalties.tensor[:, :, None].unbind(1)
-        values = logits[rows, tokens] + self.bias.tensor
+        rows, tokens, counts = self.rows, self.tokens, self.counts
+        repetition, presence, frequency = self.penalties[:, :, None].unbind(1)
+        values = logits[rows, tokens] + self.bias
         punished = torch.where(values > 0, values / repetition, values * repetition)
-        values = torch.where(self.seen.tensor, punished, values)
+        values = torch.where(self.seen, punished, values)
         values = values - frequency * counts - presence * (counts > 0)
-        values = values.masked_fill(self.forbidden.tensor, -torch.inf)
+        values = values.masked_fill(self.forbidden, -torch.inf)
         return logits.index_put((rows, tokens), values)

@@ -1,6 +1,6 @@
 """Grammars in a batch: what each sequence with a JSON schema may sample next, as one mask over its rows of logits."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanoserve.errors import NanoserveError
 from nanoserve.grammar.compiler import GrammarCompiler
-from nanoserve.runtime.step.staging import Staged, Staging
+from nanoserve.runtime.step.staging import Staging
 from nanoserve.scheduler.plan import Begin
 
 
@@ -72,20 +72,23 @@ class SequenceGrammar:
 class GrammarMask:
     """The masks of G of the batch's rows."""
 
-    rows: Staged
+    rows: Tensor
     """int64 [G], places in the batch."""
-    bits: Staged
+    bits: Tensor
     """uint8 [G, ceil(V / 8)]."""
 
     @classmethod
     def stage(
-        cls, grammars: Sequence[SequenceGrammar | None], output_lengths: Sequence[int], staging: Staging
+        cls, grammars: Mapping[int, SequenceGrammar], output_lengths: Sequence[int], staging: Staging
     ) -> "GrammarMask | None":
-        """Have the masks of a batch moved to the device together; None if no row has one."""
+        """Have the masks of a batch moved to the device together; None if no sequence can go on.
+
+        Args:
+            grammars: by row of the batch.
+            output_lengths: of all its rows.
+        """
         masks = {
-            row: mask
-            for row, grammar in enumerate(grammars)
-            if grammar is not None and (mask := grammar.mask(output_lengths[row])) is not None
+            row: mask for row, grammar in grammars.items() if (mask := grammar.mask(output_lengths[row])) is not None
         }
         if not masks:
             return None
@@ -93,8 +96,8 @@ class GrammarMask:
 
     def apply(self, logits: Tensor) -> Tensor:
         """A copy of logits [R, V] in which what may not come is -inf."""
-        rows = self.rows.tensor
-        each = (self.bits.tensor[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1
+        rows = self.rows
+        each = (self.bits[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1
         forbidden = each.flatten(1)[:, : logits.shape[1]] == 0
         return logits.index_copy(0, rows, logits[rows].masked_fill(forbidden, -torch.inf))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nanoserve.request import TokenLogprob
-from nanoserve.runtime.sampling.selection import top_tokens
+from nanoserve.runtime.sampling.sampler import top_tokens
 
 ELEMENTS_PER_CHUNK = 1 << 24
 
@@ -33,7 +33,7 @@ class LogprobColumns:
 
     @classmethod
     def of(cls, logits: Tensor, tokens: Tensor, most: int) -> "LogprobColumns":
-        """Of logits, float32 [N, V], with the ``most`` likeliest tokens of each row; waits for nothing."""
+        """The columns of logits, float32 [N, V], with the `most` likeliest tokens of each row; waits for nothing."""
         normalizer = logits.logsumexp(dim=1, keepdim=True)
         chosen = logits.gather(1, tokens[:, None])
         best = top_tokens(logits, most) if most else tokens[:, None][:, :0]

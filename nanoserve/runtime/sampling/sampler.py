@@ -20,10 +20,8 @@ from torch import Tensor
 
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.sampling.adjustments import AdjustmentRows, TokenAdjustments
-from nanoserve.runtime.sampling.counter_random import exponential, row_keys
 from nanoserve.runtime.sampling.grammars import GrammarMask, SequenceGrammar
-from nanoserve.runtime.sampling.selection import order_keys, smallest_sufficient_key, top_tokens
-from nanoserve.runtime.step.staging import Staged, Staging
+from nanoserve.runtime.step.staging import Staging
 from nanoserve.scheduler.plan import Begin
 
 _SETTINGS = np.dtype(
@@ -31,6 +29,10 @@ _SETTINGS = np.dtype(
 )
 # Probabilities are added as integers: 2^44 times a weight of at most 1, and 2^18 tokens fit into 63 bits.
 _FIXED_POINT = 2.0**44
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15
+_SPLITMIX_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_MIX32_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
+_BELOW_ONE = 1.0 - 2.0**-24
 
 
 class SamplingState:
@@ -58,39 +60,26 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """G rows of the batch that are drawn in one way. All tensors are [G, 1] but for `rows` [G] and `keys` [G, 2]."""
+    """G rows of the batch that are drawn in one way; all tensors are [G], on the device once they are transferred."""
 
     rows: Tensor
-    keys: Tensor
+    seed: Tensor
+    index: Tensor
+    position: Tensor
     temperature: Tensor
     top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
     largest_top_k: int
     """Candidates to look at; 0 means the whole vocabulary, and then no row has a top_k."""
-    top_p: Tensor | None
-    """None if no row of the group has one below 1."""
-    log_min_p: Tensor | None
-    """Log of min_p; None if all are 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class StagedDraw:
-    """A Draw on its way to the device: what it is made of, each [G]."""
-
-    rows: Staged
-    seed: Staged
-    index: Staged
-    position: Staged
-    temperature: Staged
-    top_k: Staged
-    top_p: Staged
-    min_p: Staged
-    largest_top_k: int
     uses_top_p: bool
+    """Whether a row of the group has one below 1."""
     uses_min_p: bool
-    """Whether a row of the group has one that changes anything."""
+    """Whether a row of the group has one above 0."""
 
     @classmethod
-    def stage(cls, settings: np.ndarray, positions: np.ndarray, rows: np.ndarray, staging: Staging) -> "StagedDraw":
+    def stage(cls, settings: np.ndarray, positions: np.ndarray, rows: np.ndarray, staging: Staging) -> "Draw":
+        """Have what the rows at these places are drawn with moved to the device."""
         chosen = settings[rows]
         columns = {name: staging.add(chosen[name].copy()) for name in _SETTINGS.names or ()}
         return cls(
@@ -102,24 +91,12 @@ class StagedDraw:
             **columns,
         )
 
-    def on_device(self) -> Draw:
-        """Once it is transferred."""
-        return Draw(
-            rows=self.rows.tensor,
-            keys=row_keys(self.seed.tensor, self.index.tensor, self.position.tensor),
-            temperature=self.temperature.tensor[:, None],
-            top_k=self.top_k.tensor[:, None],
-            largest_top_k=self.largest_top_k,
-            top_p=self.top_p.tensor[:, None] if self.uses_top_p else None,
-            log_min_p=self.min_p.tensor[:, None].log().float() if self.uses_min_p else None,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
     """How each row of a batch of logits is sampled. Without anything the batch is plainly greedy."""
 
-    draws: tuple[StagedDraw, ...]
+    draws: tuple[Draw, ...]
     adjustments: AdjustmentRows | None
     grammars: GrammarMask | None
 
@@ -135,13 +112,14 @@ class SamplingRows:
         by_top_k, by_top_p = settings["top_k"] > 0, settings["top_p"] < 1
         # A row's group depends on its own settings alone, and so does the way it is computed.
         groups = (random & by_top_k, random & ~by_top_k & by_top_p, random & ~by_top_k & ~by_top_p)
-        output_lengths = [place - state.prompt_length for place, state in zip(positions, states, strict=True)]
+        draws = (Draw.stage(settings, position, np.flatnonzero(group), staging) for group in groups if group.any())
+        adjusted = {row: state.adjustments for row, state in enumerate(states) if state.adjustments is not None}
+        grammars = {row: state.grammar for row, state in enumerate(states) if state.grammar is not None}
+        lengths = [place - state.prompt_length for place, state in zip(positions, states, strict=True)]
         return cls(
-            draws=tuple(
-                StagedDraw.stage(settings, position, np.flatnonzero(group), staging) for group in groups if group.any()
-            ),
-            adjustments=AdjustmentRows.stage([state.adjustments for state in states], output_lengths, staging),
-            grammars=GrammarMask.stage([state.grammar for state in states], output_lengths, staging),
+            draws=tuple(draws),
+            adjustments=AdjustmentRows.stage(adjusted, lengths, staging) if adjusted else None,
+            grammars=GrammarMask.stage(grammars, lengths, staging) if grammars else None,
         )
 
 
@@ -163,11 +141,11 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
     if rows.grammars is not None:
         logits = rows.grammars.apply(logits)
     maxima, tokens = logits.max(dim=1)  # NaN wins a maximum, so the maxima alone tell what is valid
-    for staged in rows.draws:
-        draw = staged.on_device()
-        scaled = (logits[draw.rows] - maxima[draw.rows, None]) / draw.temperature
+    for draw in rows.draws:
+        scaled = (logits[draw.rows] - maxima[draw.rows, None]) / draw.temperature[:, None]
         values, ids = keep_likely(scaled, draw)
-        winners = (values - exponential(draw.keys, ids).log_()).argmax(dim=1, keepdim=True)
+        keys = row_keys(draw.seed, draw.index, draw.position)
+        winners = (values - exponential(keys, ids).log_()).argmax(dim=1, keepdim=True)
         tokens = tokens.index_copy(0, draw.rows, ids.expand_as(values).gather(1, winners)[:, 0])
     return Sampled(tokens, torch.isfinite(maxima))
 
@@ -181,14 +159,14 @@ def keep_likely(scaled: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
     if draw.largest_top_k:
         tokens = top_tokens(scaled, draw.largest_top_k)
         rank = torch.arange(tokens.shape[1], device=tokens.device)
-        kept = scaled.gather(1, tokens).masked_fill(rank >= draw.top_k, -torch.inf)
+        kept = scaled.gather(1, tokens).masked_fill(rank >= draw.top_k[:, None], -torch.inf)
     else:
         tokens = torch.arange(scaled.shape[1], device=scaled.device)[None]
         kept = scaled
-    if draw.top_p is not None:
-        kept = _apply_top_p(kept, draw.top_p, is_sorted=draw.largest_top_k > 0)
-    if draw.log_min_p is not None:
-        kept = kept.masked_fill(kept < draw.log_min_p, -torch.inf)
+    if draw.uses_top_p:
+        kept = _apply_top_p(kept, draw.top_p[:, None], is_sorted=draw.largest_top_k > 0)
+    if draw.uses_min_p:
+        kept = kept.masked_fill(kept < draw.min_p[:, None].log().float(), -torch.inf)
     return kept, tokens
 
 
@@ -204,3 +182,97 @@ def _apply_top_p(scaled: Tensor, top_p: Tensor, *, is_sorted: bool) -> Tensor:
         dropped = keys < smallest_sufficient_key(keys, weights, needed)[:, None]
     # A row without top_p keeps what weighs nothing too, whether or not another row of the group has one.
     return scaled.masked_fill(dropped & (top_p < 1), -torch.inf)
+
+
+# ---- random numbers without a generator ----------------------------------------------------------------------
+# Each is a hash of what it is for (seed, sample index, position, token id). The same request therefore draws the same
+# numbers on every device, in every batch, at every place in it, and again after a preemption. Everything is integer
+# tensor arithmetic that wraps around; `>>` keeps the sign, hence the masks.
+
+
+def row_keys(seed: Tensor, index: Tensor, position: Tensor) -> Tensor:
+    """Hash int64 [R] seeds, sample indices and positions into two words per row: int32 [R, 2]."""
+    key = _mix64(seed + _signed(_GOLDEN_RATIO, 64))
+    key = _mix64(key ^ index)
+    key = _mix64(key + position * _signed(_GOLDEN_RATIO, 64))
+    return torch.stack((key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF), dim=1).to(torch.int32)
+
+
+def exponential(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Exponentially distributed numbers of rate 1, float32 [R, K], for keys [R, 2] and token ids [R, K] or [1, K].
+
+    Small ones are exact to a relative 2^-24 down to 2^-33: in a race it is the small ones that win, and a coarser grid
+    would never draw the unlikely tokens of a large vocabulary.
+    """
+    hashed = _mix32(_mix32(tokens.to(torch.int32) ^ keys[:, :1]) ^ keys[:, 1:])
+    high = ((hashed >> 16) & 0xFFFF).float()
+    low = (hashed & 0xFFFF).float()
+    uniform = (high * 2.0**-16 + (low + 0.5) * 2.0**-32).clamp_(max=_BELOW_ONE)
+    return uniform.neg_().log1p_().neg_()
+
+
+def _mix64(value: Tensor) -> Tensor:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    value = (value ^ _shift_right(value, 30, 64)) * _signed(_SPLITMIX_MULTIPLIERS[0], 64)
+    value = (value ^ _shift_right(value, 27, 64)) * _signed(_SPLITMIX_MULTIPLIERS[1], 64)
+    return value ^ _shift_right(value, 31, 64)
+
+
+def _mix32(value: Tensor) -> Tensor:
+    """A 32-bit bijection in which every input bit moves every output bit (xor-shift-multiply; Wellons 2018)."""
+    value = (value ^ _shift_right(value, 16, 32)) * _signed(_MIX32_MULTIPLIERS[0], 32)
+    value = (value ^ _shift_right(value, 15, 32)) * _signed(_MIX32_MULTIPLIERS[1], 32)
+    return value ^ _shift_right(value, 16, 32)
+
+
+def _shift_right(value: Tensor, count: int, width: int) -> Tensor:
+    return (value >> count) & ((1 << (width - count)) - 1)
+
+
+def _signed(value: int, width: int) -> int:
+    """The two's complement integer with these bits, as a tensor of that width takes it."""
+    return value - (1 << width) if value >> (width - 1) else value
+
+
+_TOKEN_BITS = 20
+_MAX_TOKEN = (1 << _TOKEN_BITS) - 1
+_DIGIT_BITS = 11
+_DIGITS = 1 << _DIGIT_BITS
+_SHIFTS = (22, 11, 0)  # three digits hold the 32 bits of a key
+
+
+def order_keys(values: Tensor) -> Tensor:
+    """Integers ordered as the float32 values are: int64 of the same shape, 0 to 2^32 - 1. NaN gets any of them."""
+    bits = values.contiguous().view(torch.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + (1 << 31)
+
+
+def top_tokens(values: Tensor, count: int) -> Tensor:
+    """The token ids of the `count` largest values of each row, best first, equal values by lower id.
+
+    values: float32 [R, V], V at most 2^20; result int64 [R, min(count, V)].
+    """
+    tokens = torch.arange(values.shape[1], device=values.device)
+    keys = (order_keys(values) << _TOKEN_BITS) | (_MAX_TOKEN - tokens)
+    best = keys.topk(min(count, values.shape[1]), dim=1).values
+    return _MAX_TOKEN - (best & _MAX_TOKEN)
+
+
+def smallest_sufficient_key(keys: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
+    """The largest key such that everything at or above it weighs at least `needed`; found digit by digit, no sort.
+
+    keys: int64 [R, V] from `order_keys`; weights: int64 [R, V], not negative; needed: int64 [R], 1 to the row's sum.
+    Integer sums do not depend on the order of adding, so neither does the result: int64 [R]. A row whose arguments
+    break these rules (its logits were NaN) gets some key, and never an index out of range.
+    """
+    prefix = torch.zeros_like(needed)
+    for shift in _SHIFTS:
+        in_prefix = (keys >> (shift + _DIGIT_BITS)) == prefix[:, None]
+        digit = (keys >> shift) & (_DIGITS - 1)
+        histogram = weights.new_zeros(keys.shape[0], _DIGITS).scatter_add_(1, digit, weights * in_prefix)
+        at_or_above = histogram.flip(1).cumsum(1).flip(1)
+        chosen = (at_or_above >= needed[:, None]).sum(1, keepdim=True).sub_(1).clamp_(min=0)
+        above = at_or_above.gather(1, chosen) - histogram.gather(1, chosen)
+        needed = needed - above[:, 0]
+        prefix = (prefix << _DIGIT_BITS) | chosen[:, 0]
+    return prefix

@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.hub import ProgressCallback
-from nanoserve.runtime.step.forward_pass import ForwardFunction
-from nanoserve.runtime.step.step_inputs import StepInputs
+from nanoserve.runtime.step.forward_pass import ForwardFunction, StepInputs
 from triton_ops.cache import SKIPPED_SLOT
 
 LARGEST_BUCKET = 256
@@ -43,38 +43,36 @@ class StaticInputs:
         self.most_blocks = most_blocks  # of a row, for the longest sequence
         self._token_ids = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most_rows, dtype=torch.int64, device=device)
-        self._slots = torch.full((most_rows,), SKIPPED_SLOT, dtype=torch.int64, device=device)
-        self._block_tables = torch.zeros(most_rows, most_blocks, dtype=torch.int32, device=device)
-        self._query_starts = torch.arange(most_rows + 1, dtype=torch.int32, device=device)
-        self._context_lengths = torch.ones(most_rows, dtype=torch.int32, device=device)
+        self._batch = AttentionBatch(
+            block_tables=torch.zeros(most_rows, most_blocks, dtype=torch.int32, device=device),
+            query_starts=torch.arange(most_rows + 1, dtype=torch.int32, device=device),
+            context_lengths=torch.ones(most_rows, dtype=torch.int32, device=device),
+            slot_mapping=torch.full((most_rows,), SKIPPED_SLOT, dtype=torch.int64, device=device),
+        )
 
     def first(self, rows: int) -> StepInputs:
-        """The inputs of the bucket of so many rows."""
-        return StepInputs(
-            token_ids=self._token_ids[:rows],
-            positions=self._positions[:rows],
-            slot_mapping=self._slots[:rows],
-            block_tables=self._block_tables[:rows],
-            query_starts=self._query_starts[: rows + 1],
-            context_lengths=self._context_lengths[:rows],
-        )
+        """The inputs of the bucket with this number of rows."""
+        tables, starts, contexts, slots = self._batch.tensors
+        batch = AttentionBatch(tables[:rows], starts[: rows + 1], contexts[:rows], slots[:rows])
+        return StepInputs(self._token_ids[:rows], self._positions[:rows], batch)
 
 
 def fill(static: StepInputs, inputs: StepInputs) -> None:
     """Copy a decode step into a bucket's inputs, and make padding of the rows behind it."""
-    rows, width = inputs.block_tables.shape
+    rows, width = inputs.batch.block_tables.shape
+    tables, _, contexts, slots = static.batch.tensors
     torch._foreach_copy_(
-        [static.token_ids[:rows], static.positions[:rows], static.slot_mapping[:rows]],
-        [inputs.token_ids, inputs.positions, inputs.slot_mapping],
+        [static.token_ids[:rows], static.positions[:rows], slots[:rows]],
+        [inputs.token_ids, inputs.positions, inputs.batch.slot_mapping],
     )
-    static.block_tables[:rows, :width].copy_(inputs.block_tables)
-    static.context_lengths[:rows].copy_(inputs.context_lengths)
-    if rows < len(static.context_lengths):
-        static.slot_mapping[rows:].fill_(SKIPPED_SLOT)
-        static.context_lengths[rows:].fill_(1)
+    tables[:rows, :width].copy_(inputs.batch.block_tables)
+    contexts[:rows].copy_(inputs.batch.context_lengths)
+    if rows < len(contexts):
+        slots[rows:].fill_(SKIPPED_SLOT)
+        contexts[rows:].fill_(1)
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Makes graphs."""
 
     def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -102,7 +100,7 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
 
     @torch.inference_mode()
-    def capture(self, recorder: Recorder, progress: ProgressCallback | None = None) -> None:
+    def capture(self, recorder: GraphRecorder, progress: ProgressCallback | None = None) -> None:
         """Record all buckets, the largest first: the smaller ones find room in the memory that it took."""
         for done, rows in enumerate(reversed(self._buckets)):
             if progress is not None:
@@ -114,8 +112,8 @@ class DecodeGraphs:
             progress(STAGE, len(self._buckets), len(self._buckets))
 
     def __call__(self, inputs: StepInputs) -> Tensor:
-        rows, width = inputs.block_tables.shape
-        # A graph tells nobody how far it is in its layers.
+        rows, width = inputs.batch.block_tables.shape
+        # A graph does not say how far it is in its layers.
         replayable = len(inputs.token_ids) == rows and inputs.computed is None
         if not replayable or rows > self._buckets[-1] or width > self._static.most_blocks:
             return self._forward(inputs)

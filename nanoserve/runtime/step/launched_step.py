@@ -1,58 +1,121 @@
 """A plan whose work was handed to the device, and the answers that come of it once the results are on the host."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
+import torch
 from torch import Tensor
 
+from nanoserve.models.decoder import Decoder
 from nanoserve.request import TokenLogprob
-from nanoserve.runtime.sampling.logprobs import LogprobColumns
-from nanoserve.runtime.sampling.sampler import SamplingState
-from nanoserve.runtime.step.device_to_host import DeviceToHostCopy
-from nanoserve.scheduler.plan import Answer
+from nanoserve.runtime.sampling.logprobs import LogprobColumns, rows_per_chunk
+from nanoserve.runtime.sampling.sampler import SamplingRows, SamplingState, sample
+from nanoserve.runtime.step.staging import DeviceToHostCopy, Staging
+from nanoserve.scheduler.plan import Answer, Row
 
 NOT_NUMBERS = "the model's logits are not numbers (NaN or infinite), or no token was left to sample"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScoredPrompt:
-    """The prompt tokens that one row's logits predict, on the host soon."""
+    """The L prompt tokens that one row's logits predict, with their log probabilities once they are scored."""
 
     sequence: int
-    parts: Sequence[LogprobColumns]
-    """Their log probabilities, some positions after the other."""
-    finite: Sequence[Tensor]
-    """bool [] for each part, whether its logits are numbers."""
+    first_token: int
+    """Where the row's tokens begin in the step."""
+    targets: Tensor
+    """int64 [L], the prompt tokens that the hidden states from there on predict."""
     top: int
     """How many of the likeliest tokens to name."""
+    parts: list[LogprobColumns] = field(default_factory=list)
+    """Log probabilities, some positions after the other."""
+    finite: list[Tensor] = field(default_factory=list)
+    """bool [] for each part, whether its logits are numbers."""
+
+    def score(self, decoder: Decoder, hidden: Tensor, results: DeviceToHostCopy) -> None:
+        """Have the logits of the step's hidden states judge the tokens, some positions at a time."""
+        chunk = rows_per_chunk(decoder.config.vocab_size)
+        for start in range(0, len(self.targets), chunk):
+            part = self.targets[start : start + chunk]
+            first = self.first_token + start
+            logits = decoder.compute_logits(hidden[first : first + len(part)])
+            if not len(logits):  # they are gathered by another rank
+                continue
+            self.finite.append(results.fetch(torch.isfinite(logits.amax(dim=1)).all()))
+            self.parts.append(LogprobColumns.of(logits, part, self.top).through(results.fetch))
 
     def answer(self) -> Answer:
-        """What is said of the prompt alone."""
+        """The log probabilities of the prompt alone."""
         if not all(finite.item() for finite in self.finite):
             return Answer(self.sequence, error=NOT_NUMBERS)
         logprobs = [logprob for part in self.parts for logprob in part.rows([self.top] * len(part.tokens))]
         return Answer(self.sequence, prompt_logprobs=tuple(logprobs))
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """The tokens of N sampled rows, on the host soon."""
+@dataclass(slots=True)
+class SampledRows:
+    """The N rows of a step that are sampled, with their tokens once they are."""
 
-    sequences: Sequence[int]
-    states: Sequence[SamplingState]
-    """Of each row."""
-    tokens: Tensor
-    """int64 [N]."""
-    valid: Tensor
-    """bool [N]."""
-    asked: Sequence[tuple[int, int]]
+    sequences: list[int]
+    states: list[SamplingState]
+    last_tokens: Tensor
+    """int64 [N], the place of each row's last token in the step."""
+    settings: SamplingRows
+    asked: list[tuple[int, int]]
     """Places of rows that want log probabilities, each with how many of the likeliest tokens to name."""
-    logprobs: LogprobColumns | None
-    """Of these rows."""
+    asked_places: Tensor | None
+    """int64 [number of these], if there are any."""
+    tokens: Tensor | None = None
+    """int64 [N], on the host; None before, and where another rank gathers the logits."""
+    valid: Tensor | None = None
+    """bool [N], on the host."""
+    logprobs: LogprobColumns | None = None
+    """Log probabilities of the rows that want them, on the host."""
+
+    @classmethod
+    def stage(
+        cls, rows: Sequence[Row], ends: np.ndarray, states: Sequence[SamplingState], staging: Staging
+    ) -> "SampledRows | None":
+        """Have what sampling needs moved to the device; None if no row is to be sampled.
+
+        Args:
+            rows: all rows of the step.
+            ends: where the tokens of each end, as by `row_ends`.
+            states: of each.
+        """
+        places = [place for place, row in enumerate(rows) if row.sample]
+        if not places:
+            return None
+        states = [states[place] for place in places]
+        asked = [(place, top) for place, state in enumerate(states) if (top := state.params.logprobs) is not None]
+        positions = [rows[place].start + len(rows[place].tokens) for place in places]
+        return cls(
+            sequences=[rows[place].sequence for place in places],
+            states=states,
+            last_tokens=staging.add(ends[places] - 1),
+            settings=SamplingRows.stage(states, positions, staging),
+            asked=asked,
+            asked_places=staging.add(np.array([place for place, _ in asked])) if asked else None,
+        )
+
+    def sample(self, decoder: Decoder, hidden: Tensor, results: DeviceToHostCopy) -> Tensor | None:
+        """Sample from the logits of the step's hidden states; returns the tokens on the device."""
+        logits = decoder.compute_logits(hidden[self.last_tokens])
+        if not len(logits):  # they are gathered by another rank
+            return None
+        sampled = sample(logits, self.settings)
+        if self.asked_places is not None:
+            places, most = self.asked_places, max(top for _, top in self.asked)
+            self.logprobs = LogprobColumns.of(logits[places], sampled.tokens[places], most).through(results.fetch)
+        self.tokens, self.valid = results.fetch(sampled.tokens), results.fetch(sampled.valid)
+        return sampled.tokens
 
     def answers(self) -> Iterator[Answer]:
         """One for each row; the states take note of the tokens."""
+        if self.tokens is None or self.valid is None:
+            return
         logprobs = self._logprobs()
         columns = zip(self.sequences, self.states, self.tokens.tolist(), self.valid.tolist(), strict=True)
         for place, (sequence, state, token, valid) in enumerate(columns):
@@ -77,13 +140,13 @@ class SampledTokens:
 class LaunchedStep:
     """What a plan asked for, while the device works on it."""
 
-    fetching: DeviceToHostCopy
+    results: DeviceToHostCopy
     prompts: Sequence[ScoredPrompt] = ()
-    sampled: SampledTokens | None = None
+    sampled: SampledRows | None = None
 
     def answers(self) -> tuple[Answer, ...]:
-        """Wait for the device; then one answer for each row that has something to say. To be asked once."""
-        self.fetching.wait()
+        """Wait for the device, then answer for each row that has a result. Call it once."""
+        self.results.wait()
         answers = {scored.sequence: scored.answer() for scored in self.prompts}
         if self.sampled is not None:
             for answer in self.sampled.answers():

@@ -1,6 +1,5 @@
-"""One copy from host to device per step: all arrays that the device needs travel in one buffer."""
+"""The copies between host and device of one step, one each way: nobody waits for them before it must."""
 
-from collections.abc import Sequence
 from itertools import cycle
 
 import numpy as np
@@ -8,102 +7,130 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 16
-"""Bytes: the widest load of one thread of a GPU. Compiled code copies what is aligned worse before it reads it."""
-
-
-class Staged:
-    """An array on its way to the device."""
-
-    __slots__ = ("_tensor", "array")
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-        self._tensor: Tensor | None = None
-
-    def arrive(self, tensor: Tensor) -> None:
-        """Take note of where it is now."""
-        self._tensor = tensor
-
-    @property
-    def tensor(self) -> Tensor:
-        """The array on the device, in its own shape and dtype.
-
-        Raises:
-            RuntimeError: before the transfer, on the CPU as well: code that works there works everywhere.
-        """
-        if self._tensor is None:
-            raise RuntimeError("a staged array was used before its transfer")
-        return self._tensor
+"""Bytes: the widest load of one thread of a GPU. Compiled code copies unaligned tensors before it reads them."""
+_FIRST_SIZE = 64 * 1024
+"""Bytes of a buffer at first."""
 
 
 class Staging:
-    """Collects the arrays of one step, then moves all of them at once; nobody waits for the device.
+    """Collects the arrays of one step, then moves all of them to the device in one copy, without waiting for it.
 
-    An array must stay as it is until the transfer; on the CPU, where nothing is moved and the tensors are views of the
-    arrays, until the step is done.
+    `add` returns the tensor that will hold an array; work that is issued behind `transfer` finds it filled. On the CPU
+    nothing is moved: the tensor is a view of the array, which must stay as it is until the step is done.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._staged: list[Staged] = []
-        # Two in turn: the next step is prepared while the copy of the former may still be on its way.
+        # Two take turns: the next step is prepared while the copy of the last one may still be on its way.
         self._buffers = None if device.type == "cpu" else cycle((HostBuffer(device), HostBuffer(device)))
+        self._filling: HostBuffer | None = None
 
-    def add(self, array: np.ndarray) -> Staged:
-        """Have an array moved by the next transfer."""
-        staged = Staged(array)
-        self._staged.append(staged)
-        return staged
+    def add(self, array: np.ndarray) -> Tensor:
+        """The tensor on the device that the next transfer fills with an array, in the array's shape and dtype."""
+        if self._buffers is None:
+            return torch.from_numpy(array)
+        if self._filling is None:
+            self._filling = next(self._buffers)
+            self._filling.begin()
+        return self._filling.add(array)
 
     def transfer(self) -> None:
-        """Begin to move what was added since the last transfer; work that is issued later on the stream finds it."""
-        staged, self._staged = self._staged, []
-        if self._buffers is None:
-            tensors = [torch.from_numpy(one.array) for one in staged]
-        elif staged:
-            tensors = next(self._buffers).copy([one.array for one in staged])
-        else:
-            return
-        for one, tensor in zip(staged, tensors, strict=True):
-            one.arrive(tensor)
+        """Begin to move what was added since the last transfer."""
+        if self._filling is not None:
+            self._filling.transfer()
+            self._filling = None
 
 
 class HostBuffer:
-    """Memory of the host that its device can read by itself (pinned, for a GPU), large enough for any step so far."""
+    """Memory of the host that its device can read by itself (pinned, for a GPU), and where it goes on the device.
+
+    It grows to the size of the largest step so far.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pinned = device.type == "cuda"
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(_FIRST_SIZE, dtype=torch.uint8, pin_memory=self._pinned)
+        self._target = torch.empty(0, dtype=torch.uint8)
+        self._end = 0
         self._copied: torch.cuda.Event | None = None
-
-    def copy(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """Pack the arrays, copy all of them in one go, and say where each will be on the device."""
-        starts, end = [], 0
-        for array in arrays:
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            starts.append(start)
-            end = start + array.nbytes
-        self._claim(end)
-        packed = self._bytes.numpy()
-        for array, start in zip(arrays, starts, strict=True):
-            packed[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
-        moved = self._bytes[:end].to(self._device, non_blocking=True, copy=True)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self._device))  # not of the GPU that happens to be current
-        return [
-            moved[start : start + array.nbytes].view(_torch_dtype(array)).view(array.shape)
-            for array, start in zip(arrays, starts, strict=True)
-        ]
-
-    def _claim(self, size: int) -> None:
-        """Have room for so many bytes, in memory from which nothing is being copied any more."""
-        if self._copied is not None:
-            self._copied.synchronize()  # of the step before the last: done long ago, unless the device lags behind
-        if size > self._bytes.numel():
-            self._bytes = torch.empty(2 * size, dtype=torch.uint8, pin_memory=self._pinned)
-        if self._pinned and self._copied is None:
+        if self._pinned:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
+    def begin(self) -> None:
+        """Start on another step, with new memory on the device."""
+        if self._copied is not None:
+            self._copied.synchronize()  # of the step before the last: done long ago, unless the device lags behind
+        self._renew()
 
-def _torch_dtype(array: np.ndarray) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, array.dtype)).dtype
+    def add(self, array: np.ndarray) -> Tensor:
+        """Pack an array behind those before it; returns where it will be on the device."""
+        start = -(-self._end // _ALIGNMENT) * _ALIGNMENT
+        if start + array.nbytes > len(self._bytes):
+            self._send()  # torch keeps pinned memory from being used again until copies out of it are done
+            self._bytes = torch.empty(2 * (start + array.nbytes), dtype=torch.uint8, pin_memory=self._pinned)
+            self._renew()
+            start = 0
+        self._end = start + array.nbytes
+        self._bytes.numpy()[start : self._end].view(array.dtype).reshape(array.shape)[...] = array
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        return self._target[start : self._end].view(dtype).view(array.shape)
+
+    def transfer(self) -> None:
+        """Begin to copy what was added."""
+        self._send()
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._device))  # not of the GPU that happens to be current
+
+    def _renew(self) -> None:
+        self._target = torch.empty(len(self._bytes), dtype=torch.uint8, device=self._device)
+        self._end = 0
+
+    def _send(self) -> None:
+        self._target[: self._end].copy_(self._bytes[: self._end], non_blocking=True)
+
+
+class DeviceToHostCopy:
+    """The results of one step on their way to the host.
+
+    On a GPU they are copied to pinned memory, and an event behind the copies tells when they are there. On the CPU a
+    tensor is its own copy, and there is nothing to wait for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._began, self._ended = self._mark(), self._mark()
+
+    def _mark(self) -> "torch.cuda.Event | None":
+        if self._stream is None:
+            return None
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """The step's work is issued from here on."""
+        if self._began is not None:
+            self._began.record(self._stream)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """A tensor on the host that holds the same numbers, once `wait` has returned."""
+        if self._stream is None:
+            return tensor
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return copy.copy_(tensor, non_blocking=True)
+
+    def end(self) -> None:
+        """All of the step's work has been issued, and all its results are fetched."""
+        if self._ended is not None:
+            self._ended.record(self._stream)
+
+    def wait(self) -> None:
+        """Return when the device has come to the end."""
+        if self._ended is not None:
+            self._ended.synchronize()
+
+    @property
+    def device_seconds(self) -> float | None:
+        """After `wait`: from the beginning to the end of the step on the device. None on the CPU, which does not know
+        its work from the host's."""
+        if self._began is None or self._ended is None:
+            return None
+        return float(self._began.elapsed_time(self._ended)) / 1000

@@ -1,7 +1,7 @@
 """Hidden states on their way from one pipeline stage to the next, over torch.distributed, without waiting.
 
 Of a plan whose rows are all on the device it is known how many come, so that a place for them is ready before they are
-computed. With host sequences a header says so: whoever expects hidden states has to wait for that first.
+computed. With host sequences a header says so, which has to be waited for first.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanoserve.runtime.workers.headers import Header
+from nanoserve.runtime.host.hybrid_runner import Header
 from nanoserve.runtime.workers.ranks import Ranks
 
 _CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ class Activations:
 
     @torch.inference_mode()
     def expect(self, num_tokens: int) -> Expected | None:
-        """Begin to receive the hidden states of so many tokens; None where there is nothing to come.
+        """Begin to receive the hidden states of `num_tokens` tokens; None where there is nothing to come.
 
         The step before may still use those that came before these, no other.
         """
@@ -92,7 +92,7 @@ class Activations:
     def receive_header(self) -> Header | None:
         """Wait for a header, which takes as long as the stage before computes; None in the first stage.
 
-        To be called in the order of the plans, by whoever expects hidden states, and before those of the same plan.
+        Call it in the order of the plans, in the thread that expects hidden states, before those of the same plan.
         """
         if self._ranks.before is None:
             return None

@@ -17,8 +17,8 @@ from nanoserve.processes.threads import threads_of_each
 from nanoserve.runtime.launch.rendezvous import Presence, SharedKeys
 from nanoserve.runtime.launch.torchrun import TorchrunProcess
 from nanoserve.runtime.workers.child import GRACE_SECONDS, WorkerChild
-from nanoserve.runtime.workers.endpoint import prepare_socket
-from nanoserve.runtime.workers.messages import Failed, WorkerStart
+from nanoserve.runtime.workers.messages import WorkerFailed, WorkerStart
+from nanoserve.runtime.workers.process import prepare_socket
 
 _POLL_SECONDS = 0.1
 _LAST_WORDS_MILLISECONDS = 1000
@@ -115,9 +115,9 @@ class WorkerAgent:
 
 
 def _report(start: WorkerStart, ending: str) -> None:
-    """Tell the engine how its worker ended; one that ended by itself has told more, and sooner."""
+    """Tell the engine how its worker ended; one that ended by itself has said more, and sooner."""
     with zmq.Context(io_threads=1) as context, context.socket(zmq.PUSH) as reports:
         prepare_socket(reports)
         reports.set(zmq.LINGER, _LAST_WORDS_MILLISECONDS)
         connect(reports, start.reports, start.engine_key)
-        reports.send(msgspec.msgpack.encode(Failed(start.rank, ending, RuntimeFailure.exit_code)))
+        reports.send(msgspec.msgpack.encode(WorkerFailed(start.rank, ending, RuntimeFailure.exit_code)))

@@ -1,5 +1,6 @@
 """Makes a worker: in each parallel layout its place among the others, its part of the model, its KV cache."""
 
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,36 +8,35 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from nanoserve.config import ModelConfig
+from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.engine_config import EngineConfig
 from nanoserve.grammar.compiler import GrammarCompiler
-from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
+from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction, RMSNorm
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shards import shards_of_layouts
 from nanoserve.processes.sizes import format_size
+from nanoserve.processes.threads import cores_in_use
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
-from nanoserve.runtime.host.hybrid_pass import HybridPass
 from nanoserve.runtime.launch.core_division import default_host_threads
 from nanoserve.runtime.launch.devices import usable_device
 from nanoserve.runtime.launch.gpu_start import GpuStart
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 from nanoserve.runtime.launch.memory import available_memory, kv_bytes_per_block, memory_errors
 from nanoserve.runtime.launch.model_loading import load_decoder, load_layouts, read_config
-from nanoserve.runtime.launch.start_profile import hybrid_profile
+from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile
 from nanoserve.runtime.moves.gpu_staging import staging_memory
-from nanoserve.runtime.moves.host_pool import HostPart, HostPool, check_within_reach
-from nanoserve.runtime.moves.swapping import BlockMover
+from nanoserve.runtime.moves.host_pool import HostPool, check_within_reach
+from nanoserve.runtime.stage import Stage
 from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.runtime.workers.activations import Activations
-from nanoserve.runtime.workers.endpoint import WorkerEndpoint
-from nanoserve.runtime.workers.hybrid_stage import HybridStage
 from nanoserve.runtime.workers.messages import Allocate, Loaded, Loading, Ready, WorkerStart
-from nanoserve.runtime.workers.own_cores import keep_to_own_cores
+from nanoserve.runtime.workers.process import WorkerEndpoint
 from nanoserve.runtime.workers.ranks import Ranks, meet
-from nanoserve.runtime.workers.stage_profile import starting_engine
 from nanoserve.runtime.workers.worker import Worker, WorkerLayout
 from triton_ops.cpu import cpu_operators
 
@@ -82,22 +82,21 @@ def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
     if start.profiles and start.rank == 0:
         assert processor is not None and speeds is not None, "only policies that attend in host memory ask for it"
         measured = starting_engine(
-            layouts[0].runner,
-            _layer_function(layouts[0].layers, gpus, 0),
+            layouts[0].stage.runner,
+            layouts[0].stage.layers or _layer_function(gpus, 0),
             storage=storage,
             processor=processor,
             config=config,
             model=loaded.model,
             speeds=speeds,
-            compiled=layouts[0].layers is not None and layouts[0].layers.loaded,
+            compiled=layouts[0].stage.compiled,
         )
-        profile = hybrid_profile(measured, lambda *told: endpoint.report(Loading(start.rank, *told)))
+        profile = hybrid_profile(measured, lambda *progress: endpoint.report(Loading(start.rank, *progress)))
     worker = Worker(
         endpoint,
         layouts,
         current=start.layout,
         weights=loaded.weights,
-        operators=cpu_operators() if device.type == "cpu" else None,
         coupled=start.coupled,
         observe_times=start.observe_times,
     )
@@ -127,7 +126,7 @@ class _LoadedModel:
     decoders: Sequence[Decoder]
     """By layout."""
     weights: ReshardableWeights | None
-    """Of all layouts; None where there is one."""
+    """Weights of all layouts; None where there is one."""
 
 
 def _load(start: WorkerStart, endpoint: WorkerEndpoint, device: torch.device) -> _LoadedModel:
@@ -142,14 +141,14 @@ def _load(start: WorkerStart, endpoint: WorkerEndpoint, device: torch.device) ->
     ranks = [Ranks(start.rank, layout.pipeline_parallel, layout.tensor_parallel) for layout in config.layouts]
     groups = meet(ranks, start.init_method, device, headers=config.attends_on_host)
 
-    def told(stage: str, done: int, total: int) -> None:
+    def report_progress(stage: str, done: int, total: int) -> None:
         endpoint.report(Loading(start.rank, stage, done, total))
 
     if len(shards) == 1:
-        decoder, _ = load_decoder(resolved, config, device, told, shard=shards[0], group=groups[0])
+        decoder, _ = load_decoder(resolved, config, device, report_progress, shard=shards[0], group=groups[0])
         return _LoadedModel(model, ranks, [decoder], None)
     assert directory is not None, "weights that are read more than once are in files"
-    weights, _ = load_layouts(directory, config, device, told, shards=shards, groups=groups)
+    weights, _ = load_layouts(directory, config, device, report_progress, shards=shards, groups=groups)
     if start.layout != 0:
         weights.fill(start.layout)
     return _LoadedModel(model, ranks, weights.decoders, weights)
@@ -158,7 +157,7 @@ def _load(start: WorkerStart, endpoint: WorkerEndpoint, device: torch.device) ->
 def _make_storage(
     start: WorkerStart, loaded: _LoadedModel, num_blocks: Sequence[int], device: torch.device
 ) -> torch.Tensor:
-    """Of the KV cache, which is another one in each layout: uint8, as large as the largest of them."""
+    """Storage of the KV cache, which is another one in each layout: uint8, as large as the largest of them."""
     config = start.config
     sizes = [blocks * _block_bytes(one, config) for blocks, one in zip(num_blocks, loaded.decoders, strict=True)]
     problem = f"a KV cache of {format_size(max(sizes))} does not fit"
@@ -179,41 +178,22 @@ def _make_layouts(
     pool = _open_pool(start, loaded)
     layouts = list[WorkerLayout]()
     for number, (ranks, decoder) in enumerate(zip(loaded.ranks, loaded.decoders, strict=True)):
-        layers = _compiled_layers(decoder, config, ranks) if device.type == "cpu" else None
-        run_layer = _layer_function(layers, gpus, number)
-        pieces = layers or (gpus[number].layers if gpus else None)
-        runner = ModelRunner(
+        stage = Stage.build(
             decoder,
             num_blocks=num_blocks[number],
             block_size=config.block_size,
             device=device,
-            run_layer=run_layer,
+            layers=_compiled_layers(decoder, config, ranks) if device.type == "cpu" else None,
+            run_layer=_layer_function(gpus, number),
+            pieces=gpus[number].layers if gpus else None,
             grammars=GrammarCompiler(Path(start.tokenizer_directory), decoder.config.vocab_size),
             storage=storage,
+            part=None if pool is None else pool.part(decoder.shard),
+            processor=processor,
         )
-        mover = hybrid = None
-        if pool is not None:
-            part = pool.part(decoder.shard)
-            mover = BlockMover(runner.caches.keys, runner.caches.values, part, device)
-            if processor is not None:
-                hybrid = _hybrid_stage(runner, part, processor, run_layer, pieces or LayerRunner())
         activations = _activations(decoder, ranks, config, device)
-        layouts.append(WorkerLayout(ranks, runner, activations, mover, layers, hybrid))
+        layouts.append(WorkerLayout(ranks, stage, activations))
     return layouts
-
-
-def _hybrid_stage(
-    runner: ModelRunner, part: HostPart, processor: HostProcessor, run_layer: LayerFunction, pieces: LayerRunner
-) -> HybridStage:
-    """With a thread of its own that attends over this stage's part of the host pool."""
-    decoder, device = runner.decoder, runner.device
-    runner.hybrid = HybridPass(
-        decoder,
-        lambda: processor.start(decoder.config, part, device),
-        run_layer=run_layer,
-        pieces=pieces,
-    )
-    return HybridStage(runner)
 
 
 def _open_pool(start: WorkerStart, loaded: _LoadedModel) -> HostPool | None:
@@ -224,8 +204,8 @@ def _open_pool(start: WorkerStart, loaded: _LoadedModel) -> HostPool | None:
     return HostPool.open(Path(path), loaded.model, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
 
 
-def _layer_function(layers: LayerRunner | None, gpus: Sequence[GpuStart], layout: int) -> LayerFunction:
-    return layers or (gpus[layout].layers if gpus else DecoderLayer.__call__)
+def _layer_function(gpus: Sequence[GpuStart], layout: int) -> LayerFunction:
+    return gpus[layout].layers if gpus else DecoderLayer.__call__
 
 
 def _compiled_layers(decoder: Decoder, config: EngineConfig, ranks: Ranks) -> LayerRunner | None:
@@ -249,3 +229,73 @@ def _activations(decoder: Decoder, ranks: Ranks, config: EngineConfig, device: t
 
 def _block_bytes(decoder: Decoder, config: EngineConfig) -> int:
     return kv_bytes_per_block(decoder.config, config.block_size, decoder.dtype)
+
+
+def keep_to_own_cores(number: int, workers: int) -> None:
+    """Have this process run on its part of the cores, before it starts any thread that computes.
+
+    Else threads that attend for one stage would be given the cores on which another one computes.
+
+    Args:
+        number: which of the workers of this machine it is.
+        workers: how many there are.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {processor for core in part_of(cores_in_use(), number, workers) for processor in core})
+
+
+def part_of(cores: Sequence[tuple[int, ...]], number: int, workers: int) -> Sequence[tuple[int, ...]]:
+    """Cores in a row, as many for each as for the others but for one; with more workers than cores, some share one."""
+    if workers > len(cores):
+        return [cores[number % len(cores)]]
+    return cores[number * len(cores) // workers : (number + 1) * len(cores) // workers]
+
+
+def starting_engine(
+    stage: ModelRunner,
+    run_layer: LayerFunction,
+    *,
+    storage: Tensor,
+    processor: HostProcessor,
+    config: EngineConfig,
+    model: ModelConfig,
+    speeds: MachineSpeeds,
+    compiled: bool,
+) -> StartingEngine:
+    """The first stage as an engine that can be measured, over the cache that the stage will have.
+
+    Args:
+        run_layer: runs the stage's layers.
+        storage: of its cache.
+        model: the whole one.
+        speeds, compiled: as in StartingEngine.
+    """
+    block_size, num_blocks = config.block_size, len(stage.caches.keys[0])
+    whole = as_whole_model(stage.decoder)
+    return StartingEngine(
+        runner=ModelRunner(
+            whole,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            device=stage.device,
+            run_layer=run_layer,
+            storage=storage,
+        ),
+        processor=processor,
+        config=config,
+        max_model_len=min(config.max_model_len or model.max_position_embeddings, num_blocks * block_size),
+        speeds=speeds,
+        compiled=compiled,
+        whole_model=model,
+    )
+
+
+def as_whole_model(stage: Decoder) -> Decoder:
+    """The layers of a first stage as a model of its own, which answers nonsense. It takes no further memory."""
+    config = stage.config
+    with torch.device("meta"):
+        whole = Decoder(config, initialize=False)
+    whole.embedding, whole.rotary, whole.layers = stage.embedding, stage.rotary, stage.layers
+    whole.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps).to(stage.device, stage.dtype)
+    whole.lm_head.weight = nn.Parameter(stage.embedding.weight.detach(), requires_grad=False)
+    return whole.eval()

@@ -1,9 +1,9 @@
-"""WorkersExecutor: runs plans on worker processes, and starts them anew when one dies."""
+"""WorkersExecutor: runs plans on worker processes, and starts them again when one dies."""
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -16,9 +16,8 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.record.times import ReshardTimes, SwapTimes, Times
-from nanoserve.runtime.workers.capacity import common_num_blocks
+from nanoserve.runtime.launch.memory import CPU_SHARE, CUDA_SHARE, blocks_that_fit
 from nanoserve.runtime.workers.group import WorkerGroup, WorkersDied, WorkerSettings
-from nanoserve.runtime.workers.host_losses import HostLosses
 from nanoserve.runtime.workers.messages import (
     Allocate,
     Answered,
@@ -30,13 +29,13 @@ from nanoserve.runtime.workers.messages import (
     Loaded,
     Loading,
     Moved,
-    Observed,
     Prepare,
     Prepared,
     Ready,
-    Run,
+    RunPlan,
+    StepObserved,
 )
-from nanoserve.runtime.workers.moves import Moves
+from nanoserve.runtime.workers.outstanding import HostLosses, Moves
 from nanoserve.runtime.workers.remote_layers import RemoteLayers
 from nanoserve.scheduler.plan import LayoutCapacity, StepPlan, StepResult
 
@@ -51,7 +50,7 @@ class WorkersExecutor:
         resolved, model: the model, and its shape.
         config: with pipeline_parallel x tensor_parallel workers, in one parallel layout or two.
         host_blocks: KV blocks in shared memory; with none, nothing can be swapped.
-        progress: is told how far loading is.
+        progress: is called with how far loading is.
         metadata: "decoupled": plans go to all stages at once, ahead of the hidden states (gLLM, section 3.3);
             "coupled": from stage to stage, with them.
         observe_times: keep what workers did when, for `take_times`.
@@ -115,7 +114,7 @@ class WorkersExecutor:
             if isinstance(error, WorkersDied):
                 raise error.error or RuntimeFailure(f"{error} while it was starting") from None
             raise
-        self._progress = None  # a second start is nobody's to watch
+        self._progress = None  # a second start is not shown
         self._settings = replace(self._settings, profiles=False)
 
     # ---- plans ------------------------------------------------------------------------------------------------
@@ -201,10 +200,10 @@ class WorkersExecutor:
     def _send(self, plan: StepPlan) -> None:
         group = self._open_group()
         if not self._coupled or plan.transition is not None:
-            group.send(Run(plan))
+            group.send(RunPlan(plan))
             return
         first = range(self._config.layouts[self.layout].tensor_parallel)
-        group.send(Run(plan), first)
+        group.send(RunPlan(plan), first)
         group.send(Follow(), range(len(first), self._config.num_workers))
 
     # ---- workers ----------------------------------------------------------------------------------------------
@@ -266,7 +265,7 @@ class WorkersExecutor:
             self._results.append(self._host_losses.answered(message.result))
         elif isinstance(message, HostLost):
             self._host_losses.heard(message)
-        elif isinstance(message, Observed):
+        elif isinstance(message, StepObserved):
             self._times.append(message.times)
         elif isinstance(message, Moved):
             self._take_move(message.times)
@@ -300,7 +299,7 @@ class WorkersExecutor:
         self._results.append(result)
 
     def _show_start(self) -> None:
-        """How many workers run. Long before one of them loads, each imports torch, and nobody shall wonder why."""
+        """How many workers run. Each imports torch long before it loads, and this says so."""
         if self._progress is not None:
             self._progress("start workers", len(self._ready), self._config.num_workers)
 
@@ -354,3 +353,36 @@ class WorkersExecutor:
         if self._group is None:
             raise RuntimeError("the executor is closed")
         return self._group
+
+
+def common_num_blocks(workers: Sequence[Loaded], config: EngineConfig, longest: int, layout: int = 0) -> int:
+    """Blocks of the KV cache in a parallel layout. Workers on the CPUs of one machine share its memory; GPUs have
+    their own.
+
+    Args:
+        longest: the model's own limit, in tokens.
+        layout: its number.
+
+    Raises:
+        UsageError: if a request of full length does not fit, or more is asked for than is free.
+    """
+    per_block: defaultdict[str, int] = defaultdict(int)
+    free: dict[str, int] = {}
+    for worker in workers:
+        per_block[worker.memory] += worker.block_bytes[layout]
+        free[worker.memory] = min(worker.free_bytes, free.get(worker.memory, worker.free_bytes))
+    total = sum(per_block.values())
+    # The memory that holds the fewest blocks is the measure: so much could be free of all together, and be used.
+    together = min(free[memory] * total // per_block[memory] for memory in free)
+    if config.device == "cpu":  # the engines beside this one load at the same time, and take as much
+        together //= config.data_parallel
+    return blocks_that_fit(
+        total,
+        together,
+        share=CPU_SHARE if config.device == "cpu" else CUDA_SHARE,
+        block_size=config.block_size,
+        longest=longest,
+        kv_cache_memory=config.kv_cache_memory,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+    )

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,10 +24,40 @@ from nanoserve.processes.threads import threads_of_each
 from nanoserve.runtime.launch.memory import available_memory
 from nanoserve.runtime.launch.rendezvous import Addresses, Rendezvous, open_rendezvous
 from nanoserve.runtime.moves.host_pool import HostPool
-from nanoserve.runtime.moves.shared_files import SharedFiles
 from nanoserve.runtime.workers.child import GRACE_SECONDS, WorkerChild
-from nanoserve.runtime.workers.endpoint import identity, prepare_socket
-from nanoserve.runtime.workers.messages import Failed, FromWorker, ToWorker, WorkerStart
+from nanoserve.runtime.workers.messages import FromWorker, ToWorker, WorkerFailed, WorkerStart
+from nanoserve.runtime.workers.process import identity, prepare_socket
+
+
+class SharedFiles:
+    """Such files, in a private directory of the engine; each is there as long as it is open or mapped anywhere.
+
+    On Linux the name leads to a descriptor of this process, and the file is in no file system: however all processes
+    end, and whenever, nothing of it is left. Elsewhere it is a file of that directory.
+    """
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+
+    def make(self, path: Path) -> None:
+        """An empty file under a name that nothing has.
+
+        Raises:
+            OSError: if that cannot be.
+        """
+        if not hasattr(os, "memfd_create"):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+            return
+        self._descriptors[path] = descriptor = os.memfd_create(path.name)
+        path.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
+
+    def close(self) -> None:
+        """Everybody has opened them: they need no names any more."""
+        while self._descriptors:
+            path, descriptor = self._descriptors.popitem()
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+
 
 SILENCE_SECONDS = 10.0
 """Twenty missed heartbeats: the worker is stopped."""
@@ -50,14 +81,14 @@ class WorkersDied(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What all workers are told."""
+    """What all workers of an engine start with."""
 
     resolved: ResolvedModel
     config: EngineConfig
     model: ModelConfig
     """Its shape."""
     host_blocks: int
-    """Of the host tier; 0 where there is none."""
+    """KV blocks of the host tier; 0 where there is none."""
     coupled: bool
     observe_times: bool
     engine: int = 0
@@ -183,11 +214,11 @@ class WorkerGroup:
         """Put a message on its way to these workers, or to all; each has been heard of. Never waits."""
         data = self._encoder.encode(message)
         for rank in range(self._settings.config.num_workers) if ranks is None else ranks:
-            with contextlib.suppress(zmq.ZMQError):  # a peer that is gone is told of by its pulse
+            with contextlib.suppress(zmq.ZMQError):  # its pulse says when a peer is gone
                 self._plans.send_multipart((identity(rank), data), zmq.NOBLOCK, copy=False)
 
     def hear(self, seconds: float | None) -> list[FromWorker]:
-        """What the workers say, in order, perhaps nothing; waits for it at most so long, and not for ever.
+        """What the workers say, in order, perhaps nothing; waits for it for `seconds`, and a second at most.
 
         Raises:
             WorkersDied: if one is dead or cannot go on. What was said before is lost with it.
@@ -196,13 +227,13 @@ class WorkerGroup:
         ready = dict(self._poller.poll(math.ceil(1000 * seconds)))
         heard = [*self._received(self._plans, ready), *self._received(self._reports, ready)]
         for message in heard:
-            if isinstance(message, Failed):
+            if isinstance(message, WorkerFailed):
                 raise self._failure(message)
         self._watch(ready)
         return heard
 
     def _watch(self, ready: Mapping[object, int]) -> None:
-        """See that all workers live. What they wrote while nobody looked counts as a sign of life now."""
+        """See that all workers live. What they wrote since the last look counts as a sign of life now."""
         now = time.monotonic()
         if now - self._looked_at > 2 * _WATCH_SECONDS:  # asleep, perhaps with the whole machine: give them time to wake
             self._beat_at = dict.fromkeys(self._beat_at, now)
@@ -225,7 +256,7 @@ class WorkerGroup:
                 *_, data = socket.recv_multipart(zmq.NOBLOCK)
                 yield self._decoder.decode(data)
 
-    def _failure(self, failed: Failed) -> WorkersDied:
+    def _failure(self, failed: WorkerFailed) -> WorkersDied:
         """What to say of a worker that cannot go on, unless it is because another is dead."""
         until = time.monotonic() + _FIRST_DEATH_SECONDS
         while time.monotonic() < until:

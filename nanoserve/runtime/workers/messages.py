@@ -12,7 +12,7 @@ from nanoserve.scheduler.plan import StepPlan, StepResult
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
-    """What a worker is told first: as one line of JSON on the stdin of one that the engine starts."""
+    """The first message to a worker: as one line of JSON on the stdin of one that the engine starts."""
 
     rank: int
     """Which worker it is."""
@@ -28,7 +28,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
     name: str
     model_directory: str | None
     tokenizer_directory: str
-    """Of the model, as in `ResolvedModel`."""
+    """Where the model is, as in `ResolvedModel`."""
     config: EngineConfig
     layout: int = 0
     """Number of the parallel layout to begin in."""
@@ -49,12 +49,12 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Load or compile what makes steps faster; it takes over between two steps. `waited`: nobody goes on before."""
+    """Load or compile what makes steps faster; it takes over between two steps. `waited`: no plan comes before."""
 
     waited: bool = False
 
 
-class Run(msgspec.Struct, frozen=True, tag=True):
+class RunPlan(msgspec.Struct, frozen=True, tag=True):
     """Run a plan, behind those before it."""
 
     plan: StepPlan
@@ -69,7 +69,7 @@ class ForgetHost(msgspec.Struct, frozen=True, tag=True):
     it."""
 
 
-ToWorker = Allocate | Prepare | Run | Follow | ForgetHost
+ToWorker = Allocate | Prepare | RunPlan | Follow | ForgetHost
 
 # ---------------------------------------------------------------------------------------------- from a worker
 
@@ -96,11 +96,11 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     memory: str
     """What it takes its KV cache from, the same text for workers that take it from the same."""
     block_bytes: tuple[int, ...]
-    """Of its part of one KV block, by layout."""
+    """Size of its part of one KV block, by layout."""
     free_bytes: int
-    """Of that memory, beside what steps need."""
+    """What is free of that memory, beside what steps need."""
     speeds: MachineSpeeds | None = None
-    """What it reaches while the others do the same; None where nobody decides by them."""
+    """What it reaches while the others do the same; None where no policy decides by them."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -118,7 +118,7 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     compiled: bool
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
     """A worker cannot go on. ``exit_code`` is that of the error's class."""
 
     rank: int
@@ -132,7 +132,7 @@ class Answered(msgspec.Struct, frozen=True, tag=True):
     result: StepResult
 
 
-class Observed(msgspec.Struct, frozen=True, tag=True):
+class StepObserved(msgspec.Struct, frozen=True, tag=True):
     """What a worker did when for one plan."""
 
     times: StageTimes
@@ -153,4 +153,4 @@ class HostLost(msgspec.Struct, frozen=True, tag=True):
     """How many ForgetHost it has followed: what they concern needs not be lost again."""
 
 
-FromWorker = Hello | Loading | Loaded | Ready | Prepared | Failed | Answered | Observed | Moved | HostLost
+FromWorker = Hello | Loading | Loaded | Ready | Prepared | WorkerFailed | Answered | StepObserved | Moved | HostLost

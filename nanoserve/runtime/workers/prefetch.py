@@ -12,8 +12,7 @@ import zmq
 
 from nanoserve.runtime.step.model_runner import PreparedStep
 from nanoserve.runtime.workers.activations import Expected
-from nanoserve.runtime.workers.headers import Header
-from nanoserve.runtime.workers.messages import ForgetHost, Run, ToWorker
+from nanoserve.runtime.workers.messages import ForgetHost, RunPlan, ToWorker
 from nanoserve.scheduler.plan import StepPlan
 
 THREAD_NAME = "prefetch"
@@ -23,7 +22,7 @@ _STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PrefetchedStep:
     """A plan that is ready to be computed."""
 
     step: PreparedStep
@@ -32,8 +31,6 @@ class Turn:
     received: float
     prepared: float
     """When the plan came and when its inputs were ready, in seconds of the monotonic clock."""
-    header: Header | None = None
-    """What came ahead of the hidden states; None in the first stage, and where no host sequence takes part."""
 
 
 class PrefetchThread:
@@ -41,7 +38,7 @@ class PrefetchThread:
 
     Args:
         socket: from now on the thread's.
-        prepare: makes a turn of a plan that came at that time; called in the thread, one step ahead of the loop. None
+        prepare: prepares a plan that came at that time; called in the thread, one step ahead of the loop. None
             leaves plans to the loop, as changes of layout always are.
         device: that inputs are prepared for.
     """
@@ -49,18 +46,18 @@ class PrefetchThread:
     def __init__(
         self,
         socket: "zmq.Socket[bytes]",
-        prepare: Callable[[StepPlan, float], Turn] | None,
+        prepare: Callable[[StepPlan, float], PrefetchedStep] | None,
         device: torch.device,
     ) -> None:
         self._socket = socket
         self._device = device
         self._prepare = prepare
-        self._arrived: SimpleQueue[Turn | ToWorker | BaseException] = SimpleQueue()
+        self._arrived: SimpleQueue[PrefetchedStep | ToWorker | BaseException] = SimpleQueue()
         self._places = threading.Semaphore(_STEPS)
         threading.Thread(target=self._receive, name=THREAD_NAME, daemon=True).start()
 
-    def next(self, seconds: float | None) -> Turn | ToWorker | None:
-        """What came next; waits for it so long, or for ever.
+    def next(self, seconds: float | None) -> PrefetchedStep | ToWorker | None:
+        """What came next; waits for it for `seconds`, or without limit.
 
         Raises:
             BaseException: what preparing it raised.
@@ -88,7 +85,7 @@ class PrefetchThread:
         try:
             while True:
                 message = decoder.decode(self._socket.recv())
-                if isinstance(message, Run) and self._prepare is not None and message.plan.transition is None:
+                if isinstance(message, RunPlan) and self._prepare is not None and message.plan.transition is None:
                     received = time.monotonic()
                     self._places.acquire()
                     self._arrived.put(self._prepare(message.plan, received))

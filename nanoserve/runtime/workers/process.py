@@ -1,15 +1,20 @@
-"""A worker process, from its first line of input on. The tie to its parent is there before torch is imported."""
+"""A worker process, from its first line of input on, and its two sockets to the engine.
+
+The tie to its parent is there before torch is imported.
+"""
 
 import os
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
+import zmq
 
 from nanoserve.errors import NanoserveError, RuntimeFailure
+from nanoserve.processes.sockets import connect
 from nanoserve.processes.watchdog import ParentWatchdog, own_pipes, read_line
-from nanoserve.runtime.workers.endpoint import WorkerEndpoint
-from nanoserve.runtime.workers.messages import Failed, Hello, WorkerStart
+from nanoserve.runtime.workers.messages import FromWorker, Hello, ToWorker, WorkerFailed, WorkerStart
 
 _SWITCH_SECONDS = 0.0002
 """How long one of a worker's two threads may keep the interpreter when the other wants it. With Python's 5 ms, a loop
@@ -36,11 +41,62 @@ def run_worker(start: WorkerStart) -> None:
     try:
         build_worker(start, endpoint).run()
     except NanoserveError as error:
-        failed = Failed(start.rank, str(error), error.exit_code)
+        failed = WorkerFailed(start.rank, str(error), error.exit_code)
     except Exception as error:
         # Workers that wait for another's hidden states fail with it: the engine knows who was the first.
         reason = (str(error).strip().splitlines() or [""])[0]
-        failed = Failed(start.rank, f"{type(error).__name__}: {reason}", RuntimeFailure.exit_code)
+        failed = WorkerFailed(start.rank, f"{type(error).__name__}: {reason}", RuntimeFailure.exit_code)
     endpoint.report(failed)
     endpoint.close()
     os._exit(failed.exit_code)  # at once: torch would wait for the other workers
+
+
+class WorkerEndpoint:
+    """Where a worker hears from the engine and answers it. Nothing that is said waits."""
+
+    def __init__(self, start: WorkerStart) -> None:
+        # Two contexts, so that the reports can be closed while another thread waits for plans.
+        self._context = zmq.Context(io_threads=1)
+        self.plans = zmq.Context(io_threads=1).socket(zmq.DEALER)
+        self._reports = self._context.socket(zmq.PUSH)
+        self.plans.set(zmq.IDENTITY, identity(start.rank))
+        for socket, address in ((self.plans, start.plans), (self._reports, start.reports)):
+            prepare_socket(socket)
+            socket.set(zmq.LINGER, 1000)
+            connect(socket, address, start.engine_key)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self._reporting = threading.Lock()
+
+    def introduce(self, hello: Hello) -> None:
+        """The first word, over the socket that plans come from: the engine can only send them to whom it has heard."""
+        self.plans.send(self._encoder.encode(hello))
+
+    def hear(self) -> ToWorker:
+        """Wait for a message; until an `PrefetchThread` has taken the socket over."""
+        message: ToWorker = self._decoder.decode(self.plans.recv())
+        return message
+
+    def report(self, message: FromWorker) -> None:
+        """Put a message on its way. Any thread may do so."""
+        with self._reporting:  # a socket may go from thread to thread, but has to be used by one at a time
+            self._reports.send(self._encoder.encode(message))
+
+    def close(self) -> None:
+        """Send the reports that are on their way; the process is about to end."""
+        self._context.destroy(linger=1000)
+
+
+def identity(rank: int) -> bytes:
+    """A worker's name among the engine's peers."""
+    return f"worker {rank}".encode()
+
+
+def prepare_socket(socket: "zmq.Socket[bytes]") -> None:
+    """No bounds on what is queued, since plans in flight are bounded.
+
+    ZeroMQ's own heartbeats stay off: an engine that is stopped for a while (Ctrl-Z) would lose its connections, and
+    with them, without a word, the plans that it sends before the workers have come back.
+    """
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)

@@ -1,4 +1,4 @@
-"""Who is who among the workers, and how they talk: the process groups of torch.distributed."""
+"""The workers' ranks, and the process groups of torch.distributed by which they communicate."""
 
 import os
 from collections.abc import Sequence

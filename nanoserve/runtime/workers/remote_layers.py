@@ -21,7 +21,7 @@ class RemoteLayers:
         self._prepare = prepare
         self._wait = wait
         self._wanted = False
-        self.waited = False  # whether somebody waits for what is being compiled
+        self.waited = False  # whether the engine waits for what is being compiled
         self._prepared: dict[int, bool] = {}  # by rank: whether compiled
 
     @property
@@ -56,5 +56,5 @@ class RemoteLayers:
         self.go_on()
 
     def forget(self) -> None:
-        """The workers are gone; new ones begin anew, once they run."""
+        """The workers are gone; new ones begin again, once they run."""
         self._prepared.clear()

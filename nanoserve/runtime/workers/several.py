@@ -19,7 +19,7 @@ _WATCH_SECONDS = 1.0
 def start_workers(
     resolved: ResolvedModel, config: EngineConfig, *, progress: ProgressCallback | None, **settings: Any
 ) -> list[WorkersExecutor]:
-    """Those of every engine, at the same time; progress is that of the first engine.
+    """Start the workers of every engine, at the same time; progress is that of the first engine.
 
     Args:
         settings: others of the WorkersExecutor.
@@ -100,5 +100,5 @@ class LayersOfAll:
 
 
 def _compiles(executor: WorkersExecutor) -> bool:
-    """Whether its workers do, or will once they are started anew."""
+    """Whether its workers compile, or will once they are started again."""
     return executor.layers.pending and not executor.failed

@@ -16,7 +16,7 @@ from tests.benchmarks.conftest import Run, interrupt
 from tests.benchmarks.hybrid.simulated_engine import BLOCK_SIZE, simulated_engine
 
 POLICIES = ["sarathi", "neo", "overlap", "apex", "hybrid"]
-SMALL = ("--requests", 12, "--input", 13, "--max-num-batched-tokens", 32)
+SMALL = ("--requests", 12, "--max-num-batched-tokens", 32)
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def bench(closed: list[EngineConfig], run_undisturbed: Run) -> Run:
 def test_everything_at_once(bench: Run, closed: list[EngineConfig], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report, chart, trace = (tmp_path / name for name in ("report.json", "chart.png", "trace.json"))
-    work = (*SMALL, "--output", "40,9", "--kv-limits", "1,0.3", "--rounds", 1)
-    code, out, err = bench(*work, "--host-threads", 1, "--json", report, "--plot", chart, "--trace-out", trace)
+    work = (*SMALL, "--lengths", "13+40,13+9", "--kv-limits", "1,0.3", "--rounds", 1)
+    code, out, err = bench(*work, "--host-threads", 1, "--json", report, "--plot", chart, "--record", trace)
     assert code == 0, err
     assert [(config.policy, config.host_threads) for config in closed] == [("hybrid", 1)]
     found = json.loads(report.read_text())
@@ -73,7 +73,7 @@ def test_an_interrupt_shows_what_was_measured(
 ) -> None:
     interrupt(monkeypatch, rounds, at=2 + 2 + 1)
     report = tmp_path / "report.json"
-    code, out, err = bench(*SMALL, "--policy", "sarathi,overlap:cohorts=2", "--output", 9, "--json", report)
+    code, out, err = bench(*SMALL, "--policy", "sarathi,overlap:cohorts=2", "--lengths", "13+9", "--json", report)
     assert code == 130
     assert len(closed) == 1
     assert "1 rows were measured" in err
@@ -86,7 +86,7 @@ def test_what_was_promised_and_does_not_hold_is_said(
 ) -> None:
     """With a whole that is less than what the requests need, there are hybrid steps."""
     monkeypatch.setattr(Work, "device_blocks", lambda self, shape: 50)
-    code, out, _ = bench(*SMALL, "--policy", "sarathi,overlap", "--output", 40, "--kv-limits", 1, "--rounds", 1)
+    code, out, _ = bench(*SMALL, "--policy", "sarathi,overlap", "--lengths", "13+40", "--kv-limits", 1, "--rounds", 1)
     assert code == 0
     assert "HYBRID STEPS although the device holds everything: overlap in 13+40, KV 100%" in out
 
@@ -99,9 +99,10 @@ def test_what_was_promised_and_does_not_hold_is_said(
         (("--kv-cache-memory", "1GiB"), "--kv-cache-memory: how much there is, --kv-limits says; leave it out"),
         (("--pp", 2), "one device is measured: leave out --dp, --pp, --tp"),
         (("--kv-limits", "2"), "--kv-limits takes shares above 0 and up to 1"),
-        (("--output", "0"), "--output takes whole numbers from 1"),
-        (("--input", 1000, "--output", 100), "are 1100 tokens, more than the context of 1024"),
-        (("--trace-out", "/none/trace.json"), "cannot write /none/trace.json"),
+        (("--lengths", "13+0"), "--lengths takes whole numbers from 1"),
+        (("--lengths", "13+9,14+9"), "--lengths takes prompts of one length here"),
+        (("--lengths", "1000+100"), "are 1100 tokens, more than the context of 1024"),
+        (("--record", "/none/trace.json"), "cannot write /none/trace.json"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(bench: Run, arguments: tuple[object, ...], message: str) -> None:

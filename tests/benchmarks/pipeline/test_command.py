@@ -53,8 +53,8 @@ def bench(closed: list[str], run_undisturbed: Run, monkeypatch: pytest.MonkeyPat
 def test_everything_at_once(bench: Run, closed: list[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report, chart, trace = (tmp_path / name for name in ("report.json", "chart.png", "trace.json"))
-    work = ("--requests", 6, "--request-rate", 8, "--rounds", 2, "--metadata", "both", "--against-one-process")
-    code, out, err = bench(*work, "--json", report, "--plot", chart, "--trace-out", trace)
+    work = ("--requests", 6, "--rate", 8, "--rounds", 2, "--metadata", "both", "--against-one-process")
+    code, out, err = bench(*work, "--json", report, "--plot", chart, "--record", trace)
     assert code == 0, err
     engines = ["pp=2", "pp=2 coupled", "one process"]
     assert sorted(closed) == sorted(engines)
@@ -79,7 +79,7 @@ def test_an_interrupt_shows_what_was_measured(
 ) -> None:
     interrupt(monkeypatch, rounds, at=1 + 1 + 1)
     report, trace = tmp_path / "report.json", tmp_path / "trace.json"
-    code, out, err = bench("--policy", "sarathi", "--requests", 2, "--json", report, "--trace-out", trace)
+    code, out, err = bench("--policy", "sarathi", "--requests", 2, "--json", report, "--record", trace)
     assert code == 130
     assert closed == ["pp=2"]
     assert "1 rows were measured" in err
@@ -102,12 +102,12 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(bench: Run, tmp_path:
     [
         (("--policy", "fair"), "unknown policy 'fair'"),
         (("--metadata", "shared"), "--metadata 'shared' is not one of decoupled, coupled, both"),
-        (("--request-rate", "1,2"), "--request-rate takes one rate here, not '1,2'"),
-        (("--request-rate", "0"), "--request-rate takes requests per second"),
-        (("--preset", "huge"), "--preset 'huge' is not one of"),
+        (("--rate", "1,2"), "--rate takes one rate here, not '1,2'"),
+        (("--rate", "0"), "--rate takes requests per second"),
+        (("--lengths", "huge"), "or one of nano-vllm, cpu, cpu-small, sharegpt-gllm"),
         (("--device", "cuda"), "this command measures CPUs"),
-        (("--input", 9000, "--output", 1), "every request of 9000+1 is longer than the context of 1600 tokens"),
-        (("--trace-out", "/none/trace.json"), "cannot write /none/trace.json"),
+        (("--lengths", "9000+1"), "every request of 9000+1 is longer than the context of 1600 tokens"),
+        (("--record", "/none/trace.json"), "cannot write /none/trace.json"),
     ],
 )
 def test_what_makes_no_sense_is_told_in_a_line(bench: Run, arguments: tuple[object, ...], message: str) -> None:

@@ -45,8 +45,8 @@ def bench(closed: list[str], run_undisturbed: Run) -> Run:
 def test_everything_at_once(bench: Run, closed: list[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report, chart, trace = (tmp_path / name for name in ("report.json", "chart.png", "trace.json"))
-    work = ("--requests", 16, "--input", 13, "--output", 9, "--rounds", 2, "--max-num-batched-tokens", 32)
-    files = ("--json", report, "--plot", chart, "--trace-out", trace)
+    work = ("--requests", 16, "--lengths", "13+9", "--rounds", 2, "--max-num-batched-tokens", 32)
+    files = ("--json", report, "--plot", chart, "--record", trace)
     code, out, err = bench(*work, "--against-own-workers", *files)
     assert code == 0, err
     assert sorted(closed) == ["P2 -> T2 2", "own workers 1", "own workers 1"]
@@ -75,7 +75,7 @@ def test_an_interrupt_shows_what_was_measured(
 ) -> None:
     interrupt(monkeypatch, running, at=6 + 6 + 1)
     report = tmp_path / "report.json"
-    code, out, err = bench("--requests", 4, "--input", 13, "--output", 9, "--json", report)
+    code, out, err = bench("--requests", 4, "--lengths", "13+9", "--json", report)
     assert code == 130
     assert closed == ["P2 -> T2 2"]
     assert "1 rows were measured" in err
@@ -99,8 +99,8 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(bench: Run, tmp_path:
         (("--prefill-parallel", "p2", "--decode-parallel", "t4"), "both run on the same ones"),
         (("--pp", 2), "replace --dp, --pp, --tp and --pp-split"),
         (("--device", "cuda"), "this command measures CPUs"),
-        (("--input", 900, "--output", 1), "every request of 900+1 is longer than the context of 120 tokens"),
-        (("--trace-out", "/none/trace.json"), "cannot write /none/trace.json"),
+        (("--lengths", "900+1"), "every request of 900+1 is longer than the context of 120 tokens"),
+        (("--record", "/none/trace.json"), "cannot write /none/trace.json"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(bench: Run, arguments: tuple[object, ...], message: str) -> None:

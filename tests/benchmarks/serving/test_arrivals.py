@@ -70,7 +70,7 @@ def test_a_time_that_is_none_is_named(tmp_path: Path, row: str) -> None:
 
 
 def test_rates_as_they_are_typed() -> None:
-    assert parse_rates("0.5, 2,inf,2", "--request-rate") == (0.5, 2.0, math.inf)
+    assert parse_rates("0.5, 2,inf,2", "--rate") == (0.5, 2.0, math.inf)
     for text in ("", "0", "-1", "nan", "1,,2", "two", "1e9"):
-        with pytest.raises(UsageError, match="--request-rate takes requests per second such as"):
-            parse_rates(text, "--request-rate")
+        with pytest.raises(UsageError, match="--rate takes requests per second such as"):
+            parse_rates(text, "--rate")

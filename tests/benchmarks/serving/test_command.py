@@ -15,8 +15,8 @@ from nanoserve.benchmarks.peers.protocol import Batch, Opening
 from nanoserve.benchmarks.peers.server_peer import ServerPeer
 from nanoserve.benchmarks.serving import own_server, preparing
 from nanoserve.benchmarks.serving.own_server import OwnServer
+from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.main import main
-from nanoserve.commands.options import EngineOptions
 from nanoserve.errors import RuntimeFailure
 from nanoserve.layout import ParallelLayout
 from tests.client.foreign import HELLO, Asked, Scripted, as_error, foreign
@@ -57,7 +57,7 @@ def test_a_sweep_of_clients_is_a_table_json_a_chart_and_can_be_compared(
 ) -> None:
     pytest.importorskip("matplotlib")
     report, chart = tmp_path / "report.json", tmp_path / "chart.png"
-    work = ("--concurrency", "1,3", "--input", 20, "--output", 6, "--requests", 5, "--repeats", 2)
+    work = ("--concurrency", "1,3", "--lengths", "20+6", "--requests", 5, "--repeats", 2)
     code, out, err = bench("--url", server.url, *work, "--slo", "e2el=60000", "--json", report, "--plot", chart)
     assert code == 0, err
     found = json.loads(report.read_text())
@@ -88,11 +88,11 @@ def test_open_loops_and_traces(bench: Run, server: Server, tmp_path: Path) -> No
     assert "1 requests are longer than the context of 512 and left out" in out
     assert (row["case"], row["completed"], row["output_tokens"]) == ("trace", 2, 6)
     assert row["offered_requests_per_s"] == pytest.approx(5.0)
-    assert bench(*words, "--arrivals", "trace", "--request-rate", "20,inf")[0] == 0
+    assert bench(*words, "--arrivals", "trace", "--rate", "20,inf")[0] == 0
     rows = json.loads(report.read_text())["rows"]
     assert [row["case"] for row in rows] == ["trace at 20 requests/s", "trace at inf requests/s"]
     assert [row["offered_requests_per_s"] for row in rows] == [pytest.approx(20.0), None]
-    assert bench(*words, "--request-rate", "50")[0] == 0
+    assert bench(*words, "--rate", "50")[0] == 0
     assert json.loads(report.read_text())["rows"][0]["case"] == "50 requests/s"
 
 
@@ -137,14 +137,14 @@ def test_a_warm_up_that_fails_ends_it(bench: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--concurrency", "2", "--request-rate", "3"), "--concurrency is a closed loop"),
-        (("--request-rate", "fast"), "--request-rate takes requests per second"),
+        (("--concurrency", "2", "--rate", "3"), "--concurrency is a closed loop"),
+        (("--rate", "fast"), "--rate takes requests per second"),
         (("--concurrency", "0"), "--concurrency takes whole numbers"),
-        (("--arrivals", "gamma"), "--arrivals 'gamma' is not one of poisson, trace"),
+        (("--arrivals", "gamma"), "'gamma' is not one of poisson, trace"),
         (("--arrivals", "trace"), "--arrivals trace needs the --trace"),
-        (("--input", "5"), "--input and --output go together"),
-        (("--input", "5", "--output", "5", "--preset", "cpu"), "give --preset, --trace or"),
-        (("--preset", "huge"), "--preset 'huge' is not one of nano-vllm, cpu, cpu-small"),
+        (("--lengths", "5"), "--lengths takes tokens in and out"),
+        (("--lengths", "5+5", "--trace", "x.csv"), "give --lengths or --trace, not both"),
+        (("--lengths", "huge"), "or one of nano-vllm, cpu, cpu-small, sharegpt-gllm"),
         (("--trace", "missing.csv"), "cannot read the trace missing.csv"),
         (("--endpoint", "embeddings"), "--endpoint 'embeddings' is not one of completions, chat"),
         (("--slo", "itl=3"), "--slo takes milliseconds"),
@@ -159,7 +159,7 @@ def test_what_makes_no_sense_is_one_line(bench: Run, arguments: tuple[str, ...],
 
 def test_ctrl_c_keeps_the_answers_that_have_come(server: Server, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    work = ["--concurrency", "2", "--input", "4", "--output", "60", "--requests", "500"]
+    work = ["--concurrency", "2", "--lengths", "4+60", "--requests", "500"]
     words = [sys.executable, "-m", "nanoserve", "bench", "serve", "--url", server.url, *work, "--json", str(report)]
     before = server.metric("vllm:request_success_total")
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -190,7 +190,7 @@ def test_a_server_of_its_own_is_started_and_ended(bench: Run, tmp_path: Path, mo
 
     monkeypatch.setattr(OwnServer, "_wait_until_ready", remembered)
     report = tmp_path / "report.json"
-    code, _, _ = bench("--request-rate", "inf", "--input", 4, "--output", 3, "--requests", 4, "--json", report)
+    code, _, _ = bench("--rate", "inf", "--lengths", "4+3", "--requests", 4, "--json", report)
     found = json.loads(report.read_text())
     assert code == 0
     assert found["server"]["own"] and found["engine"] == FACTS

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanoserve.runtime.host.hybrid_runner import Header, Leaving
 from nanoserve.runtime.workers.activations import Activations, Expected
-from nanoserve.runtime.workers.headers import Header, Leaving
 from nanoserve.runtime.workers.ranks import Ranks
 from nanoserve.scheduler.plan import CohortProgress, HostWork
 

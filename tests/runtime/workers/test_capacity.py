@@ -6,7 +6,7 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.processes.sizes import format_size
 from nanoserve.runtime.launch.memory import CPU_SHARE, CUDA_SHARE
-from nanoserve.runtime.workers.capacity import common_num_blocks
+from nanoserve.runtime.workers.executor import common_num_blocks
 from nanoserve.runtime.workers.messages import Loaded
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 import msgspec
 from nanoserve.processes.watchdog import ParentWatchdog, own_pipes, read_line
 from nanoserve.runtime.workers.messages import *
-from nanoserve.runtime.workers.endpoint import WorkerEndpoint
+from nanoserve.runtime.workers.process import WorkerEndpoint
 
 parent, pulse = own_pipes()
 directory = Path(sys.argv[2])
@@ -45,7 +45,7 @@ while True:
     match endpoint.hear():
         case Allocate():
             endpoint.report(Ready(start.rank))
-        case Run(plan) if start.rank == 1:
+        case RunPlan(plan) if start.rank == 1:
             endpoint.report(Answered(StepResult(plan.step)))
         case Prepare() if start.rank == 1:
             os.kill(os.getpid(), 9)
@@ -161,7 +161,7 @@ def test_what_workers_share_has_a_name_until_all_are_ready(monkeypatch: pytest.M
 def test_workers_that_cannot_be_started_again_are_not_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of the model are gone since the first ones read them, say."""
     with closing(two_workers()) as workers:
-        gone = "endpoint.report(Failed(start.rank, 'small: no such model directory', 3))"
+        gone = "endpoint.report(WorkerFailed(start.rank, 'small: no such model directory', 3))"
         refusing = WORKER.replace("endpoint.report(Loaded", f"{gone}\ntime.sleep(9)\nstation.report(Loaded")
         monkeypatch.setattr("nanoserve.runtime.workers.child._PROGRAM", refusing)
         os.kill(processes(workers)[0], signal.SIGKILL)

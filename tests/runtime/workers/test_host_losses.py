@@ -1,7 +1,7 @@
 """One stage loses its attention on the CPU: what is told of host sequences from then on."""
 
-from nanoserve.runtime.workers.host_losses import HostLosses
 from nanoserve.runtime.workers.messages import HostLost
+from nanoserve.runtime.workers.outstanding import HostLosses
 from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork, Row, StepPlan, StepResult
 
 

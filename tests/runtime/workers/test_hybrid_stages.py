@@ -12,8 +12,8 @@ import pytest
 
 from nanoserve.processes.threads import cores_in_use
 from nanoserve.runtime.workers import child
+from nanoserve.runtime.workers.building import part_of
 from nanoserve.runtime.workers.executor import WorkersExecutor
-from nanoserve.runtime.workers.own_cores import part_of
 from nanoserve.scheduler.plan import HostWork, StepPlan, StepResult
 from tests.runtime.workers.disturbances import Pair
 from tests.runtime.workers.loads import TIGHT_BLOCKS, Case, Reference, start_workers

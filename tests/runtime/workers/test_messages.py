@@ -10,7 +10,6 @@ from nanoserve.request import SamplingParams, TokenLogprob
 from nanoserve.runtime.workers.messages import (
     Allocate,
     Answered,
-    Failed,
     Follow,
     ForgetHost,
     FromWorker,
@@ -19,12 +18,13 @@ from nanoserve.runtime.workers.messages import (
     Loaded,
     Loading,
     Moved,
-    Observed,
     Prepare,
     Prepared,
     Ready,
-    Run,
+    RunPlan,
+    StepObserved,
     ToWorker,
+    WorkerFailed,
     WorkerStart,
 )
 from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan, StepResult, Swap
@@ -41,7 +41,7 @@ PLAN = StepPlan(
 LOGPROB = TokenLogprob(6, -0.5, 1, ((6, -0.5), (7, -1.0)))
 RESULT = StepResult(3, (Answer(8, (6,), (LOGPROB,)), Answer(9, error="no")), seconds=0.25)
 SPEEDS = MachineSpeeds(memory_bandwidth=1e10, flops=2e11, host_link_bandwidth=5e9)
-TO_WORKER = [Allocate((17, 12)), Prepare(), Run(PLAN), Follow(), ForgetHost()]
+TO_WORKER = [Allocate((17, 12)), Prepare(), RunPlan(PLAN), Follow(), ForgetHost()]
 FROM_WORKER = [
     Hello(1),
     Loading(1, "load", 3, 5),
@@ -50,9 +50,9 @@ FROM_WORKER = [
     ),
     Ready(1),
     Prepared(1, compiled=True),
-    Failed(1, "out of memory", 4),
+    WorkerFailed(1, "out of memory", 4),
     Answered(RESULT),
-    Observed(StageTimes(3, 1, 4, *(0.5 * moment for moment in range(6)))),
+    StepObserved(StageTimes(3, 1, 4, *(0.5 * moment for moment in range(6)))),
     Moved(ReshardTimes(3, 1, 1, 2**34, 0.5, 2.5)),
     HostLost(1, "it hangs", 2),
 ]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanoserve.runtime.workers.own_cores import part_of
+from nanoserve.runtime.workers.building import part_of
 
 
 def test_every_core_is_somebodys_and_nobody_has_many_more_than_others() -> None:

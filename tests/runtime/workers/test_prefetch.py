@@ -9,8 +9,8 @@ import pytest
 import torch
 import zmq
 
-from nanoserve.runtime.workers.messages import Allocate, Follow, ForgetHost, Prepare, Run, ToWorker
-from nanoserve.runtime.workers.prefetch import THREAD_NAME, PrefetchThread, Turn
+from nanoserve.runtime.workers.messages import Allocate, Follow, ForgetHost, Prepare, RunPlan, ToWorker
+from nanoserve.runtime.workers.prefetch import THREAD_NAME, PrefetchedStep, PrefetchThread
 from nanoserve.scheduler.plan import StepPlan
 
 PATIENCE = 20.0
@@ -33,12 +33,12 @@ class Engine:
         for message in messages:
             self._plans.send(msgspec.msgpack.encode(message))
 
-    def prepare(self, plan: StepPlan, received: float) -> Turn:
+    def prepare(self, plan: StepPlan, received: float) -> PrefetchedStep:
         if plan.step < 0:
             raise RuntimeError("such a plan cannot be prepared")
         self.prepared.append(plan.step)
         self.threads.add(threading.get_ident())
-        return Turn(plan, None, received, time.monotonic())
+        return PrefetchedStep(plan, None, received, time.monotonic())
 
     def end(self) -> None:
         """Have the prefetch thread end, in whose hands its socket is, then close the sockets."""
@@ -70,11 +70,11 @@ def eventually(holds: Callable[[], bool]) -> None:
 def test_one_plan_is_prepared_ahead_and_no_more(engine: Engine) -> None:
     """The buffers of a step are those of the step before the last one."""
     thread = PrefetchThread(engine.prefetch_socket, engine.prepare, CPU)
-    engine.say(*(Run(StepPlan(step)) for step in range(4)))
+    engine.say(*(RunPlan(StepPlan(step)) for step in range(4)))
     eventually(lambda: len(engine.prepared) == 2)
     for step in range(4):
         turn = thread.next(PATIENCE)
-        assert isinstance(turn, Turn) and turn.step.step == step
+        assert isinstance(turn, PrefetchedStep) and turn.step.step == step
         assert turn.received <= turn.prepared
         time.sleep(0.01)
         assert len(engine.prepared) <= step + 2
@@ -85,34 +85,34 @@ def test_one_plan_is_prepared_ahead_and_no_more(engine: Engine) -> None:
 
 def test_everything_comes_in_order(engine: Engine) -> None:
     thread = PrefetchThread(engine.prefetch_socket, engine.prepare, CPU)
-    engine.say(Run(StepPlan(0)), Prepare(), Run(StepPlan(1)), Allocate((3,)))
+    engine.say(RunPlan(StepPlan(0)), Prepare(), RunPlan(StepPlan(1)), Allocate((3,)))
     arrived = [thread.next(PATIENCE) for _ in range(4)]
-    assert [type(one) for one in arrived] == [Turn, Prepare, Turn, Allocate]
+    assert [type(one) for one in arrived] == [PrefetchedStep, Prepare, PrefetchedStep, Allocate]
 
 
 def test_nothing_is_prepared_beside_the_steps_before_host_sequences_are_forgotten(engine: Engine) -> None:
     """It would forget the sequences that they answer."""
     thread = PrefetchThread(engine.prefetch_socket, engine.prepare, CPU)
-    engine.say(Run(StepPlan(0)), Run(StepPlan(1)), ForgetHost(), Run(StepPlan(2)))
-    assert all(isinstance(thread.next(PATIENCE), Turn) for _ in range(2))
+    engine.say(RunPlan(StepPlan(0)), RunPlan(StepPlan(1)), ForgetHost(), RunPlan(StepPlan(2)))
+    assert all(isinstance(thread.next(PATIENCE), PrefetchedStep) for _ in range(2))
     for _ in range(2):
         assert thread.next(0.02) is None
         assert engine.prepared == [0, 1]
         thread.done()
     assert thread.next(PATIENCE) == ForgetHost()
-    assert isinstance(thread.next(PATIENCE), Turn)
+    assert isinstance(thread.next(PATIENCE), PrefetchedStep)
 
 
 def test_plans_of_a_coupled_worker_are_left_to_the_loop(engine: Engine) -> None:
     thread = PrefetchThread(engine.prefetch_socket, None, CPU)
-    engine.say(*(Run(StepPlan(step)) for step in range(3)), Follow())
-    assert [thread.next(PATIENCE) for _ in range(4)] == [*(Run(StepPlan(step)) for step in range(3)), Follow()]
+    engine.say(*(RunPlan(StepPlan(step)) for step in range(3)), Follow())
+    assert [thread.next(PATIENCE) for _ in range(4)] == [*(RunPlan(StepPlan(step)) for step in range(3)), Follow()]
 
 
 def test_a_change_of_layout_is_left_to_the_loop(engine: Engine) -> None:
     thread = PrefetchThread(engine.prefetch_socket, engine.prepare, CPU)
-    engine.say(Run(StepPlan(0, transition=1)))
-    assert thread.next(PATIENCE) == Run(StepPlan(0, transition=1))
+    engine.say(RunPlan(StepPlan(0, transition=1)))
+    assert thread.next(PATIENCE) == RunPlan(StepPlan(0, transition=1))
 
 
 def test_what_fails_in_another_thread_fails_in_the_loop(engine: Engine) -> None:
@@ -128,8 +128,8 @@ def test_it_waits_no_longer_than_it_is_asked_to(engine: Engine) -> None:
 
 def test_what_cannot_be_prepared_fails_when_its_turn_comes(engine: Engine) -> None:
     thread = PrefetchThread(engine.prefetch_socket, engine.prepare, CPU)
-    engine.say(Run(StepPlan(0)), Run(StepPlan(-1)))
-    assert isinstance(thread.next(PATIENCE), Turn)
+    engine.say(RunPlan(StepPlan(0)), RunPlan(StepPlan(-1)))
+    assert isinstance(thread.next(PATIENCE), PrefetchedStep)
     with pytest.raises(RuntimeError, match="such a plan cannot be prepared"):
         thread.next(PATIENCE)
 

@@ -20,7 +20,7 @@ from nanoserve.runtime.launch.memory import kv_bytes_per_block
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile
 from nanoserve.runtime.profiling.rounds import Effort
 from nanoserve.runtime.step.model_runner import ModelRunner
-from nanoserve.runtime.workers.stage_profile import as_whole_model, starting_engine
+from nanoserve.runtime.workers.building import as_whole_model, starting_engine
 from tests.runtime.small_model import small_config
 from triton_ops.cpu import cpu_operators
 

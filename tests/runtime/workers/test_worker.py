@@ -10,11 +10,13 @@ import torch
 import zmq
 
 from nanoserve.errors import RuntimeFailure
-from nanoserve.runtime.moves.layer_marks import LayerMarks
-from nanoserve.runtime.step.device_to_host import DeviceToHostCopy
+from nanoserve.runtime.moves.swapping import LayerMarks
+from nanoserve.runtime.stage import Stage
+from nanoserve.runtime.step.forward_pass import StepInputs
 from nanoserve.runtime.step.model_runner import PreparedStep
+from nanoserve.runtime.step.staging import DeviceToHostCopy
 from nanoserve.runtime.workers.activations import Activations
-from nanoserve.runtime.workers.messages import ForgetHost, HostLost, Run
+from nanoserve.runtime.workers.messages import ForgetHost, HostLost, RunPlan
 from nanoserve.runtime.workers.prefetch import THREAD_NAME
 from nanoserve.runtime.workers.ranks import Ranks
 from nanoserve.runtime.workers.worker import Worker, WorkerLayout
@@ -42,7 +44,7 @@ class FullDevice:
     device = CPU
 
     def prepare(self, plan: StepPlan) -> SimpleNamespace:
-        return SimpleNamespace(plan=plan, num_tokens=7, host=None)
+        return SimpleNamespace(plan=plan, num_tokens=7, inputs=None)
 
     def compute(self, step: object, entering: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
@@ -54,18 +56,18 @@ def make_worker(
     *,
     num_stages: int = 2,
     mover: "Mover | None" = None,
-    hybrid: "LosingStage | None" = None,
+    hybrid: "LosingRunner | None" = None,
 ) -> Worker:
     """That of the first stage, with one layout."""
     ranks = Ranks(0, num_stages=num_stages, degree=1)
     activations = Activations(ranks, hidden_size=1, num_tokens=1, dtype=torch.float32, device=CPU)
-    layout = WorkerLayout(ranks, runner, activations, mover, layers=None, hybrid=hybrid)  # type: ignore[arg-type]
+    stage = Stage(runner)  # type: ignore[arg-type]
+    stage.mover, stage.hybrid = mover, hybrid  # type: ignore[assignment]
     return Worker(
         connection,  # type: ignore[arg-type]
-        [layout],
+        [WorkerLayout(ranks, stage, activations)],
         current=0,
         weights=None,
-        operators=None,
         coupled=False,
         observe_times=False,
     )
@@ -76,7 +78,7 @@ def test_a_step_without_memory_is_told_in_one_line(
 ) -> None:
     engine, plans = sockets
     worker = make_worker(SimpleNamespace(plans=plans), FullDevice(), num_stages=1)
-    engine.send(msgspec.msgpack.encode(Run(StepPlan(0))))
+    engine.send(msgspec.msgpack.encode(RunPlan(StepPlan(0))))
     with pytest.raises(RuntimeFailure, match=r"out of memory on cpu: a step of 7 tokens .*; lower --max-num-batched"):
         worker.run()
 
@@ -118,23 +120,24 @@ def test_a_swap_begins_when_the_step_before_its_plan_is_done(
     worker = make_worker(SimpleNamespace(plans=plans, report=lambda _: None), runner, mover=Mover(runner.moved))
     row = Row(8, 0, (1,), sample=True)
     for plan in (StepPlan(0, rows=(row,)), StepPlan(1, rows=(row,), swaps=(Swap(0, 9, "in", (4,), (2,)),))):
-        engine.send(msgspec.msgpack.encode(Run(plan)))
+        engine.send(msgspec.msgpack.encode(RunPlan(plan)))
     with pytest.raises(RuntimeFailure, match="out of memory"):
         worker.run()
     assert runner.moved_beside == [False, True]
 
 
-class LosingStage:
-    """In place of a HybridStage whose attention on the CPU fails in its first and in its third step."""
+class LosingRunner:
+    """In place of a HybridRunner whose attention on the CPU fails in its first and in its third step."""
 
     def __init__(self) -> None:
         self.steps = self.forgotten = 0
+        self.hybrid = self
 
     def take_loss(self) -> str | None:
         self.steps += 1
         return f"step {self.steps}" if self.steps in (1, 3) else None
 
-    def forget(self) -> None:
+    def forget_host(self) -> None:
         self.forgotten += 1
 
 
@@ -142,12 +145,18 @@ def test_a_loss_says_of_which_losses_of_other_stages_the_worker_knew(
     sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"],
 ) -> None:
     engine, plans = sockets
-    runner, stage = SlowRunner(), LosingStage()
+    runner, stage = SlowRunner(), LosingRunner()
     runner.moved.set()
     runner.last = 3
     reports: list[object] = []
     worker = make_worker(SimpleNamespace(plans=plans, report=reports.append), runner, hybrid=stage)
-    for message in (Run(StepPlan(0)), Run(StepPlan(1)), ForgetHost(), Run(StepPlan(2)), Run(StepPlan(3))):
+    for message in (
+        RunPlan(StepPlan(0)),
+        RunPlan(StepPlan(1)),
+        ForgetHost(),
+        RunPlan(StepPlan(2)),
+        RunPlan(StepPlan(3)),
+    ):
         engine.send(msgspec.msgpack.encode(message))
     with pytest.raises(RuntimeFailure, match="out of memory"):
         worker.run()
@@ -163,13 +172,14 @@ class LayeredRunner(FullDevice):
         self.left_in_time: list[bool] = []
 
     def prepare(self, plan: StepPlan) -> PreparedStep:
-        return PreparedStep(plan, DeviceToHostCopy(CPU), copies=None, rows=None)
+        inputs = StepInputs(torch.zeros(1), torch.zeros(1), batch=None)  # type: ignore[arg-type]
+        return PreparedStep(plan, DeviceToHostCopy(CPU), inputs=inputs)
 
     def compute(self, step: PreparedStep, entering: object) -> None:
-        assert step.computed is not None
+        assert step.inputs is not None and step.inputs.computed is not None
         for layer, left in enumerate(self.left):
             assert not left.is_set()
-            step.computed(layer)
+            step.inputs.computed(layer)
             self.left_in_time.append(left.wait(60))
         super().compute(step, entering)
 
@@ -192,7 +202,7 @@ def test_a_prompt_that_is_parked_leaves_layer_by_layer(
     runner = LayeredRunner()
     worker = make_worker(SimpleNamespace(plans=plans, report=lambda _: None), runner, mover=LayeredMover(runner.left))
     parked = Swap(0, 8, "out", (4,), (2,), after_row=True)
-    engine.send(msgspec.msgpack.encode(Run(StepPlan(0, rows=(Row(8, 0, (1,), sample=True),), swaps=(parked,)))))
+    engine.send(msgspec.msgpack.encode(RunPlan(StepPlan(0, rows=(Row(8, 0, (1,), sample=True),), swaps=(parked,)))))
     with pytest.raises(RuntimeFailure, match="out of memory"):
         worker.run()
     assert runner.left_in_time == [True] * 3

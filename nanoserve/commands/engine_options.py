@@ -1,0 +1,332 @@
+"""Options about the model, the engine, its workers, sampling, and a server: most can be set by variables as well."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from nanoserve.commands.options import Options, flag_of, option
+from nanoserve.engine_config import DEFAULT_POLICY, MOST_PARALLEL, PAIR_OPTIONS, POLICY_OF_TWO_LAYOUTS, EngineConfig
+from nanoserve.errors import UsageError
+from nanoserve.layout import ParallelLayout
+from nanoserve.processes.interrupts import deferred_interrupts
+from nanoserve.processes.sizes import parse_size
+from nanoserve.processes.threads import MOST_THREADS, prepare_threads
+from nanoserve.request import SamplingParams
+from nanoserve.scheduler.policies import POLICIES
+
+if TYPE_CHECKING:
+    from nanoserve.client.connection import ApiClient
+    from nanoserve.llm import LLM
+
+Progress = Callable[[str, int, int], None]
+
+MODEL_PANEL = "Model"
+SAMPLING_PANEL = "Sampling (the model's own defaults unless given)"
+ENGINE_PANEL = "Engine"
+WORKERS_PANEL = "Workers"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DEFAULTS = EngineConfig()
+
+
+class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
+    """Which model to load, and how the engine runs it."""
+
+    model: str | None = option(
+        None,
+        "Directory, Hugging Face hub id, or dummy:NAME (random weights). Default: the bundled storyteller.",
+        "-m",
+        metavar="MODEL",
+        panel=MODEL_PANEL,
+    )
+    dtype: str = option(_DEFAULTS.dtype, "Number format of weights and KV cache.", choices=DTYPES, panel=MODEL_PANEL)
+    device: str = option(_DEFAULTS.device, "What computes: cpu, cuda or cuda:N.", metavar="DEVICE")
+    offline: bool = option(
+        False, "Never use the network.", panel=MODEL_PANEL, variables=["NANOSERVE_OFFLINE", "HF_HUB_OFFLINE"]
+    )
+    max_model_len: int | None = option(None, "Longest context in tokens; default: model's.")
+    kv_cache_memory: str | None = option(
+        None, "Memory of the KV cache, as 2GiB; default: from what is free.", metavar="SIZE"
+    )
+    block_size: int = option(_DEFAULTS.block_size, "Tokens in a KV block.")
+    max_num_seqs: int = option(_DEFAULTS.max_num_seqs, "Most sequences in one step.")
+    max_num_batched_tokens: int = option(_DEFAULTS.max_num_batched_tokens, "Token budget of one step.")
+    policy: str | None = option(
+        None,
+        f"What runs next; default: {DEFAULT_POLICY}, with two layouts {POLICY_OF_TWO_LAYOUTS}.",
+        choices=tuple(POLICIES),
+    )
+    no_prefix_caching: bool = option(False, "Compute every prompt from its start.")
+    eager: bool = option(False, "Compile and capture nothing; slower, same answers.")
+    threads: int | None = option(
+        None,
+        "CPU threads, which the workers of a machine share; default: one per physical core.",
+        minimum=1,
+        maximum=MOST_THREADS,
+    )
+    seed: int | None = option(
+        None, "Makes the run repeatable; default: a new one each time.", minimum=0, panel=SAMPLING_PANEL
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """What LLM takes, without the model and the threads.
+
+        Raises:
+            UsageError: for a size that is none.
+        """
+        settings: dict[str, Any] = {
+            "dtype": self.dtype,
+            "device": self.device,
+            "max_model_len": self.max_model_len,
+            "kv_cache_memory": parsed_bytes(self.kv_cache_memory),
+            "block_size": self.block_size,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "policy": self.policy,
+            "enable_prefix_caching": not self.no_prefix_caching,
+            "eager": self.eager,
+            "offline": self.offline,
+        }
+        if self.seed is not None:
+            settings["seed"] = self.seed
+        return settings
+
+    def check_is_for_cpu(self) -> None:
+        """Refuse a GPU: the command compares the engine with the best that this machine's CPU can do.
+
+        Raises:
+            UsageError: for another device.
+        """
+        if self.device != _DEFAULTS.device:
+            raise UsageError(
+                f"--device {self.device}: this command measures CPUs; for a GPU there is nanoserve bench gpu"
+            )
+
+    def flags(self) -> list[str]:
+        """All options of the engine as they are typed, so that environment variables have no effect on a child."""
+        words = []
+        for field in fields(WorkersOptions if isinstance(self, WorkersOptions) else EngineOptions):
+            flag, value = flag_of(field.name), getattr(self, field.name)
+            if value is True:
+                words.append(flag)
+            elif value is not None and value is not False:
+                words += [flag, str(value)]
+        return words
+
+    def without_effect_on_servers(self) -> list[str]:
+        """The given flags that have no effect on a server which runs already.
+
+        --offline and --threads are not named: people set them once for all commands.
+        """
+        effective = ("model", "seed", "offline", "threads")
+        group = fields(WorkersOptions if isinstance(self, WorkersOptions) else EngineOptions)
+        given = [field.name for field in group if getattr(self, field.name) != field.default]
+        return [flag_of(name) for name in given if name not in effective]
+
+    def open_llm(self, progress: Progress | None) -> "LLM":
+        """Load the model; the caller closes it.
+
+        Raises:
+            NanoserveError: for settings that make no sense and models that cannot be used.
+        """
+        settings = self.settings()
+        prepare_threads(self.threads)
+        with deferred_interrupts():  # libraries go on half imported, and fail later in their own words
+            from nanoserve.llm import LLM
+
+        return LLM(self.model, progress=progress, **settings)
+
+
+class WorkersOptions(
+    EngineOptions, panel=WORKERS_PANEL, has_variables=True, renamed={"--trace-out": "is now --record"}
+):
+    """An engine whose model may be divided over several worker processes, and whose run can be recorded."""
+
+    dp: int = option(
+        1,
+        "Whole engines, each with workers of its own: a request goes to the least busy.",
+        minimum=1,
+        maximum=MOST_PARALLEL,
+    )
+    pp: int = option(1, "Pipeline stages: each worker has some of the layers.", minimum=1, maximum=MOST_PARALLEL)
+    tp: int = option(1, "Tensor parallel degree: this many workers share each layer.", minimum=1, maximum=MOST_PARALLEL)
+    pp_split: str | None = option(None, "Layers of each stage, as 14,14; default: by cost.", metavar="N,N")
+    prefill_parallel: str | None = option(
+        None, "Layout for prompts, as p4 or d2t2p2; with the next one, instead of --pp and --tp.", metavar="NAME"
+    )
+    decode_parallel: str | None = option(
+        None, "Layout for decodes, as t4: the same workers with other shares of the weights.", metavar="NAME"
+    )
+    host_kv_memory: str | None = option(
+        None,
+        "Host memory for KV blocks, as 4GiB; default: from what is free if layouts or policy need it.",
+        metavar="SIZE",
+    )
+    host_threads: int | None = option(
+        None,
+        "CPU threads that attend in host memory; default: half of the cores, with a GPU all but two.",
+        minimum=1,
+        maximum=MOST_THREADS,
+    )
+    profile: str | None = option(
+        None, "What nanoserve profile measured here, to predict steps by; default: measured at start.", metavar="FILE"
+    )
+    record: str | None = option(
+        None, "Write what each worker did when, for Perfetto or chrome://tracing.", metavar="FILE"
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """What LLM takes, without the model and the threads.
+
+        Raises:
+            UsageError: for a size, a split or a layout that is none, and two layouts that do not suit each other.
+        """
+        first, *others = self.layouts()
+        return {
+            **EngineOptions.settings(self),
+            "pipeline_parallel": first.pipeline_parallel,
+            "tensor_parallel": first.tensor_parallel,
+            "pipeline_split": parsed_split(self.pp_split),
+            "data_parallel": first.data_parallel,
+            "decode_layout": replace(others[0], data_parallel=1) if others else None,
+            "host_kv_memory": parsed_bytes(self.host_kv_memory),
+            "host_threads": self.host_threads,
+            "profile": self.profile,
+            "trace": self.record,
+        }
+
+    def layouts(self) -> tuple[ParallelLayout, ...]:
+        """The layouts of all engines together: the only one, or that of prompts and that of decodes.
+
+        Raises:
+            UsageError: for what is no layout, one without the other, or another number of engines in each.
+        """
+        names = parallel_pair(self.prefill_parallel, self.decode_parallel)
+        if names is None:
+            return (ParallelLayout(data_parallel=self.dp, tensor_parallel=self.tp, pipeline_parallel=self.pp),)
+        first, second = PAIR_OPTIONS
+        if (self.dp, self.pp, self.tp, self.pp_split) != (1, 1, 1, None):
+            raise UsageError(f"{first} and {second} replace --dp, --pp, --tp and --pp-split: leave these out")
+        prefill, decode = names
+        if prefill.data_parallel != decode.data_parallel:
+            raise UsageError(
+                f"{first} {prefill.name} and {second} {decode.name} differ in D, the number of whole engines: "
+                "it stays the same"
+            )
+        return names
+
+
+class ServingOptions(WorkersOptions, renamed={"--trace": "is now --record"}):
+    """The same for commands that read no trace of requests."""
+
+
+class ServerOptions(Options, panel="Server", has_variables=True):
+    """A server to ask, instead of an engine in this process."""
+
+    url: str | None = option(
+        None,
+        "An OpenAI-compatible server, as http://127.0.0.1:8000; --model is then a name that it knows.",
+        metavar="URL",
+    )
+    api_key: str | None = option(
+        None, "What the server wants to be shown.", metavar="KEY", variables=["NANOSERVE_API_KEY", "OPENAI_API_KEY"]
+    )
+
+    def client(self) -> "ApiClient":
+        """A client of the server at --url.
+
+        Raises:
+            UsageError: for what is no URL, and for a key that no header can hold.
+        """
+        from nanoserve.client.address import parse_url
+        from nanoserve.client.connection import ApiClient
+
+        return ApiClient(parse_url(self.url or ""), self.api_key)
+
+
+class SamplingOptions(Options, panel=SAMPLING_PANEL, has_variables=True):
+    """How tokens are drawn; what is not given comes from the model's generation_config."""
+
+    temperature: float | None = option(None, "0 always takes the likeliest token.", "-t")
+    top_k: int | None = option(None, "Keep the k likeliest tokens; 0 keeps all.")
+    top_p: float | None = option(None, "Keep the likeliest tokens up to this probability.")
+    min_p: float | None = option(None, "Drop tokens below this share of the likeliest one.")
+    max_tokens: int | None = option(None, "Longest answer; default: what fits.", "-n")
+    # No environment variable: the parser would cut it at blanks, which stop texts often hold.
+    stop: list[str] | None = option(None, "Text that ends the answer (may be repeated).", metavar="TEXT", variables=())
+    repetition_penalty: float | None = option(None, "Above 1 discourages seen tokens.")
+    presence_penalty: float | None = option(None, "Subtracted once per seen token.")
+    frequency_penalty: float | None = option(None, "Subtracted per occurrence.")
+
+    def given(self) -> dict[str, Any]:
+        """The settings that were given, checked.
+
+        Raises:
+            UsageError: for a value out of range.
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(SamplingOptions)}
+        settings = {name: value for name, value in values.items() if value is not None and value != []}
+        SamplingParams.from_mapping(settings)
+        return settings
+
+
+def sampling_params(defaults: SamplingParams, *settings: dict[str, Any]) -> SamplingParams:
+    """The defaults with each mapping of ``settings`` laid over them in turn.
+
+    Raises:
+        UsageError: for unknown names and values out of range.
+    """
+    merged = msgspec.structs.asdict(defaults)
+    for layer in settings:
+        merged |= layer
+    return SamplingParams.from_mapping(merged)
+
+
+def parallel_pair(prefill: str | None, decode: str | None) -> tuple[ParallelLayout, ParallelLayout] | None:
+    """The layouts of --prefill-parallel and --decode-parallel; None if neither is given.
+
+    Raises:
+        UsageError: for what is no layout, and for one without the other.
+    """
+    if prefill is None and decode is None:
+        return None
+    if prefill is None or decode is None:
+        raise UsageError(f"give both {PAIR_OPTIONS[0]} and {PAIR_OPTIONS[1]}, or neither")
+    return ParallelLayout.parse(prefill), ParallelLayout.parse(decode)
+
+
+def parsed_split(layers: str | None) -> tuple[int, ...] | None:
+    """The layers of each stage, as --pp-split names them.
+
+    Raises:
+        UsageError: for what is no list of numbers.
+    """
+    if layers is None:
+        return None
+    words = layers.split(",")
+    if not all(word.isascii() and word.isdigit() and len(word) < 6 for word in words):
+        raise UsageError(f"--pp-split {layers!r:.40} is no list of layers such as 14,14")
+    return tuple(int(word) for word in words)
+
+
+def parsed_bytes(size: str | None) -> int | None:
+    """Bytes of a size that was given.
+
+    Raises:
+        UsageError: for what is no size.
+    """
+    return None if size is None else parse_size(size)
+
+
+def check_utf8(text: str, what: str) -> str:
+    """Arguments that were no valid UTF-8 arrive with lone surrogates; no tokenizer takes those.
+
+    Raises:
+        UsageError: if ``text`` holds one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{what} is not valid UTF-8") from None
+    return text
