@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import count
 
-from nanoserve.request import Place, Sequence
+from nanoserve.request import Sequence
 
 ChainLink = int | str
 """The entry of the preceding block, or the salt in front of a first block."""
@@ -91,7 +91,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self._cache = PrefixCache(block_size)  # stays empty without prefix caching
+        self.cache = PrefixCache(block_size)  # of full blocks, owned or free; stays empty without prefix caching
         self._fill(num_blocks)
 
     def _fill(self, num_blocks: int) -> None:
@@ -108,7 +108,7 @@ class BlockPool:
         """
         if self.free_blocks != self.num_blocks:
             raise RuntimeError(f"{self.num_blocks - self.free_blocks} blocks still have an owner")
-        self._cache.clear()
+        self.cache.clear()
         self._fill(num_blocks)
 
     @property
@@ -135,7 +135,7 @@ class BlockPool:
             block = self._blank.popleft()
         else:
             block, _ = self._reusable.popitem(last=False)
-            self._cache.forget(block)
+            self.cache.forget(block)
         self._references[block] = 1
         return block
 
@@ -151,7 +151,7 @@ class BlockPool:
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
-                if block in self._cache:
+                if block in self.cache:
                     self._reusable[block] = None
                 else:
                     self._blank.append(block)
@@ -160,23 +160,11 @@ class BlockPool:
         """Whether it has exactly one owner."""
         return self._references[block] == 1
 
-    def uncache(self, block: int) -> None:
-        """The only owner of a block is about to overwrite it, so it must not be found by its old content."""
-        self._cache.forget(block)
-
     def forget_cache(self) -> None:
         """No block may be found by its content any longer; owners keep theirs."""
-        self._cache.clear()
+        self.cache.clear()
         self._blank.extend(self._reusable)
         self._reusable.clear()
-
-    def match_prefix(self, tokens: SequenceOf[int], salt: str) -> list[CachedBlock]:
-        """Cached blocks that begin ``tokens``; at least one token is left to compute. They are not owned yet."""
-        return self._cache.match(tokens, salt) if self.prefix_caching else []
-
-    def cache_block(self, block: int, previous: ChainLink, tokens: SequenceOf[int]) -> int:
-        """Let a full block be shared; returns its link in the chain. Only with prefix caching."""
-        return self._cache.insert(block, previous, tuple(tokens))
 
 
 class SequenceBlocks:
@@ -188,7 +176,7 @@ class SequenceBlocks:
 
     def take_prefix(self, sequence: Sequence) -> None:
         """Begin the table with the cached blocks of the sequence's prefix; those positions need no computing."""
-        cached = self.pool.match_prefix(sequence.tokens, sequence.request.cache_salt)
+        cached = self.pool.cache.match(sequence.tokens, sequence.request.cache_salt)
         sequence.block_table = [entry.block for entry in cached]
         sequence.chain = [entry.entry for entry in cached]
         sequence.computed = len(cached) * self._block_size
@@ -221,7 +209,7 @@ class SequenceBlocks:
         if source is None:
             new_blocks = self.pool.allocate(missing)
         elif self.pool.owned_once(source):
-            self.pool.uncache(source)  # it may still be cached as a full block of the parent
+            self.pool.cache.forget(source)  # it may still be cached as a full block of the parent
             new_blocks = [source, *self.pool.allocate(missing - 1)]
         else:
             new_blocks = self.pool.allocate(missing)
@@ -238,8 +226,8 @@ class SequenceBlocks:
             return
         for index in range(shared, full):
             previous = sequence.chain[-1] if sequence.chain else sequence.request.cache_salt
-            tokens = sequence.tokens[index * size : (index + 1) * size]
-            sequence.chain.append(self.pool.cache_block(sequence.block_table[index], previous, tokens))
+            tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
+            sequence.chain.append(self.pool.cache.insert(sequence.block_table[index], previous, tokens))
 
     def fork(self, parent: Sequence, sibling: Sequence) -> None:
         """Share all of the parent's prompt but its last token, whose logits the sibling samples for itself."""
@@ -254,24 +242,14 @@ class SequenceBlocks:
             sibling.copy_source = parent.block_table[full]
             self.pool.share([sibling.copy_source])
 
-    def restore(self, sequence: Sequence) -> None:
-        """Make a new table for a sequence that comes from the host; the blocks must be free."""
-        sequence.block_table = self.pool.allocate(self.pool.blocks_for(sequence.computed))
-
-    def release_table(self, sequence: Sequence) -> None:
-        """Give the device blocks back; the sequence's KV may be elsewhere."""
+    def release(self, sequence: Sequence) -> None:
+        """Give the device blocks back."""
         if sequence.copy_source is not None:
             self.pool.release([sequence.copy_source])
         self.pool.release(sequence.block_table)
         sequence.copy_source = None
         sequence.block_table = []
         sequence.chain = []
-
-    def release(self, sequence: Sequence) -> None:
-        """Give the device blocks back; the sequence's KV is nowhere."""
-        self.release_table(sequence)
-        sequence.computed = 0
-        sequence.place = Place.NONE
 
 
 class HostTier:

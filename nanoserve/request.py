@@ -294,8 +294,6 @@ class Sequence:
     """Prefix-cache entries of its first full blocks."""
     in_flight: deque[PlannedRow] = field(default_factory=deque)
     """Rows of submitted plans that are not answered yet, oldest first; ``place`` shows a swap in flight."""
-    preempt_when_answered: bool = False
-    """Chosen as a victim while in flight; its blocks come back with its last answer."""
     begun: bool = False
     siblings: "list[Sequence]" = field(default_factory=list)
     """Other samples of its request that wait until its prompt is computed."""

@@ -10,6 +10,7 @@ from nanoserve.benchmarks.floors import ModelCost
 from nanoserve.benchmarks.pipeline.picture import plot_runs
 from nanoserve.benchmarks.pipeline.policies import PipelineScheduling
 from nanoserve.benchmarks.pipeline.rounds import RATIOS, PipelineBench, PipelineRound, PipelineVariant, pairs
+from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.serving.requests import parse_rates, poisson_arrivals
 from nanoserve.benchmarks.serving.work import Work
@@ -49,7 +50,6 @@ from nanoserve.engine_config import MOST_PARALLEL, PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.runtime.launch.torchrun import TorchrunProcess
-from nanoserve.scheduler.policies import parse_policies
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.pipeline.engines import Metadata, OpenEngine

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import MOST_REQUESTS, WORK_PANEL, JsonOptions, kept
@@ -15,7 +16,6 @@ from nanoserve.commands.options import Options, option
 from nanoserve.commands.simulate_options import HARDWARE_PANEL, StepLimitOptions
 from nanoserve.commands.terminal import remark
 from nanoserve.costs import load_machine, load_shape
-from nanoserve.scheduler.policies import parse_policies
 from nanoserve.simulator.named_lengths import GLLMS_SHAREGPT, named_lengths
 from nanoserve.simulator.planning import Candidate, PlannedWork, find_candidates
 from nanoserve.simulator.result import SimulationResult

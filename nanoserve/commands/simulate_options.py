@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.commands.bench_options import WORK_PANEL
 from nanoserve.commands.engine_options import parallel_pair, parsed_split
 from nanoserve.commands.options import Options, option
@@ -9,7 +10,6 @@ from nanoserve.costs import ParallelLayout
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import read_arrivals, read_trace
 from nanoserve.scheduler.load import Policy
-from nanoserve.scheduler.policies import parse_policies
 from nanoserve.simulator import Workload, burst, gamma_arrivals, trace_arrivals, trace_lengths
 from nanoserve.simulator.fleet import check_replicas, make_router
 from nanoserve.simulator.named_lengths import GLLMS_SHAREGPT, named_lengths

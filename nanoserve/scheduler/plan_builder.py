@@ -17,7 +17,7 @@ _FED = (0,)
 class PlanBuilder:
     """A plan that is being put together. Its rows are in flight as soon as they are added.
 
-    A sequence is skipped in this plan if older ones need its blocks: it is preempted, or will be when it is answered.
+    A sequence is skipped in this plan if older ones need its blocks, whether it can be preempted now or is in flight.
     Once a sequence is skipped or short of blocks no waiting prompt is admitted, so that blocks taken from one sequence
     never go to a newer one.
     """
@@ -158,10 +158,8 @@ class PlanBuilder:
             if victim is None or victim.sequence_id <= sequence.sequence_id:
                 return False
             if victim.in_flight:
-                # Its blocks come back with its answer. One that may move to the host is only skipped in this plan: the
-                # next one decides again.
+                # It can give way when it is answered. The next plan decides again.
                 self._skipped.add(victim.sequence_id)
-                victim.preempt_when_answered = not self.decision.preempt_to_host
                 self.table.wait_for_blocks(sequence)
                 return False
             self._preempt(victim, to_host=self.decision.preempt_to_host)

@@ -4,8 +4,8 @@ It keeps the sequences and their blocks (SequenceTable), asks the policy how muc
 StepPlan (PlanBuilder), and takes the StepResult back. Whatever the policy says, no block is used twice, every block
 comes back, and every admitted sequence finishes once arrivals stop.
 
-Three parts exist only where they are used: Tiers moves sequences to host memory and back, Layouts drains the device for
-another parallel layout, and GrowthForecast looks ahead for policies that read it.
+Layouts drains the device for another parallel layout. Two parts exist only where they are used: Tiers moves sequences
+to host memory and back, and GrowthForecast looks ahead for policies that read it.
 
 No sequence is in two plans in flight, unless the executor feeds tokens. Then a decode may enter the next plan while its
 token is still being sampled. That token is never its last by length; if it ends the sequence otherwise, the extra step
@@ -31,7 +31,7 @@ from nanoserve.scheduler.tiers import HostCohorts, TieredPlanBuilder, Tiers
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
 
 MOST_HOST_LOSSES = 3
-"""After so many losses of attention on the CPU, sequences live on the device alone."""
+"""After this many losses of attention on the CPU, sequences live on the device alone."""
 
 
 class SchedulerObserver(Protocol):
@@ -51,7 +51,7 @@ class SchedulerObserver(Protocol):
 
 
 class Layouts:
-    """Several parallel layouts: which one runs, and when it may be left for another.
+    """The parallel layouts: which one runs, and when it may be left for another.
 
     A transition needs an idle, empty device: no plan in flight and no KV on it. Draining the device costs recomputation
     or two swaps for each of its sequences, so a policy that keeps changing its mind must not spend all time on it.
@@ -59,7 +59,7 @@ class Layouts:
     """
 
     def __init__(self, capacities: SequenceOf[LayoutCapacity]) -> None:
-        self.capacities = tuple(capacities)
+        self.capacities = capacities
         self.current = 0
         self.target: int | None = None  # of the transition in flight
         self.answered = True  # whether a token was answered since the last drain began
@@ -125,7 +125,8 @@ class Scheduler:
         predictors: SequenceOf[Predictor] = (),
         feeds_tokens: bool = False,
     ) -> None:
-        if feeds_tokens and max([pipeline_depth, *(one.pipeline_depth for one in other_layouts)]) > 1:
+        layouts = (LayoutCapacity(num_blocks, pipeline_depth), *other_layouts)
+        if feeds_tokens and max(one.pipeline_depth for one in layouts) > 1:
             raise ValueError("tokens are fed within one stage: pipeline_depth must be 1")
         self.policy = policy
         self.observer: SchedulerObserver | None = None  # sees plans and results
@@ -139,7 +140,7 @@ class Scheduler:
         self.table = SequenceTable(
             blocks=SequenceBlocks(self.pool),
             host_tier=host_tier,
-            fewest_blocks=min([num_blocks, *(one.num_blocks for one in other_layouts)]),
+            fewest_blocks=min(one.num_blocks for one in layouts),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             feeds_tokens=feeds_tokens,
@@ -147,7 +148,7 @@ class Scheduler:
         self.waiting, self.running, self.on_host = self.table.waiting, self.table.running, self.table.on_host
         self.held = self.table.held
         self.predictors = tuple(predictors)
-        self._layouts = Layouts([LayoutCapacity(num_blocks, pipeline_depth), *other_layouts]) if other_layouts else None
+        self._layouts = Layouts(layouts)
         self._plans_in_flight: dict[int, StepPlan] = {}
         self._tiers: Tiers | None = None
         self._make_builder: Callable[..., PlanBuilder] = PlanBuilder
@@ -155,6 +156,7 @@ class Scheduler:
             self._tiers = Tiers(self.table)
             in_flight = self._plans_in_flight.values()
             self._make_builder = partial(TieredPlanBuilder, tiers=self._tiers, in_flight=in_flight)
+        self._cohorts = None if self._tiers is None else self._tiers.cohorts
         self._previous: Decision | None = None
         self._growth = GrowthForecast() if policy.reads_forecast else None
 
@@ -170,17 +172,17 @@ class Scheduler:
     @property
     def awaits_results(self) -> bool:
         """Whether the executor will report anything in flight: plans, or swaps alone."""
-        return bool(self._plans_in_flight) or (self._tiers is not None and self._tiers.any_moving)
+        return bool(self._plans_in_flight or self.table.moving)
 
     @property
     def layout(self) -> int:
         """The number of the parallel layout that runs."""
-        return 0 if self._layouts is None else self._layouts.current
+        return self._layouts.current
 
     @property
     def changing_layout(self) -> bool:
         """Whether the device is drained for another layout, or changes to it."""
-        return self._layouts is not None and self._layouts.changing
+        return self._layouts.changing
 
     @property
     def preemptions(self) -> int:
@@ -215,44 +217,36 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None if nothing can run before an answer or an arrival comes."""
-        if len(self._plans_in_flight) >= self.pipeline_depth + self.feeds_tokens:
-            return None
-        if self._layouts is not None and self._layouts.target is not None:
+        if len(self._plans_in_flight) >= self.pipeline_depth + self.feeds_tokens or self._layouts.target is not None:
             return None
         builder = self._build(now)
         if not builder.does_something:
             if self._plans_in_flight:
                 return None
-            if not self._any_under_way:  # else a plan without rows lets the host sequences under way go on
+            if not self._cohorts:  # else a plan without rows lets the host sequences under way go on
                 if self.awaits_results or not self.has_work:
                     return None
                 builder = self._break_deadlock(now, builder)
         return self._submit(builder)
 
-    @property
-    def _any_under_way(self) -> bool:
-        """Whether host sequences wait for a token whose plan has ended."""
-        return self._tiers is not None and len(self._tiers.cohorts) > 0
-
     def _submit(self, builder: PlanBuilder) -> StepPlan:
-        """The builder's plan, which is in flight from now on."""
+        """The builder's plan, in flight from here on."""
         plan = builder.plan(self.steps, self.layout)
         self.steps += 1
         self._previous = builder.decision
         if self.observer is not None:
-            self.observer.on_plan(plan, builder.decision, None if self._tiers is None else self._tiers.cohorts)
+            self.observer.on_plan(plan, builder.decision, self._cohorts)
         if plan.ends:
             self._plans_in_flight[plan.step] = plan
-        if self._tiers is not None:
-            self._tiers.cohorts.follow(plan, self.table.sequences)
-        if self._layouts is not None:
-            self._layouts.target = plan.transition
+        if self._cohorts is not None:
+            self._cohorts.follow(plan, self.table.sequences)
+        self._layouts.target = plan.transition
         if self._growth is not None:
             self._growth.add(self.table.sequences[begin.sequence] for begin in plan.begin)
         return plan
 
     def _build(self, now: float, *, admits: bool = True) -> PlanBuilder:
-        """Ask the policy and carry its answer out, as far as the blocks go."""
+        """Ask the policy and carry out its decision, as far as the blocks go."""
         load, decodes, prefills = self._survey()
         if self.observer is not None:
             self.observer.on_load(load)
@@ -260,11 +254,11 @@ class Scheduler:
         builder = self._make_builder(
             table=self.table, decision=decision, now=now, running_decodes=load.running_decodes, admits=admits
         )
-        if self._layouts is None or not self._layouts.drains_for(decision.layout):
+        if not self._layouts.drains_for(decision.layout):
             builder.build(decodes, prefills)
             return builder
         builder.drain()
-        if not (len(self.running) or self.awaits_results or self._any_under_way):
+        if not (len(self.running) or self.awaits_results or self._cohorts):
             builder.transition = decision.layout
         return builder
 
@@ -326,7 +320,7 @@ class Scheduler:
             expected_growth=min(pool.blocks_for(growth), pool.num_blocks - 1),
             longest_remaining=longest,
             layout=self.layout,
-            layouts=1 if self._layouts is None else len(self._layouts.capacities),
+            layouts=len(self._layouts.capacities),
             predictor=self.predictors[self.layout] if self.predictors else None,
             **({} if self._tiers is None else self._tiers.load_fields()),
         )
@@ -344,11 +338,11 @@ class Scheduler:
             return self._lose_workers(result.lost, now, ran=result.ran)
         tiers, table = self._tiers, self.table
         if self.observer is not None:
-            self.observer.on_result(result, None if tiers is None else tiers.cohorts)
+            self.observer.on_result(result, self._cohorts)
         updates = []
-        if tiers is not None:
+        if self._cohorts is not None:
             for progress in result.cohorts:
-                tiers.cohorts.advance(progress.step, progress.layers)
+                self._cohorts.advance(progress.step, progress.layers)
         for answer in result.answers:
             sequence = table.sequences[answer.sequence]
             row = sequence.in_flight[0]
@@ -360,7 +354,7 @@ class Scheduler:
                 table.answered(sequence)
                 if tiers is not None:
                     tiers.row_answered(sequence)
-        if updates and self._layouts is not None:
+        if updates:
             self._layouts.answered = True
         if tiers is not None:
             for swap in result.swapped:
@@ -381,7 +375,7 @@ class Scheduler:
             sequence = self.table.sequences.get(row.sequence)
             if sequence is not None and sequence.in_flight and sequence.in_flight[0] is row:
                 self.table.answered(sequence)
-        if plan.transition is not None and self._layouts is not None:
+        if plan.transition is not None:
             self.transitions += 1
             layout = self._layouts.end()
             self.pool.replace_blocks(layout.num_blocks)
@@ -416,11 +410,9 @@ class Scheduler:
     def _reset(self) -> None:
         """Nothing in flight will be answered and no KV is left: every sequence is recomputed from its tokens."""
         self._forget_plans()
-        if self._layouts is not None:
-            self._layouts.answered = True  # nothing is left on the device, so another drain is free
+        self._layouts.answered = True  # nothing is left on the device, so another drain is free
         self._previous = None  # it was decided for a state that is gone: a drain, say
         if self._tiers is not None:
-            self._tiers.cohorts.clear()
             self._tiers.abandon()
         self.table.reset()
 
@@ -428,8 +420,7 @@ class Scheduler:
         self._plans_in_flight.clear()
         if self.observer is not None:
             self.observer.on_reset()
-        if self._layouts is not None:
-            self._layouts.abandon()
+        self._layouts.abandon()
 
     def fail_all(self, error: str, now: float) -> list[SequenceUpdate]:
         """Nothing will ever be answered again: every sequence ends with an error, whether it ran or waited."""

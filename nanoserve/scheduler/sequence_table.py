@@ -199,7 +199,7 @@ class SequenceTable:
         A decode is then fed; a prompt's chunks follow each other, as plans run in order. Prompts whose log
         probabilities are wanted wait: an answer belongs to their only row in flight.
         """
-        if not self.feeds_tokens or sequence.preempt_when_answered:
+        if not self.feeds_tokens:
             return False
         if sequence.status is _DECODE:
             return len(sequence.tokens) < sequence.fed_below
@@ -233,7 +233,6 @@ class SequenceTable:
         """Take all blocks of a sequence; it waits to be recomputed."""
         self.preemptions += 1
         sequence.preemptions += 1
-        sequence.preempt_when_answered = False
         self.unadmit(sequence)
 
     def reset(self) -> None:
@@ -309,7 +308,7 @@ class SequenceTable:
         if place is _DEVICE:
             self.host_tier.release(sequence)
         else:
-            self.blocks.release_table(sequence)
+            self.blocks.release(sequence)
         if sequence.status is _FINISHED:
             self._retire(sequence)
         else:
@@ -318,19 +317,15 @@ class SequenceTable:
     # ---- answer and end ---------------------------------------------------------------------------------------
 
     def answered(self, sequence: Sequence) -> None:
-        """Its oldest row in flight is answered. Finish or preempt it only after its last row."""
+        """Its oldest row in flight is answered. A finished sequence is retired after its last row."""
         sequence.in_flight.popleft()
         status = sequence.status
         if status is not _FINISHED and sequence.place is _DEVICE:
             self.blocks.share_full(sequence, sequence.computed - len(sequence.in_flight))
         if sequence.siblings and (status is _DECODE or status is _FINISHED):
             self.release_siblings(sequence)
-        if sequence.in_flight or sequence.place is _MOVING:
-            return
-        if status is _FINISHED:
+        if status is _FINISHED and not sequence.in_flight and sequence.place is not _MOVING:
             self._retire(sequence)
-        elif sequence.preempt_when_answered:
-            self.preempt(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """End a sequence; if it is in flight or moves, its blocks come back with its last answer."""
@@ -359,8 +354,9 @@ class SequenceTable:
 
     def _release(self, sequence: Sequence) -> None:
         self.blocks.release(sequence)
-        if sequence.host_table:
-            self.host_tier.release(sequence)
+        self.host_tier.release(sequence)
+        sequence.computed = 0
+        sequence.place = Place.NONE
         self._end_for_executor(sequence)
 
     def _end_for_executor(self, sequence: Sequence) -> None:

@@ -1,13 +1,13 @@
 """The host tier: sequences that move between device and host memory or decode there, and the plans that hold them.
 
-A swap is begun here, is sent with the next plan, and ends when a result names it. Until then its sequence is moving and
+A swap begins with the plan that holds it, and ends when a result names it. Until then its sequence is moving and
 holds blocks on both tiers. A prompt that is parked leaves with the row that computes the last of it: the swap is in the
 same plan, and the sequence has arrived when both are answered, in any order.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Literal
 
 import msgspec
@@ -18,6 +18,8 @@ from nanoserve.scheduler.load import Cohort
 from nanoserve.scheduler.plan import Row, StepPlan, Swap
 from nanoserve.scheduler.plan_builder import PlanBuilder
 from nanoserve.scheduler.sequence_table import SequenceTable
+
+Direction = Literal["out", "in"]
 
 
 @dataclass(slots=True)
@@ -30,138 +32,54 @@ class _Move:
 
 
 class Tiers:
-    """Begins swaps and ends them."""
+    """The swaps in flight, and the host sequences whose token is under way."""
 
     def __init__(self, table: SequenceTable) -> None:
         self.cohorts = HostCohorts()
-        self.host_disabled = False  # nothing moves to the host any longer
+        self._host_disabled = False  # nothing moves to the host any longer
         self._table = table
-        self._blocks = table.blocks
-        self._host = table.host_tier
-        self._begun: list[Swap] = []  # not in a plan yet
         self._moves: dict[int, _Move] = {}  # by swap
-        self._next_swap = 0
-
-    @property
-    def any_moving(self) -> bool:
-        return bool(self._moves)
-
-    @property
-    def has_begun_swaps(self) -> bool:
-        """Whether there are swaps that no plan holds yet."""
-        return bool(self._begun)
-
-    def take_begun(self) -> tuple[Swap, ...]:
-        """Swaps for the next plan, each once."""
-        begun = tuple(self._begun)
-        self._begun.clear()
-        return begun
+        self._swap_ids = count()
 
     @property
     def ready(self) -> list[Sequence]:
         """Host sequences that may enter the next plan, or move to the device."""
         return [sequence for sequence in self._table.on_host if not sequence.in_flight]
 
-    @property
-    def blocks_leaving_device(self) -> int:
-        """An upper bound: shared blocks stay."""
-        return sum(len(move.swap.device_blocks) for move in self._moves.values() if move.swap.direction == "out")
-
-    @property
-    def any_leaving_host(self) -> bool:
-        return any(move.swap.direction == "in" for move in self._moves.values())
+    def leaving(self, direction: Direction) -> Iterator[Swap]:
+        """The swaps of that direction in flight."""
+        return (move.swap for move in self._moves.values() if move.swap.direction == direction)
 
     def load_fields(self) -> dict[str, Any]:
         """The fields of Load that describe host memory."""
-        on_host, pool = self._table.on_host, self._host.pool
+        on_host, pool = self._table.on_host, self._table.host_tier.pool
         return {
             "host_decodes": len(on_host),
             "ready_host": len(self.ready),
             "host_context_tokens": sum([sequence.computed for sequence in on_host]),
             "moving": len(self._table.moving),
-            "host_free_blocks": 0 if self.host_disabled else pool.free_blocks,
-            "host_blocks": 0 if self.host_disabled else pool.num_blocks,
+            "host_free_blocks": 0 if self._host_disabled else pool.free_blocks,
+            "host_blocks": 0 if self._host_disabled else pool.num_blocks,
             "cohorts": tuple(self.cohorts.under_way.values()),
         }
 
-    # ---- parking ----------------------------------------------------------------------------------------------
+    def has_room(self, sequence: Sequence, tokens: int) -> bool:
+        """Whether this many tokens of the sequence may move to the host."""
+        return not self._host_disabled and self._table.host_tier.can_reserve(sequence, tokens)
 
-    def has_room_to_park(self, sequence: Sequence) -> bool:
-        """Whether the host can hold the prompt and its first token."""
-        return not self.host_disabled and self._host.can_reserve(sequence, len(sequence.tokens) + 1)
-
-    def reserve(self, sequence: Sequence) -> None:
-        """Reserve host blocks for a prompt that will move there, if there is room."""
-        if not sequence.host_table and self.has_room_to_park(sequence):
-            self._host.reserve(sequence, len(sequence.tokens) + 1)
-
-    def cancel_reservation(self, sequence: Sequence) -> None:
-        """The prompt will stay on the device."""
-        if sequence.host_table:
-            self._host.release(sequence)
-
-    def park_after_row(self, sequence: Sequence) -> None:
-        """The plan computes the last of its prompt. With a reservation it moves, unless its next token is its last."""
-        if sequence.host_table and len(sequence.tokens) + 1 < sequence.max_length:
-            self._begin(sequence, "out", after_row=True)
-
-    # ---- swaps ------------------------------------------------------------------------------------------------
-
-    def swap_out(self, decodes: list[Sequence], count: int) -> list[Sequence]:
-        """Move up to ``count`` ready decodes to the host, newest first, as far as it has room.
-
-        A decode that came from there and has computed no token since stays, or it could go to and fro for ever.
-
-        Returns:
-            those that may enter the plan. A chosen decode in flight cannot move before its token, but stays out too.
-        """
-        chosen = [sequence for sequence in reversed(decodes) if sequence.begun][:count]
-        for sequence in chosen:
-            if not sequence.in_flight and not self.move_out(sequence):
-                break
-        leaving = {one.sequence_id for one in chosen if one.in_flight or one.place is Place.MOVING}
-        return [sequence for sequence in decodes if sequence.sequence_id not in leaving]
-
-    def swap_in(self, count: int) -> None:
-        """Move up to ``count`` ready host sequences to the device, oldest first, as far as it has room for them.
-
-        A block stays free for each decode to grow into, so that nothing has to come back at once.
-        """
-        pool = self._blocks.pool
-        growing = len(self._table.running) + len(self._table.moving)
-        for sequence in self.ready[:count]:
-            needed = pool.blocks_for(sequence.computed)
-            if self._table.free_slots <= 0 or needed + growing > pool.free_blocks:
-                return
-            self.move_in(sequence)
-            growing += 1
-
-    def move_out(self, sequence: Sequence) -> bool:
-        """Begin to move a decode to the host, with nothing of it in flight; False if there is no room for it."""
-        if self.host_disabled or not self._host.can_reserve(sequence, sequence.computed):
-            return False
-        self._host.reserve(sequence, sequence.computed)
-        self._begin(sequence, "out")
-        return True
-
-    def move_in(self, sequence: Sequence) -> None:
-        """Begin to move a host sequence to the device, with nothing of it in flight; the blocks it needs are free."""
-        self._blocks.restore(sequence)
-        self._begin(sequence, "in")
-
-    def _begin(self, sequence: Sequence, direction: Literal["out", "in"], *, after_row: bool = False) -> None:
+    def begin(self, sequence: Sequence, direction: Direction, *, after_row: bool = False) -> Swap:
+        """Begin to move a sequence that has blocks on both tiers, with nothing in flight or with its last row."""
         swap = Swap(
-            swap=self._next_swap,
+            swap=next(self._swap_ids),
             sequence=sequence.sequence_id,
             direction=direction,
             device_blocks=tuple(sequence.block_table),
             host_blocks=tuple(sequence.host_table[: len(sequence.block_table)]),  # it may have reserved more
             after_row=after_row,
         )
-        self._next_swap += 1
-        self._begun.append(swap)
         self._moves[swap.swap] = _Move(swap, sequence)
         self._table.depart(sequence)
+        return swap
 
     def answered(self, swap_id: int) -> None:
         """A swap is done. Its source blocks are freed, unless the row that it followed is not answered yet."""
@@ -181,7 +99,7 @@ class Tiers:
         del self._moves[move.swap.swap]
         sequence = move.sequence
         self._table.arrive(sequence, Place.HOST if move.swap.direction == "out" else Place.DEVICE)
-        if self.host_disabled and sequence.place is Place.HOST and not sequence.finished:
+        if self._host_disabled and sequence.place is Place.HOST and not sequence.finished:
             self._table.preempt(sequence)  # no plan would decode it there, or fetch it
 
     # ---- losses -----------------------------------------------------------------------------------------------
@@ -196,14 +114,14 @@ class Tiers:
         """
         self._table.lose_host()
         self.cohorts.clear()
-        self.host_disabled = for_good
+        self._host_disabled = for_good
         if for_good:
             for sequence in self._table.running:
-                self.cancel_reservation(sequence)
+                self._table.host_tier.release(sequence)
 
     def abandon(self) -> None:
-        """No swap will be answered any longer; the caller ends or requeues their sequences."""
-        self._begun.clear()
+        """Nothing in flight will be answered any longer; the caller ends or requeues the sequences."""
+        self.cohorts.clear()
         for move in list(self._moves.values()):
             self._arrive(move)
 
@@ -288,22 +206,23 @@ class TieredPlanBuilder(PlanBuilder):
     """A plan whose sequences may move to the host, come back or decode there."""
 
     tiers: Tiers
-    """Begins the swaps."""
+    """Keeps the swaps until they are answered."""
     in_flight: Collection[StepPlan]
     """The plans that have not ended."""
+    _swaps: list[Swap] = field(default_factory=list)
     _host_rows: dict[int, Row] = field(default_factory=dict)
     _kept_free: int = 0
 
     @property
     def does_something(self) -> bool:
-        return super().does_something or bool(self._host_rows) or self.tiers.has_begun_swaps
+        return super().does_something or bool(self._host_rows or self._swaps)
 
     def build(self, decodes: list[Sequence], prefills: list[Sequence]) -> None:
         """Swaps first, then decodes on the device and on the host, then prompts."""
         decision, tiers = self.decision, self.tiers
         if decision.swap_out:
-            decodes = tiers.swap_out(decodes, decision.swap_out)
-        tiers.swap_in(decision.swap_in)
+            decodes = self._swap_out(decodes)
+        self._swap_in()
         if decision.park:
             self._keep_room_for_prompts(prefills)
         ready_host = tiers.ready
@@ -320,7 +239,7 @@ class TieredPlanBuilder(PlanBuilder):
     def plan(self, step: int, layout: int) -> StepPlan:
         strategy, plan = self._strategy(), super().plan(step, layout)
         rows = (*plan.rows, *self._host_rows.values())
-        return msgspec.structs.replace(plan, rows=rows, swaps=self.tiers.take_begun(), strategy=strategy)
+        return msgspec.structs.replace(plan, rows=rows, swaps=tuple(self._swaps), strategy=strategy)
 
     def _strategy(self) -> Strategy:
         """The decided one if a host row begins; otherwise host sequences under way go on, even on an idle device.
@@ -333,6 +252,50 @@ class TieredPlanBuilder(PlanBuilder):
             return self.decision.strategy
         return "overlap" if self.rows and len(self.tiers.cohorts) else "device"
 
+    # ---- swaps ------------------------------------------------------------------------------------------------
+
+    def _swap_out(self, decodes: list[Sequence]) -> list[Sequence]:
+        """Move as many ready decodes as decided to the host, newest first, as far as it has room.
+
+        A decode that came from there and has computed no token since stays, or it could go to and fro endlessly.
+
+        Returns:
+            those that may enter the plan. A chosen decode in flight cannot move before its token, but stays out too.
+        """
+        chosen = [sequence for sequence in reversed(decodes) if sequence.begun][: self.decision.swap_out]
+        for sequence in chosen:
+            if not sequence.in_flight and not self._move_out(sequence):
+                break
+        leaving = {one.sequence_id for one in chosen if one.in_flight or one.place is Place.MOVING}
+        return [sequence for sequence in decodes if sequence.sequence_id not in leaving]
+
+    def _swap_in(self) -> None:
+        """Move as many ready host sequences as decided to the device, oldest first, as far as it has room for them.
+
+        A block stays free for each decode to grow into, so that nothing has to come back at once.
+        """
+        pool, table = self._blocks.pool, self.table
+        growing = len(table.running) + len(table.moving)
+        for sequence in self.tiers.ready[: self.decision.swap_in]:
+            if table.free_slots <= 0 or pool.blocks_for(sequence.computed) + growing > pool.free_blocks:
+                return
+            self._move_in(sequence)
+            growing += 1
+
+    def _move_out(self, decode: Sequence) -> bool:
+        """Move a decode with nothing in flight to the host; False if there is no room for it."""
+        if not self.tiers.has_room(decode, decode.computed):
+            return False
+        self.table.host_tier.reserve(decode, decode.computed)
+        self._swaps.append(self.tiers.begin(decode, "out"))
+        return True
+
+    def _move_in(self, sequence: Sequence) -> None:
+        """Move a host sequence with nothing in flight to the device; the blocks it needs are free."""
+        pool = self._blocks.pool
+        sequence.block_table = pool.allocate(pool.blocks_for(sequence.computed))
+        self._swaps.append(self.tiers.begin(sequence, "in"))
+
     # ---- on the device ----------------------------------------------------------------------------------------
 
     def _keep_room_for_prompts(self, partial: list[Sequence]) -> None:
@@ -341,7 +304,7 @@ class TieredPlanBuilder(PlanBuilder):
         if prompt is None or self.decision.prefill_tokens <= 0:
             return
         may_begin = self.admits and self.table.free_slots > 0
-        if partial or (may_begin and self.tiers.has_room_to_park(prompt)):
+        if partial or (may_begin and self._can_park(prompt)):
             self._kept_free = self._blocks.pool.blocks_for(len(prompt.tokens)) - len(prompt.block_table)
 
     def _add_decodes(self, ready: Iterable[Sequence]) -> None:
@@ -350,7 +313,7 @@ class TieredPlanBuilder(PlanBuilder):
         super()._add_decodes(ready)
 
     def _leaves_room_for_prompts(self, sequence: Sequence) -> bool:
-        """Whether it may grow. The oldest always may, so that the device empties some day."""
+        """Whether it may grow. The oldest always may, so that the device empties in the end."""
         pool = self._blocks.pool
         return (
             sequence.computed < len(sequence.block_table) * pool.block_size
@@ -358,34 +321,47 @@ class TieredPlanBuilder(PlanBuilder):
             or pool.free_blocks > self._kept_free
         )
 
+    def _can_park(self, prompt: Sequence) -> bool:
+        """Whether the host can hold the prompt and its first token."""
+        return self.tiers.has_room(prompt, len(prompt.tokens) + 1)
+
     def _may_begin(self, prompt: Sequence) -> bool:
-        return not self.decision.park or self.tiers.has_room_to_park(prompt)
+        return not self.decision.park or self._can_park(prompt)
 
     def _fits_beside_decodes(self, prompt: Sequence) -> bool:
         """Decodes keep room already for a prompt that only passes through to the host."""
         return self.decision.park or super()._fits_beside_decodes(prompt)
 
     def _add_row(self, sequence: Sequence, count: int) -> None:
+        """A prompt to be parked reserves host blocks, if there are any, and moves after the last row of it.
+
+        It stays if its next token is its last.
+        """
         if sequence.status is Status.PREFILL:
-            (self.tiers.reserve if self.decision.park else self.tiers.cancel_reservation)(sequence)
+            if not self.decision.park:
+                self.table.host_tier.release(sequence)
+            elif self._can_park(sequence):
+                self.table.host_tier.reserve(sequence, len(sequence.tokens) + 1)
         super()._add_row(sequence, count)
-        if sequence.status is Status.PREFILL and sequence.remaining == 0:
-            self.tiers.park_after_row(sequence)
+        is_parked = sequence.status is Status.PREFILL and sequence.remaining == 0 and sequence.host_table
+        if is_parked and len(sequence.tokens) + 1 < sequence.max_length:
+            self._swaps.append(self.tiers.begin(sequence, "out", after_row=True))
 
     def force_oldest(self) -> None:
         oldest = self.table.oldest
         if oldest is not None and oldest.place is Place.HOST:
-            self.tiers.move_in(oldest)  # nothing runs, so the device is empty
+            self._move_in(oldest)  # nothing runs, so the device is empty
         else:
             super().force_oldest()
 
     def _blocks_leaving(self) -> int:
-        return self.tiers.blocks_leaving_device
+        """An upper bound: shared blocks stay."""
+        return sum(len(swap.device_blocks) for swap in self.tiers.leaving("out"))
 
     def _preempt(self, victim: Sequence, *, to_host: bool) -> None:
         """Take its blocks; it moves to the host if it decodes and there is room, else it is recomputed."""
         moves = to_host and victim.status is Status.DECODE and victim.place is Place.DEVICE
-        if moves and self.tiers.move_out(victim):
+        if moves and self._move_out(victim):
             self._skipped.add(victim.sequence_id)
         else:
             super()._preempt(victim, to_host=False)
@@ -428,10 +404,9 @@ class TieredPlanBuilder(PlanBuilder):
         """As on the device: preempt newer host sequences, newest first."""
         while not self.table.host_tier.can_reserve(sequence, len(sequence.tokens)):
             victim = self.table.on_host.newest
-            if self.tiers.any_leaving_host or victim is None or victim.sequence_id <= sequence.sequence_id:
+            if any(self.tiers.leaving("in")) or victim is None or victim.sequence_id <= sequence.sequence_id:
                 return False
             if victim.in_flight:
-                victim.preempt_when_answered = True
                 return False
             self._preempt(victim, to_host=False)
         return True

@@ -34,14 +34,15 @@ class DyingExecutor(MemoryCheckingExecutor):
         self._begun: dict[int, Begin] = {}
         self._deaths = frozenset(deaths)
         self._calls = 0
-        self._dead = False
+        self.dead = False  # the loss is reported by the next collect that knows nothing else
         self.losses = 0
+        self.reported_losses = 0
 
     def submit(self, plan: StepPlan) -> None:
         self._begun |= {begin.sequence: begin for begin in plan.begin}
         if self._dies_now() or any(self._kills(self._begun[row.sequence], row) for row in plan.rows):
             self.die()
-        if self._dead:  # plans wait for new workers, and are lost with the news
+        if self.dead:  # plans wait for new workers, and are lost with the news
             self.plans.append(plan)
         else:
             super().submit(plan)
@@ -50,9 +51,10 @@ class DyingExecutor(MemoryCheckingExecutor):
         known = super().collect(until)
         if self._dies_now():
             self.die()
-        if known or not self._dead:
+        if known or not self.dead:
             return known
-        self._dead = False
+        self.dead = False
+        self.reported_losses += 1
         return [StepResult(None, lost=CAUSE, ran=self.ran)]
 
     def _dies_now(self) -> bool:
@@ -69,5 +71,5 @@ class DyingExecutor(MemoryCheckingExecutor):
         blocks = {"device": self._layouts[self._layout], "host": len(self._memory["host"])}
         for tier in self._memory:
             self._memory[tier] = [[POISON] * self.block_size for _ in range(blocks[tier])]
-        self._dead = True
+        self.dead = True
         self.losses += 1

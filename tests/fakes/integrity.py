@@ -48,7 +48,6 @@ def _check_state(table: SequenceTable, sequence: Sequence) -> None:
         f"has {sequence.remaining} tokens to compute in {plans} plans": status is Status.DECODE
         and sequence.remaining != 1 - plans,
         "shares a block of unknown tokens": len(sequence.chain) * table.blocks.pool.block_size > known,
-        "is to be preempted with an answer that will not come": sequence.preempt_when_answered and not plans,
     }
     for contradiction, is_so in contradictions.items():
         if is_so:
@@ -93,5 +92,5 @@ def check_pool(pool: BlockPool, owners: Counter[int]) -> None:
             raise RuntimeError(f"block {block}: {pool._references[block]} references, {owners[block]} owners")
     if set(free) != {block for block, count in enumerate(pool._references) if count == 0}:
         raise RuntimeError("free blocks and blocks without an owner differ")
-    if any(block in pool._cache for block in pool._blank):
+    if any(block in pool.cache for block in pool._blank):
         raise RuntimeError("a cached block is listed as blank")

@@ -17,24 +17,24 @@ def _cached_prompt(pool: BlockPool, tokens: list[int], salt: str = "") -> list[i
     blocks = pool.allocate(len(tokens) // pool.block_size)
     link: int | str = salt
     for index, block in enumerate(blocks):
-        link = pool.cache_block(block, link, tokens[index * pool.block_size : (index + 1) * pool.block_size])
+        link = pool.cache.insert(block, link, tuple(tokens[index * pool.block_size : (index + 1) * pool.block_size]))
     return blocks
 
 
 def test_a_prefix_is_found_and_leaves_one_token_to_compute() -> None:
     pool = BlockPool(8, 2)
     blocks = _cached_prompt(pool, [1, 2, 3, 4])
-    assert [hit.block for hit in pool.match_prefix([1, 2, 3, 4, 5], "")] == blocks
-    assert [hit.block for hit in pool.match_prefix([1, 2, 3, 4], "")] == blocks[:1]
-    assert [hit.block for hit in pool.match_prefix([1, 2, 9, 9, 9], "")] == blocks[:1]
-    assert pool.match_prefix([9, 9, 3, 4, 5], "") == [], "a block matches only behind its own prefix"
+    assert [hit.block for hit in pool.cache.match([1, 2, 3, 4, 5], "")] == blocks
+    assert [hit.block for hit in pool.cache.match([1, 2, 3, 4], "")] == blocks[:1]
+    assert [hit.block for hit in pool.cache.match([1, 2, 9, 9, 9], "")] == blocks[:1]
+    assert pool.cache.match([9, 9, 3, 4, 5], "") == [], "a block matches only behind its own prefix"
 
 
 def test_salts_do_not_share() -> None:
     pool = BlockPool(8, 2)
     _cached_prompt(pool, [1, 2], salt="a")
-    assert pool.match_prefix([1, 2, 3], "b") == []
-    assert len(pool.match_prefix([1, 2, 3], "a")) == 1
+    assert pool.cache.match([1, 2, 3], "b") == []
+    assert len(pool.cache.match([1, 2, 3], "a")) == 1
 
 
 def test_blank_blocks_are_reused_before_cached_ones_and_those_oldest_first() -> None:
@@ -44,8 +44,8 @@ def test_blank_blocks_are_reused_before_cached_ones_and_those_oldest_first() -> 
     pool.release(first)
     assert pool.free_blocks == 4
     assert pool.allocate(3) == [2, 3, *second]
-    assert pool.match_prefix([3, 4, 5], "") == []
-    assert [hit.block for hit in pool.match_prefix([1, 2, 3], "")] == first
+    assert pool.cache.match([3, 4, 5], "") == []
+    assert [hit.block for hit in pool.cache.match([1, 2, 3], "")] == first
 
 
 def test_the_tail_of_a_prefix_is_forgotten_before_its_head() -> None:
@@ -53,13 +53,13 @@ def test_the_tail_of_a_prefix_is_forgotten_before_its_head() -> None:
     blocks = _cached_prompt(pool, [1, 2, 3, 4])
     pool.release(blocks)
     pool.allocate(1)
-    assert [hit.block for hit in pool.match_prefix([1, 2, 3, 4, 5], "")] == blocks[:1]
+    assert [hit.block for hit in pool.cache.match([1, 2, 3, 4, 5], "")] == blocks[:1]
 
 
 def test_equal_content_is_cached_once() -> None:
     pool = BlockPool(4, 2)
     kept, other = _cached_prompt(pool, [1, 2]), _cached_prompt(pool, [1, 2])
-    assert [hit.block for hit in pool.match_prefix([1, 2, 3], "")] == kept
+    assert [hit.block for hit in pool.cache.match([1, 2, 3], "")] == kept
     pool.release(other)
     check_pool(pool, Counter(kept))
 
@@ -72,7 +72,7 @@ def test_without_prefix_caching_nothing_is_found() -> None:
     sequence.computed = 3
     blocks.share_full(sequence, sequence.computed)
     assert sequence.chain == []
-    assert blocks.pool.match_prefix([1, 2, 3], "") == []
+    assert blocks.pool.cache.match([1, 2, 3], "") == []
 
 
 class _Colliding(int):
@@ -121,13 +121,13 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), token=st.integers(1, 3))
     def cache(self, data: st.DataObject, token: int) -> None:
         blocks = data.draw(st.sampled_from(self.owned))
-        if blocks and not any(hit.block in blocks for hit in self.pool.match_prefix([token, 0], "")):
-            self.pool.uncache(blocks[0])
-            self.pool.cache_block(blocks[0], "", [token])
+        if blocks and not any(hit.block in blocks for hit in self.pool.cache.match([token, 0], "")):
+            self.pool.cache.forget(blocks[0])
+            self.pool.cache.insert(blocks[0], "", (token,))
 
     @rule(token=st.integers(1, 3))
     def match(self, token: int) -> None:
-        blocks = [hit.block for hit in self.pool.match_prefix([token, 0], "")]
+        blocks = [hit.block for hit in self.pool.cache.match([token, 0], "")]
         self.pool.share(blocks)
         self.owned.append(blocks)
 

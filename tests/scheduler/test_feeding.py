@@ -132,19 +132,6 @@ def test_a_prompt_whose_chunk_is_in_flight_gives_way_before_its_next_one() -> No
     ]
 
 
-@pytest.mark.parametrize("length", [3, 16])
-def test_a_decode_or_a_prompt_that_is_to_be_preempted_is_not_planned_ahead(length: int) -> None:
-    engine = make_engine(budget=4)
-    engine.add(request("r", *[7] * length))
-    step_until_two_are_in_flight(engine)
-    engine.step()
-    (sequence,) = engine.scheduler.running
-    sequence.preempt_when_answered = True  # as an older one does that needs its blocks
-    assert engine.scheduler.schedule(0.0) is None
-    finish(engine)
-    assert engine.scheduler.preemptions == 1
-
-
 def test_a_long_prompt_has_a_chunk_in_every_plan_and_comes_before_a_later_one() -> None:
     engine = make_engine(budget=4)
     for name, token in (("first", 7), ("second", 8)):
@@ -216,7 +203,7 @@ def test_what_comes_behind_a_stop_token_is_never_seen_and_never_shared() -> None
     assert (last.fed, last.start) == (True, 7), "the end token was to be fed before it was known"
     assert engine.scheduler.pool.free_blocks == 16
     # Positions 0 to 5 fill three blocks; 6 and 7 fill one with the end token, which nobody may find.
-    assert len(engine.scheduler.pool.match_prefix((1, 2, 3, 103, 104, 105, 106, END, 9), "")) == 3
+    assert len(engine.scheduler.pool.cache.match((1, 2, 3, 103, 104, 105, 106, END, 9), "")) == 3
 
 
 def test_blocks_in_flight_come_back_with_the_last_answer() -> None:

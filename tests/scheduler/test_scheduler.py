@@ -206,8 +206,6 @@ def test_a_victim_in_flight_gives_its_blocks_up_with_its_answer() -> None:
     while engine.has_work:
         engine.step()
         check_integrity(engine.scheduler)
-        for sequence in engine.scheduler.running:
-            assert sequence.in_flight or not sequence.preempt_when_answered
     assert engine.scheduler.preemptions > 0, "the trace was to run out of blocks"
 
 

@@ -58,7 +58,7 @@ class PacedExecutor(DyingExecutor):
         if self.losses == MAX_LOSSES:
             raise WorkersFailed(f"the workers died {MAX_LOSSES} times; the last time {CAUSE}")
         time.sleep(STEP_SECONDS)
-        if self._dead or self.now() >= self._workers_come:
+        if self.dead or self.now() >= self._workers_come:
             return super().collect(until)
         assert until is not None, "whoever waits for ever hears no command"
         time.sleep(max(0.0, min(until, self._workers_come) - self.now()))

@@ -45,7 +45,7 @@ class RealTimeExecutor(HostLosingExecutor):
         if plan.step in self._last_plans:
             self.die()
         super().submit(plan)
-        if self._dead or not plan.ends:
+        if self.dead or not plan.ends:
             return
         self._free = max(self._free, self.now()) + self._random.uniform(0.0002, 0.002)
         self._ends.append(self._free)
@@ -59,7 +59,7 @@ class RealTimeExecutor(HostLosingExecutor):
             self._dies_idle = False
             self.die()
         moments = [*list(self._ends)[:1], *([] if until is None else [until])]
-        if self._dead or not moments:  # only swaps are under way
+        if self.dead or not moments:  # only swaps are under way
             return super().collect(None)
         time.sleep(max(0.0, min(moments) - self.now()))
         results = []

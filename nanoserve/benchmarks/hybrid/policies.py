@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nanoserve.benchmarks.hybrid.cases import HybridCase
+from nanoserve.benchmarks.policy_names import named_policy, parse_policies
 from nanoserve.costs.predictor import Predictor
 from nanoserve.errors import UsageError
 from nanoserve.scheduler.plan import Executor
-from nanoserve.scheduler.policies import POLICIES, named_policy, parse_policies
+from nanoserve.scheduler.policies import POLICIES
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.pipeline import TieredTimes
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nanoserve.benchmarks.policy_names import named_policy
 from nanoserve.scheduler.plan import Executor
-from nanoserve.scheduler.policies import named_policy
 from nanoserve.scheduler.scheduler import Scheduler
 
 

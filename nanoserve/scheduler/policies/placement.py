@@ -105,9 +105,7 @@ def device_first(load: Load, token_budget: int) -> Decision:
         if prompt > room or not may_park:
             leave = _leaving(load, prompt - room)
             return replace(plan, prefill_tokens=0, decodes=min(decodes, load.ready_decodes - leave), swap_out=leave)
-    most = (room + load.ready_prefills) * load.block_size  # a prompt that has begun may have room in its last block
-    tokens = min(plan.prefill_tokens, load.waiting_tokens, most)
-    return replace(plan, prefill_tokens=tokens, park=park)
+    return replace(plan, prefill_tokens=_prompt_tokens(load, plan.prefill_tokens, room), park=park)
 
 
 def device_alone(load: Load, token_budget: int) -> Decision:
@@ -129,8 +127,12 @@ def fitting_tokens(load: Load, token_budget: int, plan: Decision) -> int:
     room = max(0, load.free_blocks - plan.swap_in * load.host_sequence_blocks - load.running_decodes)
     if load.first_waiting_blocks > room and not load.ready_prefills:
         return 0
-    most = (room + load.ready_prefills) * load.block_size  # a prompt that has begun may have room in its last block
-    return min(token_budget - plan.decodes, load.waiting_tokens, most)
+    return _prompt_tokens(load, token_budget - plan.decodes, room)
+
+
+def _prompt_tokens(load: Load, budget: int, room: int) -> int:
+    """Tokens of waiting prompts within the budget and ``room`` blocks; a begun prompt may have room in its last one."""
+    return min(budget, load.waiting_tokens, (room + load.ready_prefills) * load.block_size)
 
 
 def _leaving(load: Load, blocks: int) -> int:

@@ -5,11 +5,11 @@ import pytest
 
 from nanoserve.benchmarks.pipeline.policies import PipelineScheduling
 from nanoserve.benchmarks.pipeline.rounds import RATIOS, PipelineMetrics, PipelineRound, pairs
+from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.variants import ratios, samples, summarize
 from nanoserve.errors import UsageError
 from nanoserve.measures.metrics import Distribution
 from nanoserve.record.bubbles import StageShares
-from nanoserve.scheduler.policies import parse_policies
 from nanoserve.scheduler.policies.token_throttling import TokenThrottling
 from nanoserve.simulator.executor import SimulatedExecutor
 from tests.simulator.linear_times import LinearTimes
