@@ -61,7 +61,7 @@ FLOORS: dict[str, set[str]] = {
 }
 
 FRONT_END = ["app", "serving", "service", "engine_client"]
-"""Of the server: what runs beside the engine process, not in it."""
+"""Modules of the server that run beside the engine process, not in it."""
 
 
 def _room(path: Path) -> str:

@@ -13,7 +13,7 @@ from nanoserve.commands.main import main
 from triton_ops.cpu import cpu_operators
 
 Run = Callable[..., tuple[int, str, str]]
-"""Of a command with these arguments: exit code, stdout and stderr."""
+"""Exit code, stdout and stderr of a command with these arguments."""
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ class HostLosingExecutor(DyingExecutor):
         return set(chain.from_iterable(swap.host_blocks for swap in moving))
 
     def _forget_host_tokens(self) -> None:
-        """Of cohorts, and of plans that are not answered yet."""
+        """Forget those of cohorts, and of plans that are not answered yet."""
         self._cohorts.clear()
         on_host = {sequence for sequence, record in self._records.items() if record.tier == "host"}
         for index, result in enumerate(self._results):

@@ -71,7 +71,7 @@ class _SwapUnderWay:
     swap: Swap
     due: int
     content: list[list[Slot]]
-    """Of the blocks that it reads, when it began."""
+    """What the blocks that it reads held when it began."""
 
 
 @dataclass

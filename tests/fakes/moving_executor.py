@@ -12,7 +12,7 @@ from nanoserve.simulator.tiered_executor import TieredExecutor
 from tests.fakes.observed_executor import dummy_answers
 
 KV_BYTES, WEIGHT_BYTES = 64, 4096
-"""Of a worker: for each token of a swap, and of its slices of the weights."""
+"""Bytes of a worker: for each token of a swap, and for its slices of the weights."""
 
 
 class MovingExecutor(TieredExecutor):

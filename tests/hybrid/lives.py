@@ -107,7 +107,7 @@ class HybridSeen(Seen):
     moves: Counter[str] = field(default_factory=Counter)
 
     def __add__(self, other: "HybridSeen") -> "HybridSeen":
-        """Of two lives; not their sequences."""
+        """Sums of two lives; their sequences are left out."""
         return HybridSeen(
             preemptions=self.preemptions + other.preemptions,
             cached_tokens=self.cached_tokens + other.cached_tokens,

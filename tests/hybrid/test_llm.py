@@ -30,7 +30,7 @@ def by_a_predictor_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def texts(**settings: object) -> tuple[list[list[str]], int]:
-    """Of every prompt with all parameters, and the most sequences that were in host memory at a time."""
+    """Answers to every prompt with all parameters, and the most sequences in host memory at a time."""
     with LLM(dtype="float32", eager=True, max_model_len=96, **settings) as llm:
         on_host, step = 0, llm.engine.step
 

@@ -19,7 +19,7 @@ from tests.models.thread_ranks import ThreadGroup
 from tests.oracle.checkpoints import FAMILIES, make_checkpoint, rename_glm_as_chatglm
 
 Degrees = tuple[int, int]
-"""Of pipeline and tensor parallelism."""
+"""Degrees of pipeline and tensor parallelism."""
 P2, T2, P4, T4, T2P2 = (2, 1), (1, 2), (4, 1), (1, 4), (2, 2)
 PAIRS: list[tuple[Degrees, Degrees]] = [(P2, T2), (P4, T4), (T2P2, T4), (T4, P4)]
 FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": None}

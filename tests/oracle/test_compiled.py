@@ -78,7 +78,7 @@ def check_pieces_of_parts_of_batches(decoder: Decoder, layers: LayerRunner) -> N
 
 @torch.inference_mode()
 def hidden_states(decoder: Decoder, layers: LayerFunction, rows: int, tokens: int) -> tuple[torch.Tensor, ...]:
-    """Of equally long prompts, compiled and eager."""
+    """Hidden states of equally long prompts, compiled and eager."""
     length = tokens // rows
     blocks = -(-length // BLOCK_SIZE)
     shape = (rows * blocks, decoder.config.num_kv_heads, BLOCK_SIZE, decoder.config.head_dim)

@@ -32,7 +32,7 @@ def chosen(**settings: object) -> int:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Iterator[Path]:
-    """Of an empty file in memory."""
+    """Path of an empty file in memory."""
     files = SharedFiles()
     files.make(tmp_path / "pool")
     yield tmp_path / "pool"

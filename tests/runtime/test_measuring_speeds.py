@@ -30,7 +30,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Of a machine whose products, and messages between workers, take what the constants say."""
+    """Clock of a machine whose products, and messages between workers, take what the constants say."""
     clock = Clock()
 
     def project(rows: Tensor, weights: Tensor) -> None:

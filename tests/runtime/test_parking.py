@@ -219,7 +219,7 @@ def test_every_stage_lets_its_own_layers_leave(decoder: Decoder, config: ModelCo
 
 
 def _weights_of(decoder: Decoder, stage: Decoder, first_layer: int) -> dict[str, Tensor]:
-    """Of the whole decoder, by the names that its stage has for them."""
+    """Parameters of the whole decoder, by the names that its stage has for them."""
     whole, found = decoder.state_dict(), dict[str, Tensor]()
     for name in stage.state_dict():
         parts = name.split(".")

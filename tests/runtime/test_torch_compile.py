@@ -56,7 +56,7 @@ def caches(config: ModelConfig, num_blocks: int) -> Caches:
 
 
 def test_one_graph_per_kind_of_layer_equals_eager() -> None:
-    """Of three layers the first and the last are of one kind."""
+    """The first and the last of three layers are of one kind."""
     options = {"qk_norm": True, "norms_per_layer": 4, "qkv_bias": True, "moe": SPARSE}
     config = replace(small_config(), num_layers=3, sliding_windows=(0, 5, 0), **options)
     decoder = small_decoder(config).requires_grad_(False)

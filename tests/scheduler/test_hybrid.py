@@ -37,7 +37,7 @@ DECODES = replace(
     predictor=PREDICTOR,
 )
 PLAN = Decision(0, 10, preempt_to_host=True)
-"""Of the device alone."""
+"""What the device alone decides."""
 
 
 def hosting(load: Load, sequences: int, *cohorts: Cohort, ready: int | None = None) -> Load:

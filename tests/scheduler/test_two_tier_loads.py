@@ -12,7 +12,7 @@ from nanoserve.scheduler.load import Cohort, Decision, Load, Policy
 from tests.fakes.linear_predictor import LinearPredictor
 
 RESHARDING = {"prefill-prioritizing": PrefillPrioritizing, "decode-prioritizing": DecodePrioritizing}
-"""Of Seesaw's figure 2, which no --policy offers."""
+"""Policies of Seesaw's figure 2, which no --policy offers."""
 
 
 TWO_TIERED = ["seesaw", "neo", "overlap", "apex", "hybrid", *RESHARDING]

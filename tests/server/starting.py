@@ -89,7 +89,7 @@ class Server:
             wait_until(lambda name=name: self.metric(name) == 0)  # type: ignore[misc]
 
     def engine_process_id(self) -> int:
-        """Of the engine: the child that leads a process group."""
+        """Process id of the engine: the child that leads a process group."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         leaders = [int(child) for child in children if os.getpgid(int(child)) == int(child)]
         assert len(leaders) == 1, children

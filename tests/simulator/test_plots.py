@@ -16,7 +16,7 @@ from tests.simulator.linear_times import LinearTimes
 
 
 def _window(steps: int, stages: int = 3) -> StepWindow:
-    """Of steps that take a second in each stage, one entering every second."""
+    """A window of steps that take a second in each stage, one entering every second."""
     window = StepWindow()
     for step in range(steps):
         spans = [(step + stage, step + stage + 1) for stage in range(stages)]

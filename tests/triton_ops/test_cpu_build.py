@@ -187,7 +187,7 @@ echo nonsense > $out
 
 
 def niceness(script: Path, count: int) -> list[int]:
-    """Of so many compilers, once they have begun: how far each goes behind this process."""
+    """How far each of the compilers goes behind this process, once they have begun."""
     told = script.with_suffix(".nice")
     deadline = time.monotonic() + 60
     while not told.exists() or told.read_text().count("\n") < count:

@@ -33,7 +33,7 @@ class Shelf:
     """The place of one library in a cache folder."""
 
     key: str
-    """Of everything the library depends on; names its files."""
+    """Hash of everything the library depends on; files are named by it."""
     directory: str
     """Where they are kept."""
 
@@ -117,7 +117,7 @@ class Job(Shelf):
 
 
 def content_hash(path: Path) -> str:
-    """Of a file's bytes; empty if it cannot be read."""
+    """Hash of a file's bytes; empty if it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
     except OSError:

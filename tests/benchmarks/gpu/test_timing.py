@@ -20,7 +20,7 @@ def test_the_flushes_lie_in_front_of_what_is_timed(monkeypatch: pytest.MonkeyPat
     log: list[str] = []
 
     class Event:
-        """Of a device that takes 0.2 ms for everything."""
+        """Event of a device that takes 0.2 ms for everything."""
 
         def __init__(self, *, enable_timing: bool) -> None:
             assert enable_timing

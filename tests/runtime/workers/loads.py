@@ -253,7 +253,7 @@ class Reference:
         return [others, *([replace(one, step=0)] for one in stay[-2:])]
 
     def _tokens(self, request: Request) -> list[int]:
-        """Of its first sample."""
+        """Tokens of the first sample."""
         return self.expected[request.request_id, 0].tokens
 
 

@@ -61,7 +61,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
 
 
 def link(rank: int, num_tokens: int = 4) -> Activations:
-    """Of a stage of two."""
+    """Activations of one rank of two stages."""
     ranks = Ranks(rank, num_stages=2, degree=1)
     cpu = torch.device("cpu")
     return Activations(ranks, hidden_size=HIDDEN_SIZE, num_tokens=num_tokens, dtype=torch.float32, device=cpu)

@@ -73,7 +73,7 @@ def expected() -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of all that the test starts; nothing of it is left behind."""
+    """A mark on everything that the test starts; nothing with it is left behind."""
     value = new_mark()
     monkeypatch.setenv(MARK, value)
     yield value

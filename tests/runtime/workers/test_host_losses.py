@@ -64,7 +64,7 @@ def test_a_sequence_that_was_lost_and_runs_again_is_heard_of_after_another_loss(
 
 
 def test_stages_that_fail_together_lose_once() -> None:
-    """Of two that hang because the machine does, one reports after the other was told of."""
+    """Two workers hang because the machine does, and one reports after the other."""
     losses = HostLosses()
     losses.heard(HostLost(0, "it hangs", forgotten=0))
     losses.heard(HostLost(1, "it hangs", forgotten=0))

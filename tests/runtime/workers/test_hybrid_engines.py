@@ -40,7 +40,7 @@ def expected() -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def strategies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Of the plans that workers are sent with host sequences in them."""
+    """Counts the strategies of plans with host sequences that workers are sent."""
     count, submit = Counter[str](), WorkersExecutor.submit
 
     def counting(executor: WorkersExecutor, plan: StepPlan) -> None:
