@@ -30,7 +30,7 @@ from nanoserve.request import FinishReason, Request, SequenceUpdate
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.tiers import HostCohorts
+from nanoserve.scheduler.cohorts import HostCohorts
 
 _TICKS_PER_SECOND = 2**20
 """Sums and differences of whole ticks are exact in floating point."""
@@ -173,12 +173,12 @@ class Recorder:
         """The policy is shown this, and decides."""
         self._load = load
 
-    def on_plan(self, plan: StepPlan, decision: Decision, cohorts: HostCohorts | None) -> None:
+    def on_plan(self, plan: StepPlan, decision: Decision, cohorts: HostCohorts) -> None:
         """A plan is made; the cohorts do not follow it yet."""
         self._decision = decision
         self.forecasts.on_plan(plan, decision, cohorts)
 
-    def on_result(self, result: StepResult, cohorts: HostCohorts | None) -> None:
+    def on_result(self, result: StepResult, cohorts: HostCohorts) -> None:
         """A result is taken in; the cohorts do not advance by it yet."""
         self.forecasts.on_result(result, cohorts)
 

@@ -18,7 +18,7 @@ from nanoserve.scheduler.policies.apex import ApexAlgorithm1
 from nanoserve.scheduler.policies.hybrid import HybridByPrediction
 from nanoserve.scheduler.policies.neo import AsymmetricPipelining
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.tiers import HostCohorts
+from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.simulator.executor import END_TOKEN, VOCAB_SIZE
 from nanoserve.simulator.replay import record_run, replay
 from nanoserve.simulator.tiered_executor import TieredExecutor
