@@ -14,9 +14,9 @@ import msgspec
 
 from nanoserve.costs.predictor import Predictor
 from nanoserve.costs.step_features import HostBatch, StepFeatures
+from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Cohort, Decision
 from nanoserve.scheduler.plan import HostWork, Row, StepPlan, StepResult, work_of
-from nanoserve.scheduler.cohorts import HostCohorts
 
 _MANY, _ONE_IN = 256, 5
 """The predictor learns from the first _MANY results, and then from one result in _ONE_IN. Every second or fourth would

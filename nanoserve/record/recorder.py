@@ -27,10 +27,10 @@ from nanoserve.record.events import (
 from nanoserve.record.forecasts import Forecasts
 from nanoserve.record.times import StageTimes, Times
 from nanoserve.request import FinishReason, Request, SequenceUpdate
+from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.cohorts import HostCohorts
 
 _TICKS_PER_SECOND = 2**20
 """Sums and differences of whole ticks are exact in floating point."""

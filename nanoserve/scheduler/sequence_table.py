@@ -362,12 +362,14 @@ class SequenceTable:
         is done has arrived."""
         sequence.in_flight.popleft()
         status = sequence.status
-        stays = status is not _FINISHED and sequence.place is _DEVICE
-        if stays:
+        if status is not _FINISHED and sequence.place is _DEVICE:
             self.blocks.share_full(sequence, sequence.computed - len(sequence.in_flight))
-        if sequence.siblings and (status is _DECODE or status is _FINISHED):
+            if sequence.siblings and status is _DECODE:
+                self.release_siblings(sequence)
+            return
+        if status is _DECODE or status is _FINISHED:
             self.release_siblings(sequence)
-        if stays or sequence.in_flight:
+        if sequence.in_flight:
             return
         if sequence.place is _MOVING:
             for move in [one for one in self._moves.values() if one.sequence is sequence and one.answered]:
