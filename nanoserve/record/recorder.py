@@ -169,13 +169,9 @@ class Recorder:
 
     # ---- the scheduler ----------------------------------------------------------------------------------------
 
-    def on_load(self, load: Load) -> None:
-        """The policy is shown this, and decides."""
-        self._load = load
-
-    def on_plan(self, plan: StepPlan, decision: Decision, cohorts: HostCohorts) -> None:
-        """A plan is made; the cohorts do not follow it yet."""
-        self._decision = decision
+    def on_plan(self, plan: StepPlan, load: Load, decision: Decision, cohorts: HostCohorts) -> None:
+        """A plan is made from what the policy saw and decided; the cohorts do not follow it yet."""
+        self._load, self._decision = load, decision
         self.forecasts.on_plan(plan, decision, cohorts)
 
     def on_result(self, result: StepResult, cohorts: HostCohorts) -> None:

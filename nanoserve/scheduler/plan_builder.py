@@ -7,7 +7,7 @@ from itertools import islice
 from nanoserve.costs.step_features import Strategy
 from nanoserve.request import Place, Sequence, Status
 from nanoserve.scheduler.cohorts import HostCohorts
-from nanoserve.scheduler.load import Decision
+from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Begin, Copy, Row, StepPlan, Swap
 from nanoserve.scheduler.sequence_table import SequenceTable
 
@@ -31,12 +31,12 @@ class PlanBuilder:
     """Host sequences whose token is under way."""
     in_flight: Collection[StepPlan]
     """The plans that have not ended."""
+    load: Load
+    """What the policy saw."""
     decision: Decision
-    """How much the plan shall hold."""
+    """What it decided."""
     now: float
     """Seconds on the executor's clock."""
-    running_decodes: int
-    """Decodes on the device, in flight or not."""
     admits: bool
     """Whether waiting prompts may begin."""
     transition: int | None = None
@@ -144,7 +144,7 @@ class PlanBuilder:
         """
         if self._parks:
             return True
-        kept = self.running_decodes * self._blocks.pool.block_size if self.decision.admission_reserve else 0
+        kept = self.load.running_decodes * self._blocks.pool.block_size if self.decision.admission_reserve else 0
         return self._blocks.fits(prompt, prompt.remaining + kept)
 
     def _add_chunk(self, sequence: Sequence, budget: int) -> int:

@@ -35,11 +35,8 @@ MOST_HOST_LOSSES = 3
 class SchedulerObserver(Protocol):
     """Sees plans and results, and changes nothing."""
 
-    def on_load(self, load: Load) -> None:
-        """The policy is shown this, and decides."""
-
-    def on_plan(self, plan: StepPlan, decision: Decision, cohorts: HostCohorts) -> None:
-        """A plan is made; the cohorts have not followed it yet."""
+    def on_plan(self, plan: StepPlan, load: Load, decision: Decision, cohorts: HostCohorts) -> None:
+        """A plan is made from what the policy saw and decided; the cohorts have not followed it yet."""
 
     def on_result(self, result: StepResult, cohorts: HostCohorts) -> None:
         """A result has come; the cohorts have not advanced by it yet."""
@@ -91,7 +88,6 @@ class Scheduler:
     """Queues, blocks and a policy.
 
     Args:
-        policy: decides how much each step holds.
         num_blocks: KV blocks on the device.
         block_size: tokens per block.
         max_model_len: longest sequence, prompt and output together.
@@ -101,8 +97,8 @@ class Scheduler:
         host_blocks: KV blocks in host memory; with none, nothing ever moves there.
         other_layouts: num_blocks and pipeline_depth of parallel layouts 1, 2, ...
         predictors: for the policy, one per layout.
-        feeds_tokens: whether the executor takes fed rows; one more plan may be in flight then. Sequences that cannot be
-            fed (``SamplingParams.may_be_fed``) skip every other plan while others are.
+        feeds_tokens: the executor takes fed rows; one more plan may be in flight then. Sequences that cannot be fed
+            (``SamplingParams.may_be_fed``) skip every other plan while others are.
 
     Raises:
         ValueError: if tokens are to be fed through more than one stage.
@@ -127,7 +123,7 @@ class Scheduler:
         if feeds_tokens and max(one.pipeline_depth for one in layouts) > 1:
             raise ValueError("tokens are fed within one stage: pipeline_depth must be 1")
         self.policy = policy
-        self.observer: SchedulerObserver | None = None  # sees plans and results
+        self.observer: SchedulerObserver | None = None
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
@@ -182,11 +178,7 @@ class Scheduler:
     # ---- intake -----------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request; its samples after the first wait until its prompt is computed.
-
-        Raises:
-            UsageError: if it can never run here, or its id is in use.
-        """
+        """Queue a request, as `SequenceTable.add` does and raises."""
         self.table.add(request)
 
     def stop(
@@ -226,7 +218,7 @@ class Scheduler:
         self.steps += 1
         self._previous = builder.decision
         if self.observer is not None:
-            self.observer.on_plan(plan, builder.decision, self._cohorts)
+            self.observer.on_plan(plan, builder.load, builder.decision, self._cohorts)
         if plan.ends:
             self._plans_in_flight[plan.step] = plan
         if self._cohorts or plan.strategy != "device":
@@ -239,16 +231,14 @@ class Scheduler:
     def _build(self, now: float, *, admits: bool = True) -> PlanBuilder:
         """Ask the policy and carry out its decision, as far as the blocks go."""
         load, *ready = self._survey()
-        if self.observer is not None:
-            self.observer.on_load(load)
         decision = self.policy.decide(load)
         builder = PlanBuilder(
             table=self.table,
             cohorts=self._cohorts,
             in_flight=self._plans_in_flight.values(),
+            load=load,
             decision=decision,
             now=now,
-            running_decodes=load.running_decodes,
             admits=admits,
         )
         if not self._layouts.drains_for(decision.layout):
@@ -389,12 +379,10 @@ class Scheduler:
         """What is in flight will never be answered: its sequences end with an error, the others go on."""
         self.pool.forget_cache()  # blocks are shared once their plan is submitted; these were perhaps never written
         self._forget_plans()
-        in_flight = {key: len(sequence.in_flight) for key, sequence in self.table.sequences.items()}
-        answers = tuple(Answer(key, error=error) for key, rows in in_flight.items() for _ in range(rows))
+        sequences = self.table.sequences
+        answers = tuple(Answer(key, error=error) for key, sequence in sequences.items() for _ in sequence.in_flight)
         updates = self.apply(StepResult(None, answers), now)
-        for sequence in list(self.table.moving):
-            if not sequence.finished:
-                updates.append(self._take_tokens(sequence, Answer(sequence.sequence_id, error=error), now))
+        updates += self._fail([one for one in self.table.moving if not one.finished], error, now)
         self.table.abandon_swaps()
         return updates
 
