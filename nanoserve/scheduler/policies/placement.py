@@ -229,7 +229,7 @@ class DeviceStep:
         return bisect_right(range(1, most + 1), window, key=self.cpu_seconds)
 
     def pipelined(self, most: int) -> tuple[tuple[int, int], float]:
-        """NEO's greedy choice: host sequences of sub-batches 0 and 1, ``most`` in all, and seconds of the whole step."""
+        """NEO's greedy choice: host sequences of sub-batches 0 and 1, ``most`` in all, and the whole step's seconds."""
         second = self.hidden(self.tlin_pref + self.tgatt_pref, most) if self.rows else 0
         tlin_second = self.linear_seconds(second)
         first = self.hidden(tlin_second, most - second) if second else 0
