@@ -149,7 +149,7 @@ class Engine:
         scheduler = self.scheduler
         return EngineStatus(
             layouts=(scheduler.layout,),
-            changing=(scheduler.changing_layout,),
+            changing=(scheduler.layouts.changing,),
             running=len(scheduler.running),
             on_host=len(scheduler.on_host),
             waiting=len(scheduler.waiting),
