@@ -1,4 +1,4 @@
-"""Block accounting of the KV cache, without torch: who owns which block and what it holds.
+"""Block accounting of the KV cache, without torch: the owners of blocks, and what blocks hold.
 
 PrefixCache finds blocks by their content, BlockPool hands out the blocks of one tier, SequenceBlocks and HostTier keep
 the block tables of sequences on the device and in host memory.

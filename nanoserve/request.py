@@ -370,7 +370,7 @@ class Sequence:
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True):
-    """What one sequence gained in one step, as the engine hands it to whoever asked.
+    """What one sequence gained in one step, as the engine hands it to its callers.
 
     ``sequence`` may be read (metrics, cached tokens) but not changed.
     """

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from nanoserve.errors import UsageError
 
-if TYPE_CHECKING:  # the registry of policies is imported for --help, which shall not load the cost model
+if TYPE_CHECKING:  # the registry of policies is imported for --help, which must not load the cost model
     from nanoserve.costs.predictor import Predictor
     from nanoserve.costs.step_features import Strategy
 

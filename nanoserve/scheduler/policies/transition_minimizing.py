@@ -105,7 +105,7 @@ def _wasted_seconds(load: Load, predictor: "Predictor") -> float:
     """
 
     def round_seconds(times: float) -> float:
-        """One token for each of so many times as many decodes: PP micro-batches through L / PP layers each."""
+        """One token for each of ``times`` as many decodes: PP micro-batches through L / PP layers each."""
         share = times / load.pipeline_depth
         linear = predictor.linear_seconds(round(load.running_decodes * share))
         attention = predictor.attention_seconds(round(load.context_tokens * share))
