@@ -20,7 +20,7 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.measures.chrome_trace import ChromeTraceFile
-from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.decoder import Decoder
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.models.shards import shards_of_layouts
@@ -39,6 +39,7 @@ from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_predic
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.gpu_staging import staging_memory
 from nanoserve.runtime.moves.host_pool import HostPool, choose_host_blocks
+from nanoserve.runtime.stage import Stage
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity
@@ -147,20 +148,17 @@ def _build_here(
         layers = LayerRunner.ahead_of_time(
             decoder, block_size=config.block_size, operators=operators, with_pieces=config.attends_on_host
         )
-    executor = LocalExecutor(
+    stage = Stage.build(
         decoder,
-        model,
         num_blocks=num_blocks,
         block_size=config.block_size,
         device=device,
-        layers=layers,
-        run_layer=DecoderLayer.__call__ if gpu is None else gpu.layers,
-        grammars=GrammarCompiler(resolved.tokenizer_directory, model.vocab_size),
-        feeds_tokens=gpu is not None and not config.eager,
-        host_pool=host_pool,
+        layers=layers if gpu is None else gpu.layers,
+        part=None if host_pool is None else host_pool.part(decoder.shard),
         processor=processor,
-        pieces=layers if gpu is None else gpu.layers,
+        grammars=GrammarCompiler(resolved.tokenizer_directory, model.vocab_size),
     )
+    executor = LocalExecutor(stage, feeds_tokens=gpu is not None and not config.eager)
     facts = None if gpu is None else gpu.capture(executor.runner, max_model_len, progress)
     if processor is None or speeds is None:
         predictors = make_predictors(speeds, model, config)
@@ -171,7 +169,7 @@ def _build_here(
             config=config,
             max_model_len=max_model_len,
             speeds=speeds,
-            compiled=facts.compiled if facts is not None else layers is not None and layers.loaded,
+            compiled=stage.compiled,
         )
         predictors = _profiled(starting, executor, progress)
     scheduler = _make_scheduler(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.models.attention import AttentionBatch, PagedAttention
-from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
+from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_attention import HostAttention, HostAttentionLost, HostTask
 from nanoserve.runtime.step.forward_pass import LayerComputed
@@ -91,21 +91,17 @@ class HybridPass:
     """Walks over the layers of a stage with the rows of a step and with the host sequences that take part.
 
     Args:
+        layers: runs layers, in pieces where host sequences take part.
         make_host: starts the CPU's part; again when it has failed.
-        run_layer: for layers in which no host sequence takes part.
-        pieces: for the others.
     """
 
-    def __init__(
-        self, decoder: Decoder, make_host: Callable[[], HostAttention], *, run_layer: LayerFunction, pieces: LayerRunner
-    ) -> None:
+    def __init__(self, decoder: Decoder, layers: LayerRunner, make_host: Callable[[], HostAttention]) -> None:
         self.pending: list[HostGroup] = []  # groups whose attention the CPU was asked for, in this order
         self._layers = list(cast(Iterable[DecoderLayer], decoder.layers))
         self._first_layer = decoder.shard.layers.start
         self._make_host = make_host
         self._host = make_host()
-        self._run_layer = run_layer
-        self._pieces = pieces
+        self._run_layer = layers
         self._loss: str | None = None
         # An event in front of the newest attention: how far a GPU has come, which lags behind what is issued.
         self._mark = torch.cuda.Event() if decoder.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -269,7 +265,7 @@ class HybridPass:
             parts.insert(0, (hidden, device.cos, device.sin))
         if not parts:
             return None
-        query, key, value = self._pieces.pre_attention(layer, *(_joined(part) for part in zip(*parts, strict=True)))
+        query, key, value = self._run_layer.pre_attention(layer, *(_joined(part) for part in zip(*parts, strict=True)))
         end = 0 if hidden is None or device is None else len(hidden)
         own = slice(0, end)
         for group in groups:
@@ -297,7 +293,7 @@ class HybridPass:
             parts.insert(0, (attended, hidden))
         if not parts:
             return hidden
-        output = self._pieces.post_attention(layer, *(_joined(part) for part in zip(*parts, strict=True)))
+        output = self._run_layer.post_attention(layer, *(_joined(part) for part in zip(*parts, strict=True)))
         end = 0 if attended is None or hidden is None else len(hidden)
         own = output[:end] if end else hidden
         for group in groups:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from nanoserve.models.attention import PagedAttention
-from nanoserve.models.decoder import Decoder, LayerFunction
+from nanoserve.models.decoder import Decoder
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_attention import HostAttention
 from nanoserve.runtime.host.hybrid_pass import DeviceRows, HostGroup, HybridPass
+from nanoserve.runtime.step.answers import SampledRows
 from nanoserve.runtime.step.forward_pass import InputBuilder, StepInputs, row_ends
-from nanoserve.runtime.step.launched_step import LaunchedStep, SampledRows
 from nanoserve.runtime.step.model_runner import ModelRunner, PreparedStep
 from nanoserve.runtime.step.staging import DeviceToHostCopy, Staging
 from nanoserve.scheduler.plan import CohortProgress, HostWork, Row, StepPlan
@@ -99,17 +99,16 @@ class HybridRunner(ModelRunner):
     def __init__(
         self,
         decoder: Decoder,
+        layers: LayerRunner,
+        make_host: Callable[[], HostAttention],
         *,
         block_size: int,
         device: torch.device,
-        run_layer: LayerFunction,
-        pieces: LayerRunner,
-        make_host: Callable[[], HostAttention],
         **settings: Any,
     ) -> None:
-        """pieces, make_host: as HybridPass has them; settings: others of the ModelRunner."""
-        super().__init__(decoder, block_size=block_size, device=device, run_layer=run_layer, **settings)
-        self.hybrid = HybridPass(decoder, make_host, run_layer=run_layer, pieces=pieces)
+        """layers, make_host: as HybridPass has them; settings: others of the ModelRunner."""
+        super().__init__(decoder, block_size=block_size, device=device, run_layer=layers, **settings)
+        self.hybrid = HybridPass(decoder, layers, make_host)
         self._block_size = block_size
         # Apart from the staging of the next plan, which may be prepared at the same moment.
         self._late_staging = Staging(device)
@@ -152,7 +151,7 @@ class HybridRunner(ModelRunner):
         with torch.inference_mode():
             return self._compute_hybrid(step, entering)
 
-    def sample(self, step: PreparedStep, hidden: Tensor | None) -> LaunchedStep:
+    def sample(self, step: PreparedStep, hidden: Tensor | None) -> PreparedStep:
         if isinstance(step, HybridStep):
             with torch.inference_mode():
                 step.sampled = self._stage_with_groups(step)

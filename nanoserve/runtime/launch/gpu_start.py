@@ -19,8 +19,8 @@ from nanoserve.request import SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.launch.devices import compiler_errors
 from nanoserve.runtime.launch.memory import memory_errors, out_of_memory
-from nanoserve.runtime.sampling.logprobs import rows_per_chunk
 from nanoserve.runtime.sampling.sampler import SamplingRows, SamplingState, sample
+from nanoserve.runtime.step.answers import rows_per_chunk
 from nanoserve.runtime.step.decode_graphs import CudaRecorder, DecodeGraphs, StaticInputs, bucket_sizes
 from nanoserve.runtime.step.forward_pass import Caches, ForwardPass, StepInputs
 from nanoserve.runtime.step.model_runner import ModelRunner

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.runtime.sampling.grammars import SequenceGrammar
 from nanoserve.runtime.sampling.sampler import SamplingState
+from nanoserve.runtime.step.answers import SampledRows, ScoredPrompt
 from nanoserve.runtime.step.forward_pass import (
     BlockTable,
     ForwardFunction,
@@ -26,7 +28,6 @@ from nanoserve.runtime.step.forward_pass import (
     make_caches,
     row_ends,
 )
-from nanoserve.runtime.step.launched_step import LaunchedStep, SampledRows, ScoredPrompt
 from nanoserve.runtime.step.staging import DeviceToHostCopy, Staging
 from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan
 from triton_ops import copy_blocks
@@ -63,7 +64,7 @@ class SequenceRecord:
 
 @dataclass(slots=True)
 class PreparedStep:
-    """A plan whose inputs are on their way to the device."""
+    """A plan whose inputs are on their way to the device, and what comes of it."""
 
     plan: StepPlan
     results: DeviceToHostCopy
@@ -75,11 +76,30 @@ class PreparedStep:
     """int64 [2, F], for each fed row the place of its token in this step, and of its sample in the step before."""
     prompts: list[ScoredPrompt] = field(default_factory=list)
     sampled: SampledRows | None = None
+    launch_seconds: float = 0.0
+    """How long the host took to prepare the step and to issue its work."""
 
     @property
     def num_tokens(self) -> int:
         """T, the tokens of all its rows on the device."""
         return 0 if self.inputs is None else len(self.inputs.token_ids)
+
+    def answers(self) -> tuple[Answer, ...]:
+        """Wait for the device, then answer for each row that has a result. Call it once, after `sample`."""
+        self.results.wait()
+        answers = {scored.sequence: scored.answer() for scored in self.prompts}
+        if self.sampled is not None:
+            for answer in self.sampled.answers():
+                earlier = answers.get(answer.sequence)
+                answers[answer.sequence] = _joined(earlier, answer) if earlier else answer
+        return tuple(answers.values())
+
+
+def _joined(prompt: Answer, sampled: Answer) -> Answer:
+    """One answer of a row that has prompt log probabilities and a sampled token; an error of either is the error."""
+    if error := prompt.error or sampled.error:
+        return Answer(sampled.sequence, error=error)
+    return msgspec.structs.replace(sampled, prompt_logprobs=prompt.prompt_logprobs)
 
 
 class ModelRunner:
@@ -129,7 +149,7 @@ class ModelRunner:
         """
         return self.launch(plan).answers()
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> PreparedStep:
         """Hand one plan to the device without waiting for it; on the CPU it is done then.
 
         Raises:
@@ -174,22 +194,19 @@ class ModelRunner:
         return None if inputs is None else self.forward(inputs)
 
     @torch.inference_mode()
-    def sample(self, step: PreparedStep, hidden: Tensor | None) -> LaunchedStep:
+    def sample(self, step: PreparedStep, hidden: Tensor | None) -> PreparedStep:
         """Issue the work behind the last layer: logits and samples of what `compute` returned in the last stage.
 
-        All ranks of a tensor-parallel group do so; the first one alone has the answers.
+        All ranks of a tensor-parallel group do so; the first one alone has the answers. Returns the step.
         """
-        launched = LaunchedStep(step.results)
         if hidden is not None:
             for prompt in step.prompts:
                 prompt.score(self.decoder, hidden, step.results)
             sampled, self._last_sampled = step.sampled, ((), None)
             if sampled is not None:
-                tokens = sampled.sample(self.decoder, hidden, step.results)
-                self._last_sampled = sampled.sequences, tokens
-            launched = LaunchedStep(step.results, step.prompts, sampled)
+                self._last_sampled = sampled.sequences, sampled.sample(self.decoder, hidden, step.results)
         step.results.end()
-        return launched
+        return step
 
     def _begin_and_end(self, plan: StepPlan) -> None:
         """Forget the sequences that end with a plan, and begin those that begin."""

@@ -83,7 +83,7 @@ def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
         assert processor is not None and speeds is not None, "only policies that attend in host memory ask for it"
         measured = starting_engine(
             layouts[0].stage.runner,
-            layouts[0].stage.layers or _layer_function(gpus, 0),
+            layouts[0].stage.layers or DecoderLayer.__call__,
             storage=storage,
             processor=processor,
             config=config,
@@ -183,9 +183,7 @@ def _make_layouts(
             num_blocks=num_blocks[number],
             block_size=config.block_size,
             device=device,
-            layers=_compiled_layers(decoder, config, ranks) if device.type == "cpu" else None,
-            run_layer=_layer_function(gpus, number),
-            pieces=gpus[number].layers if gpus else None,
+            layers=gpus[number].layers if gpus else _compiled_layers(decoder, config, ranks),
             grammars=GrammarCompiler(Path(start.tokenizer_directory), decoder.config.vocab_size),
             storage=storage,
             part=None if pool is None else pool.part(decoder.shard),
@@ -202,10 +200,6 @@ def _open_pool(start: WorkerStart, loaded: _LoadedModel) -> HostPool | None:
     path, num_blocks = start.host_pool
     dtype, block_size = loaded.decoders[0].dtype, start.config.block_size
     return HostPool.open(Path(path), loaded.model, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
-
-
-def _layer_function(gpus: Sequence[GpuStart], layout: int) -> LayerFunction:
-    return gpus[layout].layers if gpus else DecoderLayer.__call__
 
 
 def _compiled_layers(decoder: Decoder, config: EngineConfig, ranks: Ranks) -> LayerRunner | None:
