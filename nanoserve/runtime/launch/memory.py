@@ -159,12 +159,6 @@ def _explicit(asked: int, free: int, per_block: int, per_request: int, length: i
     return blocks
 
 
-def weights_do_not_fit(directory: Path | None) -> str:
-    """The problem, for `memory_errors`, when the model of a directory is loaded, or one without a directory."""
-    size = 0 if directory is None else sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    return f"a checkpoint of {format_size(size)} does not fit" if size else "the weights do not fit"
-
-
 @contextmanager
 def memory_errors(device: torch.device, problem: str, advice: str) -> Iterator[None]:
     """Turn torch's many ways of saying "out of memory" into one line.

@@ -279,8 +279,7 @@ class ModelRunner:
 
     def _grammar(self, begin: Begin) -> SequenceGrammar | None:
         schema = begin.params.json_schema
-        shard = self.decoder.shard
-        if schema is None or not (shard.is_last and shard.rank == 0):  # the others do not sample
+        if schema is None or not self.decoder.shard.answers:  # the others do not sample
             return None
         if self._grammars is None:
             raise RuntimeError("this executor has no grammars")

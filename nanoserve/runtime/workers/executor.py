@@ -4,10 +4,10 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import zmq
+from msgspec.structs import replace
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.measured_machine import MachineSpeeds
@@ -17,7 +17,7 @@ from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageEr
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.record.times import ReshardTimes, SwapTimes, Times
 from nanoserve.runtime.launch.memory import CPU_SHARE, CUDA_SHARE, blocks_that_fit
-from nanoserve.runtime.workers.group import WorkerGroup, WorkersDied, WorkerSettings
+from nanoserve.runtime.workers.group import WorkerGroup, WorkersDied
 from nanoserve.runtime.workers.messages import (
     Allocate,
     Answered,
@@ -34,6 +34,7 @@ from nanoserve.runtime.workers.messages import (
     Ready,
     RunPlan,
     StepObserved,
+    WorkerStart,
 )
 from nanoserve.runtime.workers.outstanding import HostLosses, Moves
 from nanoserve.runtime.workers.remote_layers import RemoteLayers
@@ -86,11 +87,18 @@ class WorkersExecutor:
         self.deaths = 0  # how often the workers died and were started again
         self.layers = RemoteLayers(config.num_workers, self._have_prepared, self._wait_for_layers)
         self._config = config
-        self._longest = model.max_position_embeddings
         self._progress = progress
         self._coupled = metadata == "coupled"
-        self._settings = WorkerSettings(
-            resolved, config, model, host_blocks, self._coupled, observe_times, engine, profiles
+        self._model, self._host_blocks = model, host_blocks
+        self._start = WorkerStart(
+            name=resolved.name,
+            model_directory=None if resolved.directory is None else str(resolved.directory),
+            tokenizer_directory=str(resolved.tokenizer_directory),
+            config=config,
+            local_rank=engine * config.num_workers,  # each engine takes the GPUs behind those of the one before
+            coupled=self._coupled,
+            observe_times=observe_times,
+            profiles=profiles,
         )
         self._in_flight: set[int] = set()
         self._results: deque[StepResult] = deque()
@@ -100,7 +108,7 @@ class WorkersExecutor:
         self._failure: WorkersFailed | None = None
         self._forget_life()
         self._ended_by: WorkersDied | None = None
-        self._group: WorkerGroup | None = WorkerGroup(self._settings, self.layout)
+        self._group: WorkerGroup | None = self._new_group()
         if wait:
             self.wait_until_ready()
 
@@ -115,7 +123,7 @@ class WorkersExecutor:
                 raise error.error or RuntimeFailure(f"{error} while it was starting") from None
             raise
         self._progress = None  # a second start is not shown
-        self._settings = replace(self._settings, profiles=False)
+        self._start = replace(self._start, profiles=False)
 
     # ---- plans ------------------------------------------------------------------------------------------------
 
@@ -289,7 +297,7 @@ class WorkersExecutor:
 
     def _take_move(self, times: ReshardTimes | SwapTimes) -> None:
         """A worker has done its part of a move."""
-        if self._settings.observe_times:
+        if self._start.observe_times:
             self._times.append(times)
         result = self._moves.end_part(times)
         if result is None:
@@ -314,7 +322,10 @@ class WorkersExecutor:
         if not self.capacities:
             self.speeds = workers[0].speeds  # which are the same in all of them
             layouts = self._config.layouts
-            blocks = [common_num_blocks(workers, self._config, self._longest, layout) for layout in range(len(layouts))]
+            blocks = [
+                common_num_blocks(workers, self._config, self._model.max_position_embeddings, layout)
+                for layout in range(len(layouts))
+            ]
             depths = [layout.pipeline_parallel for layout in layouts]
             self.capacities = tuple(map(LayoutCapacity, blocks, depths))
         self._open_group().send(Allocate(tuple(capacity.num_blocks for capacity in self.capacities)))
@@ -339,13 +350,16 @@ class WorkersExecutor:
         except WorkersDied as death:
             self._death = death
 
+    def _new_group(self) -> WorkerGroup:
+        return WorkerGroup(replace(self._start, layout=self.layout), self._model, self._host_blocks)
+
     def _open_group(self) -> WorkerGroup:
         """The workers, or new ones if those before are dead."""
         if self._failure is not None:
             raise self._failure
         if self._ended_by is not None:
             try:
-                self._group = WorkerGroup(self._settings, self.layout)
+                self._group = self._new_group()
             except NanoserveError as error:  # the file that a dummy model has its shape from is gone, say
                 self._failure = WorkersFailed(f"{self._ended_by}, and {error}")
                 raise self._failure from None

@@ -11,7 +11,7 @@ import torch
 import zmq
 
 from nanoserve.runtime.step.model_runner import PreparedStep
-from nanoserve.runtime.workers.activations import Expected
+from nanoserve.runtime.workers.distributed import Expected
 from nanoserve.runtime.workers.messages import ForgetHost, RunPlan, ToWorker
 from nanoserve.scheduler.plan import StepPlan
 

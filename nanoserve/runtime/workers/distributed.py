@@ -1,10 +1,12 @@
-"""Hidden states on their way from one pipeline stage to the next, over torch.distributed, without waiting.
+"""What workers say to each other over torch.distributed: sums within a stage, hidden states from stage to stage.
 
-Of a plan whose rows are all on the device it is known how many come, so that a place for them is ready before they are
-computed. With host sequences a header says so, which has to be waited for first.
+A plan whose rows are all on the device says how many hidden states come, so that a place for them is ready before they
+are computed. With host sequences a header says so, and the receiver waits for it first.
 """
 
+import os
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -13,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanoserve.models.shards import Shard
 from nanoserve.runtime.host.hybrid_runner import Header
-from nanoserve.runtime.workers.ranks import Ranks
+from nanoserve.runtime.launch.rendezvous import open_store
 
 _CPU = torch.device("cpu")
 _UNSENT = 2
@@ -37,20 +40,21 @@ class Expected:
 
 
 class Activations:
-    """A worker's links to the stages before and behind it. What is received lies in two buffers in turn.
+    """A worker's links to the stages before and behind it. Two buffers take turns to hold what is received.
 
     Args:
-        num_tokens: that most steps will not exceed.
+        shard: the worker's.
+        num_tokens: tokens that most steps do not exceed.
     """
 
     def __init__(
-        self, ranks: Ranks, *, hidden_size: int, num_tokens: int, dtype: torch.dtype, device: torch.device
+        self, shard: Shard, *, hidden_size: int, num_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._ranks = ranks
+        self._before, self._behind = shard.worker_before, shard.worker_behind
         self._shape = (num_tokens, hidden_size)
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._buffers = [self._like.new_empty(0), self._like.new_empty(0)]
-        if ranks.before is not None:
+        if self._before is not None:
             with torch.inference_mode():  # as steps run
                 self._buffers = [self._like.new_empty(self._shape) for _ in range(2)]
         self._turn = cycle((0, 1))
@@ -60,10 +64,10 @@ class Activations:
     def connect(self) -> None:
         """Exchange a number with the stages before and behind: NCCL makes its communicators with the first message."""
         number = self._like.new_zeros(1)
-        if self._ranks.before is not None:
-            dist.recv(number, self._ranks.before)
-        if self._ranks.behind is not None:
-            dist.send(number, self._ranks.behind)
+        if self._before is not None:
+            dist.recv(number, self._before)
+        if self._behind is not None:
+            dist.send(number, self._behind)
 
     @torch.inference_mode()
     def expect(self, num_tokens: int) -> Expected | None:
@@ -71,14 +75,13 @@ class Activations:
 
         The step before may still use those that came before these, no other.
         """
-        before = self._ranks.before
-        if before is None or num_tokens == 0:
+        if self._before is None or num_tokens == 0:
             return None
         place = next(self._turn)
         if num_tokens > len(self._buffers[place]):
             self._buffers[place] = self._like.new_empty((2 * num_tokens, self._shape[1]))
         hidden = self._buffers[place][:num_tokens]
-        return Expected(_started(dist.irecv(hidden, before)), hidden)
+        return Expected(_started(dist.irecv(hidden, self._before)), hidden)
 
     def send(self, hidden: Tensor) -> None:
         """Put hidden states on their way to the stage behind; waits only if earlier ones have not left."""
@@ -94,7 +97,7 @@ class Activations:
 
         Call it in the order of the plans, in the thread that expects hidden states, before those of the same plan.
         """
-        if self._ranks.before is None:
+        if self._before is None:
             return None
         return msgspec.msgpack.decode(self._receive_text(_CPU), type=Header)
 
@@ -108,12 +111,11 @@ class Activations:
 
     def _send(self, sending: deque[_Sent], *tensors: Tensor) -> None:
         """Put what belongs together on its way, behind others of its kind."""
-        behind = self._ranks.behind
-        assert behind is not None
+        assert self._behind is not None
         if len(sending) == _UNSENT:
             for work, _ in sending.popleft():
                 work.wait()
-        sending.append([(_started(dist.isend(tensor, behind)), tensor) for tensor in tensors])
+        sending.append([(_started(dist.isend(tensor, self._behind)), tensor) for tensor in tensors])
 
     def receive_plan(self) -> bytes:
         """Wait for what `send_plan` sends."""
@@ -121,12 +123,11 @@ class Activations:
 
     def _receive_text(self, device: torch.device) -> bytes:
         """Wait for bytes, as `_as_tensors` has them."""
-        before = self._ranks.before
-        assert before is not None
+        assert self._before is not None
         size = torch.zeros(1, dtype=torch.int64, device=device)
-        dist.recv(size, before)
+        dist.recv(size, self._before)
         data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-        dist.recv(data, before)
+        dist.recv(data, self._before)
         return bytes(data.cpu().numpy())
 
 
@@ -139,3 +140,52 @@ def _as_tensors(text: bytes, device: torch.device) -> tuple[Tensor, Tensor]:
 def _started(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this worker is a member of the group of all"
     return work
+
+
+class RankGroup:
+    """A TensorParallelGroup of processes: the ranks of one stage. All workers make theirs at the same time."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        for stage in range(shard.num_stages):  # every process takes part in making every group
+            group = dist.new_group(list(range(stage * shard.degree, (stage + 1) * shard.degree)))
+            if stage == shard.stage:
+                self._group = group
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place of the argument."""
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor | None:
+        """[N, columns] of every rank -> [N, degree * columns] on rank 0; None elsewhere."""
+        shard = self._shard
+        parts = [torch.empty_like(tensor) for _ in range(shard.degree)] if shard.rank == 0 else None
+        dist.gather(tensor.contiguous(), parts, dst=shard.stage * shard.degree, group=self._group)
+        return None if parts is None else torch.cat(parts, dim=1)
+
+
+def join_workers(
+    shards: Sequence[Shard], init_method: str, device: torch.device, *, headers: bool = False
+) -> list[RankGroup | None]:
+    """Join the other workers. Returns this worker's tensor-parallel group in each layout, None where it has one rank.
+
+    All groups are made here: a change of layout makes none.
+
+    Args:
+        shards: this worker's, by layout.
+        headers: tensors of the CPU are to be sent too, whatever the device is.
+
+    Raises:
+        RuntimeError: torch's, if they cannot be reached.
+    """
+    # Workers of one machine that meet in a file talk over its own interface: a host name may lead nowhere.
+    if init_method.startswith("file:"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
+    backend = "gloo"
+    if device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl" if headers else "nccl"
+    world_size = shards[0].num_stages * shards[0].degree
+    store = open_store(init_method, world_size)
+    dist.init_process_group(backend, store=store, rank=shards[0].worker, world_size=world_size)
+    return [RankGroup(shard) if shard.degree > 1 else None for shard in shards]
