@@ -48,7 +48,6 @@ from triton_ops.cpu import CpuOperators, cpu_operators
 
 if TYPE_CHECKING:
     from nanoserve.runtime.workers.remote_layers import RemoteLayers
-    from nanoserve.runtime.workers.several import LayersOfAll
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class BuiltEngine:
     default_params: SamplingParams
     """What the model's generation_config.json recommends."""
     operators: CpuOperators | None
-    layers: "LayerRunner | RemoteLayers | LayersOfAll | None"
+    layers: "LayerRunner | RemoteLayers | None"
     """What is built in the background and makes steps faster; None where nothing is."""
     gpu: GpuFacts | None
     """What getting the GPU ready took; None without one."""
@@ -204,7 +203,7 @@ def _build_on_workers(
     resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None, default_params: SamplingParams
 ) -> BuiltEngine:
     """On several devices, each with a process of its own: one engine, or several behind a dispatcher."""
-    from nanoserve.runtime.workers.several import LayersOfAll, start_workers, wait_for_news  # ZeroMQ is for them alone
+    from nanoserve.runtime.workers.several import start_workers, wait_for_news  # ZeroMQ is for them alone
 
     model = read_config(resolved)
     shards_of_layouts(model, config)  # what cannot be divided is refused before any process is started
@@ -233,10 +232,9 @@ def _build_on_workers(
             predictors = ()
         scheduler = _make_scheduler(config, executor.capacities, max_model_len, host_blocks, predictors)
         engines.append(Engine(scheduler, executor, vocab_size=model.vocab_size))
-    speeds = executors[0].speeds
+    layers, speeds = executors[0].layers, executors[0].speeds
     if len(engines) == 1:
-        return BuiltEngine(engines[0], model, max_model_len, default_params, None, executors[0].layers, None, speeds)
-    layers = LayersOfAll(executors)
+        return BuiltEngine(engines[0], model, max_model_len, default_params, None, layers, None, speeds)
 
     def wait(until: float | None) -> None:
         layers.go_on()

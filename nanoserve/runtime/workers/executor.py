@@ -85,7 +85,7 @@ class WorkersExecutor:
         self.speeds: MachineSpeeds | None = None
         self.profile: Profile | None = None  # what the first worker has found out
         self.deaths = 0  # how often the workers died and were started again
-        self.layers = RemoteLayers(config.num_workers, self._have_prepared, self._wait_for_layers)
+        self.layers = RemoteLayers([self])
         self._config = config
         self._progress = progress
         self._coupled = metadata == "coupled"
@@ -205,6 +205,38 @@ class WorkersExecutor:
             self._group = None
         self._ended_by = None
 
+    # ---- what makes them faster -------------------------------------------------------------------------------
+
+    @property
+    def num_workers(self) -> int:
+        return self._config.num_workers
+
+    @property
+    def num_prepared(self) -> int:
+        """How many workers have compiled their layers, or never will."""
+        return len(self._prepared)
+
+    @property
+    def num_compiled(self) -> int:
+        """How many workers' layers run compiled."""
+        return sum(self._prepared.values())
+
+    def prepare_next(self, *, waited: bool) -> None:
+        """Have the next worker prepare its layers, unless it does already; for RemoteLayers."""
+        # One that is starting would take it for how large its cache is; `_go` comes back to it.
+        if self._running and self._asked < self.num_prepared:
+            self._asked = self.num_prepared
+            self._open_group().send(Prepare(waited), [self._asked])
+
+    def wait_for(self, known: Callable[[], bool]) -> None:
+        """Until that holds, or a worker is dead, which the next `collect` alone can say."""
+        try:
+            self._wait(known)
+        except WorkersDied as death:
+            self._death = death
+
+    # ---- workers ----------------------------------------------------------------------------------------------
+
     def _send(self, plan: StepPlan) -> None:
         group = self._open_group()
         if not self._coupled or plan.transition is not None:
@@ -213,8 +245,6 @@ class WorkersExecutor:
         first = range(self._config.layouts[self.layout].tensor_parallel)
         group.send(RunPlan(plan), first)
         group.send(Follow(), range(len(first), self._config.num_workers))
-
-    # ---- workers ----------------------------------------------------------------------------------------------
 
     def _forget_life(self) -> None:
         """No worker has said anything yet; `_take` follows them until they run."""
@@ -227,7 +257,8 @@ class WorkersExecutor:
         self._results.clear()
         self._moves.forget()
         self._host_losses.forget()
-        self.layers.forget()
+        self._asked = -1  # rank of the worker that was asked last to prepare its layers
+        self._prepared: dict[int, bool] = {}  # by rank: whether its layers run compiled
         self._transitions: dict[int | None, int] = {}  # by step, those that are not answered yet
         self._running_since: float | None = None
 
@@ -278,7 +309,8 @@ class WorkersExecutor:
         elif isinstance(message, Moved):
             self._take_move(message.times)
         elif isinstance(message, Prepared):
-            self.layers.take(message)
+            self._prepared[message.rank] = message.compiled
+            self.layers.go_on()
         elif isinstance(message, Loading):
             if self._progress is not None and message.rank == 0:
                 self._progress(message.stage, message.done, message.total)
@@ -338,17 +370,6 @@ class WorkersExecutor:
         held, self._held = self._held, []
         for plan in held:
             self._send(plan)
-
-    def _have_prepared(self, rank: int) -> None:
-        if self._running:  # one that is starting would take it for how large its cache is; `_go` comes back to it
-            self._open_group().send(Prepare(self.layers.waited), [rank])
-
-    def _wait_for_layers(self, known: Callable[[], bool]) -> None:
-        """Until that holds, or a worker is dead: which can be said by the next `collect` alone."""
-        try:
-            self._wait(known)
-        except WorkersDied as death:
-            self._death = death
 
     def _new_group(self) -> WorkerGroup:
         return WorkerGroup(replace(self._start, layout=self.layout), self._model, self._host_blocks)
