@@ -28,8 +28,7 @@ from nanoserve.record.recorder import Telling
 from nanoserve.record.trace import RunTrace
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
-from nanoserve.runtime.host.host_processor import HostProcessor
-from nanoserve.runtime.launch.core_division import divide_cores
+from nanoserve.runtime.host.host_processor import HostProcessor, divide_cores
 from nanoserve.runtime.launch.devices import usable_device
 from nanoserve.runtime.launch.gpu_start import GpuFacts, GpuStart
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds

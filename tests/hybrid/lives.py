@@ -10,8 +10,7 @@ from typing import Any
 
 from nanoserve.costs.step_features import Strategy
 from nanoserve.request import FinishReason
-from nanoserve.runtime.host.host_processor import HostProcessor
-from nanoserve.runtime.launch.core_division import CoreDivision
+from nanoserve.runtime.host.host_processor import CoreDivision, HostProcessor
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.host_pool import HostPool
 from nanoserve.scheduler import make_policy

@@ -10,7 +10,7 @@ from nanoserve.config import ModelConfig
 from nanoserve.costs.step_features import Strategy
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.host.host_attention import HostAttention
+from nanoserve.runtime.host.host_attention import HostAttentionThread
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.moves.host_pool import HostPool
 from nanoserve.scheduler.plan import Begin, CohortProgress, Row, StepPlan, StepResult, Swap
@@ -161,7 +161,7 @@ def test_when_the_cpu_fails_the_device_goes_on_alone(
     driver.begin_on_host(1)
     driver.settle()
     with monkeypatch.context() as patch:
-        patch.setattr(HostAttention, "problem", property(lambda _: "it is gone"))
+        patch.setattr(HostAttentionThread, "problem", property(lambda _: "it is gone"))
         rest = () if strategy == "overlap" else (Row(1, len(driver.tokens[1]) - 1, (), True, tier="host", sub_batch=1),)
         result = driver.run(driver.decode(3), *rest, strategy=strategy)
     assert result.host_lost == "it is gone"

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,88 +20,59 @@ from torch import Tensor
 from nanoserve.config import ModelConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.attention import AttentionBatch
-from nanoserve.runtime.launch.core_division import default_host_threads as default_host_threads
 from nanoserve.scheduler.plan import HostWork
 from triton_ops import cache_write, paged_attention
 from triton_ops.cpu import cpu_operators
 
 
-class QkvTransfer(Protocol):
-    """One layer's attention of some rows. Made by the thread that runs the device, behind what it issued before."""
+class QkvTransfer:
+    """Queries, keys and values of some rows in one layer on their way to the CPU, and the result on its way back.
+
+    From a GPU they pass through pinned memory: copied on the stream that computed them, with an event behind that the
+    CPU waits for. From a device that is a CPU too, nothing is copied.
+
+    Args:
+        query: [n, num_heads, head_dim] on the device, key and value [n, num_kv_heads, head_dim]. They must not be
+            written to until the result is asked for. Their copies are issued at once, behind earlier work.
+    """
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> None:
+        self._device = device
+        self._on_host = query, key, value
+        self._copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            self._computed = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._copied = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._computed.record(stream)
+            self._on_host = _to_pinned(query), _to_pinned(key), _to_pinned(value)
+            self._copied.record(stream)
+        self.began = time.monotonic()
+        """After `take`: when the CPU's part began. The time in which the device computed the queries is no part."""
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [n, num_heads, head_dim], key and value [n, num_kv_heads, head_dim] on the CPU; waits for the device
-        to have them there. For the thread that attends."""
-
-    @property
-    def began(self) -> float:
-        """After `take`: when the CPU's part of it began, in monotonic seconds. What it waited for the device to compute
-        them is no part of it."""
+        """The three on the CPU; waits for the device to have them there. For the thread that attends."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self.began = time.monotonic() - self._computed.elapsed_time(self._copied) / 1000
+        return self._on_host
 
     def make_room(self) -> Tensor:
         """[n, num_heads * head_dim] on the CPU, for the result."""
+        query = self._on_host[0]
+        rows, heads, head_dim = query.shape
+        return torch.empty(rows, heads * head_dim, dtype=query.dtype, pin_memory=self._copied is not None)
 
     def bring_back(self, result: Tensor) -> Tensor:
         """What `make_room` gave, filled now, on the device. For the thread that runs the device: its later work comes
         behind it."""
-
-
-def hand_over(query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> QkvTransfer:
-    """Begin; returns at once. The tensors are left as they are until the result is asked for."""
-    return FromGpu(query, key, value, device) if device.type == "cuda" else FromCpu(query, key, value)
-
-
-class FromCpu:
-    """The device is a CPU too: nothing is copied."""
-
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        self._given = query, key, value
-        self.began = time.monotonic()
-
-    def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self._given
-
-    def make_room(self) -> Tensor:
-        return _room(self._given[0])
-
-    def bring_back(self, result: Tensor) -> Tensor:
-        return result
-
-
-class FromGpu:
-    """Through pinned memory: copied on the stream that computed them, with an event behind that the CPU waits for."""
-
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> None:
-        self._device = device
-        stream = torch.cuda.current_stream(device)
-        self._computed = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._copied = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._computed.record(stream)
-        self._pinned = _to_pinned(query), _to_pinned(key), _to_pinned(value)
-        self._copied.record(stream)
-        self.began = time.monotonic()
-
-    def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        self._copied.synchronize()
-        self.began = time.monotonic() - self._computed.elapsed_time(self._copied) / 1000
-        return self._pinned
-
-    def make_room(self) -> Tensor:
-        return _room(self._pinned[0], pin_memory=True)
-
-    def bring_back(self, result: Tensor) -> Tensor:
         # torch keeps pinned memory from being used again until copies out of it are done.
-        return result.to(self._device, non_blocking=True)
+        return result if self._copied is None else result.to(self._device, non_blocking=True)
 
 
 def _to_pinned(tensor: Tensor) -> Tensor:
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copy.copy_(tensor, non_blocking=True)
-
-
-def _room(query: Tensor, *, pin_memory: bool = False) -> Tensor:
-    rows, heads, head_dim = query.shape
-    return torch.empty(rows, heads * head_dim, dtype=query.dtype, pin_memory=pin_memory)
 
 
 PATIENCE = 10.0
@@ -164,7 +134,7 @@ class HostTask:
         return self.transfer.bring_back(self._result)
 
 
-class HostAttention:
+class HostAttentionThread:
     """A thread that attends for host sequences, one task after the other in the order in which they are given.
 
     Waits for the CPU's operators first, if they are being built. Everything but the attention itself is for the one
@@ -219,7 +189,7 @@ class HostAttention:
                 tensors will do. They must not be written to before the task is ready.
             batch: of these rows, on the CPU.
         """
-        task = HostTask(layer, hand_over(query, key, value, self._device), batch, lambda: self.problem)
+        task = HostTask(layer, QkvTransfer(query, key, value, self._device), batch, lambda: self.problem)
         if self._given == self._ended:
             self._since = time.monotonic()
         self._given += 1
@@ -297,20 +267,21 @@ class HostAttention:
     def _attend(self, task: HostTask) -> bool:
         """Carry a task out; False once it was given up, and nothing may be written."""
         query, key, value = task.transfer.take()
-        batch, keys, values = task.batch, self._keys[task.layer], self._values[task.layer]
+        keys, values = self._keys[task.layer], self._values[task.layer]
+        block_tables, query_starts, contexts, slots = task.batch.tensors
         with self._writing:
             if self._given_up:
                 return False
-            cache_write(key, value, keys, values, batch.slot_mapping)
+            cache_write(key, value, keys, values, slots)
         result = task.transfer.make_room()
         paged_attention(
             result,
             query,
             keys,
             values,
-            batch.block_tables,
-            batch.query_starts,
-            batch.context_lengths,
+            block_tables,
+            query_starts,
+            contexts,
             scale=self._config.head_dim**-0.5,
             sliding_window=self._config.sliding_window(task.layer),
         )
@@ -321,7 +292,7 @@ class HostAttention:
     def _count(self, task: HostTask) -> None:
         now = time.monotonic()
         seconds = now - max(task.transfer.began, self._last_end)  # in the queue it costs nothing
-        contexts = task.batch.context_lengths
+        _, _, contexts, _ = task.batch.tensors
         self._work.append(HostWork(contexts.shape[0], int(contexts.sum()), seconds))
         self.busy_seconds += seconds
         self._last_end = self._since = now

@@ -14,7 +14,7 @@ from torch import Tensor
 from nanoserve.models.attention import AttentionBatch, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.runtime.compile.layer_runner import LayerRunner
-from nanoserve.runtime.host.host_attention import HostAttention, HostAttentionLost, HostTask
+from nanoserve.runtime.host.host_attention import HostAttentionLost, HostAttentionThread, HostTask
 from nanoserve.runtime.step.forward_pass import LayerComputed
 from nanoserve.scheduler.plan import CohortProgress, HostWork, Row
 
@@ -95,7 +95,7 @@ class HybridPass:
         make_host: starts the CPU's part; again when it has failed.
     """
 
-    def __init__(self, decoder: Decoder, layers: LayerRunner, make_host: Callable[[], HostAttention]) -> None:
+    def __init__(self, decoder: Decoder, layers: LayerRunner, make_host: Callable[[], HostAttentionThread]) -> None:
         self.pending: list[HostGroup] = []  # groups whose attention the CPU was asked for, in this order
         self._layers = list(cast(Iterable[DecoderLayer], decoder.layers))
         self._first_layer = decoder.shard.layers.start

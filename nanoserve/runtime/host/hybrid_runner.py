@@ -16,7 +16,7 @@ from torch import Tensor
 from nanoserve.models.attention import PagedAttention
 from nanoserve.models.decoder import Decoder
 from nanoserve.runtime.compile.layer_runner import LayerRunner
-from nanoserve.runtime.host.host_attention import HostAttention
+from nanoserve.runtime.host.host_attention import HostAttentionThread
 from nanoserve.runtime.host.hybrid_pass import DeviceRows, HostGroup, HybridPass
 from nanoserve.runtime.step.answers import SampledRows
 from nanoserve.runtime.step.forward_pass import InputBuilder, StepInputs, row_ends
@@ -100,7 +100,7 @@ class HybridRunner(ModelRunner):
         self,
         decoder: Decoder,
         layers: LayerRunner,
-        make_host: Callable[[], HostAttention],
+        make_host: Callable[[], HostAttentionThread],
         *,
         block_size: int,
         device: torch.device,

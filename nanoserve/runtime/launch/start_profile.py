@@ -30,7 +30,7 @@ from nanoserve.runtime.launch.memory import memory_errors
 from nanoserve.runtime.profiling.parts import ProfileSizes, cache_limits, fields_of, open_probes
 from nanoserve.runtime.profiling.rounds import Effort, take_rounds
 from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
-from nanoserve.runtime.profiling.steps import linear_pieces
+from nanoserve.runtime.profiling.timers import linear_pieces
 from nanoserve.runtime.step.model_runner import ModelRunner
 from triton_ops.cpu import CannotBuild, cache_directory, cpu_operators
 

@@ -19,8 +19,7 @@ from nanoserve.models.shards import shards_of_layouts
 from nanoserve.processes.sizes import format_size
 from nanoserve.processes.threads import cores_in_use
 from nanoserve.runtime.compile.layer_runner import LayerRunner
-from nanoserve.runtime.host.host_processor import HostProcessor
-from nanoserve.runtime.launch.core_division import default_host_threads
+from nanoserve.runtime.host.host_processor import HostProcessor, default_host_threads
 from nanoserve.runtime.launch.devices import usable_device
 from nanoserve.runtime.launch.gpu_start import GpuStart
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
