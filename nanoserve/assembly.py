@@ -32,13 +32,13 @@ from nanoserve.runtime.host.host_processor import HostProcessor, divide_cores
 from nanoserve.runtime.launch.devices import usable_device
 from nanoserve.runtime.launch.gpu_start import GpuFacts, GpuStart
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
-from nanoserve.runtime.launch.memory import choose_num_blocks, kv_bytes_per_block
+from nanoserve.runtime.launch.memory import available_memory, choose_num_blocks, kv_bytes_per_block
 from nanoserve.runtime.launch.model_loading import load_decoder, read_config
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_predictor
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.gpu_staging import staging_memory
 from nanoserve.runtime.moves.host_pool import HostPool, choose_host_blocks
-from nanoserve.runtime.stage import Stage
+from nanoserve.runtime.stage import Stage, compiled_layers
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity
@@ -141,11 +141,7 @@ def _build_here(
     operators = cpu_operators() if gpu is None else None
     # Before anything is compiled for a number of threads.
     processor = HostProcessor.set_apart(config.host_threads, device) if config.attends_on_host else None
-    layers: LayerRunner | None = None
-    if operators is not None and not config.eager:
-        layers = LayerRunner.ahead_of_time(
-            decoder, block_size=config.block_size, operators=operators, with_pieces=config.attends_on_host
-        )
+    layers = compiled_layers(decoder, config) if gpu is None else None
     stage = Stage.build(
         decoder,
         num_blocks=num_blocks,
@@ -207,7 +203,7 @@ def _build_on_workers(
     model = read_config(resolved)
     shards_of_layouts(model, config)  # what cannot be divided is refused before any process is started
     _make_policy(config)  # likewise
-    host_blocks = choose_num_host_blocks(model, config)
+    host_blocks = choose_host_blocks(model, config)
     executors = start_workers(
         resolved,
         config,
@@ -242,34 +238,11 @@ def _build_on_workers(
     return BuiltEngine(Dispatcher(engines, wait), model, max_model_len, default_params, None, layers, None, speeds)
 
 
-def choose_num_host_blocks(model: ModelConfig, config: EngineConfig, reserved: int = 0) -> int:
-    """KV blocks of an engine in host memory: none, unless asked for or needed by two layouts or the policy.
-
-    Args:
-        reserved: bytes of free memory that the KV cache will take.
-    """
-    if not config.uses_host_memory:
-        return 0
-    longest = config.max_model_len
-    if config.host_kv_memory is not None and config.decode_layout is not None:  # every sequence passes through it
-        longest = longest or model.max_position_embeddings
-    return choose_host_blocks(
-        model,
-        block_size=config.block_size,
-        dtype=resolve_dtype(config.dtype, torch.device(config.device), model.dtype),
-        host_kv_memory=config.host_kv_memory,
-        max_model_len=longest,
-        max_num_seqs=config.max_num_seqs,
-        engines=config.data_parallel,
-        reserved=reserved,
-    )
-
-
 def _host_pool(decoder: Decoder, model: ModelConfig, config: EngineConfig, num_blocks: int) -> HostPool | None:
     """A pool in memory of this process, beside `num_blocks` on its device, if that was asked for."""
     cache = num_blocks * kv_bytes_per_block(model, config.block_size, decoder.dtype)
     on_host = decoder.device.type == "cpu"
-    host_blocks = choose_num_host_blocks(model, config, reserved=cache if on_host else 0)
+    host_blocks = choose_host_blocks(model, config, reserved=cache if on_host else 0)
     if host_blocks == 0:
         return None
     return HostPool.of_one_process(model, num_blocks=host_blocks, block_size=config.block_size, dtype=decoder.dtype)
@@ -286,16 +259,8 @@ def _choose_num_blocks(
     reserved = 0 if gpu is None else gpu.measure(config.max_model_len or longest, progress)
     if gpu is not None and config.uses_host_memory:
         reserved += staging_memory(kv_bytes_per_block(model, config.block_size, decoder.dtype))
-    return choose_num_blocks(
-        model,
-        block_size=config.block_size,
-        dtype=decoder.dtype,
-        device=decoder.device,
-        kv_cache_memory=config.kv_cache_memory,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        reserved=reserved,
-    )
+    free = max(0, available_memory(decoder.device) - reserved)
+    return choose_num_blocks(kv_bytes_per_block(model, config.block_size, decoder.dtype), free, longest, config)
 
 
 def _make_scheduler(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nanoserve.engine_config import EngineConfig
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.processes.sizes import format_size
 from nanoserve.runtime.compile.layer_runner import LayerRunner
@@ -20,6 +21,16 @@ from nanoserve.runtime.moves.host_pool import HostPart
 from nanoserve.runtime.moves.swapping import BlockMover, LayerMarks, Swapper
 from nanoserve.runtime.step.model_runner import ModelRunner, PreparedStep
 from triton_ops.cpu import BackgroundLibrary, cpu_operators
+
+
+def compiled_layers(decoder: Decoder, config: EngineConfig) -> LayerRunner | None:
+    """The layers of a stage on a CPU, compiled ahead of time; None if all is to run eagerly, or sums over ranks stand
+    in the way."""
+    if config.eager or decoder.shard.degree > 1:
+        return None
+    return LayerRunner.ahead_of_time(
+        decoder, block_size=config.block_size, operators=cpu_operators(), with_pieces=config.attends_on_host
+    )
 
 
 class Stage:

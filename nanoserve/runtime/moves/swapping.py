@@ -9,8 +9,8 @@ What a step fills and is to leave the device at once goes out layer by layer, wh
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class LayerMarks:
 class BlockMover:
     """Moves blocks between one layout's KV caches on a device and a worker's part of the host pool.
 
-    `out` or `out_by_layer` and `into` may run at the same time, each in one thread.
+    `out` and `into` may run at the same time, each in one thread.
 
     Args:
         key_caches, value_caches: one per layer, [num_device_blocks, kv heads, block_size, head_dim].
@@ -104,7 +104,11 @@ class BlockMover:
         return mark
 
     def out(
-        self, device_blocks: Sequence[int], host_blocks: Sequence[int], after: "torch.cuda.Event | None" = None
+        self,
+        device_blocks: Sequence[int],
+        host_blocks: Sequence[int],
+        after: "torch.cuda.Event | None" = None,
+        marks: LayerMarks | None = None,
     ) -> int:
         """Copy device blocks into host blocks, pairwise, and return when they are there.
 
@@ -112,24 +116,19 @@ class BlockMover:
 
         Args:
             after: what the device must have passed before it reads.
+            marks: of a step that fills the blocks: each layer is copied as soon as they say that it is computed.
 
         Returns:
             bytes moved.
-        """
-        return self._out(device_blocks, host_blocks, [(slice(None), after)])
-
-    def out_by_layer(self, device_blocks: Sequence[int], host_blocks: Sequence[int], marks: LayerMarks) -> int:
-        """As `out`, while a step fills the blocks: those of each layer as soon as the marks say that it is computed.
 
         Raises:
             RuntimeError: if the step is given up before.
         """
-        layers = range(len(self._pool))
-        return self._out(device_blocks, host_blocks, ((slice(layer, layer + 1), marks.wait(layer)) for layer in layers))
-
-    def _out(self, device_blocks: Sequence[int], host_blocks: Sequence[int], ready: Ready) -> int:
         if not self._writes:
             return 0
+        ready: Ready = [(slice(None), after)]
+        if marks is not None:
+            ready = ((slice(layer, layer + 1), marks.wait(layer)) for layer in range(len(self._pool)))
         if self._device.type == "cuda":
             self._leaving.out(device_blocks, self._pool, host_blocks, ready)
         else:
@@ -149,8 +148,7 @@ class BlockMover:
         return len(device_blocks) * self._block_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(NamedTuple):
     """Swaps of one direction that are carried out together."""
 
     swaps: Sequence[Swap]
@@ -164,10 +162,9 @@ class _Job:
         """Bytes moved."""
         device_blocks = [block for swap in self.swaps for block in swap.device_blocks]
         host_blocks = [block for swap in self.swaps for block in swap.host_blocks]
-        if self.marks is not None:
-            return self.mover.out_by_layer(device_blocks, host_blocks, self.marks)
-        move = self.mover.out if self.swaps[0].direction == "out" else self.mover.into
-        return move(device_blocks, host_blocks, self.after)
+        if self.swaps[0].direction == "out":
+            return self.mover.out(device_blocks, host_blocks, self.after, self.marks)
+        return self.mover.into(device_blocks, host_blocks, self.after)
 
 
 class Swapper:

@@ -28,13 +28,12 @@ from nanoserve.runtime.launch.model_loading import load_decoder, load_layouts, r
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile
 from nanoserve.runtime.moves.gpu_staging import staging_memory
 from nanoserve.runtime.moves.host_pool import HostPool, check_within_reach
-from nanoserve.runtime.stage import Stage
+from nanoserve.runtime.stage import Stage, compiled_layers
 from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.runtime.workers.distributed import Activations, join_workers
 from nanoserve.runtime.workers.messages import Allocate, Loaded, Loading, Ready, WorkerStart
 from nanoserve.runtime.workers.process import WorkerEndpoint
 from nanoserve.runtime.workers.worker import Worker, WorkerLayout
-from triton_ops.cpu import cpu_operators
 
 
 def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
@@ -76,7 +75,7 @@ def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
     problem = f"a KV cache of {format_size(size)} does not fit"
     with memory_errors(device, problem, "lower --kv-cache-memory"), torch.inference_mode():
         storage = torch.empty(size, dtype=torch.uint8, device=device)
-    layers = [gpu.layers for gpu in gpus] or [_compiled_layers(decoder, config) for decoder in decoders]
+    layers = [gpu.layers for gpu in gpus] or [compiled_layers(decoder, config) for decoder in decoders]
     layouts = _make_layouts(start, model, decoders, layers, allocate.num_blocks, storage, processor)
     for layout in layouts:
         layout.activations.connect()
@@ -167,15 +166,6 @@ def _make_layouts(
         )
         layouts.append(WorkerLayout(decoder.shard, stage, activations))
     return layouts
-
-
-def _compiled_layers(decoder: Decoder, config: EngineConfig) -> LayerRunner | None:
-    """None where sums over ranks stand in the way."""
-    if config.eager or decoder.shard.degree > 1:
-        return None
-    return LayerRunner.ahead_of_time(
-        decoder, block_size=config.block_size, operators=cpu_operators(), with_pieces=config.attends_on_host
-    )
 
 
 def keep_to_own_cores(number: int, workers: int) -> None:

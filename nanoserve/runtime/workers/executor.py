@@ -16,7 +16,7 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.record.times import ReshardTimes, SwapTimes, Times
-from nanoserve.runtime.launch.memory import CPU_SHARE, CUDA_SHARE, blocks_that_fit
+from nanoserve.runtime.launch.memory import choose_num_blocks
 from nanoserve.runtime.workers.group import WorkerGroup, WorkersDied
 from nanoserve.runtime.workers.messages import (
     Allocate,
@@ -411,13 +411,4 @@ def common_num_blocks(workers: Sequence[Loaded], config: EngineConfig, longest: 
     together = min(free[memory] * total // per_block[memory] for memory in free)
     if config.device == "cpu":  # the engines beside this one load at the same time, and take as much
         together //= config.data_parallel
-    return blocks_that_fit(
-        total,
-        together,
-        share=CPU_SHARE if config.device == "cpu" else CUDA_SHARE,
-        block_size=config.block_size,
-        longest=longest,
-        kv_cache_memory=config.kv_cache_memory,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-    )
+    return choose_num_blocks(total, together, longest, config)

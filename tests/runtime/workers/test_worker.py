@@ -188,7 +188,7 @@ class LayeredMover(Mover):
     def __init__(self, left: list[threading.Event]) -> None:
         self._left = left
 
-    def out_by_layer(self, device_blocks: object, host_blocks: object, marks: LayerMarks) -> int:
+    def out(self, device_blocks: object, host_blocks: object, after: object, marks: LayerMarks) -> int:
         for layer, left in enumerate(self._left):
             marks.wait(layer)
             left.set()
