@@ -1,8 +1,8 @@
-"""Attention on the CPU for sequences whose KV is in host memory, beside a device that computes on (APEX).
+"""Attention on the CPU for sequences whose KV is in host memory, beside the computing device (APEX).
 
 The device hands over the queries, keys and values of some rows in one layer and goes on; a thread with cores of its own
-writes the keys and values into the host pool and attends. It depends on no other thread, and the device never has to
-wait for it. If it fails or hangs, the next question about a task says so, and the engine goes on without it.
+writes the keys and values into the host pool and attends. It depends on no other thread, and the device need not wait
+for it. If it fails or hangs, the next question about a task says so, and the engine goes on without it.
 """
 
 import contextlib
@@ -76,10 +76,9 @@ def _to_pinned(tensor: Tensor) -> Tensor:
 
 
 PATIENCE = 10.0
-"""Seconds that one layer's attention may take: some hundred times what it ever does."""
+"""Seconds that one layer's attention may take: about a hundred times what it takes."""
 SECOND_LOOK = 1.0
-"""Seconds, at most, that it gets to go on once it was found too slow: where the whole process was stopped, the clock
-went on and nothing hangs."""
+"""Seconds, at most, that it gets once it was found too slow: if the whole process was stopped, nothing hangs."""
 _LOOK_EVERY = 0.05
 _CLOSING = 1.0
 
@@ -89,11 +88,8 @@ class HostAttentionLost(RuntimeError):
 
 
 class HostTask:
-    """One layer's attention of some rows, under way.
-
-    Raises:
-        HostAttentionLost: from `ready` and `wait`, if there will be no result.
-    """
+    """One layer's attention of some rows, under way. `ready` and `wait` raise HostAttentionLost if there will be no
+    result."""
 
     def __init__(
         self, layer: int, transfer: QkvTransfer, batch: AttentionBatch, problem: Callable[[], str | None]
@@ -106,7 +102,7 @@ class HostTask:
         self._result: Tensor | None = None
 
     def finish(self, result: Tensor) -> None:
-        """For the thread that attends: what `QkvTransfer.make_room` gave, filled."""
+        """Give the result, in the room of `QkvTransfer.make_room`; for the thread that attends."""
         self._result = result
         self._done.set()
 
@@ -135,15 +131,11 @@ class HostTask:
 
 
 class HostAttentionThread:
-    """A thread that attends for host sequences, one task after the other in the order in which they are given.
-
-    Waits for the CPU's operators first, if they are being built. Everything but the attention itself is for the one
-    thread that runs the device.
+    """A thread that attends for host sequences, one task after the other. Its methods are for the one thread that runs
+    the device. It waits first for the CPU's operators, if they are being built.
 
     Args:
-        config: of the model whose layers they are.
-        keys, values: per layer [num_host_blocks, num_kv_heads, block_size, head_dim], in host memory; layers are
-            numbered as in the decoder.
+        keys, values: per layer of the decoder [num_host_blocks, num_kv_heads, block_size, head_dim], in host memory.
         device: where queries come from and results go.
         threads: that share each task.
         cores: numbers of the processors that they run on; None leaves that to the system.
@@ -185,8 +177,8 @@ class HostAttentionThread:
         """Write n new keys and values and attend for n queries, one of each row; returns at once.
 
         Args:
-            query: [n, num_heads, head_dim] on the device, key and value [n, num_kv_heads, head_dim]; views of larger
-                tensors will do. They must not be written to before the task is ready.
+            query: [n, num_heads, head_dim] on the device, key and value [n, num_kv_heads, head_dim]; maybe views of
+                larger tensors. They must not be written to before the task is ready.
             batch: of these rows, on the CPU.
         """
         task = HostTask(layer, QkvTransfer(query, key, value, self._device), batch, lambda: self.problem)
@@ -197,12 +189,12 @@ class HostAttentionThread:
         return task
 
     def take_work(self) -> tuple[HostWork, ...]:
-        """What was done since the last call, in order."""
+        """Finished work since the last call, in order."""
         return tuple([self._work.popleft() for _ in range(len(self._work))])
 
     @property
     def problem(self) -> str | None:
-        """Why there will be no more results: it failed, or hangs, or was closed; None while all is well."""
+        """Why there will be no more results, because it failed, hangs or was closed; None while all is well."""
         if self._problem is None:
             self._problem = self._trouble()
             if self._problem is not None:
@@ -234,10 +226,8 @@ class HostAttentionThread:
             return None
         return f"attention on the CPU has hung for {now - self._since:.0f} s"
 
-    # ------------------------------------------------------------------------------------------- the thread's part
-
     def _start(self, threads: int, cores: Sequence[int] | None) -> None:
-        """Return when it takes tasks."""
+        """Start the thread; returns when it takes tasks."""
         settled: SimpleQueue[OSError | None] = SimpleQueue()
         arguments = threads, cores, settled
         self._thread = threading.Thread(target=self._run, args=arguments, name="host-attention", daemon=True)
@@ -300,10 +290,8 @@ class HostAttentionThread:
 
 
 def set_threads_of_this_thread(threads: int) -> None:
-    """Set how many threads share what the calling thread alone computes with torch.
-
-    `torch.set_num_threads` would also change what threads get that begin to compute later.
-    """
+    """Set how many threads share the torch work of the calling thread alone; `torch.set_num_threads` would also change
+    threads that begin to compute later."""
     torch.get_num_threads()  # the first call in a thread sets the number that all have
     with contextlib.suppress(OSError, AttributeError):  # a torch without OpenMP has the same threads for everyone
         ctypes.CDLL(torch._C.__file__).omp_set_num_threads(threads)

@@ -36,10 +36,7 @@ _POLL_SECONDS = 0.1
 
 
 class Presence(msgspec.Struct, frozen=True):
-    """What a process says of itself when it comes to a rendezvous.
-
-    Later versions may add fields, but this version must still understand them.
-    """
+    """What a process says of itself when it comes to a rendezvous. Later versions may add fields."""
 
     nanoserve: str
     torch: str
@@ -64,11 +61,7 @@ class Presence(msgspec.Struct, frozen=True):
         return f"nanoserve {self.nanoserve} with torch {self.torch}"
 
     def check_fits(self, other: "Presence") -> None:
-        """Check that the two can work together.
-
-        Raises:
-            RuntimeFailure: if not; both sides say the same.
-        """
+        """Raise RuntimeFailure if the two cannot work together; both sides say the same."""
         if other.problem is not None:
             raise RuntimeFailure(f"on {other.host}: {other.problem}")
         if self.versions != other.versions:
@@ -84,21 +77,14 @@ class Presence(msgspec.Struct, frozen=True):
 
 
 class SharedKeys:
-    """A part of torchrun's store, of torch.distributed's Store type.
-
-    Every method raises RuntimeFailure if the store is gone.
-    """
+    """A part of torchrun's store. Every method raises RuntimeFailure if the store is gone."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
     @classmethod
     def of_torchrun(cls, process: TorchrunProcess) -> Self:
-        """The keys of one start of torchrun.
-
-        Raises:
-            RuntimeFailure: if the store cannot be reached.
-        """
+        """The keys of one start of torchrun; raises RuntimeFailure if the store cannot be reached."""
         process.wait_for_store()  # torch's own attempts print a line each
         try:
             store = _tcp_store(process.master_address, process.master_port)
@@ -220,11 +206,7 @@ class Rendezvous:
         return Addresses(plans, reports, f"tcp://{process.master_address}:{process.master_port}/{place}")
 
     def hand_out(self, rank: int, start: bytes) -> None:
-        """Tell a worker elsewhere what it starts with: a WorkerStart, in JSON.
-
-        Raises:
-            RuntimeFailure: if torchrun's store is gone.
-        """
+        """Tell a worker elsewhere what it starts with: a WorkerStart, in JSON."""
         assert self.keys is not None, "without torchrun all workers are children of the engine"
         self.keys.set(f"{self.number}/start/{rank}", start)
 
@@ -236,11 +218,8 @@ class Rendezvous:
 
 
 def open_store(init_method: str, world_size: int) -> Any:
-    """The torch.distributed Store in which workers meet: a file's, or a part of torchrun's.
-
-    Raises:
-        RuntimeError: torch's, if it cannot be reached.
-    """
+    """The torch.distributed Store in which workers meet: a file's, or a part of torchrun's. Raises torch's RuntimeError
+    if it cannot be reached."""
     if init_method.startswith("file://"):
         from torch.distributed import FileStore  # type: ignore[attr-defined]  # exported, but not by name
 

@@ -25,8 +25,8 @@ from nanoserve.processes.sizes import format_size
 from nanoserve.runtime.launch.memory import available_memory, kv_bytes_per_block, memory_errors
 
 HOST_SHARE = 0.25
-"""Share of free memory for a pool whose size was not asked for: the rest is for the KV cache of
-workers that compute on the CPU, and for the page cache, which is where weights wait to be loaded again."""
+"""Share of free memory for a pool whose size was not asked for: the rest is for the KV cache of workers on the CPU, and
+for the page cache, where weights wait to be loaded again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,8 @@ class HostPool:
 
     @classmethod
     def create(cls, path: Path, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> Self:
-        """A pool in an empty file, every byte of which is reserved now: no write into it can fail later.
-
-        Others open it by its path. When they have, the file may be removed: the pool goes with its last user.
+        """A pool in an empty file, every byte of which is reserved now: no write into it can fail later. When others
+        have opened it, the file may be removed: the pool goes with its last user.
 
         Raises:
             RuntimeFailure: if the memory for it is not there.
@@ -62,11 +61,8 @@ class HostPool:
 
     @classmethod
     def open(cls, path: Path, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> Self:
-        """The pool that another process of this machine has created with the same arguments.
-
-        Raises:
-            RuntimeFailure: if it is not there.
-        """
+        """The pool that another process of this machine has created with the same arguments; raises RuntimeFailure if
+        it is not there."""
         return cls._map(path, config, _shape(config, num_blocks, block_size), dtype, create=False)
 
     @classmethod
@@ -83,11 +79,7 @@ class HostPool:
 
     @classmethod
     def of_one_process(cls, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> Self:
-        """A pool in memory of this process, which no other process can open.
-
-        Raises:
-            RuntimeFailure: if the memory for it is not there.
-        """
+        """A pool in memory of this process alone; raises RuntimeFailure if the memory for it is not there."""
         shape = _shape(config, num_blocks, block_size)
         _check_memory(size := prod(shape) * dtype.itemsize)
         with memory_errors(torch.device("cpu"), f"a host pool of {format_size(size)} does not fit", _LOWER):
@@ -106,11 +98,7 @@ class HostPool:
 
 
 def check_within_reach(path: Path) -> None:
-    """Check that the file of a pool can be opened here, before a model is loaded in vain.
-
-    Raises:
-        RuntimeFailure: if not.
-    """
+    """Raise RuntimeFailure if the file of a pool cannot be opened here, before a model is loaded in vain."""
     os.close(_open_file(path))
 
 
@@ -185,13 +173,9 @@ def _check_memory(size: int) -> None:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Give the file its size and all the memory for it.
+    """Give the file its size and all the memory for it, or raise RuntimeFailure.
 
-    A file that merely has its size gets memory when it is written, and where there is none left the writer dies of
-    SIGBUS.
-
-    Raises:
-        RuntimeFailure: if there is not so much.
+    A file that merely has its size gets memory when it is written; where none is left, the writer dies of SIGBUS.
     """
     _check_memory(size)
     try:
@@ -203,7 +187,7 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 def _mapped(descriptor: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The file as a tensor, which keeps it mapped; a process that is forked later shares it too."""
+    """The file as a tensor, which keeps it mapped."""
     try:
         memory = mmap.mmap(descriptor, size := prod(shape) * dtype.itemsize)
     except OSError as error:  # a limit on addresses, say

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +25,7 @@ def rows_per_chunk(vocab_size: int) -> int:
     return max(1, ELEMENTS_PER_CHUNK // vocab_size)
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobColumns:
+class LogprobColumns(NamedTuple):
     """What raw logits say of N tokens, as tensors that may still be on the device."""
 
     tokens: Tensor
@@ -55,22 +55,12 @@ class LogprobColumns:
 
     def through(self, move: Callable[[Tensor], Tensor]) -> "LogprobColumns":
         """The same columns, each moved."""
-        return LogprobColumns(
-            move(self.tokens), move(self.logprobs), move(self.ranks), move(self.best), move(self.best_logprobs)
-        )
+        return LogprobColumns(*map(move, self))
 
     def rows(self, tops: Sequence[int]) -> Iterator[TokenLogprob]:
         """One by one, on the host. tops: how many of the likeliest tokens to name for each."""
-        columns = zip(
-            self.tokens.tolist(),
-            self.logprobs.tolist(),
-            self.ranks.tolist(),
-            self.best.tolist(),
-            self.best_logprobs.tolist(),
-            tops,
-            strict=True,
-        )
-        for token, logprob, rank, ids, values, top in columns:
+        columns = [column.tolist() for column in self]
+        for token, logprob, rank, ids, values, top in zip(*columns, tops, strict=True):
             yield TokenLogprob(token, logprob, rank, tuple(zip(ids[:top], values[:top], strict=True)))
 
 
@@ -91,7 +81,7 @@ class ScoredPrompt:
     """bool [] for each part, whether its logits are numbers."""
 
     def score(self, decoder: Decoder, hidden: Tensor, results: DeviceToHostCopy) -> None:
-        """Have the logits of the step's hidden states judge the tokens, some positions at a time."""
+        """Compute the tokens' log probabilities from the step's hidden states, some positions at a time."""
         chunk = rows_per_chunk(decoder.config.vocab_size)
         for start in range(0, len(self.targets), chunk):
             part = self.targets[start : start + chunk]
@@ -134,13 +124,8 @@ class SampledRows:
     def stage(
         cls, rows: Sequence[Row], ends: np.ndarray, states: Sequence[SamplingState], staging: Staging
     ) -> "SampledRows | None":
-        """Have what sampling needs moved to the device; None if no row is to be sampled.
-
-        Args:
-            rows: all rows of the step.
-            ends: where the tokens of each end, as by `row_ends`.
-            states: of each.
-        """
+        """Have what sampling needs moved to the device, for all rows of the step with their `row_ends` and states; None
+        if no row is sampled."""
         places = [place for place, row in enumerate(rows) if row.sample]
         if not places:
             return None

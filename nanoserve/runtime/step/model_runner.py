@@ -1,8 +1,8 @@
 """Runs plans on one device: keeps the sequences' records and the KV cache, computes rows, samples.
 
-A plan is prepared, computed, sampled, then answered. None of the first three asks the device anything, so that on a GPU
-the next plan can be launched while this one computes; only its answers wait. Preparing is the host's work alone: in a
-pipeline another thread does it while the plan before is computed.
+A plan is prepared, computed, sampled, then answered. Only the answers wait for the device, so that on a GPU the next
+plan can be launched while this one computes. In a pipeline another thread prepares a plan while the one before it is
+computed.
 """
 
 from collections.abc import Sequence
@@ -44,11 +44,8 @@ class SequenceRecord:
         self.sampling = SamplingState(begin, vocab_size, grammar)
 
     def take(self, row: Row) -> None:
-        """Take note of a row that is about to be computed. What it samples counts as known: the device will know it.
-
-        Raises:
-            RuntimeError: if it has tokens that are neither of Begin nor sampled: guesses are not verified here.
-        """
+        """Note a row that is about to be computed. What it samples counts as known: the device will know it. Raises
+        RuntimeError for tokens that are neither of Begin nor sampled: guesses are not verified here."""
         end = row.start + len(row.tokens)
         if end > self.num_known:
             raise RuntimeError(f"sequence {row.sequence}: a row goes beyond its {self.num_known} known tokens")
@@ -124,46 +121,35 @@ class ModelRunner:
         self.decoder = decoder
         self.config = config
         self.device = device
-        # keys and values.
         self.caches = make_caches(
             config, num_blocks=num_blocks, block_size=block_size, dtype=decoder.dtype, device=device, storage=storage
         )
-        # computes the rows of a step; a faster way to do so may take its place.
+        # Computes the rows of a step; DecodeGraphs may take its place.
         self.forward: ForwardFunction = ForwardPass(decoder, self.caches, run_layer)
         self._grammars = grammars
         self._inputs = cycle((InputBuilder(block_size), InputBuilder(block_size)))
         self._staging = Staging(device)
         self._records: dict[int, SequenceRecord] = {}
-        # what the last plan with rows sampled: its sequences, and their tokens on the device, int64.
+        # The sequences that the last plan with rows sampled, and their tokens on the device, int64.
         self._last_sampled: tuple[Sequence[int], Tensor | None] = ((), None)
 
     def forget(self) -> None:
-        """Forget all sequences: what is in the caches is of no use from now on."""
+        """Forget all sequences: the content of the caches is of no use from now on."""
         self._records.clear()
 
     def execute(self, plan: StepPlan) -> tuple[Answer, ...]:
-        """Launch one plan and wait for its answers.
-
-        Raises:
-            RuntimeError: as `launch` does.
-        """
+        """Launch one plan and wait for its answers; raises as `prepare` does."""
         return self.launch(plan).answers()
 
     def launch(self, plan: StepPlan) -> PreparedStep:
-        """Hand one plan to the device without waiting for it; on the CPU it is done then.
-
-        Raises:
-            RuntimeError: as `prepare` does.
-        """
+        """Hand one plan to the device without waiting for it; on the CPU it is done then. Raises as `prepare` does."""
         step = self.prepare(plan)
         return self.sample(step, self.compute(step))
 
     @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> PreparedStep:
-        """The host's part of a plan: what its rows need is on its way to the device when this returns.
-
-        Another thread may do so while the step prepared before is being computed, but not any that comes before that:
-        two sets of buffers take turns.
+        """The host's part of a plan: its inputs are on their way to the device when this returns. Another thread may
+        prepare the next step while this one is computed, but none beyond it: two sets of buffers take turns.
 
         Raises:
             RuntimeError: if the plan has rows in host memory or grammars where there are none, or sequences or tokens
@@ -182,14 +168,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, step: PreparedStep, entering: Tensor | None = None) -> Tensor | None:
-        """Issue the work of a step's layers.
-
-        Args:
-            entering: hidden states of its tokens, [T, hidden_size], from the stage before; None in the first stage.
-
-        Returns:
-            hidden states of its tokens, [T, hidden_size], which are good until the next step; None without rows.
-        """
+        """Issue the work of a step's layers: from the hidden states of the stage before, [T, hidden_size], None in the
+        first stage, to those of this stage, valid until the next step; None without rows."""
         inputs = self._issue_inputs(step, entering)
         return None if inputs is None else self.forward(inputs)
 
@@ -232,11 +212,8 @@ class ModelRunner:
         return [record.sampling for record in records], ends
 
     def _stage_fed(self, rows: Sequence[Row], ends: np.ndarray) -> Tensor | None:
-        """Which tokens the device puts in before the host knows them, as PreparedStep has it.
-
-        Raises:
-            RuntimeError: if the last plan did not sample a token for one of the fed rows.
-        """
+        """Which tokens the device fills in before the host knows them, as `PreparedStep.fed`. Raises RuntimeError if
+        the last plan did not sample one of them."""
         fed = [place for place, row in enumerate(rows) if row.fed]
         if not fed:
             return None

@@ -71,10 +71,8 @@ class Activations:
 
     @torch.inference_mode()
     def expect(self, num_tokens: int) -> Expected | None:
-        """Begin to receive the hidden states of `num_tokens` tokens; None where there is nothing to come.
-
-        The step before may still use those that came before these, no other.
-        """
+        """Begin to receive the hidden states of `num_tokens` tokens; None where none come. Those that came before these
+        stay valid, earlier ones do not."""
         if self._before is None or num_tokens == 0:
             return None
         place = next(self._turn)
@@ -84,33 +82,27 @@ class Activations:
         return Expected(_started(dist.irecv(hidden, self._before)), hidden)
 
     def send(self, hidden: Tensor) -> None:
-        """Put hidden states on their way to the stage behind; waits only if earlier ones have not left."""
+        """Send hidden states to the stage behind; waits only if earlier ones have not left."""
         self._send(self._hidden_states, hidden.contiguous())
 
     def send_with_header(self, header: Header, hidden: Tensor | None) -> None:
-        """The same behind a header that says how many come; None for no hidden states at all."""
+        """Send a header that says how many hidden states come, then these; None for no hidden states."""
         text = _as_tensors(msgspec.msgpack.encode(header), _CPU)
         self._send(self._hidden_states, *text, *([] if hidden is None else [hidden.contiguous()]))
 
     def receive_header(self) -> Header | None:
-        """Wait for a header, which takes as long as the stage before computes; None in the first stage.
-
-        Call it in the order of the plans, in the thread that expects hidden states, before those of the same plan.
-        """
+        """Wait for a header, as long as the stage before computes; None in the first stage. Call it in the order of the
+        plans, in the thread that expects hidden states, before those of the same plan."""
         if self._before is None:
             return None
         return msgspec.msgpack.decode(self._receive_text(_CPU), type=Header)
 
     def send_plan(self, encoded: bytes) -> None:
-        """Send a plan ahead of its hidden states, as a coupled design does: the receiver knows nothing of it before.
-
-        Waits as `send` does. Were it to wait until the stage behind receives, that one would be through with the step
-        before by then, and no two stages would ever compute at a time.
-        """
+        """Send a plan ahead of its hidden states, as a coupled design does. Waits as `send` does: if it waited until
+        the stage behind receives, no two stages would ever compute at the same time."""
         self._send(self._plans, *_as_tensors(encoded, self._like.device))
 
     def _send(self, sending: deque[_Sent], *tensors: Tensor) -> None:
-        """Put what belongs together on its way, behind others of its kind."""
         assert self._behind is not None
         if len(sending) == _UNSENT:
             for work, _ in sending.popleft():
@@ -122,7 +114,6 @@ class Activations:
         return self._receive_text(self._like.device)
 
     def _receive_text(self, device: torch.device) -> bytes:
-        """Wait for bytes, as `_as_tensors` has them."""
         assert self._before is not None
         size = torch.zeros(1, dtype=torch.int64, device=device)
         dist.recv(size, self._before)
@@ -132,7 +123,7 @@ class Activations:
 
 
 def _as_tensors(text: bytes, device: torch.device) -> tuple[Tensor, Tensor]:
-    """How many bytes there are, int64 [1], and they themselves, uint8."""
+    """The number of bytes, int64 [1], and the bytes, uint8."""
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     return torch.tensor([len(data)], device=device), data
 

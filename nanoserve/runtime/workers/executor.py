@@ -79,6 +79,7 @@ class WorkersExecutor:
     ) -> None:
         self.max_in_flight = max(layout.pipeline_parallel for layout in config.layouts)
         self.feeds_tokens = False
+        self.num_workers = config.num_workers
         self.capacities: tuple[LayoutCapacity, ...] = ()  # KV blocks and plans in flight, by layout
         self.layout = 0  # number of the one that runs, or that new workers begin in
         # what each worker reaches while the others do the same; None where that was not measured.
@@ -207,25 +208,11 @@ class WorkersExecutor:
 
     # ---- what makes them faster -------------------------------------------------------------------------------
 
-    @property
-    def num_workers(self) -> int:
-        return self._config.num_workers
-
-    @property
-    def num_prepared(self) -> int:
-        """How many workers have compiled their layers, or never will."""
-        return len(self._prepared)
-
-    @property
-    def num_compiled(self) -> int:
-        """How many workers' layers run compiled."""
-        return sum(self._prepared.values())
-
     def prepare_next(self, *, waited: bool) -> None:
         """Have the next worker prepare its layers, unless it does already; for RemoteLayers."""
         # One that is starting would take it for how large its cache is; `_go` comes back to it.
-        if self._running and self._asked < self.num_prepared:
-            self._asked = self.num_prepared
+        if self._running and self._asked < len(self.prepared):
+            self._asked = len(self.prepared)
             self._open_group().send(Prepare(waited), [self._asked])
 
     def wait_for(self, known: Callable[[], bool]) -> None:
@@ -244,7 +231,7 @@ class WorkersExecutor:
             return
         first = range(self._config.layouts[self.layout].tensor_parallel)
         group.send(RunPlan(plan), first)
-        group.send(Follow(), range(len(first), self._config.num_workers))
+        group.send(Follow(), range(len(first), self.num_workers))
 
     def _forget_life(self) -> None:
         """No worker has said anything yet; `_take` follows them until they run."""
@@ -258,7 +245,7 @@ class WorkersExecutor:
         self._moves.forget()
         self._host_losses.forget()
         self._asked = -1  # rank of the worker that was asked last to prepare its layers
-        self._prepared: dict[int, bool] = {}  # by rank: whether its layers run compiled
+        self.prepared: dict[int, bool] = {}  # workers that are done with their layers: whether these run compiled
         self._transitions: dict[int | None, int] = {}  # by step, those that are not answered yet
         self._running_since: float | None = None
 
@@ -269,7 +256,7 @@ class WorkersExecutor:
 
     @property
     def _running(self) -> bool:
-        return len(self._ready) == self._config.num_workers
+        return len(self._ready) == self.num_workers
 
     def _lost(self, death: WorkersDied) -> StepResult:
         """Everything in flight is; new workers are started with the next call, unless that is in vain."""
@@ -309,7 +296,7 @@ class WorkersExecutor:
         elif isinstance(message, Moved):
             self._take_move(message.times)
         elif isinstance(message, Prepared):
-            self._prepared[message.rank] = message.compiled
+            self.prepared[message.rank] = message.compiled
             self.layers.go_on()
         elif isinstance(message, Loading):
             if self._progress is not None and message.rank == 0:
@@ -339,27 +326,23 @@ class WorkersExecutor:
         self._results.append(result)
 
     def _show_start(self) -> None:
-        """How many workers run. Each imports torch long before it loads, and this says so."""
+        """Show how many workers run: each imports torch long before it loads."""
         if self._progress is not None:
-            self._progress("start workers", len(self._ready), self._config.num_workers)
+            self._progress("start workers", len(self._ready), self.num_workers)
 
     def _allocate(self) -> None:
-        """Once all have loaded, tell them how large the KV cache is, the same in every life.
-
-        Their first word comes another way, and until it has come nothing can be sent to them.
-        """
-        if min(len(self._introduced), len(self._loaded)) < self._config.num_workers:
+        """Once all have loaded, tell them how large the KV cache is, the same in every life. Nothing can be sent to a
+        worker before its Hello, which comes another way."""
+        if min(len(self._introduced), len(self._loaded)) < self.num_workers:
             return
         workers = [self._loaded[rank] for rank in sorted(self._loaded)]
         if not self.capacities:
             self.speeds = workers[0].speeds  # which are the same in all of them
-            layouts = self._config.layouts
-            blocks = [
-                common_num_blocks(workers, self._config, self._model.max_position_embeddings, layout)
-                for layout in range(len(layouts))
-            ]
-            depths = [layout.pipeline_parallel for layout in layouts]
-            self.capacities = tuple(map(LayoutCapacity, blocks, depths))
+            longest = self._model.max_position_embeddings
+            self.capacities = tuple(
+                LayoutCapacity(common_num_blocks(workers, self._config, longest, number), layout.pipeline_parallel)
+                for number, layout in enumerate(self._config.layouts)
+            )
         self._open_group().send(Allocate(tuple(capacity.num_blocks for capacity in self.capacities)))
 
     def _go(self) -> None:

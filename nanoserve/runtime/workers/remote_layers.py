@@ -21,7 +21,7 @@ class RemoteLayers:
     @property
     def loaded(self) -> bool:
         """Whether all layers run compiled."""
-        return all(executor.num_compiled == executor.num_workers for executor in self._executors)
+        return all(sum(executor.prepared.values()) == executor.num_workers for executor in self._executors)
 
     @property
     def pending(self) -> bool:
@@ -46,5 +46,5 @@ class RemoteLayers:
 
     def _current(self) -> "WorkersExecutor | None":
         """The first whose workers have not all prepared their layers, and still can."""
-        waiting = (one for one in self._executors if not one.failed and one.num_prepared < one.num_workers)
+        waiting = (one for one in self._executors if not one.failed and len(one.prepared) < one.num_workers)
         return next(waiting, None)

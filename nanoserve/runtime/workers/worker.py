@@ -47,15 +47,13 @@ class WorkerLayout:
 class Worker:
     """Runs plans in the order in which they come.
 
-    A plan's swaps begin when its turn comes and are copied beside its step and those behind it, by a Swapper's threads.
-    Not sooner: a block that the plan before copies from may be free already, and one that comes in may go there.
+    A plan's swaps begin when its turn comes, and a Swapper's threads copy them beside its step and later ones. They
+    cannot begin sooner: the plan before may copy from a block that is free already, and a swap may fill that block.
 
     Args:
-        layouts: by number.
-        current: the one to begin in.
+        current: number of the layout to begin in.
         weights: of all layouts; None where there is one.
         coupled: plans come from the stage before.
-        observe_times: report what was done when.
     """
 
     def __init__(
@@ -111,10 +109,8 @@ class Worker:
                 self._make_faster(message)
 
     def _prepare(self, plan: StepPlan, received: float) -> PrefetchedStep:
-        """The host's part of a step, and a place for its hidden states.
-
-        Where the plan does not say how many come, this waits until the stage before does.
-        """
+        """The host's part of a step, and a place for its hidden states. If the plan does not say how many come, this
+        waits for the header of the stage before."""
         step, activations = self._current.stage.runner.prepare(plan), self._current.activations
         prepared, num_tokens = time.monotonic(), step.num_tokens
         if isinstance(step, HybridStep):
@@ -182,7 +178,7 @@ class Worker:
         self._current.stage.forget_host()
 
     def _take_coupled(self, plan: StepPlan) -> None:
-        """Take a plan that comes with its hidden states: pass it on, then prepare its inputs."""
+        """Run a plan that comes with its hidden states: pass it on, then prepare its inputs."""
         received = time.monotonic()
         if not self._current.shard.is_last:
             self._current.activations.send_plan(msgspec.msgpack.encode(plan))
@@ -197,7 +193,7 @@ class Worker:
         self._endpoint.report(Moved(times))
 
     def _reshard(self, step: int, layout: int) -> None:
-        """Change the layout, with nothing in flight: put the parameters that it needs in the place of the others."""
+        """Change the layout, with nothing in flight: exchange the parameters."""
         assert self._weights is not None, "no change of layout where there is one"
         began = time.monotonic()
         self._current.stage.runner.forget()
