@@ -22,7 +22,7 @@ from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.rounds import GIGA, Bracketed, bandwidth_states, until_enough_count
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.shapes import dummy_config
-from nanoserve.runtime.host.host_attention import HostAttention
+from nanoserve.runtime.host.host_attention import HostAttentionThread
 from triton_ops import cache_write, linear, paged_attention, reference_operators
 
 SHAPE = "qwen3-0.6b"
@@ -117,7 +117,7 @@ def host_attention_case(batch: int, context: int, dtype: torch.dtype) -> Iterato
     keys, values = zip(*(layer.unbind() for layer in _copies(pool)), strict=True)
     contexts, starts = torch.full((batch,), context, dtype=torch.int32), torch.arange(batch + 1, dtype=torch.int32)
     rows = AttentionBatch(tables, starts, contexts, slots)
-    host = HostAttention(shape, keys, values, torch.device("cpu"), threads=torch.get_num_threads())
+    host = HostAttentionThread(shape, keys, values, torch.device("cpu"), threads=torch.get_num_threads())
     layers = cycle(range(len(keys)))
 
     def hand_over_and_wait() -> Tensor:
