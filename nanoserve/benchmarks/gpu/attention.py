@@ -123,7 +123,7 @@ class AttentionCall:
         return results.flatten(1)
 
     def gathered(self, context: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of rows of equal context, out of their blocks: [rows, num_kv_heads, context, head_dim] each."""
+        """Keys and values of rows of equal context in one piece: [rows, num_kv_heads, context, head_dim] each."""
         tables = self.block_tables.long()
         key, value = (
             cache[tables].transpose(1, 2).flatten(2, 3)[:, :, :context].contiguous()
@@ -185,3 +185,28 @@ def make_batch(
         scale=shape.head_dim**-0.5 if scale is None else scale,
         sliding_window=sliding_window,
     )
+
+
+TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-4}
+"""As `compared` reads them: probabilities and results are rounded to 8, 11 or 24 bits on their way."""
+
+
+def compared(what: str, found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:
+    """The fields of a check: NaN agrees with NaN, and nothing else with it.
+
+    A number may differ by `tolerance` times the sum of its own size and the root mean square of its row (the last
+    dimension): results over many keys are small, and leaving out one of a thousand shall show.
+    """
+    here, there = found.detach().cpu().double(), expected.detach().cpu().double()
+    unwanted = int((here.isfinite() != there.isfinite()).sum())
+    difference, size = (here - there).abs().nan_to_num(0.0), there.abs().nan_to_num(0.0)
+    allowed = tolerance * (size + size.square().mean(-1, keepdim=True).sqrt())
+    share = float((difference / allowed).nan_to_num(0.0).max()) if tolerance else None
+    return {
+        "check": what,
+        "largest_difference": float(difference.max()),
+        "tolerance": tolerance,
+        "of_tolerance": share,
+        "unwanted_nans": unwanted,
+        "ok": unwanted == 0 and bool((difference <= allowed).all()),
+    }

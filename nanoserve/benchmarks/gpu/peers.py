@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanoserve.benchmarks.gpu.attention import AttentionCall, PagedAttentionShape, contiguous
+from nanoserve.benchmarks.gpu.attention import AttentionCall, PagedAttentionShape
 from nanoserve.benchmarks.gpu.results import CannotRun, reason
 from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.benchmarks.gpu.timing import Call
@@ -43,7 +43,7 @@ class AttentionWork:
         if len(set(shape.rows)) > 1:
             return cls(setting, shape, batch, None, None, None)
         query = batch.query.view(len(shape.rows), shape.rows[0].queries, shape.num_heads, shape.head_dim)
-        key, value = contiguous(batch, shape.rows[0].context)
+        key, value = batch.gathered(shape.rows[0].context)
         return cls(setting, shape, batch, query.transpose(1, 2).contiguous(), key, value)
 
     @property
@@ -87,7 +87,7 @@ def find_peers(work: AttentionWork) -> tuple[dict[str, Callable[[], Tensor]], di
 def gather_call(work: AttentionWork) -> Call:
     """Gathering keys and values out of the paged cache: what torch's attention would have to be preceded by."""
     work.gathered()
-    return partial(contiguous, work.batch, work.shape.rows[0].context)
+    return partial(work.batch.gathered, work.shape.rows[0].context)
 
 
 def _sdpa(backend: SDPBackend, work: AttentionWork) -> Callable[[], Tensor]:
