@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.attention import AttentionRow, PagedAttentionShape, decode_rows, make_batch, moved_bytes
-from nanoserve.benchmarks.gpu.peers import AttentionWork, find_peers, gather_call
+from nanoserve.benchmarks.gpu.peers import AttentionWork, find_peers
 from nanoserve.benchmarks.gpu.results import GpuCase
 from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.benchmarks.gpu.timing import DeviceTimer, TimeSpread
@@ -70,13 +70,13 @@ def kernel_cases(timer: DeviceTimer) -> Iterator[GpuCase]:
 @torch.inference_mode()
 def _measure_attention(timer: DeviceTimer, shape: PagedAttentionShape) -> dict[str, Any]:
     batch = make_batch(shape, block_size=BLOCK_SIZE, dtype=timer.setting.dtype, device=timer.setting.device)
-    work = AttentionWork.of(timer.setting, shape, batch)
+    work = AttentionWork.of(shape, batch)
     peers, absent = find_peers(work)
     expected = batch.attend().clone()
     differences = {name: _difference(call(), expected) for name, call in peers.items()}
     routes: dict[str, Callable[[], object]] = {OURS: batch.attend, **peers}
-    if work.key is not None:
-        routes[GATHER] = gather_call(work)
+    if work.gathered is not None:  # what torch's attention would have to be preceded by
+        routes[GATHER] = partial(batch.gathered, shape.rows[0].context)
     fields = measured_fields(
         timer.times(routes), timer.limits, shape.num_bytes(timer.setting.dtype.itemsize), shape.operations
     )
