@@ -7,17 +7,16 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
-import time
+from importlib import import_module
 from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
 from nanoserve.benchmarks.peers.protocol import Batch, BatchResult, Opening, Peer
 from nanoserve.errors import NanoserveError, RuntimeFailure
+from nanoserve.processes.children import follow_parent
 
 _LONGEST_COMPLAINT = 300
-_WATCH_SECONDS = 1.0
 
 T = TypeVar("T")
 
@@ -105,23 +104,19 @@ class PeerProcess:
         self._complaints.close()
 
 
+_ENGINES = {
+    "nanoserve": ("engine_peers", "NanoservePeer"),
+    "transformers": ("engine_peers", "TransformersPeer"),
+    "llama.cpp": ("llama_cpp_peer", "LlamaCppPeer"),
+    "server": ("server_peer", "ServerPeer"),
+}
+
+
 def open_engine(opening: Opening) -> Peer:
     """The engine of that name, in this process."""
-    if opening.engine == "transformers":
-        from nanoserve.benchmarks.peers.transformers_peer import TransformersPeer
-
-        return TransformersPeer(opening)
-    if opening.engine == "llama.cpp":
-        from nanoserve.benchmarks.peers.llama_cpp_peer import LlamaCppPeer
-
-        return LlamaCppPeer(opening)
-    if opening.engine == "server":
-        from nanoserve.benchmarks.peers.server_peer import ServerPeer
-
-        return ServerPeer(opening)
-    from nanoserve.benchmarks.peers.nanoserve_peer import NanoservePeer
-
-    return NanoservePeer(opening)
+    module, kind = _ENGINES[opening.engine]
+    peer: Peer = getattr(import_module(f"nanoserve.benchmarks.peers.{module}"), kind)(opening)
+    return peer
 
 
 def serve(stdin: BinaryIO, stdout: BinaryIO, opener: Any = open_engine) -> None:
@@ -145,15 +140,8 @@ def _say(stdout: BinaryIO, message: Any) -> None:
     stdout.flush()
 
 
-def end_with(parent: int) -> None:
-    """Watch, and end this process with its parent: a benchmark that is killed takes with it what it has started."""
-    while os.getppid() == parent:
-        time.sleep(_WATCH_SECONDS)
-    os._exit(1)
-
-
 if __name__ == "__main__":
-    threading.Thread(target=end_with, args=(int(sys.argv[1]),), daemon=True).start()
+    follow_parent(int(sys.argv[1]))
     # What libraries print must not come between the answers: from here on their stdout is stderr.
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
