@@ -13,6 +13,7 @@ import torch
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.benchmarks.report import Report
+from nanoserve.benchmarks.rounds import rotated
 
 FLUSH_BYTES = 2**30
 """Read before every timed call, once and more: many times the largest level-2 cache."""
@@ -107,11 +108,9 @@ def take_turns(routes: Mapping[str, Call], clock: HostClock, *, dry_run: bool) -
         launch_seconds[name] = time.perf_counter() - began
         estimate += seconds()
     turns = max(_FEWEST_TURNS, min(_MOST_TURNS, round(_SECONDS / max(estimate, 1e-6))))
-    names = list(routes)
-    pending: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
+    pending: dict[str, list[Callable[[], float]]] = {name: [] for name in routes}
     for turn in range(_DRY_TURNS if dry_run else turns):
-        first = turn % len(names)
-        for name in [*names[first:], *names[:first]]:
+        for name in rotated(routes, turn):
             pending[name].append(clock.start(routes[name], launch_seconds=launch_seconds[name]))
     return {name: TimeSpread.of([seconds() for seconds in started]) for name, started in pending.items()}
 

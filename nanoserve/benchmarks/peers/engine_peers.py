@@ -69,9 +69,8 @@ class TransformersPeer:
     name = "transformers"
 
     def __init__(self, opening: Opening) -> None:
-        self._model = open_transformers(
-            opening.model, opening.dtype
-        )  # the work is a number of tokens, whatever they are
+        # No end tokens: the work is a number of tokens, whatever they are.
+        self._model = open_transformers(opening.model, opening.dtype)
         self.description: dict[str, Any] = {
             "dtype": format_name(self._model.dtype),
             "threads": torch.get_num_threads(),
