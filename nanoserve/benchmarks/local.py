@@ -13,9 +13,9 @@ from nanoserve.benchmarks.settling import settle_operators
 from nanoserve.benchmarks.step_summary import summarize_steps
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.llm import LLM
-from nanoserve.measures.metrics import MILLISECONDS, BatchRates, request_distributions
+from nanoserve.measures.metrics import MILLISECONDS, BatchRates, mean_of_known, request_distributions
 from nanoserve.measures.workloads import RequestShape, random_prompts
-from nanoserve.models.dtypes import resolve_dtype
+from nanoserve.models.dtypes import format_name, resolve_dtype
 from nanoserve.models.hub import ProgressCallback
 
 _WARM_UP = RequestShape(8, 4)
@@ -73,7 +73,7 @@ class LocalBench:
         self._foreign = ForeignLoad()
         self.facts: dict[str, Any] = {
             "model": llm.model_name,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": format_name(dtype),
             "operators": operators,
             "layers": " and ".join(self._drivers),
             "threads": torch.get_num_threads(),
@@ -148,19 +148,22 @@ class LocalBench:
 def timing_fields(runs: Sequence[EngineRun]) -> dict[str, Any]:
     """Latencies over the requests of all runs, mean rates, and each run's own figures as samples for ``bench diff``."""
     rates = [BatchRates.of(run.timings) for run in runs]
+    seconds = [max(timing.e2el for timing in run.timings) for run in runs]
     samples = {
-        "ttft_ms": [MILLISECONDS * _mean([timing.ttft for timing in run.timings]) for run in runs],
-        "tpot_ms": [MILLISECONDS * _mean([timing.tpot for timing in run.timings]) for run in runs],
+        "ttft_ms": [MILLISECONDS * mean_of_known([timing.ttft for timing in run.timings]) for run in runs],
+        "tpot_ms": [MILLISECONDS * mean_of_known([timing.tpot for timing in run.timings]) for run in runs],
         "output_tokens_per_s": [rate.output for rate in rates],
     }
     return {
         **request_distributions([timing for run in runs for timing in run.timings]),
-        "prefill_tokens_per_s": _mean([rate.prefill for rate in rates]),
-        "decode_tokens_per_s": _mean([rate.decode for rate in rates]) or None,
-        "output_tokens_per_s": _mean([rate.output for rate in rates]),
-        "total_tokens_per_s": _mean([rate.total for rate in rates]),
-        "requests_per_s": _mean([len(run.timings) / max(timing.e2el for timing in run.timings) for run in runs]),
-        "seconds": _mean([max(timing.e2el for timing in run.timings) for run in runs]),
+        "prefill_tokens_per_s": mean_of_known([rate.prefill for rate in rates]),
+        "decode_tokens_per_s": mean_of_known([rate.decode for rate in rates]) or None,
+        "output_tokens_per_s": mean_of_known([rate.output for rate in rates]),
+        "total_tokens_per_s": mean_of_known([rate.total for rate in rates]),
+        "requests_per_s": mean_of_known(
+            [len(run.timings) / max(timing.e2el for timing in run.timings) for run in runs]
+        ),
+        "seconds": mean_of_known([max(timing.e2el for timing in run.timings) for run in runs]),
         "samples": samples,
     }
 
@@ -181,8 +184,3 @@ def compiled_ratios(case: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[s
 
 def _layers(llm: LLM) -> str:
     return "compiled" if llm.compiled else "eager"
-
-
-def _mean(values: Sequence[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else 0.0
