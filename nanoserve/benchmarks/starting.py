@@ -124,13 +124,10 @@ def _start_here(began: float, model: str | None, settings: dict[str, object]) ->
         for name in _PREPARATIONS.values():  # one that took no time was not spoken of
             answered = marks.setdefault(name, answered)
 
-        from nanoserve.benchmarks.settling import settle_operators
+        from nanoserve.benchmarks.settling import settle
 
-        return {
-            "marks": marks,
-            "operators": settle_operators(lambda _: None),
-            "layers": "compiled" if llm.compiled else "eager",
-        }
+        facts = settle(llm)
+        return {"marks": marks, "operators": facts["operators"], "layers": facts["layers"]}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 
 from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.peers.protocol import Batch, BatchResult, Opening
-from nanoserve.benchmarks.settling import settle_operators
+from nanoserve.benchmarks.settling import settle
 from nanoserve.llm import LLM
 from nanoserve.measures.metrics import RequestTiming
 from nanoserve.models.dtypes import format_name
@@ -29,15 +29,9 @@ class NanoservePeer:
             policy=opening.policy,
             eager=opening.eager,
         )
-        operators = settle_operators(_announce)
-        self._llm.prepare(lambda stage, done, _: None if done else _announce(f"{stage}, once on this machine ..."))
+        facts = settle(self._llm, lambda line: print(line, file=sys.stderr))
         self._driver = EngineDriver(self._llm.engine)
-        self.description: dict[str, Any] = {
-            "dtype": opening.dtype,
-            "threads": torch.get_num_threads(),
-            "operators": operators,
-            "layers": "compiled" if self._llm.compiled else "eager",
-        }
+        self.description = {name: facts[name] for name in ("dtype", "threads", "operators", "layers")}
 
     def run(self, batch: Batch) -> BatchResult:
         run = self._driver.run(batch.prompts, [batch.output_tokens] * len(batch.prompts))
@@ -45,10 +39,6 @@ class NanoservePeer:
 
     def close(self) -> None:
         self._llm.close()
-
-
-def _announce(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 def open_transformers(directory: str | Path, dtype: str, end_tokens: list[int] | None = None) -> Any:

@@ -28,25 +28,11 @@ def prepare_elsewhere(model: str | None, settings: dict[str, Any], threads: int 
 
 def main(model: str | None, settings: dict[str, Any]) -> dict[str, Any]:
     """The child's work."""
-    import torch
-
-    from nanoserve.benchmarks.settling import settle_operators
+    from nanoserve.benchmarks.settling import settle
     from nanoserve.llm import LLM
-    from nanoserve.models.dtypes import format_name, resolve_dtype
 
     with LLM(model, **settings) as llm:
-        llm.prepare()
-        config = llm.engine_config
-        dtype = resolve_dtype(config.dtype, torch.device(config.device), llm.config.dtype)
-        return {
-            "model": llm.model_name,
-            "dtype": format_name(dtype),
-            "operators": settle_operators(lambda _: None),
-            "layers": "compiled" if llm.compiled else "eager",
-            "threads": torch.get_num_threads(),
-            "policy": config.policy_name,
-            "max_num_seqs": config.max_num_seqs,
-        }
+        return settle(llm) | {"max_num_seqs": llm.engine_config.max_num_seqs}
 
 
 if __name__ == "__main__":
