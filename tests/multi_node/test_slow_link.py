@@ -27,7 +27,8 @@ def test_layouts_and_a_pair_of_them_are_compared_over_a_link(hosts: tuple[Host, 
     assert [one.code for one in both] == [0, 0], both[0].errors + both[1].errors
     (row, *_) = json.loads(report.read_text())["rows"]
     found = row["round"]["variants"]
-    assert {name: run["transitions"] > 0 for name, run in found.items()} == EXPECTED
+    print({name: run["transitions"] for name, run in found.items()})
+    assert not [name for name, run in found.items() if (run["transitions"] > 0) == (name in ("P2", "T2"))]
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ Rows = Mapping[str, Mapping[str, Any]]
 """The rows of all parts, by the name of their case."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Target:
-    """A bound of a figure that a row gives."""
+    """A bound of a figure that a row gives: exactly one of `least` and `most`; `aim` would be better still."""
 
     name: str
     case: str
@@ -27,9 +27,7 @@ class Target:
     """Case whose figure of that name this one is divided by."""
     least: float | None = None
     most: float | None = None
-    """Exactly one of the two."""
     aim: float | None = None
-    """What would be better still."""
     remark: Callable[[Rows], str] | None = None
     """Text about the same rows, shown beside the verdict."""
 
@@ -75,33 +73,28 @@ def _beside_transformers(rows: Rows) -> str:
 
 _PREFILL = "prefill 8192, GQA 4, head_dim 128"
 
+_PROMPT = "prefill attention, 8192 tokens"
+_HOST = "host overhead, Qwen3-0.6B"
+_FLOOR = "decode at batch 1: share of the bandwidth floor"
+_IDLE = "device idle between two steps, share of a step"
+
 TARGETS = (
     *(
         Target(
-            name=f"decode attention, {size}, GQA {group}, head_dim 128: share of copy bandwidth",
-            case=f"decode {size}, GQA {group}, head_dim 128",
-            field="of_copy_bandwidth",
+            f"decode attention, {size}, GQA {group}, head_dim 128: share of copy bandwidth",
+            f"decode {size}, GQA {group}, head_dim 128",
+            "of_copy_bandwidth",
             least=least,
         )
         for size, group, least in (("64 x 4096", 4, 0.85), ("64 x 4096", 8, 0.85), ("1 x 32768", 4, 0.70))
     ),
-    Target(
-        name="prefill attention, 8192 tokens, head_dim 128: share of the matmul peak",
-        case=_PREFILL,
-        field="of_matmul_peak",
-        least=0.55,
-    ),
-    Target(
-        name="prefill attention, 8192 tokens: time of SDPA's flash back end over ours",
-        case=_PREFILL,
-        field="slower.SDPA flash",
-        least=1.0,
-    ),
+    Target(f"{_PROMPT}, head_dim 128: share of the matmul peak", _PREFILL, "of_matmul_peak", least=0.55),
+    Target(f"{_PROMPT}: time of SDPA's flash back end over ours", _PREFILL, "slower.SDPA flash", least=1.0),
     *(
         Target(
-            name=f"{name}, decode at batch 1: share of the bandwidth floor",
-            case=f"{model}: decode, batch 1",
-            field="of_floor",
+            f"{name}, {_FLOOR}",
+            f"{model}: decode, batch 1",
+            "of_floor",
             least=least,
             aim=aim,
             remark=_kernels_beside(f"{model}: steps of batch 1"),
@@ -112,20 +105,15 @@ TARGETS = (
         )
     ),
     Target(
-        name="256-request preset, Qwen3-0.6B: output tokens/s over transformers' continuous batching",
-        case="qwen3-0.6b: preset",
-        field="output_tokens_per_s",
+        "256-request preset, Qwen3-0.6B: output tokens/s over transformers' continuous batching",
+        "qwen3-0.6b: preset",
+        "output_tokens_per_s",
         over="qwen3-0.6b: preset, transformers",
         least=4.0,
         remark=_beside_transformers,
     ),
     *(
-        Target(
-            name=f"host overhead, Qwen3-0.6B, {batch}: device idle between two steps, share of a step",
-            case=f"qwen3-0.6b: steps of {batch}",
-            field="idle_between_steps",
-            most=0.05,
-        )
+        Target(f"{_HOST}, {batch}: {_IDLE}", f"qwen3-0.6b: steps of {batch}", "idle_between_steps", most=0.05)
         for batch in ("batch 1", "a full batch")
     ),
 )

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from importlib import import_module
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -18,28 +18,13 @@ from nanoserve.processes.children import follow_parent
 
 _LONGEST_COMPLAINT = 300
 
-T = TypeVar("T")
 
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The child's answer: what an opened peer is, the result of a batch, or what went wrong. It ends after the last."""
 
-class Description(msgspec.Struct, frozen=True, tag=True):
-    """The child's first answer: the peer is open."""
-
-    facts: dict[str, Any]
-
-
-class Complaint(msgspec.Struct, frozen=True, tag=True):
-    """The child's answer when something went wrong; it ends then."""
-
-    message: str
-
-
-class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The child's answer to a batch."""
-
-    result: BatchResult
-
-
-_ANSWERS = msgspec.json.Decoder(Description | Complaint | Answer)
+    facts: dict[str, Any] | None = None
+    result: BatchResult | None = None
+    complaint: str | None = None
 
 
 class PeerProcess:
@@ -63,7 +48,7 @@ class PeerProcess:
             start_new_session=True,  # Ctrl-C is for the benchmark, which then ends its peers
         )
         try:
-            self.description = self._ask(opening, Description).facts
+            self.description = self._ask(opening).facts or {}
         except BaseException:
             self.close()
             raise
@@ -74,23 +59,23 @@ class PeerProcess:
         return self._child.pid
 
     def run(self, batch: Batch) -> BatchResult:
-        return self._ask(batch, Answer).result
+        result = self._ask(batch).result
+        if result is None:
+            raise RuntimeFailure(f"{self.name} answered without a result")
+        return result
 
-    def _ask(self, question: Any, kind: type[T]) -> T:
+    def _ask(self, question: Any) -> Reply:
         stdin, stdout = self._child.stdin, self._child.stdout
         assert stdin is not None and stdout is not None
         try:
             stdin.write(msgspec.json.encode(question) + b"\n")
             stdin.flush()
-            line = stdout.readline()
-            answer = _ANSWERS.decode(line)
+            reply = msgspec.json.decode(stdout.readline(), type=Reply)
         except (OSError, msgspec.DecodeError):
             raise RuntimeFailure(f"{self.name} died: {self._last_words()}") from None
-        if isinstance(answer, Complaint):
-            raise RuntimeFailure(f"{self.name}: {answer.message}")
-        if not isinstance(answer, kind):
-            raise RuntimeFailure(f"{self.name} answered {type(answer).__name__} where {kind.__name__} was due")
-        return answer
+        if reply.complaint is not None:
+            raise RuntimeFailure(f"{self.name}: {reply.complaint}")
+        return reply
 
     def _last_words(self) -> str:
         self._complaints.seek(0)
@@ -123,19 +108,19 @@ def serve(stdin: BinaryIO, stdout: BinaryIO, opener: Any = open_engine) -> None:
     """The child's life: open the engine, run batches until stdin ends."""
     try:
         peer = opener(msgspec.json.decode(stdin.readline(), type=Opening))
-        _say(stdout, Description(peer.description))
+        _say(stdout, Reply(facts=peer.description))
         while line := stdin.readline():
-            _say(stdout, Answer(peer.run(msgspec.json.decode(line, type=Batch))))
+            _say(stdout, Reply(result=peer.run(msgspec.json.decode(line, type=Batch))))
         peer.close()
     except NanoserveError as error:
-        _say(stdout, Complaint(str(error)))
+        _say(stdout, Reply(complaint=str(error)))
     except Exception as error:
         # Whatever a peer's library comes up with is for the parent to tell: this process has no one to tell it to.
         reason = (str(error).strip().splitlines() or [""])[0]
-        _say(stdout, Complaint(f"{type(error).__name__}: {reason[:_LONGEST_COMPLAINT]}"))
+        _say(stdout, Reply(complaint=f"{type(error).__name__}: {reason[:_LONGEST_COMPLAINT]}"))
 
 
-def _say(stdout: BinaryIO, message: Any) -> None:
+def _say(stdout: BinaryIO, message: Reply) -> None:
     stdout.write(msgspec.json.encode(message) + b"\n")
     stdout.flush()
 
