@@ -225,6 +225,8 @@ class FinishReason(Enum):
     ERROR = "error"
 
 
+_FINISHED = Status.FINISHED  # Enum lookup is slow in Python 3.11; hoist it.
+
 LEGAL_TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset({Status.PREFILL, Status.FINISHED}),
     Status.PREFILL: frozenset({Status.DECODE, Status.WAITING, Status.FINISHED}),
@@ -326,7 +328,7 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        return self.status is Status.FINISHED
+        return self.status is _FINISHED
 
     def keep_prompt_logprobs(self, start: int, logprobs: tuple[TokenLogprob, ...]) -> None:
         """Keep those of the positions after ``start``; a request's first sample keeps them for all."""
@@ -342,10 +344,10 @@ class Sequence:
         Returns:
             the tokens appended, and why the sequence ends with them, if it does.
         """
-        reason = None
+        reason, known = None, self.tokens
         for count, token in enumerate(tokens, start=1):
-            self.tokens.append(token)
-            length = len(self.tokens)
+            known.append(token)
+            length = len(known)
             if token in self.stop_tokens and length > self.min_length:
                 self.stop_token = token
                 reason = FinishReason.STOP
@@ -382,7 +384,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True):
 
     @property
     def finished(self) -> bool:
-        return self.sequence.finished
+        return self.sequence.status is _FINISHED
 
 
 @dataclass(frozen=True, slots=True)

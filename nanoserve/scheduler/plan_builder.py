@@ -43,6 +43,7 @@ class PlanBuilder:
     def __post_init__(self) -> None:
         self.admits = self.admits and not self.table.waits_for_blocks
         self._blocks = self.table.blocks
+        self._block_size = self._blocks.pool.block_size
 
     @property
     def does_something(self) -> bool:
@@ -180,15 +181,18 @@ class PlanBuilder:
         """Put ``count`` positions of a sequence into the plan; the blocks they need are free."""
         start, tokens = sequence.computed, sequence.tokens
         end = start + count
-        new_blocks, copy = self._blocks.grow(sequence, count)
-        if copy is not None:
-            self._copies.append(Copy(*copy))
+        new_blocks: list[int] | tuple[()] = ()
+        if end > len(sequence.block_table) * self._block_size:  # else its last block has room, as for most decodes
+            new_blocks, copy = self._blocks.grow(sequence, count)
+            if copy is not None:
+                self._copies.append(Copy(*copy))
         if not sequence.begun:
             self._begin_sequence(sequence)
             new_blocks = sequence.block_table
         name, known = sequence.sequence_id, len(tokens)
         if start < known:
-            row = Row(name, start, tuple(tokens[start:end]), end == known, tuple(new_blocks))
+            planned = (tokens[start],) if count == 1 else tuple(tokens[start:end])
+            row = Row(name, start, planned, end == known, tuple(new_blocks))
         else:  # its token is still being sampled
             row = Row(name, start, _FED, True, tuple(new_blocks), fed=True)
         self.rows[name] = row

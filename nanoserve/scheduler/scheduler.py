@@ -286,10 +286,10 @@ class Scheduler:
             the snapshot; the decodes; and the partly computed prompts.
         """
         running_decodes = context = partial_tokens = 0
-        decodes, prefills, may_go_on = [], [], self.table.may_go_on
+        decodes, prefills, feeds_tokens, may_go_on = [], [], self.feeds_tokens, self.table.may_go_on
         for sequence in self.running:
             context += sequence.computed
-            is_ready = not sequence.in_flight or may_go_on(sequence)
+            is_ready = not sequence.in_flight or (feeds_tokens and may_go_on(sequence))
             if sequence.status is _DECODE:
                 running_decodes += 1
                 if is_ready:
