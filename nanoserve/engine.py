@@ -85,7 +85,7 @@ class TokenCounts:
             request.tokens += gained
             self.outputs += gained
             self.outstanding += gained
-            if update.finished:
+            if update.sequence.finish_reason is not None:
                 request.samples -= 1
                 if not request.samples:
                     self.outstanding -= request.tokens

@@ -344,18 +344,17 @@ class Sequence:
         Returns:
             the tokens appended, and why the sequence ends with them, if it does.
         """
-        reason, known = None, self.tokens
+        reason, known, length = None, self.tokens, len(self.tokens)
         for count, token in enumerate(tokens, start=1):
             known.append(token)
-            length = len(known)
-            if token in self.stop_tokens and length > self.min_length:
-                self.stop_token = token
-                reason = FinishReason.STOP
-            elif length == self.max_length:
+            if token in self.stop_tokens and length + count > self.min_length:
+                self.stop_token, reason = token, FinishReason.STOP
+            elif length + count == self.max_length:
                 reason = FinishReason.LENGTH
-            if reason is not None:
-                tokens = tokens[:count]
-                break
+            else:
+                continue
+            tokens = tokens[:count]
+            break
         if logprobs:
             self.logprobs += logprobs[: len(tokens)]
         return tokens, reason
@@ -371,10 +370,11 @@ class Sequence:
         self.status = status
 
 
-class SequenceUpdate(msgspec.Struct, frozen=True):
+class SequenceUpdate(msgspec.Struct, frozen=True, gc=False):
     """What one sequence gained in one step, as the engine hands it to whoever asked.
 
-    ``sequence`` may be read (metrics, cached tokens) but not changed.
+    ``sequence`` may be read (metrics, cached tokens) but not changed. The garbage collector skips updates, which are
+    never in a cycle.
     """
 
     request_id: str

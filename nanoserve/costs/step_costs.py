@@ -89,6 +89,7 @@ class StepCosts:
         self._host = Channel.of(machine.host_link, self.efficiency)
         stages = [(tuple(self.counts.stages[stage].items()), self._group[stage]) for stage in range(self.num_stages)]
         self._first_alike = [stages.index(stage) for stage in stages]  # the first stage with the same layers and links
+        self._layers_seconds: dict[tuple[int, int], float] = {}  # by tokens and stage: many steps have as many tokens
         self._newest: StepWork | None = None
         self._layers_of_newest: dict[int, float] = {}  # layers and attention, by stage
 
@@ -115,12 +116,15 @@ class StepCosts:
         """A stage's layers without their attention: products, gaps between kernels, all-reduces. 0 for no tokens."""
         if not tokens:
             return 0.0
+        if (tokens, stage) in self._layers_seconds:
+            return self._layers_seconds[tokens, stage]
         layers = self.counts.layers(stage)
         seconds = layers * self.efficiency.kernels_per_layer * self.efficiency.kernel_seconds
         if self._degree > 1:
             seconds += layers * _ALL_REDUCES_PER_LAYER * self._all_reduce_seconds(tokens, stage)
         for matrix, times in self.counts.layer_products(stage):
             seconds += self._product_seconds(matrix, tokens) * times
+        self._layers_seconds[tokens, stage] = seconds
         return seconds
 
     def attention_seconds(self, work: StepWork, stage: int) -> float:

@@ -76,10 +76,13 @@ class PlanBuilder:
 
     def _add_decodes(self, ready: Iterable[Sequence]) -> None:
         """The next token of as many sequences as decided, skipping those for which no room can be made."""
-        fits, skipped = self._blocks.fits, self._skipped
+        size, fits, skipped, add_row = self._block_size, self._blocks.fits, self._skipped, self._add_row
         for sequence in islice(ready, self.decision.decodes):
-            if sequence.sequence_id not in skipped and (fits(sequence, 1) or self._make_room(sequence, 1)):
-                self._add_row(sequence, 1)
+            if sequence.sequence_id in skipped:
+                continue
+            has_room = sequence.computed < len(sequence.block_table) * size  # as for most decodes
+            if has_room or fits(sequence, 1) or self._make_room(sequence, 1):
+                add_row(sequence, 1)
 
     def _add_prefills(self, ready: Iterable[Sequence]) -> None:
         """Prompts within the budget: first those partly computed, then waiting ones."""

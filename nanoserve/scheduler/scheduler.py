@@ -29,6 +29,7 @@ from nanoserve.scheduler.sequence_table import SequenceTable
 from nanoserve.scheduler.tiers import HostCohorts, TieredPlanBuilder, Tiers
 
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
+_ERROR = FinishReason.ERROR
 
 MOST_HOST_LOSSES = 3
 """After this many losses of attention on the CPU, sequences live on the device alone."""
@@ -436,9 +437,10 @@ class Scheduler:
 
     def _take_tokens(self, sequence: Sequence, answer: Answer, now: float) -> SequenceUpdate:
         new_tokens: tuple[int, ...] = ()
-        reason: FinishReason | None = FinishReason.ERROR
-        sequence.error = answer.error
-        if answer.error is None:
+        reason: FinishReason | None = _ERROR
+        if answer.error is not None:
+            sequence.error = answer.error
+        else:
             if sequence.status is _PREFILL:
                 sequence.move_to(Status.DECODE)
                 if sequence.first_token_time is None:  # else it is here again after a preemption

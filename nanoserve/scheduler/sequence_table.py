@@ -102,6 +102,7 @@ class SequenceTable:
         self._ended: list[int] = []  # that the executor has not been told
         self._short_of_blocks: tuple[Sequence, int] | None = None
         self._ids = count()
+        self._caches = self.blocks.pool.prefix_caching
 
     # ---- intake -----------------------------------------------------------------------------------------------
 
@@ -320,7 +321,7 @@ class SequenceTable:
         """Its oldest row in flight is answered. A finished sequence is retired after its last row."""
         sequence.in_flight.popleft()
         status = sequence.status
-        if status is not _FINISHED and sequence.place is _DEVICE:
+        if self._caches and status is not _FINISHED and sequence.place is _DEVICE:
             self.blocks.share_full(sequence, sequence.computed - len(sequence.in_flight))
         if sequence.siblings and (status is _DECODE or status is _FINISHED):
             self.release_siblings(sequence)
