@@ -90,7 +90,7 @@ def serve(options: dict[str, Any], address: str) -> int:
 
     @on_all_machines
     def run(options: WorkersOptions) -> int:
-        with options.open_llm(None) as llm, socket.socket(socket.AF_UNIX) as line:
+        with options.open_llm() as llm, socket.socket(socket.AF_UNIX) as line:
             line.connect(address)
             with line.makefile("rw") as words:
                 _work_for(llm, words)

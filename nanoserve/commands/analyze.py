@@ -6,9 +6,8 @@ from typing import Any
 from nanoserve.benchmarks.analysis_plot import plot_analysis
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import WORK_PANEL, ResultOptions
+from nanoserve.commands.bench_options import ResultOptions
 from nanoserve.commands.engine_options import MODEL_PANEL
-from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import Options, option
 from nanoserve.costs import ParallelLayout, Precision, StepCosts, load_machine, load_shape
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis, OperatorRow
@@ -55,7 +54,6 @@ class AnalyzeOptions(
     CountedModelOptions,
     CountedHardwareOptions,
     ResultOptions,
-    panel=WORK_PANEL,
     renamed={
         "--batch": "is now --batch-sizes",
         "--input": "is now part of --lengths, as 1024+256",
@@ -68,7 +66,7 @@ class AnalyzeOptions(
     lengths: str = option("1024+256", "Tokens of a prompt and of its answer.", metavar="IN+OUT")
 
 
-def run(options: AnalyzeOptions) -> int:
+def run(options: AnalyzeOptions) -> None:
     """For a prompt and for a step of decoding: what each operator computes and moves, what bounds it, and its share of
     the time. Then latency and throughput against batch size, up to what the KV cache can hold. No model is loaded and
     nothing is measured: docs/costs.md has the formulas and the few factors.
@@ -104,7 +102,6 @@ def run(options: AnalyzeOptions) -> int:
     if options.plot is not None:
         plot_analysis(options.plot, title, analysis, phases, [analysis.batch_row(size) for size in batches])
     _show(analysis, title, phases, report)
-    return EXIT_OK
 
 
 def _phases(analysis: Analysis, batches: Sequence[int]) -> dict[str, list[OperatorRow]]:

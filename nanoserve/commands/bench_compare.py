@@ -15,7 +15,6 @@ from nanoserve.benchmarks.peers.protocol import Opening
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import (
-    WORK_PANEL,
     GridOptions,
     ResultOptions,
     engine_title,
@@ -25,7 +24,6 @@ from nanoserve.commands.bench_options import (
     settled_operators,
 )
 from nanoserve.commands.engine_options import EngineOptions
-from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
@@ -56,14 +54,14 @@ _RATIO_COLUMNS = [
 ]
 
 
-class CompareOptions(GridOptions, EngineOptions, ResultOptions, panel=WORK_PANEL):
+class CompareOptions(GridOptions, EngineOptions, ResultOptions):
     """All options of the command."""
 
     peers: str = option("transformers,llama.cpp", "Engines to compare with.", metavar="NAME,NAME")
     rounds: int = option(5, "Rounds that count, for each case.", minimum=1)
 
 
-def run(options: CompareOptions) -> int:
+def run(options: CompareOptions) -> None:
     """A round counts only if the machine's read bandwidth before and after it differs by less than 10 %. Each engine
     has a process of its own, the same weights, number format and threads. Default model: dummy:qwen3-0.6b. The peer
     "server" is nanoserve itself, asked over HTTP: the ratio is what serving costs.
@@ -88,7 +86,6 @@ def run(options: CompareOptions) -> int:
     report.put("engine", facts | {"operators": operators})
     with ExitStack() as opened, kept(report, lambda: _show(report, options)):
         _measure(openings, cases, options.rounds, report, opened, facts["vocab_size"])
-    return EXIT_OK
 
 
 def _sort_out(names: Sequence[str]) -> tuple[list[str], list[str]]:

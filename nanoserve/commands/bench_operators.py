@@ -9,14 +9,12 @@ from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import (
-    WORK_PANEL,
     ResultOptions,
     kept,
     print_counting,
     print_head,
     settled_operators,
 )
-from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
@@ -43,7 +41,7 @@ _COLUMNS = [
 ]
 
 
-class OperatorsOptions(ResultOptions, panel=WORK_PANEL):
+class OperatorsOptions(ResultOptions):
     """All options of the command."""
 
     cells: str = option("16x2048,4x512", "Attention: sequences x context.", metavar="NxN,...")
@@ -55,7 +53,7 @@ class OperatorsOptions(ResultOptions, panel=WORK_PANEL):
     threads: int | None = option(None, "CPU threads; default: one per physical core.", minimum=1, maximum=MOST_THREADS)
 
 
-def run(options: OperatorsOptions) -> int:
+def run(options: OperatorsOptions) -> None:
     """The linear layers have the shapes of Qwen3-0.6B. Routes take turns within a round; a round counts only if the
     machine's read bandwidth before and after it differs by less than 10 %. Shares are of the least time in which the
     bytes can be read and the products computed.
@@ -71,7 +69,6 @@ def run(options: OperatorsOptions) -> int:
     in_use = settled_operators(options.threads)
     with kept(report, lambda: _show(report, options)):
         _measure(cells, rows, options, report, in_use)
-    return EXIT_OK
 
 
 def _cell(text: str) -> tuple[int, int]:

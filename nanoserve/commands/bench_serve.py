@@ -18,7 +18,6 @@ from nanoserve.client.connection import ApiClient
 from nanoserve.client.models import served_model
 from nanoserve.commands.bench_options import (
     DISTRIBUTION_COLUMNS,
-    WORK_PANEL,
     LengthOptions,
     ResultOptions,
     engine_title,
@@ -27,7 +26,7 @@ from nanoserve.commands.bench_options import (
     print_head,
 )
 from nanoserve.commands.engine_options import ServerOptions, WorkersOptions
-from nanoserve.commands.failures import EXIT_OK, say
+from nanoserve.commands.failures import say
 from nanoserve.commands.options import Options, option
 from nanoserve.commands.progress import counted, show_progress
 from nanoserve.commands.terminal import remark
@@ -56,7 +55,7 @@ _COLUMNS = [
 ]
 
 
-class ArrivalOptions(Options, panel=WORK_PANEL, renamed={"--request-rate": "is now --rate"}):
+class ArrivalOptions(Options, renamed={"--request-rate": "is now --rate"}):
     """When requests come."""
 
     rate: str | None = option(None, "Open loop: requests per second, or inf.", metavar="X,X,...")
@@ -84,7 +83,7 @@ class ArrivalOptions(Options, panel=WORK_PANEL, renamed={"--request-rate": "is n
         return [Point(concurrency=size) for size in sizes]
 
 
-class BenchServeOptions(ArrivalOptions, LengthOptions, ServerOptions, WorkersOptions, ResultOptions, panel=WORK_PANEL):
+class BenchServeOptions(ArrivalOptions, LengthOptions, ServerOptions, WorkersOptions, ResultOptions):
     """All options of the command."""
 
     endpoint: str = option("completions", "completions (token ids) or chat (words).", metavar="NAME")
@@ -98,7 +97,7 @@ class BenchServeOptions(ArrivalOptions, LengthOptions, ServerOptions, WorkersOpt
 
 
 @on_all_machines
-def run(options: BenchServeOptions) -> int:
+def run(options: BenchServeOptions) -> None:
     """Without --url a server of our own is started with the options of the engine, and ended afterwards. Requests come
     in an open loop, at a rate whatever the answers, or in a closed loop, from clients that wait for each answer.
     Prompts are random, and new in every run. Failed requests are counted, by what went wrong.
@@ -138,7 +137,6 @@ def run(options: BenchServeOptions) -> int:
             with show_progress() as progress:
                 answers = counted(progress, "answers", repeats * len(fitting.shapes))
                 bench.measure(point, repeats, report.add, answers)
-    return EXIT_OK
 
 
 @dataclass(frozen=True, slots=True)

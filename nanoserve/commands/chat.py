@@ -7,21 +7,20 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from rich.console import Console
+
 from nanoserve.commands.chat_commands import ChatCommands
 from nanoserve.commands.chat_model import ChatModel, LocalModel, RemoteModel
-from nanoserve.commands.chat_session import ChatSession, Message, Piece, Steps
+from nanoserve.commands.chat_session import ChatSession, Piece, Steps
 from nanoserve.commands.engine_options import SamplingOptions, ServerOptions, ServingOptions, check_utf8
-from nanoserve.commands.failures import EXIT_OK, say
+from nanoserve.commands.failures import say
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.printers import AnswerPrinter, MarkdownPrinter, PlainPrinter, visible
-from nanoserve.commands.progress import show_progress
 from nanoserve.commands.prompt import PROMPT, ChatPrompt, edit_text, history_path
 from nanoserve.commands.terminal import StopOnInterrupt, is_terminal, read_stdin, remark, when_continued, without_echo
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.usage import envelope
 from nanoserve.errors import NanoserveError, UsageError
-
-_CTRL_C_HINT = "(the line was cleared; Ctrl-D or /exit leaves)"
 
 
 class ChatOptions(ServerOptions, ServingOptions, SamplingOptions, panel="Chat", has_variables=True):
@@ -36,7 +35,7 @@ class ChatOptions(ServerOptions, ServingOptions, SamplingOptions, panel="Chat", 
 
 
 @on_all_machines
-def run(options: ChatOptions) -> int:
+def run(options: ChatOptions) -> None:
     """The model runs in this process, or with --url behind any server that speaks OpenAI's API.
 
     [bold]Examples[/bold]
@@ -77,9 +76,7 @@ def _opened(options: ChatOptions, settings: dict[str, Any]) -> Iterator[ChatMode
             settings["seed"] = options.seed
         yield RemoteModel(client, options.model, say)
         return
-    with show_progress() as progress:
-        llm = options.open_llm(progress)
-    with llm:
+    with options.open_llm() as llm:
         if llm.tokenizer.notice:
             say(llm.tokenizer.notice)
         yield LocalModel(llm, options.seed)
@@ -102,18 +99,16 @@ def _question(message: str | None) -> str | None:
     return question
 
 
-def _answer_once(session: ChatSession, question: str, options: ChatOptions) -> int:
-    if options.json:
-        for _ in session.ask(question):
-            pass
-    else:
+def _answer_once(session: ChatSession, question: str, options: ChatOptions) -> None:
+    if not options.json:
         printer = _printer(plain=options.plain, hide_thinking=options.hide_thinking)
         _show_answer(session, session.ask(question), printer, thinking=not options.hide_thinking)
-    answer = session.last_answer
-    if options.json and answer is not None:
+        return
+    for _ in session.ask(question):
+        pass
+    if (answer := session.last_answer) is not None:
         result = envelope(session.model.name, answer.text, answer.reasoning, answer.usage, answer.finish_reason)
         print(json.dumps(result, ensure_ascii=False))
-    return EXIT_OK
 
 
 class _Conversation:
@@ -126,20 +121,20 @@ class _Conversation:
         self._commands.show_thinking = not hide_thinking
         self._prompt = ChatPrompt(history_path() if keep_history else None, self._commands.names)
 
-    def run(self) -> int:
+    def run(self) -> None:
         remark(f"{self._session.model.name}. /help lists the commands, Ctrl-D leaves.")
         self._session.model.start_preparing()  # while the user reads and types
-        while True:
+        leave = False
+        while not leave:
             try:
                 line = self._prompt.read()
             except KeyboardInterrupt:
-                remark(_CTRL_C_HINT)
+                remark("(the line was cleared; Ctrl-D or /exit leaves)")
                 continue
             except EOFError:
-                return EXIT_OK
+                return
             if line.startswith("/"):
-                if self._obey(line):
-                    return EXIT_OK
+                leave = self._obey(line)
             elif line.strip():
                 self._answer(partial(self._session.ask, line.strip()))
 
@@ -148,22 +143,18 @@ class _Conversation:
         outcome = self._commands.run(line)
         if outcome.text:
             remark(outcome.text)
-        for turn in outcome.turns:
-            self._show_turn(turn)
+        for turn in outcome.turns:  # as it stood on the terminal when it was new
+            if turn.role == "user":
+                remark(f"{PROMPT}{visible(turn.content)}")
+            else:
+                printer = _printer(plain=self._plain, hide_thinking=True)
+                printer.answer(turn.content)
+                printer.finish()
         if outcome.message is not None:
             self._answer(partial(self._session.ask, outcome.message))
         if outcome.regenerate:
             self._answer(self._session.regenerate)
         return outcome.leave
-
-    def _show_turn(self, turn: Message) -> None:
-        """As it stood on the terminal when it was new."""
-        if turn.role == "user":
-            remark(f"{PROMPT}{visible(turn.content)}")
-            return
-        printer = _printer(plain=self._plain, hide_thinking=True)
-        printer.answer(turn.content)
-        printer.finish()
 
     def _answer(self, ask: Callable[[Steps], Iterator[Piece]]) -> None:
         """Show an answer; Ctrl-C ends it, and when it comes as the answer ends it ends nothing else."""
@@ -184,13 +175,11 @@ class _Conversation:
 def _printer(*, plain: bool, hide_thinking: bool) -> AnswerPrinter:
     if plain or not is_terminal(sys.stdout):
         return PlainPrinter(sys.stdout, None if hide_thinking or not is_terminal(sys.stderr) else sys.stderr)
-    from rich.console import Console
-
     return MarkdownPrinter(Console(file=sys.stdout))
 
 
 def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: AnswerPrinter, *, thinking: bool) -> None:
-    """Show an answer while it comes. A notice ends the text above it: the printer may not find its lines again."""
+    """Show an answer as it comes. A notice ends the text above it: the printer may not find its lines again."""
 
     def notify(notice: str) -> None:
         printer.finish()

@@ -19,12 +19,12 @@ DEBUG_VARIABLE = "NANOSERVE_DEBUG"
 _LONGEST_MESSAGE = 1000
 
 
-def guarded(action: Callable[[], int]) -> int:
-    """Run ``action`` and return the exit code, its own or the one of what went wrong."""
+def guarded(action: Callable[[], int | None]) -> int:
+    """Run ``action`` and return the exit code: its own, 0 where it names none, or that of the error."""
     try:
         code = action()
         sys.stdout.flush()
-        return code
+        return EXIT_OK if code is None else code
     except BrokenPipeError:
         silence_stdout()
         return EXIT_OK

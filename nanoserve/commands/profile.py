@@ -9,7 +9,6 @@ from nanoserve.benchmarks.rounds import busy_note
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, JsonOptions
 from nanoserve.commands.engine_options import EngineOptions
-from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
@@ -55,7 +54,7 @@ class ProfileOptions(EngineOptions, JsonOptions, panel=RESULTS_PANEL):
     json: Path | None = option(None, "Write the profile, for simulate --profile.", metavar="FILE")
 
 
-def run(options: ProfileOptions) -> int:
+def run(options: ProfileOptions) -> None:
     """From the times come the few factors of the cost model (docs/costs.md), and a file with which nanoserve simulate
     runs any policy over this machine. At the end two small workloads run for real beside their predictions. It takes
     about a minute for the bundled model; leave the machine alone meanwhile.
@@ -85,7 +84,6 @@ def run(options: ProfileOptions) -> int:
     if options.json is not None:
         write_profile(measured, options.json)
     _show(measured)
-    return EXIT_OK
 
 
 def _set_apart(host_threads: int | None, device: str) -> "HostProcessor":

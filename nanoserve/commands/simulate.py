@@ -10,8 +10,7 @@ import msgspec
 
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, ResultOptions, kept
-from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.bench_options import RESULTS_PANEL, ResultOptions, kept
 from nanoserve.commands.options import option
 from nanoserve.commands.simulate_options import RUNTIMES, FleetOptions, HardwareOptions, PolicyOptions, WorkloadOptions
 from nanoserve.commands.simulated_hardware import SimulatedHardware, host_kv_bytes
@@ -71,7 +70,6 @@ class SimulateOptions(
     HardwareOptions,
     FleetOptions,
     ResultOptions,
-    panel=WORK_PANEL,
     renamed={"--trace-out": "is now --record"},
 ):
     """All options of the command."""
@@ -87,7 +85,7 @@ class SimulateOptions(
     )
 
 
-def run(options: SimulateOptions) -> int:
+def run(options: SimulateOptions) -> None:
     """Neither the hardware nor the model is needed: steps take as long as the cost model says (docs/costs.md).
 
     [bold]Examples[/bold]
@@ -115,7 +113,6 @@ def run(options: SimulateOptions) -> int:
         runs = [_run(options, hardware, name, policy, report, trace) for name, policy in chosen.items()]
         if options.plot is not None:
             plot_simulation(options.plot, f"{place}\n{_title(report, options)}", runs)
-    return EXIT_OK
 
 
 def _settings(options: SimulateOptions, hardware: SimulatedHardware) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from nanoserve.benchmarks.policy_names import parse_policies
-from nanoserve.commands.bench_options import WORK_PANEL
 from nanoserve.commands.engine_options import parallel_pair, parsed_split
 from nanoserve.commands.options import Options, option
 from nanoserve.costs import ParallelLayout
@@ -25,7 +24,7 @@ _LARGEST_BLOCK = 2**20
 RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}
 
 
-class StepLimitOptions(Options, panel=WORK_PANEL):
+class StepLimitOptions(Options):
     """How much a step may hold."""
 
     max_num_batched_tokens: int = option(2048, "Token budget of a step.", minimum=1, maximum=MOST_AT_A_TIME)
@@ -34,7 +33,6 @@ class StepLimitOptions(Options, panel=WORK_PANEL):
 
 class PolicyOptions(
     StepLimitOptions,
-    panel=WORK_PANEL,
     renamed={"--set": "is no more: parameters stand behind a policy's name, as throttling:iterations=4"},
 ):
     """What decides, and within which limits."""
@@ -52,7 +50,7 @@ class PolicyOptions(
         return parse_policies(self.policy, self.max_num_batched_tokens)
 
 
-class WorkloadOptions(Options, panel=WORK_PANEL):
+class WorkloadOptions(Options):
     """When requests come and how long they are."""
 
     requests: int = option(1000, "How many.", minimum=1, maximum=_MOST_REQUESTS)
