@@ -12,7 +12,7 @@ from nanoserve.commands.engine_options import WorkersOptions, sampling_params
 from nanoserve.commands.failures import say
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
-from nanoserve.commands.usage import TokenUsage
+from nanoserve.commands.usage import AnswerUsage
 from nanoserve.errors import NanoserveError, UsageError, WorkersFailed
 from nanoserve.request import RequestOutput, SamplingParams, SequenceUpdate
 
@@ -142,5 +142,5 @@ def _result(outcome: RequestOutput | NanoserveError) -> dict[str, Any]:
     return {
         "text": texts if several else texts[0],
         "finish_reason": reasons if several else reasons[0],
-        "usage": TokenUsage.of(outcome).counts(),
+        "usage": AnswerUsage.of(outcome).counts(),
     }

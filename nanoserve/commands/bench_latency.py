@@ -91,8 +91,7 @@ def run(options: LatencyOptions) -> None:
     cases, repeats = options.cases(), options.repeats
     report = options.open_report("latency", {"cases": [case.name for case in cases], "repeats": repeats})
     with ExitStack() as opened:
-        with show_progress() as progress:
-            llms = [opened.enter_context(engine.open_llm(progress)) for engine in engines]
+        llms = [opened.enter_context(engine.open_llm()) for engine in engines]
         opened.enter_context(kept(report, lambda: _show(report, options)))
         progress = opened.enter_context(show_progress())
         # imports torch, for which opening sets the threads first

@@ -1,7 +1,7 @@
 """``nanoserve bench operators``: the operators against the floor of the machine and against stock torch."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -21,9 +21,6 @@ from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import parse_sizes
 from nanoserve.processes.threads import MOST_THREADS
-
-if TYPE_CHECKING:
-    from nanoserve.benchmarks.operators import OperatorCase
 
 _SHARE = Column("of floor", "of_floor", ".0%")
 _COLUMNS = [
@@ -104,7 +101,7 @@ def _measure(
                 report.add({"case": case.name, "round": done, "drift": done.drift, "counts": done.counts})
 
 
-def _cases(cells: Sequence[tuple[int, int]], rows: Sequence[int], dtype: Any) -> "Iterator[OperatorCase]":
+def _cases(cells: Sequence[tuple[int, int]], rows: Sequence[int], dtype: Any) -> Iterator[Any]:
     from nanoserve.benchmarks.operators import attention_case, host_attention_case, linear_cases
 
     for batch, context in cells:

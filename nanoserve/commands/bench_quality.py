@@ -1,8 +1,9 @@
 """``nanoserve bench quality``: are the outputs as good as those of Hugging Face transformers?"""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import nanoserve
 from nanoserve.benchmarks.peers.catalog import PEERS
 from nanoserve.benchmarks.quality import (
     Reader,
@@ -23,9 +24,6 @@ from nanoserve.commands.progress import watched
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
 from nanoserve.models.hub import resolve_model
-
-if TYPE_CHECKING:
-    from nanoserve.llm import LLM
 
 _VALUE = Column("value", "value", ".5f")
 _COLUMNS = [
@@ -78,7 +76,7 @@ def run(options: QualityOptions) -> None:
             _measure_accuracy(readers, llm, rows[:shots], rows[shots:], options.max_tokens, report)
 
 
-def _readers(llm: "LLM", engine: EngineOptions, *, with_reference: bool) -> list[Reader]:
+def _readers(llm: "nanoserve.LLM", engine: EngineOptions, *, with_reference: bool) -> list[Reader]:
     from nanoserve.benchmarks.peers.weights import checkpoint_directory, dtype_name
     from nanoserve.benchmarks.quality_readers import NanoserveReader, TransformersReader
 
@@ -91,7 +89,7 @@ def _readers(llm: "LLM", engine: EngineOptions, *, with_reference: bool) -> list
 
 
 def _measure_perplexity(
-    readers: list[Reader], llm: "LLM", content: str, options: QualityOptions, report: Report
+    readers: list[Reader], llm: "nanoserve.LLM", content: str, options: QualityOptions, report: Report
 ) -> None:
     pieces = windows(llm.tokenizer.encode(content), min(options.window, llm.max_model_len - 1), options.windows)
     for reader in readers:
@@ -102,7 +100,7 @@ def _measure_perplexity(
 
 
 def _measure_accuracy(
-    readers: list[Reader], llm: "LLM", examples: Any, rows: Any, max_tokens: int, report: Report
+    readers: list[Reader], llm: "nanoserve.LLM", examples: Any, rows: Any, max_tokens: int, report: Report
 ) -> None:
     prompts = [tuple(llm.tokenizer.encode(prompt_text(question, examples))) for question in rows]
     if (longest := max(map(len, prompts))) + max_tokens > llm.max_model_len:

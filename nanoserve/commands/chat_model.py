@@ -12,7 +12,7 @@ from nanoserve.client.connection import ApiClient, ServerRefused
 from nanoserve.client.events import Chunk, ServerUsage
 from nanoserve.client.models import NO_SUCH_PATH, served_model
 from nanoserve.commands.engine_options import sampling_params
-from nanoserve.commands.usage import TokenUsage
+from nanoserve.commands.usage import AnswerUsage
 from nanoserve.errors import RuntimeFailure
 from nanoserve.request import RequestMetrics, SamplingParams
 from nanoserve.text.reasoning import opens_reasoning
@@ -35,7 +35,7 @@ class AnswerDelta:
     text: str
     thinking: str
     """Reasoning that was told apart already; ``text`` may hold more of it between tags."""
-    usage: TokenUsage
+    usage: AnswerUsage
     """Counts and times of the answer so far."""
     finish_reason: str | None
     """None while it goes on."""
@@ -86,7 +86,7 @@ class LocalModel:
                 if sample.error is not None:
                     raise RuntimeFailure(sample.error)
                 tokens += len(sample.token_ids)
-                yield AnswerDelta(sample.text, "", TokenUsage.of(output, tokens), sample.finish_reason)
+                yield AnswerDelta(sample.text, "", AnswerUsage.of(output, tokens), sample.finish_reason)
 
 
 class RemoteModel:
@@ -221,5 +221,5 @@ class _RemoteAnswer:
         self._counted = counted = chunk.usage or self._counted
         tokens = self._chunks if counted.completion_tokens is None else counted.completion_tokens
         metrics = RequestMetrics(self._asked, None, self._first, self._last, self._ended, tokens)
-        usage = TokenUsage(counted.prompt_tokens, counted.cached_tokens, tokens, metrics)
+        usage = AnswerUsage(counted.prompt_tokens, counted.cached_tokens, tokens, metrics)
         return AnswerDelta(text, thinking, usage, self._reason)

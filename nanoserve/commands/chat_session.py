@@ -14,7 +14,7 @@ import msgspec
 
 from nanoserve.commands.chat_model import AnswerDelta, ChatModel, ContextFull
 from nanoserve.commands.engine_options import sampling_params
-from nanoserve.commands.usage import TokenUsage
+from nanoserve.commands.usage import AnswerUsage
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.request import SamplingParams
 from nanoserve.text.reasoning import Part, ReasoningSplitter
@@ -56,7 +56,7 @@ class ChatAnswer:
 
     text: str
     reasoning: str
-    usage: TokenUsage
+    usage: AnswerUsage
     finish_reason: str | None
     interrupted: bool
 

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from nanoserve.commands.terminal import wrapped
 from nanoserve.errors import NanoserveError
 
 EXIT_OK = 0
@@ -56,8 +57,6 @@ def describe(error: BaseException) -> tuple[str, int]:
 
 def say(message: str) -> None:
     """Write one line to stderr, on a terminal broken between words; a stderr that is gone is no reason to fail."""
-    from nanoserve.commands.terminal import wrapped
-
     line = " ".join(message.split())[:_LONGEST_MESSAGE]
     # A message may quote a model's files, and those may hold what steers a terminal.
     line = "".join(character if character.isprintable() else "\ufffd" for character in line)

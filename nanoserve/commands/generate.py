@@ -10,7 +10,7 @@ from nanoserve.commands.options import argument, option
 from nanoserve.commands.printers import PlainPrinter
 from nanoserve.commands.terminal import read_stdin
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.commands.usage import TokenUsage, envelope
+from nanoserve.commands.usage import AnswerUsage, envelope
 from nanoserve.errors import RuntimeFailure, UsageError
 
 
@@ -70,7 +70,7 @@ def run(options: GenerateOptions) -> None:
         if last is None or last.outputs[0].error is not None:
             raise RuntimeFailure((last and last.outputs[0].error) or "the model gave no answer")
         if options.json:
-            usage = TokenUsage.of(last, tokens)
+            usage = AnswerUsage.of(last, tokens)
             result = envelope(llm.model_name, "".join(pieces), "", usage, last.outputs[0].finish_reason)
             print(json.dumps(result, ensure_ascii=False))
 

@@ -95,14 +95,10 @@ def _fields(candidate: Candidate, result: SimulationResult) -> dict[str, Any]:
         "layout": candidate.name,
         "tokens_per_second": candidate.work.tokens / result.seconds,
         "estimated_tokens_per_second": candidate.tokens_per_second,
-        "estimated_e2el_s": None if candidate.work.rate is None else _finite(candidate.latency),
+        "estimated_e2el_s": candidate.latency if candidate.work.rate and math.isfinite(candidate.latency) else None,
         "kv_blocks": list(candidate.kv_blocks),
         "host_blocks": candidate.host_blocks,
     }
-
-
-def _finite(seconds: float) -> float | None:
-    return seconds if math.isfinite(seconds) else None
 
 
 def _columns(*, closed: bool) -> list[Column]:
