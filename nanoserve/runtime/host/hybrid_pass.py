@@ -141,7 +141,7 @@ class HybridPass:
         self._host.close()
 
     def take(self, sequences: Sequence[int]) -> list[HostGroup]:
-        """Take some sequences out of the groups that are under way, as groups of their own; those that another stage has
+        """Take some sequences out of the groups that are under way, as groups of their own; those that another stage
         are left out."""
         wanted, taken, left = set(sequences), list[HostGroup](), list[HostGroup]()
         for group in self.pending:
