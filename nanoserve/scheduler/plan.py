@@ -38,7 +38,7 @@ class Begin(msgspec.Struct, frozen=True):
     """Ids that min_tokens keeps from being sampled too early."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class Row(msgspec.Struct, frozen=True, gc=False):
     """Some consecutive positions of one sequence to compute in this step.
 
     A decode is a row of one token, a prefill chunk a row of many, speculation a row of several. A row without tokens
@@ -46,6 +46,8 @@ class Row(msgspec.Struct, frozen=True):
 
     A fed row is a decode that is planned before its token is known: the device fills in what the sequence's row samples
     in the preceding plan with rows. It is always answered; if that token ended the sequence, the answer is discarded.
+
+    Neither rows nor answers are ever in a cycle, so the garbage collector skips them.
     """
 
     sequence: int
@@ -118,7 +120,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         return bool(self.rows) or self.transition is not None or self.strategy == "overlap"
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct, frozen=True, gc=False):
     """The news of one sequence: sampled tokens (one, or several accepted), or an error."""
 
     sequence: int
