@@ -1,50 +1,33 @@
 """``nanoserve bench hybrid``: attention on the CPU beside the device, as several policies have it, and without."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-import msgspec
-
-from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.hybrid.cases import HybridCase, HybridCases, parse_shares
-from nanoserve.benchmarks.hybrid.picture import Measured, plot_throughputs
-from nanoserve.benchmarks.hybrid.policies import HybridEngine, HybridScheduling, parse_contenders
-from nanoserve.benchmarks.hybrid.rounds import RATIOS, HybridBench, HybridRound, findings, pairs
+from nanoserve.benchmarks.policies.cases import KvCase, KvCases, parse_shares
+from nanoserve.benchmarks.policies.metrics import findings, tier_metrics
+from nanoserve.benchmarks.policies.pictures import plot_throughputs
+from nanoserve.benchmarks.policies.rounds import Bench, KeptRuns, Ratio, pairs, ratios_within
+from nanoserve.benchmarks.policies.variants import OpenEngine, Scheduling, Variant
+from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.benchmarks.variants import KeptRun, KeptRuns, ratios, ratios_within, samples, summarize
-from nanoserve.commands.bench_options import (
-    MOST_REQUESTS,
-    WORK_PANEL,
-    ResultOptions,
-    kept,
-    operators_title,
-    print_head,
-    settled_operators,
-)
-from nanoserve.commands.bench_variants import (
-    RoundsOptions,
-    columns,
-    engine_facts,
-    measure_rounds,
-    opened_engine,
-    opened_record,
-    ratio_text,
-    requests_maker,
-    resolved_model,
-)
+from nanoserve.benchmarks.tables import Column
+from nanoserve.commands.bench_options import MOST_REQUESTS, WORK_PANEL, operators_title
+from nanoserve.commands.bench_variants import Comparison, Preset, Table, VariantsOptions, columns, compare
 from nanoserve.commands.engine_options import WorkersOptions
-from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
 from nanoserve.config import ModelConfig
+from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import parse_lengths
+from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.policies import POLICIES
 
+_RATIOS = {"output_tokens_per_s": "tok/s"}
 _OPENED_WITH = "hybrid"
 """The policy that an engine is opened with which runs all of them: it wants all that any of them does."""
 _NEVER_WORSE, _PREDICTING = 0.98, "hybrid"
@@ -96,9 +79,7 @@ _GAIN_COLUMNS = columns(
 
 
 class HybridOptions(
-    RoundsOptions,
-    WorkersOptions,
-    ResultOptions,
+    VariantsOptions,
     panel=WORK_PANEL,
     renamed={
         "--input": "is now part of --lengths, as 256+48,256+96",
@@ -136,7 +117,7 @@ class HybridOptions(
             )
         return config
 
-    def work(self) -> HybridCases:
+    def work(self) -> KvCases:
         """All cases.
 
         Raises:
@@ -145,7 +126,7 @@ class HybridOptions(
         shapes = parse_lengths(self.lengths, "--lengths")
         if len({shape.input_tokens for shape in shapes}) > 1:
             raise UsageError(f"--lengths takes prompts of one length here, not {self.lengths!r:.60}")
-        work = HybridCases(
+        work = KvCases(
             input_tokens=shapes[0].input_tokens,
             outputs=sorted(shape.output_tokens for shape in shapes),
             requests=self.requests,
@@ -172,43 +153,41 @@ def run(options: HybridOptions) -> int:
     """
     config, work = options.config(), options.work()
     policies = parse_contenders(options.policy, config.max_num_batched_tokens)
-    report = options.open_report("hybrid", _settings(work, options))
-    operators = settled_operators(options.threads)
-    with ExitStack() as opened:
-        keeper = KeptRuns(opened_record(options, opened))
-        resolved, model = resolved_model(options)
-        _check_fits(work, config, model)
-        from nanoserve.benchmarks.hybrid.engines import open_engine  # imports torch: the threads are set
-
-        engine = opened_engine(opened, partial(open_engine, resolved, config, model, work))
-        opened.enter_context(kept(report, lambda: _show(report, options, policies)))
-        facts = engine_facts(resolved, config, model, operators, compiled=engine.compiled)
-        facts |= {"host_threads": engine.host_threads, "host_blocks": engine.host_blocks}
-        report.put("engine", facts | {"model_layers": model.num_layers})
-        benches = _benches(engine, policies, work, config, model, keeper, options.seed or 0)
-        measure_rounds(benches, options.rounds, report)
-    return EXIT_OK
-
-
-def _settings(work: HybridCases, options: HybridOptions) -> dict[str, Any]:
-    """What the report says about the options."""
-    return {
+    settings = {
         "work": work.name,
         "input": work.input_tokens,
-        "outputs": list(work.outputs),
-        "requests": work.requests,
-        "kv_limits": list(work.shares),
-        "rounds": options.rounds,
+        "outputs": work.outputs,
+        "kv_limits": work.shares,
         "policies": options.policy,
-        "host_kv_memory": options.host_kv_memory,
-        "host_threads": options.host_threads,
-        "profile": options.profile,
-        "max_num_batched_tokens": options.max_num_batched_tokens,
-        "seed": options.seed or 0,
     }
+    names = ("requests", "rounds", "host_kv_memory", "host_threads", "profile", "max_num_batched_tokens")
+
+    def prepare(comparison: Comparison) -> tuple[list[Bench], dict[str, Any]]:
+        resolved, model = comparison.resolved, comparison.model
+        _check_fits(work, config, model)
+        from nanoserve.benchmarks.policies import engines  # imports torch: the threads are set
+
+        opener = partial(engines.open_with_host, resolved, config, model, work)
+        engine = comparison.open("opening the engine", opener)
+        scheduling = Scheduling.of([engine], config, model)
+        measure = partial(tier_metrics, vocab_size=model.vocab_size)
+        benches = [
+            comparison.bench(
+                case.name,
+                case.shapes,
+                variants,
+                measure,
+                facts={"share": case.share, "output": case.shape.output_tokens, "blocks": case.num_blocks},
+            )
+            for case, variants in hybrid_variants(engine, policies, work, scheduling)
+        ]
+        facts = {"host_threads": engine.host_threads, "host_blocks": engine.host_blocks}
+        return benches, {**facts, "model_layers": model.num_layers}
+
+    return compare(_PRESET, options, config, settings, names, prepare)
 
 
-def _check_fits(work: HybridCases, config: EngineConfig, model: ModelConfig) -> None:
+def _check_fits(work: KvCases, config: EngineConfig, model: ModelConfig) -> None:
     longest, context = work.longest.total_tokens, config.max_model_len or model.max_position_embeddings
     if longest > context:
         raise UsageError(
@@ -217,75 +196,65 @@ def _check_fits(work: HybridCases, config: EngineConfig, model: ModelConfig) -> 
         )
 
 
-def _benches(
-    engine: HybridEngine,
-    policies: Sequence[str],
-    work: HybridCases,
-    config: EngineConfig,
-    model: ModelConfig,
-    keeper: KeptRuns,
-    seed: int,
-) -> list[tuple[HybridBench, Mapping[str, Any]]]:
-    """One for each case, with what the report says about it."""
-    from nanoserve.benchmarks.roofline import BandwidthProbe
+def parse_contenders(text: str, token_budget: int) -> tuple[str, ...]:
+    """Names separated by commas, the device alone before those that use the CPU: "sarathi,neo,overlap:cohorts=4".
 
-    scheduling = HybridScheduling(
-        engine,
-        policies,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        token_budget=config.max_num_batched_tokens,
-    )
-    probe, foreign = BandwidthProbe(), ForeignLoad()
+    Raises:
+        UsageError: for an unknown name or parameter, one out of its range, or another order.
+    """
+    names = tuple(parse_policies(text, token_budget))
+    if _attends_on_host(names[0]):
+        raise UsageError(f"--policy begins with one that leaves the CPU alone, as sarathi, not {names[0]}")
+    return names
 
-    def bench(case: HybridCase) -> HybridBench:
-        return HybridBench(
-            case=case.name,
-            variants=list(scheduling.variants(case)),
-            make_requests=requests_maker(case.shapes, model.vocab_size, seed),
-            vocab_size=model.vocab_size,
-            probe=probe.read,
-            foreign=foreign,
-            keep=lambda variant, run: keeper.keep(KeptRun(f"{case.name}, {variant.name}", run)),
-            engine=engine,
-            block_size=config.block_size,
+
+def _attends_on_host(policy: str) -> bool:
+    """Whether the policy of that name, perhaps with parameters, has the CPU attend."""
+    return POLICIES[policy.partition(":")[0]].attends_on_host
+
+
+def hybrid_variants(
+    engine: OpenEngine, policies: Sequence[str], work: KvCases, scheduling: Scheduling
+) -> Iterator[tuple[KvCase, list[Variant]]]:
+    """Every policy with the KV memory of each case.
+
+    Each policy's predictor goes on learning from run to run, as that of a server does.
+    """
+    learning = {policy: CorrectedPredictor(engine.predictors[0]) for policy in policies}
+    for case in work.cases():
+        yield (
+            case,
+            [
+                scheduling.variant(
+                    policy,
+                    "",
+                    engine,
+                    [LayoutCapacity(case.num_blocks)],
+                    host_blocks=engine.host_blocks if _attends_on_host(policy) else 0,
+                    predictors=(predictor,),
+                    simulated_predictors=engine.predictors,
+                )
+                for policy, predictor in learning.items()
+            ],
         )
 
-    return [
-        (bench(case), {"share": case.share, "output": case.shape.output_tokens, "blocks": case.num_blocks})
-        for case in work.cases()
-    ]
+
+def _tables(report: Report, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
+    facts, device_only = report.document["engine"], report.rows[0]["round"]["variants"]
+    first = next(iter(device_only))
+    threads = f"{facts['threads']} threads for the device, {facts['host_threads']} for attention in host memory"
+    yield Table(f"{_title(report)}, {operators_title(facts)}, {threads}", _run_columns(first), summary)
+    yield Table("steps, what was moved, and what the engine takes per step", _STEP_COLUMNS, summary)
+    yield Table("latencies, in ms: tokens apart by where their KV was", _LATENCY_COLUMNS, summary)
+    heading = "errors: of the predicted time of steps (median of their sizes), of the simulated output tok/s"
+    yield Table(heading, _ERROR_COLUMNS, summary)
+    heading = f"steps without prompts: gain over {first} with the same rows, and the closed forms' bound"
+    yield Table(heading, _GAIN_COLUMNS, _gain_rows(summary))
 
 
-def _show(report: Report, options: ResultOptions, policies: Sequence[str]) -> None:
-    """Print the tables of a report with rows, and put their figures into it.
-
-    Args:
-        policies: the first is what the others are compared with.
-    """
+def _title(report: Report) -> str:
     settings, facts = report.document["settings"], report.document["engine"]
-    title = f"{settings['work']}; {facts['model']}, {facts['dtype']}"
-    summary = _put_figures(report, policies)
-    print_head(report)
-    counting = sum(row["counts"] for row in report.rows)
-    print(f"{counting} of {len(report.rows)} rounds count (read bandwidth drift below 10 %)")
-    for finding in _findings(report):
-        print(finding)
-    if summary:
-        threads = f"{facts['threads']} threads for the device, {facts['host_threads']} for attention in host memory"
-        heading = f"{title}, {operators_title(facts)}, {threads}"
-        print_table(heading, _run_columns(policies[0]), summary, keys=2)
-        heading = "steps, what was moved, and what the engine takes per step"
-        print_table(heading, _STEP_COLUMNS, summary, keys=2)
-        heading = "latencies, in ms: tokens apart by where their KV was"
-        print_table(heading, _LATENCY_COLUMNS, summary, keys=2)
-        heading = "errors: of the predicted time of steps (median of their sizes), of the simulated output tok/s"
-        print_table(heading, _ERROR_COLUMNS, summary, keys=2)
-    if bounded := list(_gain_rows(summary)):
-        heading = f"steps without prompts: gain over {policies[0]} with the same rows, and the closed forms' bound"
-        print_table(heading, _GAIN_COLUMNS, bounded, keys=2)
-    if options.plot is not None:
-        plot_throughputs(options.plot, report.titled(title), _measured_cases(report))
+    return f"{settings['work']}; {facts['model']}, {facts['dtype']}"
 
 
 def _run_columns(device_only: str) -> list[Column]:
@@ -304,52 +273,21 @@ def _run_columns(device_only: str) -> list[Column]:
     )
 
 
-def _put_figures(report: Report, policies: Sequence[str]) -> list[dict[str, Any]]:
-    """Put into the report medians, ratios, samples and findings of each case; return the medians with the ratios."""
-    summary: list[dict[str, Any]] = []
-    compared: list[dict[str, Any]] = []
-    kept: dict[str, Any] = {}
-    found: dict[str, Any] = {}
-    for case, (rows, rounds) in _by_case(report).items():
-        held = ratios(rounds, pairs(policies), RATIOS)
-        texts = {(one.variants.partition(" over ")[0], one.state): one for one in held}
-        for row in summarize(rounds):
-            ratio = texts.get((row["variant"], row["state"]))
-            summary.append({"case": case, **row, "ratio": None if ratio is None else ratio_text(ratio)})
-        compared += [{"case": case, "ratio": one} for one in held]
-        kept |= {f"{case}, {name}": figures for name, figures in samples(rounds, RATIOS).items()}
-        found[case] = findings(rounds, holds_everything=rows[0]["share"] >= 1)
-    report.put("summary", summary)
-    report.put("ratios", compared)
-    report.put("samples", kept)
+def _gain_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """One for each strategy that had steps without prompts."""
+    for row in summary:
+        for strategy, gain in (row["gains"] or {}).items():
+            if gain is not None:
+                yield {"case": row["case"], "variant": row["variant"], "strategy": strategy, **gain}
+
+
+def _notes(report: Report, benches: Sequence[Bench]) -> Iterator[str]:
+    """What was promised, and whether it holds; the figures go into the report."""
+    fitting = [bench.case for bench in benches if bench.facts["share"] >= 1]
+    found = {bench.case: findings(bench.done, holds_everything=bench.case in fitting) for bench in benches}
+    averages = _means(benches)
     report.put("findings", found)
-    report.put("means", _means(report, policies))
-    return summary
-
-
-def _means(report: Report, policies: Sequence[str]) -> dict[str, dict[str, float]]:
-    """By KV limit, over all lengths of answers: geometric means of the ratios within rounds."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for rows, rounds in _by_case(report).values():
-        for done in filter(attrgetter("counts"), rounds):
-            for (called, _), ratio in ratios_within(done.variants, pairs(policies), RATIOS).items():
-                found.setdefault(f"KV {rows[0]['share']:.0%}", {}).setdefault(called, []).append(ratio)
-    return {share: {name: geometric_mean(held) for name, held in of.items()} for share, of in found.items()}
-
-
-def _by_case(report: Report) -> dict[str, tuple[list[dict[str, Any]], list[HybridRound]]]:
-    found: dict[str, tuple[list[dict[str, Any]], list[HybridRound]]] = {}
-    for row in report.rows:
-        rows, rounds = found.setdefault(row["case"], ([], []))
-        rows.append(row)
-        rounds.append(msgspec.convert(row["round"], HybridRound))
-    return found
-
-
-def _findings(report: Report) -> Iterator[str]:
-    """What was promised, and whether it holds."""
-    found = report.document["findings"]
-    fitting = {row["case"] for row in report.rows if row["share"] >= 1}
+    report.put("means", averages)
     broken = [f"{name} in {case}" for case in fitting for name in found[case]["hybrid_although_it_fits"]]
     if broken:
         yield f"HYBRID STEPS although the device holds everything: {'; '.join(broken)}"
@@ -358,7 +296,7 @@ def _findings(report: Report) -> Iterator[str]:
     beyond = [f"{name} in {case}" for case in found for name in found[case]["beyond_bound"]]
     if beyond:
         yield f"beyond the closed forms' bounds in some round: {'; '.join(beyond)}"
-    for share, means in report.document["means"].items():
+    for share, means in averages.items():
         each = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
         yield f"geometric means of all rounds that count, {share}: {each}"
     held = [one for one in report.document["ratios"] if one["ratio"]["variants"].startswith(f"{_PREDICTING} over")]
@@ -369,21 +307,18 @@ def _findings(report: Report) -> Iterator[str]:
         yield f"{_PREDICTING} is at {_NEVER_WORSE:.0%} of the device alone or above in {reached}{below}"
 
 
-def _gain_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One for each strategy that had steps without prompts."""
-    for row in summary:
-        for strategy in ("asymmetric", "overlap"):
-            if row["gains"] is not None and row["gains"][strategy] is not None:
-                gain = row["gains"][strategy]
-                yield {"case": row["case"], "variant": row["variant"], "strategy": strategy, **gain}
+def _means(benches: Sequence[Bench]) -> dict[str, dict[str, float]]:
+    """By KV limit, over all lengths of answers: geometric means of the ratios within rounds."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for bench in benches:
+        for done in filter(attrgetter("counts"), bench.done):
+            for (called, _), ratio in ratios_within(done.variants, pairs(bench.variants), list(_RATIOS)).items():
+                found.setdefault(f"KV {bench.facts['share']:.0%}", {}).setdefault(called, []).append(ratio)
+    return {share: {name: geometric_mean(held) for name, held in of.items()} for share, of in found.items()}
 
 
-def _measured_cases(report: Report) -> list[Measured]:
-    """What the picture shows: every round, so that its bars tell how far they lie apart."""
-    found = []
-    for rows, rounds in _by_case(report).values():
-        throughputs = {
-            name: [done.variants[name].output_tokens_per_s for done in rounds] for name in rounds[0].variants
-        }
-        found.append(Measured(rows[0]["share"], rows[0]["output"], throughputs))
-    return found
+def _plot(path: Path, report: Report, kept_runs: KeptRuns, benches: Sequence[Bench]) -> None:
+    plot_throughputs(path, report.titled(_title(report)), benches)
+
+
+_PRESET = Preset(kind="hybrid", ratios=_RATIOS, tables=_tables, plot=_plot, by_case=True, notes=_notes)

@@ -1,19 +1,42 @@
-"""What ``bench pipeline``, ``bench reshard`` and ``bench hybrid`` share: rounds of several variants on one engine."""
+"""The harness of ``bench pipeline``, ``bench reshard`` and ``bench hybrid``, which are presets of it.
 
-from collections.abc import Callable, Mapping, Sequence
+A preset says which metrics a run has, which variants form pairs, and what is shown. Its command opens engines and names
+variants and cases; the rest is here: the machine's facts, rounds, a report that is kept after each, ratios and tables.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
-import msgspec
-
-from nanoserve.benchmarks.pipeline.running import make_requests
+from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.policies.rounds import (
+    Bench,
+    KeptRuns,
+    Measure,
+    Pair,
+    Ratio,
+    pairs,
+    ratios,
+    samples,
+    summarize,
+)
+from nanoserve.benchmarks.policies.variants import OpenEngine, Variant
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column
-from nanoserve.benchmarks.variants import Ratio, VariantsBench, VariantsRound, ratios, samples, summarize
-from nanoserve.commands.bench_options import WORK_PANEL, print_counting, print_head
-from nanoserve.commands.engine_options import MODEL_PANEL, EngineOptions, Progress, WorkersOptions
-from nanoserve.commands.options import Options, option
+from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.commands.bench_options import (
+    WORK_PANEL,
+    ResultOptions,
+    kept,
+    print_counting,
+    print_head,
+    settled_operators,
+)
+from nanoserve.commands.engine_options import MODEL_PANEL, Progress, WorkersOptions
+from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.config import ModelConfig
@@ -22,130 +45,239 @@ from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import ResolvedModel, resolve_model
 from nanoserve.processes.threads import threads_of_each
-from nanoserve.request import Request
 
 DEFAULT_MODEL = "dummy:qwen3-0.6b"
-R = TypeVar("R", bound=VariantsRound[Any])
-E = TypeVar("E")
 
 
-class RoundsOptions(Options, panel=WORK_PANEL):
-    """How often the variants take turns."""
+class VariantsOptions(ResultOptions, WorkersOptions, panel=WORK_PANEL):
+    """How often the variants take turns, on which workers, and where results go."""
 
     rounds: int = option(3, "Rounds that count.", minimum=1)
 
 
-class RandomModelOptions(WorkersOptions):
-    """Workers whose model has random weights, unless another is named."""
+class RandomModelOptions(VariantsOptions):
+    """The same, with random weights unless another model is named."""
 
     model: str | None = option(
         DEFAULT_MODEL, "Directory, hub id or dummy:NAME.", "-m", metavar="MODEL", panel=MODEL_PANEL
     )
 
 
-def resolved_model(engine: EngineOptions) -> tuple[ResolvedModel, ModelConfig]:
-    """The model, fetched if need be, and its shape."""
-    from nanoserve.runtime.launch.model_loading import read_config  # imports torch: the threads are set
+class Table(NamedTuple):
+    """A table of the results; without rows it is left out."""
 
-    with show_progress() as progress:
-        resolved = resolve_model(engine.model, offline=engine.offline, progress=progress)
-    return resolved, read_config(resolved)
-
-
-def opened_record(engine: WorkersOptions, opened: ExitStack) -> ChromeTraceFile | None:
-    """The file of --record, which is closed with ``opened``; None without that option."""
-    return None if engine.record is None else opened.enter_context(ChromeTraceFile(Path(engine.record)))
+    heading: str
+    columns: Sequence[Column]
+    rows: Iterable[Mapping[str, Any]]
+    keys: int = 2
 
 
-def opened_engine(opened: ExitStack, open_one: Callable[[Progress], E]) -> E:
-    """An engine that is opened while its progress is shown, and closed with ``opened``."""
-    with show_progress() as progress:
-        engine: Any = open_one(progress)
-    opened.callback(engine.close)
-    return engine  # type: ignore[no-any-return]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """What variants are compared by."""
+
+    kind: str
+    """Name of the benchmark in reports."""
+    ratios: Mapping[str, str]
+    """Metrics that ratios are formed of, and what tables call them."""
+    tables: Callable[[Report, Sequence[Mapping[str, Any]], Sequence[Ratio]], Iterable[Table]]
+    """Makes the tables of a report from its summary and ratios."""
+    plot: Callable[[Path, Report, KeptRuns, Sequence[Bench]], None]
+    pairs: Callable[[Sequence[Variant]], list[Pair]] = pairs
+    by_case: bool = False
+    """Whether there may be several cases, which summaries and ratios then name."""
+    notes: Callable[[Report, Sequence[Bench]], Iterable[str]] = lambda report, benches: ()
+    """Sentences above the tables, from figures that it may put into the report."""
 
 
-def requests_maker(
-    shapes: Sequence[RequestShape], vocab_size: int, seed: int, arrivals: Callable[[int], Sequence[float]] | None = None
-) -> Callable[[int], list[Request]]:
-    """Makes the requests of a round by its number, which gives the seed of their random prompts.
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What the command opens for a preset, and what all its rounds share."""
+
+    options: VariantsOptions
+    config: EngineConfig
+    report: Report
+    opened: ExitStack
+    """Closes what was opened."""
+    resolved: ResolvedModel
+    model: ModelConfig
+    kept: KeptRuns
+    engines: list[OpenEngine] = field(default_factory=list)
+
+    @property
+    def seed(self) -> int:
+        return self.options.seed or 0
+
+    @cached_property
+    def probe(self) -> Any:
+        """A BandwidthProbe; it imports torch."""
+        from nanoserve.benchmarks.roofline import BandwidthProbe
+
+        return BandwidthProbe()
+
+    @cached_property
+    def foreign(self) -> ForeignLoad:
+        return ForeignLoad()
+
+    def open(self, announced: str, open_engine: Callable[[Progress], OpenEngine]) -> OpenEngine:
+        """Open an engine for all rounds while its progress is shown; the end of the comparison closes it."""
+        remark(announced)
+        with show_progress() as progress:
+            self.engines.append(open_engine(progress))
+        self.opened.callback(self.engines[-1].close)
+        return self.engines[-1]
+
+    def bench(
+        self,
+        case: str,
+        shapes: Sequence[RequestShape],
+        variants: Sequence[Variant],
+        measure: Measure,
+        *,
+        rate: float = float("inf"),
+        facts: Mapping[str, Any] | None = None,
+    ) -> Bench:
+        """The rounds of a case; ``facts`` are what reports say about it beside its name."""
+        prefix = "" if facts is None else f"{case}, "
+        return Bench(
+            case=case,
+            facts=facts or {},
+            variants=variants,
+            shapes=shapes,
+            vocab_size=self.model.vocab_size,
+            seed=self.seed,
+            rate=rate,
+            measure=measure,
+            probe=self.probe.read,
+            foreign=self.foreign,
+            keep=lambda run: self.kept.keep(prefix + run.variant.name, run),
+        )
+
+    def engine_facts(self, operators: str) -> dict[str, Any]:
+        """What the report says about the engines, whatever they are compared for."""
+        import torch
+
+        from nanoserve.benchmarks.peers.weights import dtype_name
+
+        return {
+            "model": self.resolved.name,
+            "dtype": dtype_name(self.config.dtype, self.model),
+            "operators": operators,
+            "layers": "compiled" if all(engine.compiled for engine in self.engines) else "eager",
+            "threads": torch.get_num_threads(),
+            "threads_of_a_worker": threads_of_each(self.config.num_workers),
+        }
+
+
+def compare(
+    preset: Preset,
+    options: VariantsOptions,
+    config: EngineConfig,
+    settings: Mapping[str, Any],
+    names: Sequence[str],
+    prepare: Callable[[Comparison], tuple[Sequence[Bench], dict[str, Any]]],
+) -> int:
+    """Measure the variants of a preset, and show what was measured until the end, Ctrl-C or a failure.
 
     Args:
-        arrivals: their times, by that seed; None has all come at once.
+        settings, names: what the report says about the options: by name, and options that it says as they are.
+        prepare: opens engines and returns a bench for each case, with facts about the engines.
     """
+    chosen = {**settings, **{name: getattr(options, name) for name in names}, "seed": options.seed or 0}
+    report = options.open_report(preset.kind, chosen)
+    operators = settled_operators(options.threads)
+    benches: list[Bench] = []
+    with ExitStack() as opened:
+        file = None if options.record is None else opened.enter_context(ChromeTraceFile(Path(options.record)))
+        kept_runs = KeptRuns(file)
+        opened.enter_context(kept(report, lambda: _show(preset, report, options, kept_runs, benches)))
+        from nanoserve.runtime.launch.model_loading import read_config  # imports torch: the threads are set
 
-    def make(number: int) -> list[Request]:
-        own = 1000 * seed + number
-        times = [0.0] * len(shapes) if arrivals is None else arrivals(own)
-        return make_requests(shapes, times, vocab_size, own)
-
-    return make
-
-
-def engine_facts(
-    resolved: ResolvedModel, config: EngineConfig, model: ModelConfig, operators: str, *, compiled: bool
-) -> dict[str, Any]:
-    """What a report says about the engines, whatever they are compared for."""
-    import torch
-
-    from nanoserve.benchmarks.peers.weights import dtype_name
-
-    return {
-        "model": resolved.name,
-        "dtype": dtype_name(config.dtype, model),
-        "operators": operators,
-        "layers": "compiled" if compiled else "eager",
-        "threads": torch.get_num_threads(),
-        "threads_of_a_worker": threads_of_each(config.num_workers),
-    }
+        with show_progress() as progress:
+            resolved = resolve_model(options.model, offline=options.offline, progress=progress)
+        comparison = Comparison(
+            options=options,
+            config=config,
+            report=report,
+            opened=opened,
+            resolved=resolved,
+            model=read_config(resolved),
+            kept=kept_runs,
+        )
+        prepared, facts = prepare(comparison)
+        benches += prepared
+        report.put("engine", {**comparison.engine_facts(operators), **facts})
+        _measure(benches, options.rounds, report)
+    return EXIT_OK
 
 
-def measure_rounds(
-    benches: Sequence[tuple[VariantsBench[Any, Any], Mapping[str, Any]]], wanted: int, report: Report
-) -> None:
-    """Warm up, then make rounds of each case until enough count; each goes into the report, with the facts of its case,
-    as it is done."""
+def _measure(benches: Sequence[Bench], wanted: int, report: Report) -> None:
+    """Warm up, then make rounds of each case until enough count; the report keeps each as it ends."""
     total = 1 + wanted * len(benches)
     with show_progress() as progress:
         progress("rounds", 0, total)
-        remark(f"warming up with {benches[0][0].case}")
-        benches[0][0].warm_up()
-        for place, (bench, facts) in enumerate(benches):
+        remark(f"warming up with {benches[0].case}")
+        benches[0].warm_up()
+        for place, bench in enumerate(benches):
             remark(f"measuring {bench.case}")
             counted = 1 + place * wanted
             progress("rounds", counted, total)
             for done in bench.rounds(wanted):
-                report.add({"case": bench.case, **facts, "round": done, "drift": done.drift, "counts": done.counts})
+                row = {"case": bench.case, **bench.facts, "round": done, "drift": done.drift, "counts": done.counts}
+                report.add(row)
                 counted += done.counts
                 progress("rounds", counted, total)
 
 
-def rounds_of(report: Report, kind: type[R]) -> list[R]:
-    """The measured rounds, as they were before they became rows."""
-    return [msgspec.convert(row["round"], kind) for row in report.rows]
-
-
-def put_summary(
-    report: Report, rounds: Sequence[VariantsRound[Any]], held: Sequence[tuple[str, str, str]], metrics: Sequence[str]
-) -> tuple[list[dict[str, Any]], list[Ratio]]:
-    """Medians, ratios and samples, which go into the report; prints the head of the tables.
-
-    Args:
-        held: what a pair of variants is called, and the two of them: the first over the second.
-        metrics: what ratios are formed of.
-    """
-    summary, compared = summarize(rounds), ratios(rounds, held, metrics)
-    report.put("summary", summary)
-    report.put("ratios", compared)
-    report.put("samples", samples(rounds, metrics))
+def _show(
+    preset: Preset, report: Report, options: VariantsOptions, kept_runs: KeptRuns, benches: Sequence[Bench]
+) -> None:
+    measured = [bench for bench in benches if bench.done]
+    summary, compared = _put_summary(preset, report, measured)
+    notes = list(preset.notes(report, measured))
     print_head(report)
-    print_counting(rounds)
+    print_counting([done for bench in measured for done in bench.done])
+    for note in notes:
+        print(note)
+    for table in preset.tables(report, summary, compared):
+        if rows := list(table.rows):
+            print_table(table.heading, table.columns, rows, keys=table.keys)
+    if options.plot is not None:
+        preset.plot(options.plot, report, kept_runs, measured)
+
+
+def _put_summary(preset: Preset, report: Report, benches: Sequence[Bench]) -> tuple[list[dict[str, Any]], list[Ratio]]:
+    """Medians, ratios and samples, which go into the report; where there are several cases, each with its case."""
+    summary: list[dict[str, Any]] = []
+    compared: list[Ratio] = []
+    put: list[Any] = []
+    sampled: dict[str, Any] = {}
+    for bench in benches:
+        held = ratios(bench.done, preset.pairs(bench.variants), list(preset.ratios))
+        compared += held
+        found = samples(bench.done, list(preset.ratios))
+        if preset.by_case:
+            texts = {(one.variants.partition(" over ")[0], one.state): one.text for one in held}
+            rows = ({**row, "ratio": texts.get((row["variant"], row["state"]))} for row in summarize(bench.done))
+            summary += [{"case": bench.case, **row} for row in rows]
+            put += [{"case": bench.case, "ratio": one} for one in held]
+            sampled |= {f"{bench.case}, {name}": figures for name, figures in found.items()}
+        else:
+            summary, put, sampled = summarize(bench.done), [*held], found
+    for name, value in {"summary": summary, "ratios": put, "samples": sampled}.items():
+        report.put(name, value)
     return summary, compared
 
 
-def ratio_text(ratio: Ratio) -> str:
-    """A median and how far the rounds lie apart."""
-    return f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+def ratio_table(preset_ratios: Mapping[str, str], heading: str, compared: Sequence[Ratio]) -> Table:
+    """A row for each pair and bandwidth state, with all metrics."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for one in compared:
+        row = rows.setdefault((one.variants, one.state), {"variants": one.variants, "state": one.state})
+        row |= {"rounds": one.rounds, one.metric: one.text}
+    shown = ((name, metric) for metric, name in preset_ratios.items())
+    names = columns(("variants", "variants"), ("read", "state"), ("rounds", "rounds"), *shown)
+    return Table(heading, names, rows.values())
 
 
 def columns(*declared: tuple[str, ...]) -> list[Column]:

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from nanoserve.benchmarks.resharding.baselines import DecodePrioritizing, PrefillPrioritizing
+from nanoserve.benchmarks.policies.baselines import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.papers.seesaw.settings import BLOCK_SIZE, RESHARDING, LayoutChoice, OfflineBatch
 from nanoserve.record.events import Planned, StepObserver

@@ -1,0 +1,243 @@
+"""Several variants in interleaved rounds: running them, and medians and ratios of their metrics. No torch."""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import msgspec
+
+from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.policies.running import make_requests, run_variant
+from nanoserve.benchmarks.policies.variants import Variant
+from nanoserve.benchmarks.rounds import GIGA, Bracketed, bandwidth_states, until_enough_count
+from nanoserve.benchmarks.serving.requests import poisson_arrivals
+from nanoserve.measures.chrome_trace import ChromeTraceFile
+from nanoserve.measures.metrics import Distribution
+from nanoserve.measures.workloads import RequestShape
+from nanoserve.record.run_record import RunRecord
+from nanoserve.record.trace import RunTrace
+from nanoserve.request import Request
+from nanoserve.simulator.pipeline import TieredTimes
+
+Metrics = dict[str, Any]
+"""Metrics of one variant's run, by name: numbers, distributions, and structs or dicts of such."""
+Pair = tuple[str, str, str]
+"""What a pair of variants is called, and their names: the first over the second."""
+
+
+class Run(NamedTuple):
+    """What a variant made of a round's requests."""
+
+    variant: Variant
+    record: RunRecord
+    times: TieredTimes | None = None
+    """What things took in the same minutes, for the simulator; None if it takes the times of the record."""
+
+
+Measure = Callable[[Run, Run], Metrics]
+"""Metrics of a run. It is given the run of the first variant in the same round, too."""
+
+
+class KeptRuns:
+    """The last run of each variant, to be drawn; all runs are written into a trace as they end.
+
+    Args:
+        file: of the trace; None writes none.
+    """
+
+    def __init__(self, file: ChromeTraceFile | None = None) -> None:
+        self.last: dict[str, Run] = {}  # by name
+        self._file = file
+        self._began: float | None = None
+
+    def keep(self, name: str, run: Run) -> None:
+        """Keep a run that has ended. The trace shows it behind those before it, on tracks of its own.
+
+        Raises:
+            RuntimeFailure: if it cannot be written.
+        """
+        self.last[name] = run
+        if self._began is None:
+            self._began = run.record.arrivals[0].arrival_time
+        if self._file is not None:
+            trace = RunTrace(
+                self._file,
+                self._began,
+                layouts=run.variant.layouts,
+                tells_times=bool(run.record.stage_times),
+                host_link_bandwidth=run.variant.engine.host_link_bandwidth,
+                name=name,
+            )
+            for event in run.record.events:
+                trace(event)
+
+
+class Round(Bracketed, frozen=True, kw_only=True):
+    """Every variant once, with the same requests."""
+
+    variants: dict[str, Metrics]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Variants, the requests of a case, and the rounds that were measured."""
+
+    case: str
+    """Description of the requests, in a few words."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What a report says about the case beside its name."""
+    variants: Sequence[Variant]
+    shapes: Sequence[RequestShape]
+    vocab_size: int
+    seed: int = 0
+    rate: float = float("inf")
+    """Requests per second; if infinite, all come at once."""
+    measure: Measure
+    probe: Callable[[], float]
+    """A reading of the machine's read bandwidth, in bytes per second."""
+    foreign: ForeignLoad
+    keep: Callable[[Run], None]
+    """Receives each measured run as it ends."""
+    done: list[Round] = field(default_factory=list)
+    """The rounds so far."""
+
+    def requests(self, number: int) -> list[Request]:
+        """The requests of a round, whose number gives the seed of their prompts and arrivals; 0 is the warm-up."""
+        seed = 1000 * self.seed + number
+        return make_requests(self.shapes, poisson_arrivals(self.rate, len(self.shapes), seed), self.vocab_size, seed)
+
+    def warm_up(self) -> None:
+        """Run every variant once, unmeasured."""
+        for variant in self.variants:
+            run_variant(variant, self.requests(0), vocab_size=self.vocab_size)
+
+    def rounds(self, wanted: int) -> Iterator[Round]:
+        """Yield rounds until enough count or too many were tried; each begins with another variant."""
+        return until_enough_count(self._round, wanted)
+
+    def _round(self, number: int) -> Round:
+        turn = (number - 1) % len(self.variants)
+        # Measured in each round: a machine that others use too is not as fast in one minute as in the next.
+        measure_times = self.variants[0].engine.measure_times
+        times = None if measure_times is None else measure_times()
+        before = self.probe() / GIGA
+        runs: dict[str, Run] = {}
+        loads: dict[str, float | None] = {}
+        for variant in [*self.variants[turn:], *self.variants[:turn]]:
+            self.foreign.read()
+            record = run_variant(variant, self.requests(number), vocab_size=self.vocab_size)
+            loads[variant.name] = self.foreign.read()
+            runs[variant.name] = Run(variant, record, times)
+            self.keep(runs[variant.name])
+        after, first = self.probe() / GIGA, runs[self.variants[0].name]
+        metrics = {one.name: self.measure(runs[one.name], first) for one in self.variants}
+        self.done.append(
+            Round(
+                case=self.case,
+                number=number,
+                bandwidth_before=before,
+                bandwidth_after=after,
+                foreign_cores=max((load for load in loads.values() if load is not None), default=None),
+                variants={name: {**found, "foreign_cores": loads[name]} for name, found in metrics.items()},
+            )
+        )
+        return self.done[-1]
+
+
+def pairs(variants: Sequence[Variant]) -> list[Pair]:
+    """Variants that differ in one thing alone.
+
+    They are other policies over the first one on the same engine, and the first engine over others under the same
+    policy.
+    """
+    found, first = [], variants[0]
+    for one, other in combinations(variants, 2):
+        if one.place == other.place and one.policy == first.policy:
+            found.append((f"{other.policy} over {one.name}", other.name, one.name))
+        elif one.policy == other.policy and one.place == first.place:
+            found.append((f"{one.place} over {other.place}, {one.policy}", one.name, other.name))
+    return found
+
+
+class Ratio(msgspec.Struct, frozen=True):
+    """One variant over another, in the rounds of one bandwidth state."""
+
+    variants: str
+    metric: str
+    state: str
+    rounds: int
+    median: float
+    low: float
+    high: float
+
+    @property
+    def text(self) -> str:
+        """The median, and how far the rounds lie apart."""
+        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def ratios(rounds: Sequence[Round], pairs: Sequence[Pair], metrics: Sequence[str]) -> list[Ratio]:
+    """Medians and extremes of each pair, metric and bandwidth state; formed within a round, never across rounds."""
+    values: dict[tuple[str, str, str], list[float]] = {}
+    for place, state in sorted(bandwidth_states(rounds).items()):
+        for (called, metric), ratio in ratios_within(rounds[place].variants, pairs, metrics).items():
+            values.setdefault((called, metric, state), []).append(ratio)
+    return [
+        Ratio(*key, rounds=len(found), median=statistics.median(found), low=min(found), high=max(found))
+        for key, found in values.items()
+    ]
+
+
+def ratios_within(
+    variants: Mapping[str, Metrics], pairs: Sequence[Pair], metrics: Sequence[str]
+) -> dict[tuple[str, str], float]:
+    """Ratios of one round, by the pair's name and metric; metrics that one of the two lacks are left out."""
+    found = {}
+    for called, over, under in pairs:
+        for metric in metrics:
+            above, below = _number(variants[over][metric]), _number(variants[under][metric])
+            if above is not None and below is not None:
+                found[called, metric] = above / below
+    return found
+
+
+def samples(rounds: Sequence[Round], metrics: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+    """The metrics of every counting round, for ``bench diff``."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for done in rounds:
+        for name, figures in done.variants.items() if done.counts else ():
+            for metric in metrics:
+                if (value := _number(figures[metric])) is not None:
+                    found.setdefault(name, {}).setdefault(metric, []).append(value)
+    return found
+
+
+def _number(value: Distribution | float | None) -> float | None:
+    """The mean of a distribution."""
+    return value.mean if isinstance(value, Distribution) else value
+
+
+def summarize(rounds: Sequence[Round]) -> list[dict[str, Any]]:
+    """For every state and variant: medians over the counting rounds of all metrics."""
+    groups: dict[tuple[str, str], list[Metrics]] = {}
+    for place, state in sorted(bandwidth_states(rounds).items()):
+        for name, figures in rounds[place].variants.items():
+            groups.setdefault((state, name), []).append(msgspec.to_builtins(figures))
+    return [
+        {"variant": name, "state": state, "rounds": len(found), **_median(found)}
+        for (state, name), found in groups.items()
+    ]
+
+
+def _median(values: Sequence[Any]) -> Any:
+    """Medians of equally built values, number by number; a list becomes a dict with its indices as keys, as in "0"."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    if isinstance(known[0], list | tuple):
+        known = [{str(place): part for place, part in enumerate(value)} for value in known]
+    if isinstance(known[0], dict):
+        return {name: _median([value[name] for value in known]) for name in known[0]}
+    return statistics.median(known)
