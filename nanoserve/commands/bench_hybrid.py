@@ -10,16 +10,14 @@ from typing import Any
 from nanoserve.benchmarks.policies.cases import KvCase, KvCases, parse_shares
 from nanoserve.benchmarks.policies.metrics import findings, tier_metrics
 from nanoserve.benchmarks.policies.pictures import plot_throughputs
-from nanoserve.benchmarks.policies.rounds import Bench, KeptRuns, Ratio, pairs, ratios_within
+from nanoserve.benchmarks.policies.rounds import Ratio, ratios_within
 from nanoserve.benchmarks.policies.variants import OpenEngine, Scheduling, Variant
 from nanoserve.benchmarks.policy_names import parse_policies
-from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column
 from nanoserve.commands.bench_options import MOST_REQUESTS, WORK_PANEL, operators_title
-from nanoserve.commands.bench_variants import Comparison, Preset, Table, VariantsOptions, columns, compare
+from nanoserve.commands.bench_variants import Comparison, Table, VariantsOptions, columns
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
-from nanoserve.config import ModelConfig
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
@@ -27,7 +25,6 @@ from nanoserve.measures.workloads import parse_lengths
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.policies import POLICIES
 
-_RATIOS = {"output_tokens_per_s": "tok/s"}
 _OPENED_WITH = "hybrid"
 """The policy that an engine is opened with which runs all of them: it wants all that any of them does."""
 _NEVER_WORSE, _PREDICTING = 0.98, "hybrid"
@@ -151,49 +148,105 @@ def run(options: HybridOptions) -> int:
         --kv-limits 0.2,1 --rounds 5
       nanoserve bench hybrid --policy sarathi,overlap,overlap:cohorts=4,hybrid
     """
-    config, work = options.config(), options.work()
-    policies = parse_contenders(options.policy, config.max_num_batched_tokens)
-    settings = {
-        "work": work.name,
-        "input": work.input_tokens,
-        "outputs": work.outputs,
-        "kv_limits": work.shares,
-        "policies": options.policy,
-    }
-    names = ("requests", "rounds", "host_kv_memory", "host_threads", "profile", "max_num_batched_tokens")
+    return TierComparison(options).run()
 
-    def prepare(comparison: Comparison) -> tuple[list[Bench], dict[str, Any]]:
-        resolved, model = comparison.resolved, comparison.model
-        _check_fits(work, config, model)
-        from nanoserve.benchmarks.policies import engines  # imports torch: the threads are set
 
-        opener = partial(engines.open_with_host, resolved, config, model, work)
-        engine = comparison.open("opening the engine", opener)
-        scheduling = Scheduling.of([engine], config, model)
-        measure = partial(tier_metrics, vocab_size=model.vocab_size)
-        benches = [
-            comparison.bench(
-                case.name,
-                case.shapes,
-                variants,
-                measure,
-                facts={"share": case.share, "output": case.shape.output_tokens, "blocks": case.num_blocks},
+class TierComparison(Comparison[HybridOptions]):
+    """Policies with less and less KV memory on the device: rates, latencies by tier, predictions and gains."""
+
+    kind = "hybrid"
+    reported = ("requests", "host_kv_memory", "host_threads", "profile")
+    by_case = True
+
+    def __init__(self, options: HybridOptions) -> None:
+        config, self.work = options.config(), options.work()
+        self.policies = parse_contenders(options.policy, config.max_num_batched_tokens)
+        asked = {"work": self.work.name, "input": self.work.input_tokens, "outputs": self.work.outputs}
+        super().__init__(options, config, {**asked, "kv_limits": self.work.shares, "policies": options.policy})
+
+    def prepare(self) -> dict[str, Any]:
+        """One engine with memory for the largest case.
+
+        Raises:
+            UsageError: if the model's context is too short for the longest requests.
+        """
+        config, model, longest = self.config, self.model, self.work.longest
+        context = config.max_model_len or model.max_position_embeddings
+        if longest.total_tokens > context:
+            raise UsageError(
+                f"--lengths {longest.input_tokens}+{longest.output_tokens} are {longest.total_tokens} tokens, more than"
+                f" the context of {context}: choose shorter ones"
             )
-            for case, variants in hybrid_variants(engine, policies, work, scheduling)
-        ]
+        from nanoserve.benchmarks.policies import engines
+
+        start = partial(engines.open_with_host, self.resolved, config, model, self.work)
+        engine = self.open("opening the engine", start)
+        measure = partial(tier_metrics, vocab_size=model.vocab_size)
+        scheduling = Scheduling.of([engine], config, model)
+        for case, variants in hybrid_variants(engine, self.policies, self.work, scheduling):
+            facts = {"share": case.share, "output": case.shape.output_tokens, "blocks": case.num_blocks}
+            self.add_bench(case.name, case.shapes, variants, measure, **facts)
         facts = {"host_threads": engine.host_threads, "host_blocks": engine.host_blocks}
-        return benches, {**facts, "model_layers": model.num_layers}
+        return {**facts, "model_layers": model.num_layers}
 
-    return compare(_PRESET, options, config, settings, names, prepare)
+    def title(self) -> str:
+        facts = self.report.document["engine"]
+        return f"{self.work.name}; {facts['model']}, {facts['dtype']}"
 
+    def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
+        facts, first = self.report.document["engine"], self.policies[0]
+        threads = f"{facts['threads']} threads for the device, {facts['host_threads']} for attention in host memory"
+        yield Table(f"{self.title()}, {operators_title(facts)}, {threads}", _run_columns(first), summary)
+        yield Table("steps, what was moved, and what the engine takes per step", _STEP_COLUMNS, summary)
+        yield Table("latencies, in ms: tokens apart by where their KV was", _LATENCY_COLUMNS, summary)
+        heading = "errors: of the predicted time of steps (median of their sizes), of the simulated output tok/s"
+        yield Table(heading, _ERROR_COLUMNS, summary)
+        heading = f"steps without prompts: gain over {first} with the same rows, and the closed forms' bound"
+        yield Table(heading, _GAIN_COLUMNS, _gain_rows(summary))
 
-def _check_fits(work: KvCases, config: EngineConfig, model: ModelConfig) -> None:
-    longest, context = work.longest.total_tokens, config.max_model_len or model.max_position_embeddings
-    if longest > context:
-        raise UsageError(
-            f"--lengths {work.input_tokens}+{work.longest.output_tokens} are {longest} tokens, more than the"
-            f" context of {context}: choose shorter ones"
-        )
+    def plot(self, path: Path) -> None:
+        plot_throughputs(path, self.report.titled(self.title()), self.benches)
+
+    def notes(self) -> Iterator[str]:
+        """What was promised, and whether it holds; the figures go into the report."""
+        measured = [bench for bench in self.benches if bench.done]
+        fitting = [bench.case for bench in measured if bench.facts["share"] >= 1]
+        found = {bench.case: findings(bench.done, holds_everything=bench.case in fitting) for bench in measured}
+        means = self._means()
+        self.report.put("findings", found)
+        self.report.put("means", means)
+        broken = [f"{name} in {case}" for case in fitting for name in found[case]["hybrid_although_it_fits"]]
+        if broken:
+            yield f"HYBRID STEPS although the device holds everything: {'; '.join(broken)}"
+        elif fitting:
+            yield "where the device holds everything, no step was hybrid"
+        beyond = [f"{name} in {case}" for case in found for name in found[case]["beyond_bound"]]
+        if beyond:
+            yield f"beyond the closed forms' bounds in some round: {'; '.join(beyond)}"
+        for share, of in means.items():
+            each = ", ".join(f"{name} {mean:.3f}" for name, mean in of.items())
+            yield f"geometric means of all rounds that count, {share}: {each}"
+        held = [
+            (one["case"], one["ratio"]["median"])
+            for one in self.report.document["ratios"]
+            if one["ratio"]["variants"].startswith(f"{_PREDICTING} over")
+        ]
+        worse = [f"{median:.2f} in {case}" for case, median in held if median < _NEVER_WORSE]
+        if held:
+            below = f"; below: {'; '.join(worse)}" if worse else ""
+            reached = f"{len(held) - len(worse)} of {len(held)} cases with rounds that count"
+            yield f"{_PREDICTING} is at {_NEVER_WORSE:.0%} of the device alone or above in {reached}{below}"
+
+    def _means(self) -> dict[str, dict[str, float]]:
+        """By KV limit, over all lengths of answers: geometric means of the ratios within rounds."""
+        found: dict[str, dict[str, list[float]]] = {}
+        for bench in self.benches:
+            of_share = found.setdefault(f"KV {bench.facts['share']:.0%}", {})
+            for done in filter(attrgetter("counts"), bench.done):
+                within = ratios_within(done.variants, self.pairs(bench.variants), list(self.ratios))
+                for (called, _), ratio in within.items():
+                    of_share.setdefault(called, []).append(ratio)
+        return {share: {name: geometric_mean(held) for name, held in of.items()} for share, of in found.items() if of}
 
 
 def parse_contenders(text: str, token_budget: int) -> tuple[str, ...]:
@@ -239,24 +292,6 @@ def hybrid_variants(
         )
 
 
-def _tables(report: Report, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
-    facts, device_only = report.document["engine"], report.rows[0]["round"]["variants"]
-    first = next(iter(device_only))
-    threads = f"{facts['threads']} threads for the device, {facts['host_threads']} for attention in host memory"
-    yield Table(f"{_title(report)}, {operators_title(facts)}, {threads}", _run_columns(first), summary)
-    yield Table("steps, what was moved, and what the engine takes per step", _STEP_COLUMNS, summary)
-    yield Table("latencies, in ms: tokens apart by where their KV was", _LATENCY_COLUMNS, summary)
-    heading = "errors: of the predicted time of steps (median of their sizes), of the simulated output tok/s"
-    yield Table(heading, _ERROR_COLUMNS, summary)
-    heading = f"steps without prompts: gain over {first} with the same rows, and the closed forms' bound"
-    yield Table(heading, _GAIN_COLUMNS, _gain_rows(summary))
-
-
-def _title(report: Report) -> str:
-    settings, facts = report.document["settings"], report.document["engine"]
-    return f"{settings['work']}; {facts['model']}, {facts['dtype']}"
-
-
 def _run_columns(device_only: str) -> list[Column]:
     return columns(
         *_KEYS,
@@ -279,46 +314,3 @@ def _gain_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
         for strategy, gain in (row["gains"] or {}).items():
             if gain is not None:
                 yield {"case": row["case"], "variant": row["variant"], "strategy": strategy, **gain}
-
-
-def _notes(report: Report, benches: Sequence[Bench]) -> Iterator[str]:
-    """What was promised, and whether it holds; the figures go into the report."""
-    fitting = [bench.case for bench in benches if bench.facts["share"] >= 1]
-    found = {bench.case: findings(bench.done, holds_everything=bench.case in fitting) for bench in benches}
-    averages = _means(benches)
-    report.put("findings", found)
-    report.put("means", averages)
-    broken = [f"{name} in {case}" for case in fitting for name in found[case]["hybrid_although_it_fits"]]
-    if broken:
-        yield f"HYBRID STEPS although the device holds everything: {'; '.join(broken)}"
-    elif fitting:
-        yield "where the device holds everything, no step was hybrid"
-    beyond = [f"{name} in {case}" for case in found for name in found[case]["beyond_bound"]]
-    if beyond:
-        yield f"beyond the closed forms' bounds in some round: {'; '.join(beyond)}"
-    for share, means in averages.items():
-        each = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
-        yield f"geometric means of all rounds that count, {share}: {each}"
-    held = [one for one in report.document["ratios"] if one["ratio"]["variants"].startswith(f"{_PREDICTING} over")]
-    worse = [f"{one['ratio']['median']:.2f} in {one['case']}" for one in held if one["ratio"]["median"] < _NEVER_WORSE]
-    if held:
-        below = f"; below: {'; '.join(worse)}" if worse else ""
-        reached = f"{len(held) - len(worse)} of {len(held)} cases with rounds that count"
-        yield f"{_PREDICTING} is at {_NEVER_WORSE:.0%} of the device alone or above in {reached}{below}"
-
-
-def _means(benches: Sequence[Bench]) -> dict[str, dict[str, float]]:
-    """By KV limit, over all lengths of answers: geometric means of the ratios within rounds."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for bench in benches:
-        for done in filter(attrgetter("counts"), bench.done):
-            for (called, _), ratio in ratios_within(done.variants, pairs(bench.variants), list(_RATIOS)).items():
-                found.setdefault(f"KV {bench.facts['share']:.0%}", {}).setdefault(called, []).append(ratio)
-    return {share: {name: geometric_mean(held) for name, held in of.items()} for share, of in found.items()}
-
-
-def _plot(path: Path, report: Report, kept_runs: KeptRuns, benches: Sequence[Bench]) -> None:
-    plot_throughputs(path, report.titled(_title(report)), benches)
-
-
-_PRESET = Preset(kind="hybrid", ratios=_RATIOS, tables=_tables, plot=_plot, by_case=True, notes=_notes)

@@ -9,22 +9,12 @@ from typing import Any, Literal
 from nanoserve.benchmarks.floors import ModelCost
 from nanoserve.benchmarks.policies.metrics import stage_metrics
 from nanoserve.benchmarks.policies.pictures import plot_stages
-from nanoserve.benchmarks.policies.rounds import Bench, KeptRuns, Ratio
+from nanoserve.benchmarks.policies.rounds import Ratio
 from nanoserve.benchmarks.policies.variants import Scheduling
 from nanoserve.benchmarks.policy_names import parse_policies
-from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.serving.requests import parse_rates
-from nanoserve.benchmarks.serving.work import Work
 from nanoserve.commands.bench_options import WORK_PANEL, LengthOptions, fitting_work, operators_title
-from nanoserve.commands.bench_variants import (
-    Comparison,
-    Preset,
-    RandomModelOptions,
-    Table,
-    columns,
-    compare,
-    ratio_table,
-)
+from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table, columns
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
@@ -40,8 +30,6 @@ METADATA: dict[str, tuple[Metadata, ...]] = {
     "coupled": ("coupled",),
     "both": ("decoupled", "coupled"),
 }
-_RATIOS = {"output_tokens_per_s": "tok/s", "ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2EL"}
-"""Latencies count by their means."""
 _KEYS = (("policy, engine", "variant"), ("read", "state"))
 _REQUEST_COLUMNS = columns(
     *_KEYS,
@@ -152,43 +140,77 @@ def run(options: PipelineOptions) -> int:
       nanoserve bench pipeline --policy sarathi --against-one-process --rounds 5
     """
     options.check_is_for_cpu()
-    config, metadatas, rate = options.config(), options.metadatas(), options.requests_per_second()
-    policies = tuple(parse_policies(options.policy, options.max_num_batched_tokens))
-    work = options.read(options.seed or 0)
-    settings = {
-        "work": work.name,
-        "requests": len(work.shapes),
-        "request_rate": options.rate,
-        "policies": options.policy,
-    }
-    names = ("rounds", "metadata", "pp", "tp", "pp_split", "max_num_batched_tokens")
-
-    def prepare(comparison: Comparison) -> tuple[list[Bench], dict[str, Any]]:
-        _open_engines(comparison, metadatas, against_one_process=options.against_one_process)
-        return _prepared(comparison, policies, work, rate)
-
-    return compare(_PRESET, options, config, settings, names, prepare)
+    return StageComparison(options).run()
 
 
-def _open_engines(comparison: Comparison, metadatas: Sequence[Metadata], *, against_one_process: bool) -> None:
-    """Workers for each way of telling stages of plans, and perhaps one process; each once, for all rounds."""
-    from nanoserve.benchmarks.policies import engines  # imports torch: the threads are set
+class StageComparison(Comparison[PipelineOptions]):
+    """Every policy on every engine: rates, latencies, and where the time of the stages went."""
 
-    config, resolved = comparison.config, comparison.resolved
-    for metadata in metadatas:
-        name = _workers_name(config, metadata)
-        opener = partial(
-            engines.open_workers,
-            name,
-            resolved,
-            config,
-            comparison.model,
-            metadata=metadata,
-            simulated=metadata == "decoupled" and config.pipeline_parallel > 1,
-        )
-        comparison.open(f"starting {name}", opener)
-    if against_one_process:
-        comparison.open("opening one process", partial(engines.open_one_process, "one process", resolved, config))
+    kind = "pipeline"
+    reported = ("metadata", "pp", "tp", "pp_split")
+    ratios = {"output_tokens_per_s": "tok/s", "ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2EL"}  # noqa: RUF012
+
+    def __init__(self, options: PipelineOptions) -> None:
+        config, self.metadatas, self.rate = options.config(), options.metadatas(), options.requests_per_second()
+        self.policies = tuple(parse_policies(options.policy, options.max_num_batched_tokens))
+        self.work = work = options.read(options.seed or 0)
+        asked = {"work": work.name, "requests": len(work.shapes)}
+        super().__init__(options, config, {**asked, "request_rate": options.rate, "policies": options.policy})
+
+    def prepare(self) -> dict[str, Any]:
+        """Engines with equally many KV blocks, and the requests that fit."""
+        import torch
+
+        from nanoserve.benchmarks.policies import engines
+        from nanoserve.benchmarks.roofline import STAGE, machine_limits
+        from nanoserve.models.dtypes import resolve_dtype
+
+        config, model = self.config, self.model
+        for metadata in self.metadatas:
+            name = _workers_name(config, metadata)
+            ahead = metadata == "decoupled" and config.pipeline_parallel > 1
+            start = partial(engines.open_workers, name, metadata=metadata, simulated=ahead)
+            self.open(f"starting {name}", partial(start, self.resolved, config, model))
+        if self.options.against_one_process:
+            self.open("opening one process", partial(engines.open_one_process, "one process", self.resolved, config))
+        scheduling = Scheduling.of(self.engines, config, model)
+        work = fitting_work(self.work, scheduling.max_model_len, self.report)
+        blocks = min(engine.capacities[0].num_blocks for engine in self.engines)
+        variants = [
+            scheduling.variant(policy, engine.name, engine, [replace(engine.capacities[0], num_blocks=blocks)])
+            for engine in self.engines
+            for policy in self.policies
+        ]
+        dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
+        remark(f"{STAGE} ...")
+        with show_progress() as progress:
+            limits = machine_limits(dtype, self.probe, progress=progress)
+        cost = ModelCost(model, dtype.itemsize)
+        measure = partial(stage_metrics, vocab_size=model.vocab_size, cost=cost, limits=limits)
+        self.add_bench(work.name, work.shapes, variants, measure, rate=self.rate)
+        return {
+            "kv_blocks": blocks,
+            "limit_read_gb_per_s": limits.bytes_per_second / 1e9,
+            "limit_gflops": limits.operations_per_second / 1e9,
+        }
+
+    def title(self) -> str:
+        settings, facts = self.report.document["settings"], self.report.document["engine"]
+        together = "all at once" if settings["request_rate"] == "inf" else f"{settings['request_rate']} a second"
+        how = f"{facts['dtype']}, {operators_title(facts)}"
+        threads = f"{facts['threads']} threads, {facts['threads_of_a_worker']} of them for each worker"
+        return f"{settings['requests']} requests of {settings['work']}, {together}; {facts['model']}, {how}, {threads}"
+
+    def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
+        yield Table(self.title(), _REQUEST_COLUMNS, summary)
+        heading = "micro-batches, and what the time of the stages went into"
+        yield Table(heading, _STAGE_COLUMNS, _stage_rows(summary), keys=3)
+        yield self.ratio_table("ratios within a round: median (lowest-highest)", compared)
+        heading = "simulated, with the stage times of the real runs; ratios are simulated over real"
+        yield Table(heading, _SIMULATED_COLUMNS, [row for row in summary if row["simulated"]])
+
+    def plot(self, path: Path) -> None:
+        plot_stages(path, self.report.titled(f"{self.title()}, last round"), self.kept.last)
 
 
 def _workers_name(config: EngineConfig, metadata: Metadata) -> str:
@@ -198,65 +220,9 @@ def _workers_name(config: EngineConfig, metadata: Metadata) -> str:
     return " ".join([*words, *(["coupled"] if metadata == "coupled" else [])])
 
 
-def _prepared(
-    comparison: Comparison, policies: Sequence[str], work: Work, rate: float
-) -> tuple[list[Bench], dict[str, Any]]:
-    """Every policy on every engine, with equally many KV blocks, and the requests that fit."""
-    import torch
-
-    from nanoserve.benchmarks.roofline import STAGE, machine_limits
-    from nanoserve.models.dtypes import resolve_dtype
-
-    config, model, engines = comparison.config, comparison.model, comparison.engines
-    scheduling = Scheduling.of(engines, config, model)
-    work = fitting_work(work, scheduling.max_model_len, comparison.report)
-    blocks = min(engine.capacities[0].num_blocks for engine in engines)
-    variants = [
-        scheduling.variant(policy, engine.name, engine, [replace(engine.capacities[0], num_blocks=blocks)])
-        for engine in engines
-        for policy in policies
-    ]
-    dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
-    remark(f"{STAGE} ...")
-    with show_progress() as progress:
-        limits = machine_limits(dtype, comparison.probe, progress=progress)
-    cost = ModelCost(model, dtype.itemsize)
-    measure = partial(stage_metrics, vocab_size=model.vocab_size, cost=cost, limits=limits)
-    facts = {
-        "kv_blocks": blocks,
-        "limit_read_gb_per_s": limits.bytes_per_second / 1e9,
-        "limit_gflops": limits.operations_per_second / 1e9,
-    }
-    return [comparison.bench(work.name, work.shapes, variants, measure, rate=rate)], facts
-
-
-def _title(report: Report) -> str:
-    settings, facts = report.document["settings"], report.document["engine"]
-    together = "all at once" if settings["request_rate"] == "inf" else f"{settings['request_rate']} a second"
-    how = f"{facts['dtype']}, {operators_title(facts)}"
-    threads = f"{facts['threads']} threads, {facts['threads_of_a_worker']} of them for each worker"
-    return f"{settings['requests']} requests of {settings['work']}, {together}; {facts['model']}, {how}, {threads}"
-
-
-def _tables(report: Report, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
-    yield Table(_title(report), _REQUEST_COLUMNS, summary)
-    heading = "micro-batches, and what the time of the stages went into"
-    yield Table(heading, _STAGE_COLUMNS, _stage_rows(summary), keys=3)
-    yield ratio_table(_RATIOS, "ratios within a round: median (lowest-highest)", compared)
-    heading = "simulated, with the stage times of the real runs; ratios are simulated over real"
-    yield Table(heading, _SIMULATED_COLUMNS, [row for row in summary if row["simulated"]])
-
-
 def _stage_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """One for each stage; a single process has one without shares."""
     for row in summary:
         for stage, shares in (row["stages"] or {"-": {}}).items():
             bubbles = 1 - shares["computing"] if shares else None
             yield {**row, **shares, "stage": stage, "bubbles": bubbles}
-
-
-def _plot(path: Path, report: Report, kept_runs: KeptRuns, benches: Sequence[Bench]) -> None:
-    plot_stages(path, report.titled(f"{_title(report)}, last round"), kept_runs.last)
-
-
-_PRESET = Preset(kind="pipeline", ratios=_RATIOS, tables=_tables, plot=_plot)

@@ -9,20 +9,10 @@ from typing import Any
 
 from nanoserve.benchmarks.policies.metrics import layout_metrics
 from nanoserve.benchmarks.policies.pictures import plot_phases
-from nanoserve.benchmarks.policies.rounds import Bench, KeptRuns, Pair, Ratio
+from nanoserve.benchmarks.policies.rounds import Pair, Ratio
 from nanoserve.benchmarks.policies.variants import RESHARDING, OpenEngine, Scheduling, Variant
-from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.serving.work import Work
 from nanoserve.commands.bench_options import WORK_PANEL, LengthOptions, fitting_work, operators_title
-from nanoserve.commands.bench_variants import (
-    Comparison,
-    Preset,
-    RandomModelOptions,
-    Table,
-    columns,
-    compare,
-    ratio_table,
-)
+from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table, columns
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.torchrun import on_all_machines
@@ -30,7 +20,6 @@ from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.runtime.launch.torchrun import TorchrunProcess
 
-_RATIOS = {"output_tokens_per_s": "tok/s"}
 _MOVES = {"re-sharding": "reshards", "swaps out": "swaps_out", "swaps in": "swaps_in"}
 _KEYS = (("policy, layouts", "variant"), ("read", "state"))
 _RUN_COLUMNS = columns(
@@ -116,54 +105,64 @@ def run(options: ReshardOptions) -> int:
         --json reshard.json --record reshard-trace.json
     """
     options.check_is_for_cpu()
-    config = options.config()
-    work = options.read(options.seed or 0)
-    settings = {"work": work.name, "requests": len(work.shapes)}
-    names = (
-        *("rounds", "against_own_workers", "prefill_parallel", "decode_parallel"),
-        *("host_kv_memory", "kv_cache_memory", "max_num_batched_tokens"),
-    )
-
-    def prepare(comparison: Comparison) -> tuple[list[Bench], dict[str, Any]]:
-        _open_engines(comparison, against_own_workers=options.against_own_workers)
-        return _prepared(comparison, work)
-
-    return compare(_PRESET, options, config, settings, names, prepare)
+    return LayoutComparison(options).run()
 
 
-def _open_engines(comparison: Comparison, *, against_own_workers: bool) -> None:
-    """Workers with both layouts, and perhaps workers with each of them alone; each once, for all rounds."""
-    from nanoserve.benchmarks.policies import engines  # imports torch: the threads are set
+class LayoutComparison(Comparison[ReshardOptions]):
+    """Each layout alone, and the ways of changing between the two: rates, phases, and what was moved."""
 
-    config, resolved, model = comparison.config, comparison.resolved, comparison.model
-    names = [layout.name for layout in config.layouts]
-    pair = partial(engines.open_workers, " -> ".join(names), resolved, config, model)
-    comparison.open(f"starting workers for {' and '.join(names)}", pair)
-    for layout in config.layouts if against_own_workers else ():
-        alone = replace(
-            config,
-            pipeline_parallel=layout.pipeline_parallel,
-            tensor_parallel=layout.tensor_parallel,
-            decode_layout=None,
-            host_kv_memory=None,
-        )
-        opener = partial(engines.open_workers, "own workers", resolved, alone, model)
-        comparison.open(f"starting workers for {layout.name} alone", opener)
+    kind = "reshard"
+    reported = ("against_own_workers", "prefill_parallel", "decode_parallel", "host_kv_memory", "kv_cache_memory")
 
+    def __init__(self, options: ReshardOptions) -> None:
+        config = options.config()
+        self.work = work = options.read(options.seed or 0)
+        super().__init__(options, config, {"work": work.name, "requests": len(work.shapes)})
 
-def _prepared(comparison: Comparison, work: Work) -> tuple[list[Bench], dict[str, Any]]:
-    """All variants, and the requests that fit them."""
-    pair, model = comparison.engines[0], comparison.model
-    scheduling = Scheduling.of(comparison.engines, comparison.config, model)
-    work = fitting_work(work, scheduling.max_model_len, comparison.report)
-    measure = partial(layout_metrics, vocab_size=model.vocab_size)
-    facts = {
-        "kv_blocks": " and ".join(f"{capacity.num_blocks:,}" for capacity in pair.capacities),
-        "host_blocks": pair.host_blocks,
-        "host_link_bandwidth": pair.host_link_bandwidth,
-    }
-    variants = list(resharding_variants(comparison.engines, scheduling))
-    return [comparison.bench(work.name, work.shapes, variants, measure)], facts
+    def prepare(self) -> dict[str, Any]:
+        """Workers with both layouts, perhaps workers with each of them alone, and the requests that fit."""
+        from nanoserve.benchmarks.policies import engines
+
+        config, model = self.config, self.model
+        names = [layout.name for layout in config.layouts]
+        start = partial(engines.open_workers, " -> ".join(names), self.resolved, config, model)
+        pair = self.open(f"starting workers for {' and '.join(names)}", start)
+        for layout in config.layouts if self.options.against_own_workers else ():
+            degrees = {"pipeline_parallel": layout.pipeline_parallel, "tensor_parallel": layout.tensor_parallel}
+            alone = replace(config, **degrees, decode_layout=None, host_kv_memory=None)
+            start = partial(engines.open_workers, "own workers", self.resolved, alone, model)
+            self.open(f"starting workers for {layout.name} alone", start)
+        scheduling = Scheduling.of(self.engines, config, model)
+        work = fitting_work(self.work, scheduling.max_model_len, self.report)
+        variants = list(resharding_variants(self.engines, scheduling))
+        self.add_bench(work.name, work.shapes, variants, partial(layout_metrics, vocab_size=model.vocab_size))
+        return {
+            "kv_blocks": " and ".join(f"{capacity.num_blocks:,}" for capacity in pair.capacities),
+            "host_blocks": pair.host_blocks,
+            "host_link_bandwidth": pair.host_link_bandwidth,
+        }
+
+    def pairs(self, variants: Sequence[Variant]) -> list[Pair]:
+        return resharding_pairs(variants)
+
+    def title(self) -> str:
+        settings, facts = self.report.document["settings"], self.report.document["engine"]
+        return f"{settings['requests']} requests of {settings['work']}; {facts['model']}, {facts['dtype']}"
+
+    def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
+        facts = self.report.document["engine"]
+        threads = f"{facts['threads']} threads, {facts['threads_of_a_worker']} of them for each worker"
+        blocks = f"KV blocks: {facts['kv_blocks']} on the devices, {facts['host_blocks']:,} in the host pool"
+        in_turn = [row for row in summary if row["phases"] is not None]
+        yield Table(f"{self.title()}, {operators_title(facts)}, {threads}; {blocks}", _RUN_COLUMNS, summary)
+        yield Table("where the time of re-sharding runs went, in seconds", _PHASE_COLUMNS, in_turn)
+        yield Table("what was moved between device and host memory", _MOVE_COLUMNS, _move_rows(in_turn), keys=3)
+        yield self.ratio_table("output tok/s within a round: median (lowest-highest)", compared)
+        heading = "simulated, with what steps and moves of the real runs took; makespan is simulated over real"
+        yield Table(heading, _SIMULATED_COLUMNS, [row for row in summary if row["simulated"]])
+
+    def plot(self, path: Path) -> None:
+        plot_phases(path, self.report.titled(f"{self.title()}, last round"), self.kept.last)
 
 
 def resharding_variants(engines: Sequence[OpenEngine], scheduling: Scheduling) -> Iterator[Variant]:
@@ -197,38 +196,9 @@ def resharding_pairs(variants: Sequence[Variant]) -> list[Pair]:
     ]
 
 
-def _title(report: Report) -> str:
-    settings, facts = report.document["settings"], report.document["engine"]
-    return f"{settings['requests']} requests of {settings['work']}; {facts['model']}, {facts['dtype']}"
-
-
-def _how(facts: Mapping[str, Any]) -> str:
-    """Describe the engine's setup."""
-    threads = f"{facts['threads']} threads, {facts['threads_of_a_worker']} of them for each worker"
-    blocks = f"KV blocks: {facts['kv_blocks']} on the devices, {facts['host_blocks']:,} in the host pool"
-    return f"{operators_title(facts)}, {threads}; {blocks}"
-
-
-def _tables(report: Report, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
-    in_turn = [row for row in summary if row["phases"] is not None]
-    yield Table(f"{_title(report)}, {_how(report.document['engine'])}", _RUN_COLUMNS, summary)
-    yield Table("where the time of re-sharding runs went, in seconds", _PHASE_COLUMNS, in_turn)
-    yield Table("what was moved between device and host memory", _MOVE_COLUMNS, _move_rows(in_turn), keys=3)
-    yield ratio_table(_RATIOS, "output tok/s within a round: median (lowest-highest)", compared)
-    heading = "simulated, with what steps and moves of the real runs took; makespan is simulated over real"
-    yield Table(heading, _SIMULATED_COLUMNS, [row for row in summary if row["simulated"]])
-
-
 def _move_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """One for each kind of moves."""
     for row in summary:
         for moves, field in _MOVES.items():
             keys = {"variant": row["variant"], "state": row["state"], "moves": moves}
             yield {**keys, "megabytes": row[field]["num_bytes"] / 1e6, **row[field]}
-
-
-def _plot(path: Path, report: Report, kept_runs: KeptRuns, benches: Sequence[Bench]) -> None:
-    plot_phases(path, report.titled(f"{_title(report)}, last round"), kept_runs.last)
-
-
-_PRESET = Preset(kind="reshard", ratios=_RATIOS, pairs=resharding_pairs, tables=_tables, plot=_plot)

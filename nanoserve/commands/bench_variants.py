@@ -1,15 +1,14 @@
 """The harness of ``bench pipeline``, ``bench reshard`` and ``bench hybrid``, which are presets of it.
 
-A preset says which metrics a run has, which variants form pairs, and what is shown. Its command opens engines and names
-variants and cases; the rest is here: the machine's facts, rounds, a report that is kept after each, ratios and tables.
+A preset opens engines, and says which variants there are, which metrics a run has, and what is shown. The rest is here:
+rounds, a report that is kept after each of them, ratios, and tables.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.policies.rounds import (
@@ -24,7 +23,6 @@ from nanoserve.benchmarks.policies.rounds import (
     summarize,
 )
 from nanoserve.benchmarks.policies.variants import OpenEngine, Variant
-from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import (
     WORK_PANEL,
@@ -39,11 +37,10 @@ from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
-from nanoserve.config import ModelConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.models.hub import ResolvedModel, resolve_model
+from nanoserve.models.hub import resolve_model
 from nanoserve.processes.threads import threads_of_each
 
 DEFAULT_MODEL = "dummy:qwen3-0.6b"
@@ -63,6 +60,9 @@ class RandomModelOptions(VariantsOptions):
     )
 
 
+O = TypeVar("O", bound=VariantsOptions)  # noqa: E741  # options
+
+
 class Table(NamedTuple):
     """A table of the results; without rows it is left out."""
 
@@ -72,52 +72,85 @@ class Table(NamedTuple):
     keys: int = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
-    """What variants are compared by."""
+class Comparison(ABC, Generic[O]):
+    """Variants side by side. A subclass opens engines, names variants and their metrics, and says what is shown.
 
-    kind: str
+    Args:
+        config: how the engines run; policies are for each run's own scheduler.
+        settings: what the report says about the options, beside those of `reported`.
+    """
+
+    kind: ClassVar[str]
     """Name of the benchmark in reports."""
-    ratios: Mapping[str, str]
+    reported: ClassVar[Sequence[str]]
+    """Options whose values the report has."""
+    ratios: ClassVar[Mapping[str, str]] = {"output_tokens_per_s": "tok/s"}
     """Metrics that ratios are formed of, and what tables call them."""
-    tables: Callable[[Report, Sequence[Mapping[str, Any]], Sequence[Ratio]], Iterable[Table]]
-    """Makes the tables of a report from its summary and ratios."""
-    plot: Callable[[Path, Report, KeptRuns, Sequence[Bench]], None]
-    pairs: Callable[[Sequence[Variant]], list[Pair]] = pairs
-    by_case: bool = False
+    by_case: ClassVar[bool] = False
     """Whether there may be several cases, which summaries and ratios then name."""
-    notes: Callable[[Report, Sequence[Bench]], Iterable[str]] = lambda report, benches: ()
-    """Sentences above the tables, from figures that it may put into the report."""
 
+    def __init__(self, options: O, config: EngineConfig, settings: Mapping[str, Any]) -> None:
+        self.options, self.config, self.seed = options, config, options.seed or 0
+        chosen = {name: getattr(options, name) for name in ("rounds", "max_num_batched_tokens", *self.reported)}
+        self.report = options.open_report(self.kind, {**settings, **chosen, "seed": self.seed})
+        self.engines: list[OpenEngine] = []
+        self.benches: list[Bench] = []
+        self.opened = ExitStack()  # closes the engines
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """What the command opens for a preset, and what all its rounds share."""
+    @abstractmethod
+    def prepare(self) -> dict[str, Any]:
+        """Open the engines and add a bench for each case; returns facts about the engines for the report."""
 
-    options: VariantsOptions
-    config: EngineConfig
-    report: Report
-    opened: ExitStack
-    """Closes what was opened."""
-    resolved: ResolvedModel
-    model: ModelConfig
-    kept: KeptRuns
-    engines: list[OpenEngine] = field(default_factory=list)
+    @abstractmethod
+    def title(self) -> str:
+        """What was measured, for titles of tables and pictures."""
 
-    @property
-    def seed(self) -> int:
-        return self.options.seed or 0
+    @abstractmethod
+    def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterable[Table]:
+        """The tables, from medians and ratios."""
 
-    @cached_property
-    def probe(self) -> Any:
-        """A BandwidthProbe; it imports torch."""
-        from nanoserve.benchmarks.roofline import BandwidthProbe
+    @abstractmethod
+    def plot(self, path: Path) -> None:
+        """Draw the picture of --plot."""
 
-        return BandwidthProbe()
+    def pairs(self, variants: Sequence[Variant]) -> list[Pair]:
+        """Variants that ratios are formed of."""
+        return pairs(variants)
 
-    @cached_property
-    def foreign(self) -> ForeignLoad:
-        return ForeignLoad()
+    def notes(self) -> Iterable[str]:
+        """Sentences above the tables; their figures may be put into the report."""
+        return ()
+
+    def run(self) -> int:
+        """Measure, and show what was measured until the end, Ctrl-C or a failure."""
+        options = self.options
+        operators = settled_operators(options.threads)
+        with self.opened:
+            file = None if options.record is None else self.opened.enter_context(ChromeTraceFile(Path(options.record)))
+            self.kept = KeptRuns(file)
+            self.opened.enter_context(kept(self.report, self._show))
+            import torch  # the threads are set
+
+            from nanoserve.benchmarks.peers.weights import dtype_name
+            from nanoserve.benchmarks.roofline import BandwidthProbe
+            from nanoserve.runtime.launch.model_loading import read_config
+
+            with show_progress() as progress:
+                self.resolved = resolve_model(options.model, offline=options.offline, progress=progress)
+            self.model = read_config(self.resolved)
+            self.probe, self.foreign = BandwidthProbe(), ForeignLoad()
+            facts = self.prepare()
+            general = {
+                "model": self.resolved.name,
+                "dtype": dtype_name(self.config.dtype, self.model),
+                "operators": operators,
+                "layers": "compiled" if all(engine.compiled for engine in self.engines) else "eager",
+                "threads": torch.get_num_threads(),
+                "threads_of_a_worker": threads_of_each(self.config.num_workers),
+            }
+            self.report.put("engine", {**general, **facts})
+            self._measure(options.rounds)
+        return EXIT_OK
 
     def open(self, announced: str, open_engine: Callable[[Progress], OpenEngine]) -> OpenEngine:
         """Open an engine for all rounds while its progress is shown; the end of the comparison closes it."""
@@ -127,7 +160,7 @@ class Comparison:
         self.opened.callback(self.engines[-1].close)
         return self.engines[-1]
 
-    def bench(
+    def add_bench(
         self,
         case: str,
         shapes: Sequence[RequestShape],
@@ -135,149 +168,86 @@ class Comparison:
         measure: Measure,
         *,
         rate: float = float("inf"),
-        facts: Mapping[str, Any] | None = None,
-    ) -> Bench:
-        """The rounds of a case; ``facts`` are what reports say about it beside its name."""
-        prefix = "" if facts is None else f"{case}, "
-        return Bench(
-            case=case,
-            facts=facts or {},
-            variants=variants,
-            shapes=shapes,
-            vocab_size=self.model.vocab_size,
-            seed=self.seed,
-            rate=rate,
-            measure=measure,
-            probe=self.probe.read,
-            foreign=self.foreign,
-            keep=lambda run: self.kept.keep(prefix + run.variant.name, run),
+        **facts: Any,
+    ) -> None:
+        """Have a case measured; ``facts`` are what reports say about it beside its name."""
+        self.benches.append(
+            Bench(
+                case=case,
+                facts=facts,
+                variants=variants,
+                shapes=shapes,
+                vocab_size=self.model.vocab_size,
+                seed=self.seed,
+                rate=rate,
+                measure=measure,
+                probe=self.probe.read,
+                foreign=self.foreign,
+                keep=lambda run: self.kept.keep(f"{case}, {run.variant.name}" if facts else run.variant.name, run),
+            )
         )
 
-    def engine_facts(self, operators: str) -> dict[str, Any]:
-        """What the report says about the engines, whatever they are compared for."""
-        import torch
-
-        from nanoserve.benchmarks.peers.weights import dtype_name
-
-        return {
-            "model": self.resolved.name,
-            "dtype": dtype_name(self.config.dtype, self.model),
-            "operators": operators,
-            "layers": "compiled" if all(engine.compiled for engine in self.engines) else "eager",
-            "threads": torch.get_num_threads(),
-            "threads_of_a_worker": threads_of_each(self.config.num_workers),
-        }
-
-
-def compare(
-    preset: Preset,
-    options: VariantsOptions,
-    config: EngineConfig,
-    settings: Mapping[str, Any],
-    names: Sequence[str],
-    prepare: Callable[[Comparison], tuple[Sequence[Bench], dict[str, Any]]],
-) -> int:
-    """Measure the variants of a preset, and show what was measured until the end, Ctrl-C or a failure.
-
-    Args:
-        settings, names: what the report says about the options: by name, and options that it says as they are.
-        prepare: opens engines and returns a bench for each case, with facts about the engines.
-    """
-    chosen = {**settings, **{name: getattr(options, name) for name in names}, "seed": options.seed or 0}
-    report = options.open_report(preset.kind, chosen)
-    operators = settled_operators(options.threads)
-    benches: list[Bench] = []
-    with ExitStack() as opened:
-        file = None if options.record is None else opened.enter_context(ChromeTraceFile(Path(options.record)))
-        kept_runs = KeptRuns(file)
-        opened.enter_context(kept(report, lambda: _show(preset, report, options, kept_runs, benches)))
-        from nanoserve.runtime.launch.model_loading import read_config  # imports torch: the threads are set
-
+    def _measure(self, wanted: int) -> None:
+        """Warm up, then make rounds of each case until enough count; the report keeps each as it ends."""
+        total = 1 + wanted * len(self.benches)
         with show_progress() as progress:
-            resolved = resolve_model(options.model, offline=options.offline, progress=progress)
-        comparison = Comparison(
-            options=options,
-            config=config,
-            report=report,
-            opened=opened,
-            resolved=resolved,
-            model=read_config(resolved),
-            kept=kept_runs,
-        )
-        prepared, facts = prepare(comparison)
-        benches += prepared
-        report.put("engine", {**comparison.engine_facts(operators), **facts})
-        _measure(benches, options.rounds, report)
-    return EXIT_OK
-
-
-def _measure(benches: Sequence[Bench], wanted: int, report: Report) -> None:
-    """Warm up, then make rounds of each case until enough count; the report keeps each as it ends."""
-    total = 1 + wanted * len(benches)
-    with show_progress() as progress:
-        progress("rounds", 0, total)
-        remark(f"warming up with {benches[0].case}")
-        benches[0].warm_up()
-        for place, bench in enumerate(benches):
-            remark(f"measuring {bench.case}")
-            counted = 1 + place * wanted
-            progress("rounds", counted, total)
-            for done in bench.rounds(wanted):
-                row = {"case": bench.case, **bench.facts, "round": done, "drift": done.drift, "counts": done.counts}
-                report.add(row)
-                counted += done.counts
+            progress("rounds", 0, total)
+            remark(f"warming up with {self.benches[0].case}")
+            self.benches[0].warm_up()
+            for place, bench in enumerate(self.benches):
+                remark(f"measuring {bench.case}")
+                counted = 1 + place * wanted
                 progress("rounds", counted, total)
+                for done in bench.rounds(wanted):
+                    row = {"case": bench.case, **bench.facts, "round": done, "drift": done.drift, "counts": done.counts}
+                    self.report.add(row)
+                    counted += done.counts
+                    progress("rounds", counted, total)
 
+    def _show(self) -> None:
+        summary, compared = self._put_summary()
+        notes = list(self.notes())
+        print_head(self.report)
+        print_counting([done for bench in self.benches for done in bench.done])
+        for note in notes:
+            print(note)
+        for table in self.tables(summary, compared):
+            if rows := list(table.rows):
+                print_table(table.heading, table.columns, rows, keys=table.keys)
+        if self.options.plot is not None:
+            self.plot(self.options.plot)
 
-def _show(
-    preset: Preset, report: Report, options: VariantsOptions, kept_runs: KeptRuns, benches: Sequence[Bench]
-) -> None:
-    measured = [bench for bench in benches if bench.done]
-    summary, compared = _put_summary(preset, report, measured)
-    notes = list(preset.notes(report, measured))
-    print_head(report)
-    print_counting([done for bench in measured for done in bench.done])
-    for note in notes:
-        print(note)
-    for table in preset.tables(report, summary, compared):
-        if rows := list(table.rows):
-            print_table(table.heading, table.columns, rows, keys=table.keys)
-    if options.plot is not None:
-        preset.plot(options.plot, report, kept_runs, measured)
+    def _put_summary(self) -> tuple[list[dict[str, Any]], list[Ratio]]:
+        """Medians, ratios and samples, which go into the report; where there are several cases, each with its case."""
+        summary: list[dict[str, Any]] = []
+        compared: list[Ratio] = []
+        put: list[Any] = []
+        sampled: dict[str, Any] = {}
+        for bench in self.benches:
+            held = ratios(bench.done, self.pairs(bench.variants), list(self.ratios))
+            found = samples(bench.done, list(self.ratios))
+            rows = summarize(bench.done)
+            if self.by_case:
+                texts = {(one.over, one.state): one.text for one in held}
+                rows = [{**row, "case": bench.case, "ratio": texts.get((row["variant"], row["state"]))} for row in rows]
+                found = {f"{bench.case}, {name}": figures for name, figures in found.items()}
+            summary += rows
+            compared += held
+            put += [{"case": bench.case, "ratio": one} for one in held] if self.by_case else held
+            sampled |= found
+        for name, value in {"summary": summary, "ratios": put, "samples": sampled}.items():
+            self.report.put(name, value)
+        return summary, compared
 
-
-def _put_summary(preset: Preset, report: Report, benches: Sequence[Bench]) -> tuple[list[dict[str, Any]], list[Ratio]]:
-    """Medians, ratios and samples, which go into the report; where there are several cases, each with its case."""
-    summary: list[dict[str, Any]] = []
-    compared: list[Ratio] = []
-    put: list[Any] = []
-    sampled: dict[str, Any] = {}
-    for bench in benches:
-        held = ratios(bench.done, preset.pairs(bench.variants), list(preset.ratios))
-        compared += held
-        found = samples(bench.done, list(preset.ratios))
-        if preset.by_case:
-            texts = {(one.variants.partition(" over ")[0], one.state): one.text for one in held}
-            rows = ({**row, "ratio": texts.get((row["variant"], row["state"]))} for row in summarize(bench.done))
-            summary += [{"case": bench.case, **row} for row in rows]
-            put += [{"case": bench.case, "ratio": one} for one in held]
-            sampled |= {f"{bench.case}, {name}": figures for name, figures in found.items()}
-        else:
-            summary, put, sampled = summarize(bench.done), [*held], found
-    for name, value in {"summary": summary, "ratios": put, "samples": sampled}.items():
-        report.put(name, value)
-    return summary, compared
-
-
-def ratio_table(preset_ratios: Mapping[str, str], heading: str, compared: Sequence[Ratio]) -> Table:
-    """A row for each pair and bandwidth state, with all metrics."""
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for one in compared:
-        row = rows.setdefault((one.variants, one.state), {"variants": one.variants, "state": one.state})
-        row |= {"rounds": one.rounds, one.metric: one.text}
-    shown = ((name, metric) for metric, name in preset_ratios.items())
-    names = columns(("variants", "variants"), ("read", "state"), ("rounds", "rounds"), *shown)
-    return Table(heading, names, rows.values())
+    def ratio_table(self, heading: str, compared: Sequence[Ratio]) -> Table:
+        """A row for each pair and bandwidth state, with all metrics."""
+        rows: dict[tuple[str, str], dict[str, Any]] = {}
+        for one in compared:
+            row = rows.setdefault((one.variants, one.state), {"variants": one.variants, "state": one.state})
+            row |= {"rounds": one.rounds, one.metric: one.text}
+        shown = ((name, metric) for metric, name in self.ratios.items())
+        names = columns(("variants", "variants"), ("read", "state"), ("rounds", "rounds"), *shown)
+        return Table(heading, names, rows.values())
 
 
 def columns(*declared: tuple[str, ...]) -> list[Column]:

@@ -14,7 +14,7 @@ import numpy as np
 from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
 from nanoserve.benchmarks.policies.gains import HYBRID, gains_of_run
 from nanoserve.benchmarks.policies.rounds import Metrics, Round, Run
-from nanoserve.benchmarks.policies.simulated import Comparison, compare_with_simulator, rerun
+from nanoserve.benchmarks.policies.simulated import SimulatedRatios, compare_with_simulator, rerun
 from nanoserve.costs.step_features import Strategy
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, request_distributions
 from nanoserve.record.bubbles import engine_seconds, stage_shares, working_seconds
@@ -45,7 +45,7 @@ def _request_metrics(record: RunRecord) -> Metrics:
     }
 
 
-def _compared(run: Run, vocab_size: int) -> Comparison | None:
+def _compared(run: Run, vocab_size: int) -> SimulatedRatios | None:
     """What the simulator makes of a run; None if it has no model of the engine."""
     if not run.variant.engine.simulated:
         return None

@@ -23,7 +23,7 @@ _TOKEN = 0
 """Answered to every row: lengths are fixed, so that no token ends a request."""
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedRatios(msgspec.Struct, frozen=True, kw_only=True):
     """Simulated metrics of a run's requests over the real ones."""
 
     makespan: float
@@ -50,7 +50,7 @@ def compare_with_simulator(
     *,
     vocab_size: int,
     layouts: Sequence[ParallelLayout] = (ParallelLayout(),),
-) -> Comparison | None:
+) -> SimulatedRatios | None:
     """Replay the record, and simulate the requests in the times that steps and moves of the run took.
 
     Args:
@@ -71,7 +71,7 @@ def compare_with_simulator(
     simulated = rerun(record, times, make_scheduler, vocab_size=vocab_size)
     ttft, tpot = _means(simulated)
     real_ttft, real_tpot = _means(record)
-    return Comparison(
+    return SimulatedRatios(
         makespan=simulated.makespan / record.makespan,
         ttft=ttft / real_ttft,
         tpot=None if tpot is None or real_tpot is None else tpot / real_tpot,
