@@ -10,10 +10,9 @@ from typing import Any
 from nanoserve.benchmarks.policies.cases import KvCase, KvCases, parse_shares
 from nanoserve.benchmarks.policies.metrics import findings, tier_metrics
 from nanoserve.benchmarks.policies.pictures import plot_throughputs
-from nanoserve.benchmarks.policies.rounds import Ratio, ratios_within
-from nanoserve.benchmarks.policies.variants import OpenEngine, Scheduling, Variant
+from nanoserve.benchmarks.policies.rounds import Bench, Ratio, ratios_within
+from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, Scheduling
 from nanoserve.benchmarks.policy_names import parse_policies
-from nanoserve.benchmarks.tables import Column
 from nanoserve.commands.bench_options import MOST_REQUESTS, WORK_PANEL, operators_title
 from nanoserve.commands.bench_variants import Comparison, Table, VariantsOptions, columns
 from nanoserve.commands.engine_options import WorkersOptions
@@ -185,7 +184,8 @@ class TierComparison(Comparison[HybridOptions]):
         scheduling = Scheduling.of([engine], config, model)
         for case, variants in hybrid_variants(engine, self.policies, self.work, scheduling):
             facts = {"share": case.share, "output": case.shape.output_tokens, "blocks": case.num_blocks}
-            self.add_bench(case.name, case.shapes, variants, measure, **facts)
+            asked = {"case": case.name, "shapes": case.shapes, "facts": facts}
+            self.benches.append(Bench(**asked, variants=variants, measure=measure, **self.shared))
         facts = {"host_threads": engine.host_threads, "host_blocks": engine.host_blocks}
         return {**facts, "model_layers": model.num_layers}
 
@@ -195,8 +195,21 @@ class TierComparison(Comparison[HybridOptions]):
 
     def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
         facts, first = self.report.document["engine"], self.policies[0]
+        run_columns = columns(
+            *_KEYS,
+            ("read", "state"),
+            ("rounds", "rounds"),
+            ("seconds", "seconds", ",.2f"),
+            ("output tok/s", "output_tokens_per_s", ",.1f"),
+            (f"over {first}", "ratio"),
+            ("TTFT ms", "latencies.ttft_ms.mean", ",.0f"),
+            ("ms/token", "latencies.token_ms.mean", ",.1f"),
+            ("device", "device_share", ".0%"),
+            ("CPU", "processor_share", ".0%"),
+            ("foreign cores", "foreign_cores", ".2f"),
+        )
         threads = f"{facts['threads']} threads for the device, {facts['host_threads']} for attention in host memory"
-        yield Table(f"{self.title()}, {operators_title(facts)}, {threads}", _run_columns(first), summary)
+        yield Table(f"{self.title()}, {operators_title(facts)}, {threads}", run_columns, summary)
         yield Table("steps, what was moved, and what the engine takes per step", _STEP_COLUMNS, summary)
         yield Table("latencies, in ms: tokens apart by where their KV was", _LATENCY_COLUMNS, summary)
         heading = "errors: of the predicted time of steps (median of their sizes), of the simulated output tok/s"
@@ -268,7 +281,7 @@ def _attends_on_host(policy: str) -> bool:
 
 def hybrid_variants(
     engine: OpenEngine, policies: Sequence[str], work: KvCases, scheduling: Scheduling
-) -> Iterator[tuple[KvCase, list[Variant]]]:
+) -> Iterator[tuple[KvCase, list[PolicyVariant]]]:
     """Every policy with the KV memory of each case.
 
     Each policy's predictor goes on learning from run to run, as that of a server does.
@@ -290,22 +303,6 @@ def hybrid_variants(
                 for policy, predictor in learning.items()
             ],
         )
-
-
-def _run_columns(device_only: str) -> list[Column]:
-    return columns(
-        *_KEYS,
-        ("read", "state"),
-        ("rounds", "rounds"),
-        ("seconds", "seconds", ",.2f"),
-        ("output tok/s", "output_tokens_per_s", ",.1f"),
-        (f"over {device_only}", "ratio"),
-        ("TTFT ms", "latencies.ttft_ms.mean", ",.0f"),
-        ("ms/token", "latencies.token_ms.mean", ",.1f"),
-        ("device", "device_share", ".0%"),
-        ("CPU", "processor_share", ".0%"),
-        ("foreign cores", "foreign_cores", ".2f"),
-    )
 
 
 def _gain_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

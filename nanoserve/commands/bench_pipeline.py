@@ -9,7 +9,7 @@ from typing import Any, Literal
 from nanoserve.benchmarks.floors import ModelCost
 from nanoserve.benchmarks.policies.metrics import stage_metrics
 from nanoserve.benchmarks.policies.pictures import plot_stages
-from nanoserve.benchmarks.policies.rounds import Ratio
+from nanoserve.benchmarks.policies.rounds import Bench, Ratio
 from nanoserve.benchmarks.policies.variants import Scheduling
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.serving.requests import parse_rates
@@ -101,29 +101,6 @@ class PipelineOptions(LengthOptions, RandomModelOptions, panel=WORK_PANEL, renam
             )
         return EngineConfig(**{**WorkersOptions.settings(self), "policy": None, "trace": None})
 
-    def requests_per_second(self) -> float:
-        """The one rate.
-
-        Raises:
-            UsageError: for what is none, or several.
-        """
-        rates = parse_rates(self.rate, "--rate")
-        if len(rates) > 1:
-            raise UsageError(f"--rate takes one rate here, not {self.rate!r:.40}")
-        return rates[0]
-
-    def metadatas(self) -> tuple[Metadata, ...]:
-        """Ways of telling stages of plans.
-
-        Raises:
-            UsageError: for an unknown way, or both where there are workers for one.
-        """
-        if self.metadata not in METADATA:
-            raise UsageError(f"--metadata {self.metadata!r:.40} is not one of {', '.join(METADATA)}")
-        if self.metadata == "both" and TorchrunProcess.from_environment() is not None:
-            raise UsageError("--metadata both takes two groups of workers, but torchrun started one: measure each")
-        return METADATA[self.metadata]
-
 
 @on_all_machines
 def run(options: PipelineOptions) -> int:
@@ -151,7 +128,14 @@ class StageComparison(Comparison[PipelineOptions]):
     ratios = {"output_tokens_per_s": "tok/s", "ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2EL"}  # noqa: RUF012
 
     def __init__(self, options: PipelineOptions) -> None:
-        config, self.metadatas, self.rate = options.config(), options.metadatas(), options.requests_per_second()
+        config, rates = options.config(), parse_rates(options.rate, "--rate")
+        if len(rates) > 1:
+            raise UsageError(f"--rate takes one rate here, not {options.rate!r:.40}")
+        if options.metadata not in METADATA:
+            raise UsageError(f"--metadata {options.metadata!r:.40} is not one of {', '.join(METADATA)}")
+        if options.metadata == "both" and TorchrunProcess.from_environment() is not None:
+            raise UsageError("--metadata both takes two groups of workers, but torchrun started one: measure each")
+        self.rate = rates[0]
         self.policies = tuple(parse_policies(options.policy, options.max_num_batched_tokens))
         self.work = work = options.read(options.seed or 0)
         asked = {"work": work.name, "requests": len(work.shapes)}
@@ -166,8 +150,10 @@ class StageComparison(Comparison[PipelineOptions]):
         from nanoserve.models.dtypes import resolve_dtype
 
         config, model = self.config, self.model
-        for metadata in self.metadatas:
-            name = _workers_name(config, metadata)
+        for metadata in METADATA[self.options.metadata]:
+            degrees = [("pp", config.pipeline_parallel), ("tp", config.tensor_parallel)]
+            words = [f"{name}={degree}" for name, degree in degrees if degree > 1] or ["pp=1"]
+            name = " ".join(words + ["coupled"] * (metadata == "coupled"))
             ahead = metadata == "decoupled" and config.pipeline_parallel > 1
             start = partial(engines.open_workers, name, metadata=metadata, simulated=ahead)
             self.open(f"starting {name}", partial(start, self.resolved, config, model))
@@ -187,7 +173,8 @@ class StageComparison(Comparison[PipelineOptions]):
             limits = machine_limits(dtype, self.probe, progress=progress)
         cost = ModelCost(model, dtype.itemsize)
         measure = partial(stage_metrics, vocab_size=model.vocab_size, cost=cost, limits=limits)
-        self.add_bench(work.name, work.shapes, variants, measure, rate=self.rate)
+        asked = {"case": work.name, "shapes": work.shapes, "rate": self.rate}
+        self.benches.append(Bench(**asked, variants=variants, measure=measure, **self.shared))
         return {
             "kv_blocks": blocks,
             "limit_read_gb_per_s": limits.bytes_per_second / 1e9,
@@ -210,14 +197,7 @@ class StageComparison(Comparison[PipelineOptions]):
         yield Table(heading, _SIMULATED_COLUMNS, [row for row in summary if row["simulated"]])
 
     def plot(self, path: Path) -> None:
-        plot_stages(path, self.report.titled(f"{self.title()}, last round"), self.kept.last)
-
-
-def _workers_name(config: EngineConfig, metadata: Metadata) -> str:
-    """Name of a group of workers in tables, such as "pp=2 tp=2 coupled"."""
-    degrees = [("pp", config.pipeline_parallel), ("tp", config.tensor_parallel)]
-    words = [f"{name}={degree}" for name, degree in degrees if degree > 1] or ["pp=1"]
-    return " ".join([*words, *(["coupled"] if metadata == "coupled" else [])])
+        plot_stages(path, self.report.titled(f"{self.title()}, last round"), self.last)
 
 
 def _stage_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from nanoserve.benchmarks.policies.metrics import layout_metrics
 from nanoserve.benchmarks.policies.pictures import plot_phases
-from nanoserve.benchmarks.policies.rounds import Pair, Ratio
-from nanoserve.benchmarks.policies.variants import RESHARDING, OpenEngine, Scheduling, Variant
+from nanoserve.benchmarks.policies.rounds import Bench, Pair, Ratio
+from nanoserve.benchmarks.policies.variants import RESHARDING, OpenEngine, PolicyVariant, Scheduling
 from nanoserve.commands.bench_options import WORK_PANEL, LengthOptions, fitting_work, operators_title
 from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table, columns
 from nanoserve.commands.engine_options import WorkersOptions
@@ -108,11 +108,43 @@ def run(options: ReshardOptions) -> int:
     return LayoutComparison(options).run()
 
 
+def resharding_variants(engines: Sequence[OpenEngine], scheduling: Scheduling) -> Iterator[PolicyVariant]:
+    """Each layout alone, on all workers that have it, before the ways of going from one to the other.
+
+    Chunked prefill is the paper's baseline; where there is a pipeline, it also meets the policy made for pipelines.
+    """
+    for engine in engines:
+        for number, (layout, capacity) in enumerate(zip(engine.layouts, engine.capacities, strict=True)):
+            place = layout.name if len(engine.layouts) == 2 else f"{layout.name}, {engine.name}"
+            for policy in ("sarathi", "throttling") if layout.pipeline_parallel > 1 else ("sarathi",):
+                yield scheduling.variant(policy, place, engine, [capacity], first=number)
+    for engine in engines:
+        for policy in RESHARDING if len(engine.layouts) == 2 else ():
+            yield scheduling.variant(
+                policy,
+                engine.name,
+                engine,
+                engine.capacities,
+                host_blocks=engine.host_blocks,
+                predictors=engine.predictors,
+            )
+
+
+def resharding_pairs(variants: Sequence[PolicyVariant]) -> list[Pair]:
+    """Each way of re-sharding over every variant before it."""
+    return [
+        (f"{other.policy} over {one.name}", other.name, one.name)
+        for one, other in combinations(variants, 2)
+        if len(other.layouts) == 2
+    ]
+
+
 class LayoutComparison(Comparison[ReshardOptions]):
     """Each layout alone, and the ways of changing between the two: rates, phases, and what was moved."""
 
     kind = "reshard"
     reported = ("against_own_workers", "prefill_parallel", "decode_parallel", "host_kv_memory", "kv_cache_memory")
+    pairs = staticmethod(resharding_pairs)
 
     def __init__(self, options: ReshardOptions) -> None:
         config = options.config()
@@ -135,15 +167,15 @@ class LayoutComparison(Comparison[ReshardOptions]):
         scheduling = Scheduling.of(self.engines, config, model)
         work = fitting_work(self.work, scheduling.max_model_len, self.report)
         variants = list(resharding_variants(self.engines, scheduling))
-        self.add_bench(work.name, work.shapes, variants, partial(layout_metrics, vocab_size=model.vocab_size))
+        measure = partial(layout_metrics, vocab_size=model.vocab_size)
+        self.benches.append(
+            Bench(case=work.name, shapes=work.shapes, variants=variants, measure=measure, **self.shared)
+        )
         return {
             "kv_blocks": " and ".join(f"{capacity.num_blocks:,}" for capacity in pair.capacities),
             "host_blocks": pair.host_blocks,
             "host_link_bandwidth": pair.host_link_bandwidth,
         }
-
-    def pairs(self, variants: Sequence[Variant]) -> list[Pair]:
-        return resharding_pairs(variants)
 
     def title(self) -> str:
         settings, facts = self.report.document["settings"], self.report.document["engine"]
@@ -162,38 +194,7 @@ class LayoutComparison(Comparison[ReshardOptions]):
         yield Table(heading, _SIMULATED_COLUMNS, [row for row in summary if row["simulated"]])
 
     def plot(self, path: Path) -> None:
-        plot_phases(path, self.report.titled(f"{self.title()}, last round"), self.kept.last)
-
-
-def resharding_variants(engines: Sequence[OpenEngine], scheduling: Scheduling) -> Iterator[Variant]:
-    """Each layout alone, on all workers that have it, before the ways of going from one to the other.
-
-    Chunked prefill is the paper's baseline; where there is a pipeline, it also meets the policy made for pipelines.
-    """
-    for engine in engines:
-        for number, (layout, capacity) in enumerate(zip(engine.layouts, engine.capacities, strict=True)):
-            place = layout.name if len(engine.layouts) == 2 else f"{layout.name}, {engine.name}"
-            for policy in ("sarathi", "throttling") if layout.pipeline_parallel > 1 else ("sarathi",):
-                yield scheduling.variant(policy, place, engine, [capacity], first=number)
-    for engine in engines:
-        for policy in RESHARDING if len(engine.layouts) == 2 else ():
-            yield scheduling.variant(
-                policy,
-                engine.name,
-                engine,
-                engine.capacities,
-                host_blocks=engine.host_blocks,
-                predictors=engine.predictors,
-            )
-
-
-def resharding_pairs(variants: Sequence[Variant]) -> list[Pair]:
-    """Each way of re-sharding over every variant before it."""
-    return [
-        (f"{other.policy} over {one.name}", other.name, one.name)
-        for one, other in combinations(variants, 2)
-        if len(other.layouts) == 2
-    ]
+        plot_phases(path, self.report.titled(f"{self.title()}, last round"), self.last)
 
 
 def _move_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

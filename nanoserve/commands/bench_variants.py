@@ -11,18 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.policies.rounds import (
-    Bench,
-    KeptRuns,
-    Measure,
-    Pair,
-    Ratio,
-    pairs,
-    ratios,
-    samples,
-    summarize,
-)
-from nanoserve.benchmarks.policies.variants import OpenEngine, Variant
+from nanoserve.benchmarks.policies.rounds import Bench, Ratio, Run, pairs, ratios, samples, summarize
+from nanoserve.benchmarks.policies.variants import OpenEngine
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import (
     WORK_PANEL,
@@ -39,9 +29,9 @@ from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.engine_config import EngineConfig
 from nanoserve.measures.chrome_trace import ChromeTraceFile
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import resolve_model
 from nanoserve.processes.threads import threads_of_each
+from nanoserve.record.trace import RunTrace
 
 DEFAULT_MODEL = "dummy:qwen3-0.6b"
 
@@ -86,6 +76,8 @@ class Comparison(ABC, Generic[O]):
     """Options whose values the report has."""
     ratios: ClassVar[Mapping[str, str]] = {"output_tokens_per_s": "tok/s"}
     """Metrics that ratios are formed of, and what tables call them."""
+    pairs = staticmethod(pairs)
+    """The variants that ratios are formed of."""
     by_case: ClassVar[bool] = False
     """Whether there may be several cases, which summaries and ratios then name."""
 
@@ -95,7 +87,11 @@ class Comparison(ABC, Generic[O]):
         self.report = options.open_report(self.kind, {**settings, **chosen, "seed": self.seed})
         self.engines: list[OpenEngine] = []
         self.benches: list[Bench] = []
-        self.opened = ExitStack()  # closes the engines
+        self.shared: dict[str, Any] = {}  # what all benches have in common
+        self.last: dict[str, Run] = {}  # the last run of each name
+        self.opened = ExitStack()  # closes the engines and the trace
+        self._trace: ChromeTraceFile | None = None
+        self._began: float | None = None  # the first run, for the trace
 
     @abstractmethod
     def prepare(self) -> dict[str, Any]:
@@ -113,10 +109,6 @@ class Comparison(ABC, Generic[O]):
     def plot(self, path: Path) -> None:
         """Draw the picture of --plot."""
 
-    def pairs(self, variants: Sequence[Variant]) -> list[Pair]:
-        """Variants that ratios are formed of."""
-        return pairs(variants)
-
     def notes(self) -> Iterable[str]:
         """Sentences above the tables; their figures may be put into the report."""
         return ()
@@ -126,8 +118,8 @@ class Comparison(ABC, Generic[O]):
         options = self.options
         operators = settled_operators(options.threads)
         with self.opened:
-            file = None if options.record is None else self.opened.enter_context(ChromeTraceFile(Path(options.record)))
-            self.kept = KeptRuns(file)
+            if options.record is not None:
+                self._trace = self.opened.enter_context(ChromeTraceFile(Path(options.record)))
             self.opened.enter_context(kept(self.report, self._show))
             import torch  # the threads are set
 
@@ -138,7 +130,14 @@ class Comparison(ABC, Generic[O]):
             with show_progress() as progress:
                 self.resolved = resolve_model(options.model, offline=options.offline, progress=progress)
             self.model = read_config(self.resolved)
-            self.probe, self.foreign = BandwidthProbe(), ForeignLoad()
+            self.probe = BandwidthProbe()
+            self.shared = {
+                "vocab_size": self.model.vocab_size,
+                "seed": self.seed,
+                "probe": self.probe.read,
+                "foreign": ForeignLoad(),
+                "keep": self._keep,
+            }
             facts = self.prepare()
             general = {
                 "model": self.resolved.name,
@@ -160,32 +159,25 @@ class Comparison(ABC, Generic[O]):
         self.opened.callback(self.engines[-1].close)
         return self.engines[-1]
 
-    def add_bench(
-        self,
-        case: str,
-        shapes: Sequence[RequestShape],
-        variants: Sequence[Variant],
-        measure: Measure,
-        *,
-        rate: float = float("inf"),
-        **facts: Any,
-    ) -> None:
-        """Have a case measured; ``facts`` are what reports say about it beside its name."""
-        self.benches.append(
-            Bench(
-                case=case,
-                facts=facts,
-                variants=variants,
-                shapes=shapes,
-                vocab_size=self.model.vocab_size,
-                seed=self.seed,
-                rate=rate,
-                measure=measure,
-                probe=self.probe.read,
-                foreign=self.foreign,
-                keep=lambda run: self.kept.keep(f"{case}, {run.variant.name}" if facts else run.variant.name, run),
+    def _keep(self, name: str, run: Run) -> None:
+        """Keep the last run of each name, to be drawn, and write each into the trace, on tracks of its own.
+
+        Raises:
+            RuntimeFailure: if it cannot be written.
+        """
+        self.last[name] = run
+        self._began = self._began or run.record.arrivals[0].arrival_time
+        if self._trace is not None:
+            trace = RunTrace(
+                self._trace,
+                self._began,
+                layouts=run.variant.layouts,
+                tells_times=bool(run.record.stage_times),
+                host_link_bandwidth=run.variant.engine.host_link_bandwidth,
+                name=name,
             )
-        )
+            for event in run.record.events:
+                trace(event)
 
     def _measure(self, wanted: int) -> None:
         """Warm up, then make rounds of each case until enough count; the report keeps each as it ends."""

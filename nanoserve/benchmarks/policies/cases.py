@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import RequestShape
 
-EVERYTHING = 1.0
-"""The share of KV memory with which no KV has to be in host memory."""
-
 
 @dataclass(frozen=True, slots=True)
 class KvCase:
@@ -32,7 +29,7 @@ class KvCase:
 
     @property
     def holds_everything(self) -> bool:
-        return self.share >= EVERYTHING
+        return self.share >= 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +101,7 @@ def parse_shares(text: str) -> tuple[float, ...]:
             share = float(part)
         except ValueError:
             share = 0.0
-        if not 0 < share <= EVERYTHING:
+        if not 0 < share <= 1:
             raise UsageError(f"--kv-limits takes shares above 0 and up to 1 such as 0.25,0.5,1, not {text!r:.60}")
         found.add(share)
     return tuple(sorted(found))

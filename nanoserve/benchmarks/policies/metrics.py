@@ -13,7 +13,7 @@ import numpy as np
 
 from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
 from nanoserve.benchmarks.policies.gains import HYBRID, gains_of_run
-from nanoserve.benchmarks.policies.rounds import Metrics, Round, Run
+from nanoserve.benchmarks.policies.rounds import Metrics, PolicyRound, Run
 from nanoserve.benchmarks.policies.simulated import SimulatedRatios, compare_with_simulator, rerun
 from nanoserve.costs.step_features import Strategy
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, request_distributions
@@ -220,7 +220,7 @@ def prediction_errors(forecasts: Sequence[Forecast]) -> dict[str, ErrorFigures |
     }
 
 
-def findings(rounds: Sequence[Round], *, holds_everything: bool) -> dict[str, Any]:
+def findings(rounds: Sequence[PolicyRound], *, holds_everything: bool) -> dict[str, Any]:
     """Where a promise of the paper or the policies did not hold in a case; rounds that do not count are included.
 
     Args:

@@ -10,14 +10,12 @@ import msgspec
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.policies.running import make_requests, run_variant
-from nanoserve.benchmarks.policies.variants import Variant
+from nanoserve.benchmarks.policies.variants import PolicyVariant
 from nanoserve.benchmarks.rounds import GIGA, Bracketed, bandwidth_states, until_enough_count
 from nanoserve.benchmarks.serving.requests import poisson_arrivals
-from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.measures.metrics import Distribution
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.record.run_record import RunRecord
-from nanoserve.record.trace import RunTrace
 from nanoserve.request import Request
 from nanoserve.simulator.pipeline import TieredTimes
 
@@ -30,7 +28,7 @@ Pair = tuple[str, str, str]
 class Run(NamedTuple):
     """What a variant made of a round's requests."""
 
-    variant: Variant
+    variant: PolicyVariant
     record: RunRecord
     times: TieredTimes | None = None
     """What things took in the same minutes, for the simulator; None if it takes the times of the record."""
@@ -40,41 +38,7 @@ Measure = Callable[[Run, Run], Metrics]
 """Metrics of a run. It is given the run of the first variant in the same round, too."""
 
 
-class KeptRuns:
-    """The last run of each variant, to be drawn; all runs are written into a trace as they end.
-
-    Args:
-        file: of the trace; None writes none.
-    """
-
-    def __init__(self, file: ChromeTraceFile | None = None) -> None:
-        self.last: dict[str, Run] = {}  # by name
-        self._file = file
-        self._began: float | None = None
-
-    def keep(self, name: str, run: Run) -> None:
-        """Keep a run that has ended. The trace shows it behind those before it, on tracks of its own.
-
-        Raises:
-            RuntimeFailure: if it cannot be written.
-        """
-        self.last[name] = run
-        if self._began is None:
-            self._began = run.record.arrivals[0].arrival_time
-        if self._file is not None:
-            trace = RunTrace(
-                self._file,
-                self._began,
-                layouts=run.variant.layouts,
-                tells_times=bool(run.record.stage_times),
-                host_link_bandwidth=run.variant.engine.host_link_bandwidth,
-                name=name,
-            )
-            for event in run.record.events:
-                trace(event)
-
-
-class Round(Bracketed, frozen=True, kw_only=True):
+class PolicyRound(Bracketed, frozen=True, kw_only=True):
     """Every variant once, with the same requests."""
 
     variants: dict[str, Metrics]
@@ -87,8 +51,8 @@ class Bench:
     case: str
     """Description of the requests, in a few words."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What a report says about the case beside its name."""
-    variants: Sequence[Variant]
+    """What a report says about the case beside its name; nothing if there is only one case."""
+    variants: Sequence[PolicyVariant]
     shapes: Sequence[RequestShape]
     vocab_size: int
     seed: int = 0
@@ -98,9 +62,9 @@ class Bench:
     probe: Callable[[], float]
     """A reading of the machine's read bandwidth, in bytes per second."""
     foreign: ForeignLoad
-    keep: Callable[[Run], None]
-    """Receives each measured run as it ends."""
-    done: list[Round] = field(default_factory=list)
+    keep: Callable[[str, Run], None]
+    """Receives each measured run as it ends, with its name among those of all cases."""
+    done: list[PolicyRound] = field(default_factory=list)
     """The rounds so far."""
 
     def requests(self, number: int) -> list[Request]:
@@ -113,11 +77,11 @@ class Bench:
         for variant in self.variants:
             run_variant(variant, self.requests(0), vocab_size=self.vocab_size)
 
-    def rounds(self, wanted: int) -> Iterator[Round]:
+    def rounds(self, wanted: int) -> Iterator[PolicyRound]:
         """Yield rounds until enough count or too many were tried; each begins with another variant."""
         return until_enough_count(self._round, wanted)
 
-    def _round(self, number: int) -> Round:
+    def _round(self, number: int) -> PolicyRound:
         turn = (number - 1) % len(self.variants)
         # Measured in each round: a machine that others use too is not as fast in one minute as in the next.
         measure_times = self.variants[0].engine.measure_times
@@ -130,11 +94,11 @@ class Bench:
             record = run_variant(variant, self.requests(number), vocab_size=self.vocab_size)
             loads[variant.name] = self.foreign.read()
             runs[variant.name] = Run(variant, record, times)
-            self.keep(runs[variant.name])
+            self.keep(f"{self.case}, {variant.name}" if self.facts else variant.name, runs[variant.name])
         after, first = self.probe() / GIGA, runs[self.variants[0].name]
         metrics = {one.name: self.measure(runs[one.name], first) for one in self.variants}
         self.done.append(
-            Round(
+            PolicyRound(
                 case=self.case,
                 number=number,
                 bandwidth_before=before,
@@ -146,7 +110,7 @@ class Bench:
         return self.done[-1]
 
 
-def pairs(variants: Sequence[Variant]) -> list[Pair]:
+def pairs(variants: Sequence[PolicyVariant]) -> list[Pair]:
     """Variants that differ in one thing alone.
 
     They are other policies over the first one on the same engine, and the first engine over others under the same
@@ -183,7 +147,7 @@ class Ratio(msgspec.Struct, frozen=True):
         return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
-def ratios(rounds: Sequence[Round], pairs: Sequence[Pair], metrics: Sequence[str]) -> list[Ratio]:
+def ratios(rounds: Sequence[PolicyRound], pairs: Sequence[Pair], metrics: Sequence[str]) -> list[Ratio]:
     """Medians and extremes of each pair, metric and bandwidth state; formed within a round, never across rounds."""
     values: dict[tuple[str, str, str], list[float]] = {}
     for place, state in sorted(bandwidth_states(rounds).items()):
@@ -208,7 +172,7 @@ def ratios_within(
     return found
 
 
-def samples(rounds: Sequence[Round], metrics: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+def samples(rounds: Sequence[PolicyRound], metrics: Sequence[str]) -> dict[str, dict[str, list[float]]]:
     """The metrics of every counting round, for ``bench diff``."""
     found: dict[str, dict[str, list[float]]] = {}
     for done in rounds:
@@ -224,7 +188,7 @@ def _number(value: Distribution | float | None) -> float | None:
     return value.mean if isinstance(value, Distribution) else value
 
 
-def summarize(rounds: Sequence[Round]) -> list[dict[str, Any]]:
+def summarize(rounds: Sequence[PolicyRound]) -> list[dict[str, Any]]:
     """For every state and variant: medians over the counting rounds of all metrics."""
     groups: dict[tuple[str, str], list[Metrics]] = {}
     for place, state in sorted(bandwidth_states(rounds).items()):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import msgspec
 
-from nanoserve.benchmarks.policies.variants import Variant
+from nanoserve.benchmarks.policies.variants import PolicyVariant
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.workloads import RequestShape, random_prompts
@@ -110,13 +110,13 @@ def enter_layout(executor: Executor, layout: int) -> None:
         raise RuntimeFailure(f"the workers died when they changed their layout: {results[0].lost}")
 
 
-def run_variant(variant: Variant, requests: Sequence[Request], *, vocab_size: int) -> RunRecord:
+def run_variant(variant: PolicyVariant, requests: Sequence[Request], *, vocab_size: int) -> RunRecord:
     """Run requests to their ends on the variant's engine, beginning in its first layout.
 
     Raises:
         UsageError, RuntimeFailure: as `run_requests`, and if workers die when they change their layout.
     """
-    engine = variant.engine
+    engine, make = variant.engine, variant.make_scheduler
     enter_layout(engine.executor, variant.first)
     executor = _InLayout(engine.executor, variant.first) if variant.first else engine.executor
-    return run_requests(executor, variant.make_scheduler, requests, vocab_size=vocab_size, workers=engine.workers)
+    return run_requests(executor, make, requests, vocab_size=vocab_size, workers=engine.workers)

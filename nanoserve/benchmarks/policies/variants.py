@@ -53,7 +53,7 @@ class OpenEngine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class PolicyVariant:
     """A policy on an engine."""
 
     policy: str
@@ -108,7 +108,7 @@ class Scheduling:
         host_blocks: int = 0,
         predictors: Sequence[Predictor] = (),
         simulated_predictors: Sequence[Predictor] | None = None,
-    ) -> Variant:
+    ) -> PolicyVariant:
         """A policy on an engine.
 
         Args:
@@ -118,7 +118,7 @@ class Scheduling:
             simulated_predictors: for the scheduler of the simulator, if they are others.
         """
         make = partial(self._scheduler, policy, capacities, host_blocks)
-        return Variant(
+        return PolicyVariant(
             policy=policy,
             place=place,
             engine=engine,

@@ -1,6 +1,6 @@
 """Workers that are simulated, for the benchmark to measure: P2 for prompts, T2 for decodes."""
 
-from nanoserve.benchmarks.policies.variants import OpenEngine, Scheduling, Variant
+from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, Scheduling
 from nanoserve.commands.bench_reshard import resharding_variants
 from nanoserve.layout import ParallelLayout
 from nanoserve.scheduler.plan import LayoutCapacity
@@ -48,7 +48,7 @@ def simulated_alone(layout: int) -> OpenEngine:
     )
 
 
-def variants(*engines: OpenEngine) -> dict[str, Variant]:
+def variants(*engines: OpenEngine) -> dict[str, PolicyVariant]:
     """By name."""
     scheduling = Scheduling(block_size=BLOCK_SIZE, max_model_len=100, max_num_seqs=64, token_budget=32)
     return {one.name: one for one in resharding_variants(engines, scheduling)}

@@ -42,7 +42,7 @@ def test_every_case_runs_on_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
                 measure=partial(tier_metrics, vocab_size=model.vocab_size),
                 probe=lambda: 1e10,
                 foreign=ForeignLoad(),
-                keep=lambda run: None,
+                keep=lambda name, run: None,
             )
             done = next(bench.rounds(1))
             for figures in done.variants.values():

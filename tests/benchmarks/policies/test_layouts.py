@@ -5,7 +5,7 @@ import pytest
 from nanoserve.benchmarks.policies.metrics import layout_metrics
 from nanoserve.benchmarks.policies.rounds import Metrics, Run
 from nanoserve.benchmarks.policies.running import make_requests, run_variant
-from nanoserve.benchmarks.policies.variants import Variant
+from nanoserve.benchmarks.policies.variants import PolicyVariant
 from nanoserve.commands.bench_reshard import resharding_pairs
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.workloads import RequestShape
@@ -23,7 +23,7 @@ def _requests(count: int = 16, output: int = 9) -> list[Request]:
     return make_requests([RequestShape(13, output)] * count, [0.0] * count, VOCAB_SIZE, seed=0)
 
 
-def _measured(variant: Variant, output: int = 9) -> tuple[RunRecord, Metrics]:
+def _measured(variant: PolicyVariant, output: int = 9) -> tuple[RunRecord, Metrics]:
     record = run_variant(variant, _requests(output=output), vocab_size=VOCAB_SIZE)
     run = Run(variant, record)
     return record, layout_metrics(run, run, vocab_size=VOCAB_SIZE)

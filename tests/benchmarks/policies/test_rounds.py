@@ -2,8 +2,8 @@
 
 import pytest
 
-from nanoserve.benchmarks.policies.rounds import Metrics, Round, pairs, ratios, samples, summarize
-from nanoserve.benchmarks.policies.variants import OpenEngine, Scheduling, Variant
+from nanoserve.benchmarks.policies.rounds import Metrics, PolicyRound, pairs, ratios, samples, summarize
+from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, Scheduling
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.errors import UsageError
 from nanoserve.measures.metrics import Distribution
@@ -17,7 +17,7 @@ RATIOS = ("output_tokens_per_s", "ttft_ms", "tpot_ms", "e2el_ms")
 SCHEDULING = Scheduling(block_size=4, max_model_len=30, max_num_seqs=3, token_budget=64)
 
 
-def _variants(*names: str) -> list[Variant]:
+def _variants(*names: str) -> list[PolicyVariant]:
     engine = OpenEngine(
         name="x",
         executor=SimulatedExecutor(LinearTimes(num_stages=3)),
@@ -40,9 +40,9 @@ def _figures(rate: float, ttft: float) -> Metrics:
     }
 
 
-def _round(number: int, after: float = 10.0, **variants: Metrics) -> Round:
+def _round(number: int, after: float = 10.0, **variants: Metrics) -> PolicyRound:
     named = {name.replace("_", ", "): figures for name, figures in variants.items()}
-    return Round(
+    return PolicyRound(
         case="work", number=number, bandwidth_before=10.0, bandwidth_after=after, foreign_cores=0.0, variants=named
     )
 

@@ -10,7 +10,7 @@ from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.policies.cases import KvCases
 from nanoserve.benchmarks.policies.gains import HYBRID
 from nanoserve.benchmarks.policies.metrics import findings, tier_metrics
-from nanoserve.benchmarks.policies.rounds import Bench, Metrics, Round
+from nanoserve.benchmarks.policies.rounds import Bench, Metrics, PolicyRound
 from nanoserve.benchmarks.policies.running import run_variant
 from nanoserve.benchmarks.policies.variants import OpenEngine, Scheduling
 from nanoserve.commands.bench_hybrid import hybrid_variants
@@ -34,7 +34,7 @@ def _bench(engine: OpenEngine, share: float) -> Bench:
         measure=partial(tier_metrics, vocab_size=VOCAB_SIZE),
         probe=lambda: 1e10,
         foreign=ForeignLoad(),
-        keep=lambda run: None,
+        keep=lambda name, run: None,
     )
 
 
@@ -43,19 +43,19 @@ def _is_hybrid(figures: Metrics) -> bool:
 
 
 @pytest.fixture(scope="module")
-def tight() -> Round:
+def tight() -> PolicyRound:
     """With memory for a third."""
     return next(_bench(simulated_engine(), 0.3).rounds(1))
 
 
-def test_the_simulator_and_the_predictor_know_a_run_that_is_as_they_say(tight: Round) -> None:
+def test_the_simulator_and_the_predictor_know_a_run_that_is_as_they_say(tight: PolicyRound) -> None:
     for name, figures in tight.variants.items():
         assert figures["simulation_error"] == pytest.approx(0, abs=1e-4), f"{name}: the record's clock ticks"
         assert figures["simulated"]["steps"] == figures["steps"]
         assert figures["errors"]["all"].median < 0.001
 
 
-def test_tokens_are_counted_where_they_were_computed(tight: Round) -> None:
+def test_tokens_are_counted_where_they_were_computed(tight: PolicyRound) -> None:
     for name, figures in tight.variants.items():
         device, host = figures["latencies"]["device"], figures["latencies"]["host"]
         assert device["tokens"] + host["tokens"] == REQUESTS * (OUTPUT - 1)
@@ -66,7 +66,7 @@ def test_tokens_are_counted_where_they_were_computed(tight: Round) -> None:
     assert overlap["host"]["itl_ms"].p50 > 3 * overlap["device"]["itl_ms"].p50, "a token on the host takes L + 1 steps"
 
 
-def test_errors_and_gains_are_those_of_the_strategies_that_ran(tight: Round) -> None:
+def test_errors_and_gains_are_those_of_the_strategies_that_ran(tight: PolicyRound) -> None:
     overlap, neo = tight.variants["overlap"], tight.variants["neo"]
     assert overlap["errors"]["asymmetric"] is None and neo["errors"]["overlap"] is None
     assert overlap["errors"]["overlap"].steps > 10 and overlap["gains"]["overlap"].steps > 10
@@ -74,7 +74,7 @@ def test_errors_and_gains_are_those_of_the_strategies_that_ran(tight: Round) -> 
     assert neo["gains"]["asymmetric"].steps > 10
 
 
-def test_gains_come_near_their_bounds_and_never_beyond(tight: Round) -> None:
+def test_gains_come_near_their_bounds_and_never_beyond(tight: PolicyRound) -> None:
     assert findings([tight], holds_everything=False)["beyond_bound"] == ()
     for figures in tight.variants.values():
         for part in figures["gains"].values():
@@ -89,12 +89,12 @@ def test_with_memory_for_everything_no_step_is_hybrid() -> None:
     assert findings([done], holds_everything=True)["hybrid_although_it_fits"] == ()
 
 
-def test_hybrid_steps_although_everything_fits_are_found(tight: Round) -> None:
+def test_hybrid_steps_although_everything_fits_are_found(tight: PolicyRound) -> None:
     found = findings([tight, tight], holds_everything=True)
     assert found["hybrid_although_it_fits"] == ("neo", "overlap", "apex:minimum_ratio=0", "hybrid")
 
 
-def test_gains_beyond_the_bound_are_found(tight: Round) -> None:
+def test_gains_beyond_the_bound_are_found(tight: PolicyRound) -> None:
     overlap = tight.variants["overlap"]
     gain = overlap["gains"]["overlap"]
     more = msgspec.structs.replace(gain, gain=gain.bound + 0.03)
