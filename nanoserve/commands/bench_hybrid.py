@@ -13,7 +13,7 @@ from nanoserve.benchmarks.policies.pictures import plot_throughputs
 from nanoserve.benchmarks.policies.rounds import Bench, Ratio, ratios_within
 from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, Scheduling
 from nanoserve.benchmarks.policy_names import parse_policies
-from nanoserve.commands.bench_options import MOST_REQUESTS, WORK_PANEL, operators_title
+from nanoserve.commands.bench_options import MOST_REQUESTS, operators_title
 from nanoserve.commands.bench_variants import Comparison, Table, VariantsOptions, columns
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
@@ -76,7 +76,6 @@ _GAIN_COLUMNS = columns(
 
 class HybridOptions(
     VariantsOptions,
-    panel=WORK_PANEL,
     renamed={
         "--input": "is now part of --lengths, as 256+48,256+96",
         "--output": "is now part of --lengths, as 256+48,256+96",
@@ -133,7 +132,7 @@ class HybridOptions(
         return work
 
 
-def run(options: HybridOptions) -> int:
+def run(options: HybridOptions) -> None:
     """Answers get longer, as in APEX's figure 7, and the device's KV memory smaller; with the last limit it holds
     everything. All requests come at once, prompts are random. Printed are throughput with ratios to the first policy,
     latencies by where the KV was, how busy device and CPU were, how well steps were predicted, how much of the closed
@@ -147,7 +146,7 @@ def run(options: HybridOptions) -> int:
         --kv-limits 0.2,1 --rounds 5
       nanoserve bench hybrid --policy sarathi,overlap,overlap:cohorts=4,hybrid
     """
-    return TierComparison(options).run()
+    TierComparison(options).run()
 
 
 class TierComparison(Comparison[HybridOptions]):
@@ -184,8 +183,16 @@ class TierComparison(Comparison[HybridOptions]):
         scheduling = Scheduling.of([engine], config, model)
         for case, variants in hybrid_variants(engine, self.policies, self.work, scheduling):
             facts = {"share": case.share, "output": case.shape.output_tokens, "blocks": case.num_blocks}
-            asked = {"case": case.name, "shapes": case.shapes, "facts": facts}
-            self.benches.append(Bench(**asked, variants=variants, measure=measure, **self.shared))
+            self.benches.append(
+                Bench(
+                    case=case.name,
+                    facts=facts,
+                    shapes=case.shapes,
+                    variants=variants,
+                    measure=measure,
+                    **self.shared,
+                )
+            )
         facts = {"host_threads": engine.host_threads, "host_blocks": engine.host_blocks}
         return {**facts, "model_layers": model.num_layers}
 

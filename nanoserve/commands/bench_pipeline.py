@@ -13,7 +13,7 @@ from nanoserve.benchmarks.policies.rounds import Bench, Ratio
 from nanoserve.benchmarks.policies.variants import Scheduling
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.serving.requests import parse_rates
-from nanoserve.commands.bench_options import WORK_PANEL, LengthOptions, fitting_work, operators_title
+from nanoserve.commands.bench_options import LengthOptions, fitting_work, operators_title
 from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table, columns
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
@@ -74,7 +74,7 @@ _SIMULATED_COLUMNS = columns(
 )
 
 
-class PipelineOptions(LengthOptions, RandomModelOptions, panel=WORK_PANEL, renamed={"--request-rate": "is now --rate"}):
+class PipelineOptions(LengthOptions, RandomModelOptions, renamed={"--request-rate": "is now --rate"}):
     """All options of the command: requests, and workers that several policies run on in turn."""
 
     rate: str = option("inf", "Requests per second, or inf: all at once.", metavar="X")
@@ -103,7 +103,7 @@ class PipelineOptions(LengthOptions, RandomModelOptions, panel=WORK_PANEL, renam
 
 
 @on_all_machines
-def run(options: PipelineOptions) -> int:
+def run(options: PipelineOptions) -> None:
     """Printed are tokens per second and latencies, where the stages' time went (bubbles), how even the micro-batches
     were, ratios with their spread, and what the simulator makes of the same stage times. Answers have the length
     that was asked for, prompts are random, no prefixes are shared.
@@ -117,7 +117,7 @@ def run(options: PipelineOptions) -> int:
       nanoserve bench pipeline --policy sarathi --against-one-process --rounds 5
     """
     options.check_is_for_cpu()
-    return StageComparison(options).run()
+    StageComparison(options).run()
 
 
 class StageComparison(Comparison[PipelineOptions]):
@@ -173,8 +173,16 @@ class StageComparison(Comparison[PipelineOptions]):
             limits = machine_limits(dtype, self.probe, progress=progress)
         cost = ModelCost(model, dtype.itemsize)
         measure = partial(stage_metrics, vocab_size=model.vocab_size, cost=cost, limits=limits)
-        asked = {"case": work.name, "shapes": work.shapes, "rate": self.rate}
-        self.benches.append(Bench(**asked, variants=variants, measure=measure, **self.shared))
+        self.benches = [
+            Bench(
+                case=work.name,
+                shapes=work.shapes,
+                rate=self.rate,
+                variants=variants,
+                measure=measure,
+                **self.shared,
+            )
+        ]
         return {
             "kv_blocks": blocks,
             "limit_read_gb_per_s": limits.bytes_per_second / 1e9,

@@ -11,7 +11,7 @@ from nanoserve.benchmarks.policies.metrics import layout_metrics
 from nanoserve.benchmarks.policies.pictures import plot_phases
 from nanoserve.benchmarks.policies.rounds import Bench, Pair, Ratio
 from nanoserve.benchmarks.policies.variants import RESHARDING, OpenEngine, PolicyVariant, Scheduling
-from nanoserve.commands.bench_options import WORK_PANEL, LengthOptions, fitting_work, operators_title
+from nanoserve.commands.bench_options import LengthOptions, fitting_work, operators_title
 from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table, columns
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
@@ -66,7 +66,7 @@ _SIMULATED_COLUMNS = columns(
 )
 
 
-class ReshardOptions(LengthOptions, RandomModelOptions, panel=WORK_PANEL):
+class ReshardOptions(LengthOptions, RandomModelOptions):
     """All options of the command: requests, and workers with two layouts."""
 
     against_own_workers: bool = option(False, "Also each layout on workers that have no other.")
@@ -90,7 +90,7 @@ class ReshardOptions(LengthOptions, RandomModelOptions, panel=WORK_PANEL):
 
 
 @on_all_machines
-def run(options: ReshardOptions) -> int:
+def run(options: ReshardOptions) -> None:
     """All requests come at once, answers have the length that was asked for, prompts are random. Printed are tokens per
     second, where the time went, what was moved between device and host memory and how fast, ratios with their
     spread, and what the simulator makes of the same step times.
@@ -105,7 +105,7 @@ def run(options: ReshardOptions) -> int:
         --json reshard.json --record reshard-trace.json
     """
     options.check_is_for_cpu()
-    return LayoutComparison(options).run()
+    LayoutComparison(options).run()
 
 
 def resharding_variants(engines: Sequence[OpenEngine], scheduling: Scheduling) -> Iterator[PolicyVariant]:
@@ -160,17 +160,20 @@ class LayoutComparison(Comparison[ReshardOptions]):
         start = partial(engines.open_workers, " -> ".join(names), self.resolved, config, model)
         pair = self.open(f"starting workers for {' and '.join(names)}", start)
         for layout in config.layouts if self.options.against_own_workers else ():
-            degrees = {"pipeline_parallel": layout.pipeline_parallel, "tensor_parallel": layout.tensor_parallel}
-            alone = replace(config, **degrees, decode_layout=None, host_kv_memory=None)
+            alone = replace(
+                config,
+                pipeline_parallel=layout.pipeline_parallel,
+                tensor_parallel=layout.tensor_parallel,
+                decode_layout=None,
+                host_kv_memory=None,
+            )
             start = partial(engines.open_workers, "own workers", self.resolved, alone, model)
             self.open(f"starting workers for {layout.name} alone", start)
         scheduling = Scheduling.of(self.engines, config, model)
         work = fitting_work(self.work, scheduling.max_model_len, self.report)
         variants = list(resharding_variants(self.engines, scheduling))
         measure = partial(layout_metrics, vocab_size=model.vocab_size)
-        self.benches.append(
-            Bench(case=work.name, shapes=work.shapes, variants=variants, measure=measure, **self.shared)
-        )
+        self.benches = [Bench(case=work.name, shapes=work.shapes, variants=variants, measure=measure, **self.shared)]
         return {
             "kv_blocks": " and ".join(f"{capacity.num_blocks:,}" for capacity in pair.capacities),
             "host_blocks": pair.host_blocks,

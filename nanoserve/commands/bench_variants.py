@@ -15,17 +15,15 @@ from nanoserve.benchmarks.policies.rounds import Bench, Ratio, Run, pairs, ratio
 from nanoserve.benchmarks.policies.variants import OpenEngine
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import (
-    WORK_PANEL,
     ResultOptions,
     kept,
     print_counting,
     print_head,
     settled_operators,
 )
-from nanoserve.commands.engine_options import MODEL_PANEL, Progress, WorkersOptions
-from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.engine_options import MODEL_PANEL, WorkersOptions
 from nanoserve.commands.options import option
-from nanoserve.commands.progress import show_progress
+from nanoserve.commands.progress import Progress, show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.engine_config import EngineConfig
 from nanoserve.measures.chrome_trace import ChromeTraceFile
@@ -36,7 +34,7 @@ from nanoserve.record.trace import RunTrace
 DEFAULT_MODEL = "dummy:qwen3-0.6b"
 
 
-class VariantsOptions(ResultOptions, WorkersOptions, panel=WORK_PANEL):
+class VariantsOptions(ResultOptions, WorkersOptions):
     """How often the variants take turns, on which workers, and where results go."""
 
     rounds: int = option(3, "Rounds that count.", minimum=1)
@@ -113,7 +111,7 @@ class Comparison(ABC, Generic[O]):
         """Sentences above the tables; their figures may be put into the report."""
         return ()
 
-    def run(self) -> int:
+    def run(self) -> None:
         """Measure, and show what was measured until the end, Ctrl-C or a failure."""
         options = self.options
         operators = settled_operators(options.threads)
@@ -149,7 +147,6 @@ class Comparison(ABC, Generic[O]):
             }
             self.report.put("engine", {**general, **facts})
             self._measure(options.rounds)
-        return EXIT_OK
 
     def open(self, announced: str, open_engine: Callable[[Progress], OpenEngine]) -> OpenEngine:
         """Open an engine for all rounds while its progress is shown; the end of the comparison closes it."""

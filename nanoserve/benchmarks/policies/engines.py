@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from nanoserve.assembly import choose_num_host_blocks, make_predictors
+from nanoserve.assembly import make_predictors
 from nanoserve.benchmarks.policies.cases import KvCases
 from nanoserve.benchmarks.policies.variants import OpenEngine
 from nanoserve.config import ModelConfig
@@ -20,6 +20,7 @@ from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 from nanoserve.runtime.launch.memory import kv_bytes_per_block
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_predictor, measure_shortly
 from nanoserve.runtime.local import LocalExecutor
+from nanoserve.runtime.moves.host_pool import choose_host_blocks
 from nanoserve.runtime.workers.executor import WorkersExecutor
 from nanoserve.scheduler.plan import LayoutCapacity
 
@@ -39,7 +40,7 @@ def open_workers(
     Raises:
         NanoserveError: if they cannot run.
     """
-    host_blocks = choose_num_host_blocks(model, config)
+    host_blocks = choose_host_blocks(model, config)
     executor = WorkersExecutor(
         resolved,
         config,
@@ -134,7 +135,7 @@ def _profiled(llm: LLM, config: EngineConfig, progress: ProgressCallback | None)
     """With the profile that such an engine makes at its start, of layers as they run now: compiled, if they are."""
     executor = llm.engine.executor
     assert isinstance(executor, LocalExecutor), "one device in this process"
-    runner, processor = executor.runner, executor.processor
+    runner, processor = executor.runner, executor.stage.processor
     assert processor is not None, "the policy that it was opened with attends on the host"
     starting = StartingEngine(
         runner=runner,

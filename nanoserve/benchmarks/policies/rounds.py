@@ -11,7 +11,7 @@ import msgspec
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.policies.running import make_requests, run_variant
 from nanoserve.benchmarks.policies.variants import PolicyVariant
-from nanoserve.benchmarks.rounds import GIGA, Bracketed, bandwidth_states, until_enough_count
+from nanoserve.benchmarks.rounds import GIGA, Bracketed, in_states, rotated, until_enough_count
 from nanoserve.benchmarks.serving.requests import poisson_arrivals
 from nanoserve.measures.metrics import Distribution
 from nanoserve.measures.workloads import RequestShape
@@ -82,14 +82,13 @@ class Bench:
         return until_enough_count(self._round, wanted)
 
     def _round(self, number: int) -> PolicyRound:
-        turn = (number - 1) % len(self.variants)
         # Measured in each round: a machine that others use too is not as fast in one minute as in the next.
         measure_times = self.variants[0].engine.measure_times
         times = None if measure_times is None else measure_times()
         before = self.probe() / GIGA
         runs: dict[str, Run] = {}
         loads: dict[str, float | None] = {}
-        for variant in [*self.variants[turn:], *self.variants[:turn]]:
+        for variant in rotated(self.variants, number - 1):
             self.foreign.read()
             record = run_variant(variant, self.requests(number), vocab_size=self.vocab_size)
             loads[variant.name] = self.foreign.read()
@@ -150,8 +149,8 @@ class Ratio(msgspec.Struct, frozen=True):
 def ratios(rounds: Sequence[PolicyRound], pairs: Sequence[Pair], metrics: Sequence[str]) -> list[Ratio]:
     """Medians and extremes of each pair, metric and bandwidth state; formed within a round, never across rounds."""
     values: dict[tuple[str, str, str], list[float]] = {}
-    for place, state in sorted(bandwidth_states(rounds).items()):
-        for (called, metric), ratio in ratios_within(rounds[place].variants, pairs, metrics).items():
+    for done, state in in_states(rounds):
+        for (called, metric), ratio in ratios_within(done.variants, pairs, metrics).items():
             values.setdefault((called, metric, state), []).append(ratio)
     return [
         Ratio(*key, rounds=len(found), median=statistics.median(found), low=min(found), high=max(found))
@@ -191,8 +190,8 @@ def _number(value: Distribution | float | None) -> float | None:
 def summarize(rounds: Sequence[PolicyRound]) -> list[dict[str, Any]]:
     """For every state and variant: medians over the counting rounds of all metrics."""
     groups: dict[tuple[str, str], list[Metrics]] = {}
-    for place, state in sorted(bandwidth_states(rounds).items()):
-        for name, figures in rounds[place].variants.items():
+    for done, state in in_states(rounds):
+        for name, figures in done.variants.items():
             groups.setdefault((state, name), []).append(msgspec.to_builtins(figures))
     return [
         {"variant": name, "state": state, "rounds": len(found), **_median(found)}
