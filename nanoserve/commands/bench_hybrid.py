@@ -193,8 +193,8 @@ class TierComparison(Comparison[HybridOptions]):
                     **self.shared,
                 )
             )
-        facts = {"host_threads": engine.host_threads, "host_blocks": engine.host_blocks}
-        return {**facts, "model_layers": model.num_layers}
+        host = {"host_threads": engine.host_threads, "host_blocks": engine.host_blocks}
+        return {**host, "model_layers": model.num_layers}
 
     def title(self) -> str:
         facts = self.report.document["engine"]
@@ -313,7 +313,7 @@ def hybrid_variants(
 
 
 def _gain_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One for each strategy that had steps without prompts."""
+    """A row for each strategy that had steps without prompts."""
     for row in summary:
         for strategy, gain in (row["gains"] or {}).items():
             if gain is not None:

@@ -209,7 +209,7 @@ class StageComparison(Comparison[PipelineOptions]):
 
 
 def _stage_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One for each stage; a single process has one without shares."""
+    """A row for each stage; that of a single process has no shares."""
     for row in summary:
         for stage, shares in (row["stages"] or {"-": {}}).items():
             bubbles = 1 - shares["computing"] if shares else None

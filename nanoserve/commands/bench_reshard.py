@@ -201,7 +201,7 @@ class LayoutComparison(Comparison[ReshardOptions]):
 
 
 def _move_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One for each kind of moves."""
+    """A row for each kind of moves."""
     for row in summary:
         for moves, field in _MOVES.items():
             keys = {"variant": row["variant"], "state": row["state"], "moves": moves}

@@ -217,7 +217,7 @@ class Comparison(ABC, Generic[O]):
             found = samples(bench.done, list(self.ratios))
             rows = summarize(bench.done)
             if self.by_case:
-                texts = {(one.over, one.state): one.text for one in held}
+                texts = {(one.variants.partition(" over ")[0], one.state): one.text for one in held}
                 rows = [{**row, "case": bench.case, "ratio": texts.get((row["variant"], row["state"]))} for row in rows]
                 found = {f"{bench.case}, {name}": figures for name, figures in found.items()}
             summary += rows

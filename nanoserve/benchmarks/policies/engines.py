@@ -75,7 +75,7 @@ def open_workers(
 def open_one_process(
     name: str, resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None
 ) -> OpenEngine:
-    """The same model, undivided, in this process, with all of its threads.
+    """Open the model undivided in this process, with all of its threads.
 
     Raises:
         NanoserveError: if it cannot run.
@@ -99,7 +99,7 @@ def open_with_host(
     work: KvCases,
     progress: ProgressCallback | None,
 ) -> OpenEngine:
-    """One device and a CPU that attends in host memory: with memory for the largest case on both sides, and profiled.
+    """Open a profiled engine of one device and a CPU that attends in host memory; both hold the largest case.
 
     Raises:
         NanoserveError: if it cannot run, or this machine cannot be profiled.
@@ -132,7 +132,7 @@ def _prepared_llm(resolved: ResolvedModel, config: EngineConfig, progress: Progr
 
 
 def _profiled(llm: LLM, config: EngineConfig, progress: ProgressCallback | None) -> OpenEngine:
-    """With the profile that such an engine makes at its start, of layers as they run now: compiled, if they are."""
+    """An engine with the profile that it makes at its start; its layers run now as they run in the benchmark."""
     executor = llm.engine.executor
     assert isinstance(executor, LocalExecutor), "one device in this process"
     runner, processor = executor.runner, executor.stage.processor

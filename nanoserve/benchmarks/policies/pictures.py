@@ -94,8 +94,8 @@ def _draw_phases(axes: "Axes", name: str, record: RunRecord) -> None:
         axes.broken_barh(spans, (_STRIP[0], _STRIP[1] - _STRIP[0]), color=colour, linewidth=0)
         axes.broken_barh(spans, (0, 100), color=colour, alpha=0.12, linewidth=0)
     times = [moment - began for moment, _ in record.blocks]
-    device = [_percent(blocks.used_device, blocks.device) for _, blocks in record.blocks]
-    pool = [_percent(blocks.used_host, blocks.host) for _, blocks in record.blocks]
+    device = [100 * blocks.used_device / blocks.device for _, blocks in record.blocks]
+    pool = [100 * blocks.used_host / blocks.host for _, blocks in record.blocks]
     axes.step(times, device, "--", where="post", color=_DEVICE, linewidth=1)
     axes.step(times, pool, "-", where="post", color=_POOL, linewidth=1.4)
     transitions = sum(phase.kind == "reshard" for phase in record.phases)
@@ -109,10 +109,6 @@ def _draw_phases(axes: "Axes", name: str, record: RunRecord) -> None:
 def _kind(phase: Phase) -> str:
     """A key of _PHASES."""
     return {"drain": "draining", "reshard": "re-sharding"}.get(phase.kind) or ("decode" if phase.layout else "prefill")
-
-
-def _percent(used: int, blocks: int) -> float:
-    return 100 * used / blocks if blocks else 0.0
 
 
 def plot_throughputs(path: Path, title: str, benches: Sequence[Bench]) -> None:

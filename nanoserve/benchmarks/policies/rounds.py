@@ -136,11 +136,6 @@ class Ratio(msgspec.Struct, frozen=True):
     high: float
 
     @property
-    def over(self) -> str:
-        """What is over the other: the policy of the first variant, or its engine."""
-        return self.variants.partition(" over ")[0]
-
-    @property
     def text(self) -> str:
         """The median, and how far the rounds lie apart."""
         return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
