@@ -13,8 +13,8 @@ from nanoserve.papers.framework import Outcomes, Run
 from nanoserve.papers.observers import Steady, SteadyWindow, StepLog, StepSample
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator import SimulationResult, Workload, burst, poisson_arrivals, simulate
-from nanoserve.simulator.named_lengths import named_lengths
 from nanoserve.simulator.pipeline import COUPLED, DECOUPLED
+from nanoserve.simulator.workload import named_lengths
 
 BLOCK_SIZE = 16
 _RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}

@@ -17,8 +17,7 @@ from nanoserve.papers.cases import BLOCK_SIZE, System, SystemCase
 from nanoserve.record.metrics import CompletedRequest
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator import SimulationResult, Workload, burst, poisson_arrivals, simulate
-from nanoserve.simulator.length_tables import load_length_table
-from nanoserve.simulator.lengths import lognormal_lengths
+from nanoserve.simulator.workload import load_length_table, lognormal_lengths
 
 DEVICE = System(label="device only", policy="sarathi", parameters=(("admission_reserve", False),))
 """vLLM and SwiftLLM: Sarathi-Serve's policy on the same runtime, without host memory and nanoserve's own reserve."""

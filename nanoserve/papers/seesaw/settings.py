@@ -11,7 +11,7 @@ from nanoserve.costs.counts import tensor_degrees
 from nanoserve.costs.hardware import GIBI, Link
 from nanoserve.costs.memory import DoesNotFit
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.simulator.named_lengths import named_lengths
+from nanoserve.simulator.workload import named_lengths
 
 BLOCK_SIZE = 16
 LONGEST = 4096
