@@ -344,15 +344,16 @@ class Scheduler:
         if self._cohorts is not None:
             for progress in result.cohorts:
                 self._cohorts.advance(progress.step, progress.layers)
+        sequences, answered = table.sequences, table.answered
         for answer in result.answers:
-            sequence = table.sequences[answer.sequence]
+            sequence = sequences[answer.sequence]
             row = sequence.in_flight[0]
             if answer.prompt_logprobs:
                 sequence.keep_prompt_logprobs(row.start, answer.prompt_logprobs)
             if row.sample or answer.error is not None:
                 if sequence.finish_reason is None:  # else it was ended while in flight
                     updates.append(self._take_tokens(sequence, answer, now))
-                table.answered(sequence)
+                answered(sequence)
                 if tiers is not None:
                     tiers.row_answered(sequence)
         if updates:
