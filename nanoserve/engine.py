@@ -154,7 +154,7 @@ class Engine:
             changing=(scheduler.changing_layout,),
             running=len(scheduler.running),
             on_host=len(scheduler.on_host),
-            waiting=len(scheduler.waiting) + len(scheduler.held),
+            waiting=len(scheduler.waiting),
             free_blocks=scheduler.pool.free_blocks,
             total_blocks=scheduler.pool.num_blocks,
             free_host_blocks=scheduler.host_pool.free_blocks,
