@@ -328,15 +328,16 @@ class Scheduler:
         updates = []
         for progress in result.cohorts:
             cohorts.advance(progress.step, progress.layers)
+        sequences, answered = table.sequences, table.answered
         for answer in result.answers:
-            sequence = table.sequences[answer.sequence]
+            sequence = sequences[answer.sequence]
             row = sequence.in_flight[0]
             if answer.prompt_logprobs:
                 sequence.keep_prompt_logprobs(row.start, answer.prompt_logprobs)
             if row.sample or answer.error is not None:
                 if sequence.finish_reason is None:  # else it was ended while in flight
                     updates.append(self._take_tokens(sequence, answer, now))
-                table.answered(sequence)
+                answered(sequence)
                 if any_on_host:
                     cohorts.leave(answer.sequence)
         if updates:
