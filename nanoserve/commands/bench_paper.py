@@ -9,8 +9,7 @@ from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, JsonOpti
 from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.progress import show_progress
-from nanoserve.measures.charts import draw
-from nanoserve.measures.figures import check_plotting
+from nanoserve.measures.charts import check_plotting, draw
 from nanoserve.papers.framework import Finding, Paper, PaperFigure, Scale, load_paper
 from nanoserve.papers.running import Runner
 

@@ -17,6 +17,7 @@ from nanoserve.commands.simulate_options import RUNTIMES, FleetOptions, Hardware
 from nanoserve.commands.simulated_hardware import SimulatedHardware, host_kv_bytes
 from nanoserve.costs.hardware import GIBI
 from nanoserve.errors import UsageError
+from nanoserve.measures.charts import draw
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.measures.metrics import Distribution
 from nanoserve.measures.slo import parse_slo
@@ -24,7 +25,7 @@ from nanoserve.record.trace import SimulationTrace
 from nanoserve.record.window import StepWindow
 from nanoserve.scheduler.load import Policy
 from nanoserve.simulator import simulate
-from nanoserve.simulator.plots import PlottedRun, plot_simulation
+from nanoserve.simulator.plots import PANEL_SIZE, PlottedRun, simulation_chart
 
 _COLUMNS = [
     Column("policy", "policy"),
@@ -112,9 +113,13 @@ def run(options: SimulateOptions) -> int:
     place = _place(settings, hardware)
     with ExitStack() as files, kept(report, lambda: _show(report, options, place)):
         trace = None if options.record is None else files.enter_context(ChromeTraceFile(options.record))
-        runs = [_run(options, hardware, name, policy, report, trace) for name, policy in chosen.items()]
+        runs: list[PlottedRun] = []
+        for name, policy in chosen.items():
+            window = StepWindow(beside=runs[0].window if runs else None)
+            runs.append(_run(options, hardware, name, policy, report, trace, window))
         if options.plot is not None:
-            plot_simulation(options.plot, f"{place}\n{_title(report, options)}", runs)
+            title = f"{place}\n{_title(report, options)}"
+            draw(simulation_chart(title, runs), options.plot, panel_size=PANEL_SIZE)
     return EXIT_OK
 
 
@@ -149,9 +154,9 @@ def _run(
     policy: Policy,
     report: Report,
     trace: ChromeTraceFile | None,
+    window: StepWindow,
 ) -> PlottedRun:
-    """One policy's run, whose figures are a row of the report."""
-    window = StepWindow()
+    """One policy's run, whose metrics are a row of the report."""
     traces = [] if trace is None else [SimulationTrace(trace, options.block_size)]
     result = simulate(
         policy,

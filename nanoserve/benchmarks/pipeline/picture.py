@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanoserve.benchmarks.variants import KeptRun
-from nanoserve.measures.figures import save_figure, titled_figure
+from nanoserve.measures.charts import AnyPanel, Chart, Gantt, draw
 from nanoserve.record.bubbles import stage_shares
-from nanoserve.record.window import StepWindow
-from nanoserve.simulator.plots import add_legend, draw_stages, draw_tokens
+from nanoserve.record.window import StepWindow, token_panels
 
 
 def plot_runs(path: Path, title: str, shown: Sequence[KeptRun]) -> None:
@@ -16,30 +15,30 @@ def plot_runs(path: Path, title: str, shown: Sequence[KeptRun]) -> None:
     Raises:
         RuntimeFailure: if the file cannot be written.
     """
-    figure = titled_figure(title, 15, 1.2 + 2.7 * len(shown))
-    panels = figure.subplots(len(shown), 2, squeeze=False)
     counts = [
         [(step, planned.decodes, planned.prompt_tokens) for step, planned in one.record.planned.items()]
         for one in shown
     ]
-    most = max(decodes + prompt for steps in counts for _, decodes, prompt in steps)
-    for one, steps, (stages, tokens) in zip(shown, counts, panels, strict=True):
+    titles = [f"{one.name}: tokens of each micro-batch" for one in shown]
+    panels: list[AnyPanel] = []
+    first: StepWindow | None = None
+    for one, tokens in zip(shown, token_panels(titles, "micro-batch", counts), strict=True):
         shares = stage_shares(one.record, one.layouts[0].tensor_parallel)
         if shares:
+            window = _window(one, first)
+            first = first or window
             idle = sum(share.bubbles for share in shares) / len(shares)
-            draw_stages(stages, _window(one), f"{one.name}: which micro-batch is where; stages idle for {idle:.0%}")
+            panels.append(window.gantt(f"{one.name}: which micro-batch is where; stages idle for {idle:.0%}"))
         else:
-            stages.set_axis_off()
-        draw_tokens(tokens, steps)
-        tokens.set(title=f"{one.name}: tokens of each micro-batch", xlabel="micro-batch", ylim=(0, most * 1.05))
-    add_legend(figure)
-    save_figure(figure, path)
+            panels.append(Gantt(title=f"{one.name}: one process, without stages", x="", rows=(), spans=(), end=1.0))
+        panels.append(tokens)
+    draw(Chart(title, panels, columns=2), path, panel_size=(7.5, 2.7))
 
 
-def _window(shown: KeptRun) -> StepWindow:
+def _window(shown: KeptRun, beside: StepWindow | None) -> StepWindow:
     """Where each stage's device worked on each plan, in seconds from the first arrival on."""
     record = shown.record
-    window = StepWindow(record.arrivals[0].arrival_time)
+    window = StepWindow(record.arrivals[0].arrival_time, beside)
     stages = record.stages(shown.layouts[0].tensor_parallel)
     for planned, *times in zip(record.planned.values(), *stages, strict=True):
         window.on_step(planned, times)

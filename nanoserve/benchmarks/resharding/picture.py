@@ -2,20 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nanoserve.benchmarks.variants import KeptRun
-from nanoserve.measures.figures import save_figure, titled_figure
+from nanoserve.measures.charts import AnnotatedPanel, Band, Chart, ChartCurve, draw
 from nanoserve.record.phases import Phase
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_COLOURS = {"prefill": "#E69F00", "decode": "#56B4E9", "draining": "#999999", "re-sharding": "#CC79A7"}
-"""Colours from Okabe and Ito's palette, which the colour-blind can tell apart."""
-_POOL, _DEVICE = "#000000", "#D55E00"
-_STRIP, _TOP = (103.0, 118.0), 122.0
-"""Between which heights of the panel, whose lines end at 100 %, the phases are drawn, and where it ends."""
+_TOP = 122.0
+"""Where the vertical axis ends: its lines end at 100 %, and above them are the phases."""
 
 
 def plot_runs(path: Path, title: str, shown: Sequence[KeptRun]) -> None:
@@ -24,45 +17,34 @@ def plot_runs(path: Path, title: str, shown: Sequence[KeptRun]) -> None:
     Raises:
         RuntimeFailure: if the file cannot be written.
     """
-    from matplotlib.artist import Artist
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    drawn = [one for one in shown if len(one.layouts) == 2]
-    figure = titled_figure(title, 13, 1.2 + 2.5 * len(drawn))
-    panels = figure.subplots(len(drawn), 1, squeeze=False, sharex=True)[:, 0]
-    for axes, one in zip(panels, drawn, strict=True):
-        _draw(axes, one)
-    panels[-1].set(xlabel="seconds from the first arrival")
-    handles: list[Artist] = [Patch(color=colour, label=name) for name, colour in _COLOURS.items()]
-    handles.append(Line2D([], [], color=_POOL, linestyle="-", label="host pool in use"))
-    handles.append(Line2D([], [], color=_DEVICE, linestyle="--", label="device blocks in use"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=6)
-    save_figure(figure, path)
+    panels = [_panel(one) for one in shown if len(one.layouts) == 2]
+    draw(Chart(title, panels, columns=1), path, panel_size=(13.0, 2.7))
 
 
-def _draw(axes: "Axes", shown: KeptRun) -> None:
+def _panel(shown: KeptRun) -> AnnotatedPanel:
     record = shown.record
     began = record.arrivals[0].arrival_time
-    for name, colour in _COLOURS.items():
-        spans = [(phase.began - began, phase.seconds) for phase in record.phases if _kind(phase) == name]
-        axes.broken_barh(spans, (_STRIP[0], _STRIP[1] - _STRIP[0]), color=colour, linewidth=0)
-        axes.broken_barh(spans, (0, 100), color=colour, alpha=0.12, linewidth=0)
     times = [moment - began for moment, _ in record.blocks]
     device = [_percent(blocks.used_device, blocks.device) for _, blocks in record.blocks]
     pool = [_percent(blocks.used_host, blocks.host) for _, blocks in record.blocks]
-    axes.step(times, device, "--", where="post", color=_DEVICE, linewidth=1)
-    axes.step(times, pool, "-", where="post", color=_POOL, linewidth=1.4)
     transitions = sum(phase.kind == "reshard" for phase in record.phases)
     many = "1 transition" if transitions == 1 else f"{transitions} transitions"
-    axes.set_title(f"{shown.name}: {record.makespan:,.1f} s, {many}")
-    axes.set(ylabel="% of the blocks", ylim=(0, _TOP), yticks=range(0, 101, 25))
-    axes.set_xlim(left=0)
-    axes.grid(axis="y", alpha=0.3)
+    return AnnotatedPanel(
+        title=f"{shown.name}: {record.makespan:,.1f} s, {many}",
+        x="time from the first arrival on, s",
+        y="% of the blocks",
+        curves=[
+            ChartCurve("host pool in use", times, pool, style="k-"),
+            ChartCurve("device blocks in use", times, device, style="C4--"),
+        ],
+        kind="step",
+        bands=[Band(_kind(phase), phase.began - began, phase.began - began + phase.seconds) for phase in record.phases],
+        top=_TOP,
+    )
 
 
 def _kind(phase: Phase) -> str:
-    """A key of _COLOURS."""
+    """A label with a colour of its own."""
     return {"drain": "draining", "reshard": "re-sharding"}.get(phase.kind) or ("decode" if phase.layout else "prefill")
 
 
