@@ -5,8 +5,7 @@ from pathlib import Path
 
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, JsonOptions, kept, make_directory, print_head
-from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.bench_options import RESULTS_PANEL, JsonOptions, kept, make_directory, print_head
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.progress import show_progress
 from nanoserve.measures.charts import check_plotting, draw
@@ -24,7 +23,7 @@ _CLAIM_COLUMNS = [
 ]
 
 
-class PaperOptions(JsonOptions, panel=WORK_PANEL):
+class PaperOptions(JsonOptions):
     """All options of the command."""
 
     name: str = argument(..., "gllm, seesaw, apex, lecture (one device's accounting), or adaptive (ours).", "PAPER")
@@ -37,7 +36,7 @@ class PaperOptions(JsonOptions, panel=WORK_PANEL):
     )
 
 
-def run(options: PaperOptions) -> int:
+def run(options: PaperOptions) -> None:
     """Everything is simulated: neither a GPU nor the paper's model is needed.
 
     [bold]Examples[/bold]
@@ -67,7 +66,6 @@ def run(options: PaperOptions) -> int:
             _keep(report, one, found)
             if options.plot is not None and found.chart is not None:
                 draw(found.chart, options.plot / f"{options.name}-{one.number}.png")
-    return EXIT_OK
 
 
 def _keep(report: Report, figure: PaperFigure, found: Finding) -> None:

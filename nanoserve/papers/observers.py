@@ -83,11 +83,13 @@ class SteadyWindow(StepObserver):
 
     def _gained(self, plan: StepPlan) -> int:
         """Output tokens of the step, and the prompts that are computed with it."""
-        gained = 0
+        gained, prompts = 0, self._prompts
         for row in plan.rows:
             if row.sample:
-                gained += 1 + self._prompts.pop(row.sequence, 0)
-                self._answered.add(row.sequence)
+                gained += 1
+                if row.sequence in prompts:
+                    gained += prompts.pop(row.sequence)
+                    self._answered.add(row.sequence)
         return gained
 
     def _count(self, planned: Planned) -> None:
