@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nanoserve.benchmarks.gpu.markdown import to_markdown
 from nanoserve.benchmarks.gpu.results import PARTS, TUNED_FILE, TUNING, read_results
-from nanoserve.benchmarks.gpu.running import BUDGETS, PartRunner, worker_command
+from nanoserve.benchmarks.gpu.running import BUDGETS, run_parts
 from nanoserve.commands.bench_options import RESULTS_PANEL, make_directory
 from nanoserve.commands.failures import EXIT_FAILURE
 from nanoserve.commands.options import Options, option
@@ -61,8 +61,7 @@ def run(options: GpuOptions) -> int | None:
         check_gpu()
     make_directory(options.out)
     try:
-        runner = PartRunner(options.out, worker_command(options.out, dry_run=options.dry_run), dry_run=options.dry_run)
-        together = runner.run(parts, budgets)
+        together = run_parts(options.out, parts, budgets, dry_run=options.dry_run)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{options.out} keeps what was measured; the same command goes on there") from None
     if together is None:

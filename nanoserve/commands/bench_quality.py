@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import nanoserve
-from nanoserve.benchmarks.peers.catalog import PEERS
+from nanoserve.benchmarks.peers.protocol import PEERS
 from nanoserve.benchmarks.quality import (
+    NanoserveReader,
     Reader,
+    TransformersReader,
     compare_answers,
     extract_answer,
     perplexity,
@@ -78,7 +80,6 @@ def run(options: QualityOptions) -> None:
 
 def _readers(llm: "nanoserve.LLM", engine: EngineOptions, *, with_reference: bool) -> list[Reader]:
     from nanoserve.benchmarks.peers.weights import checkpoint_directory, dtype_name
-    from nanoserve.benchmarks.quality_readers import NanoserveReader, TransformersReader
 
     if not with_reference:
         return [NanoserveReader(llm)]
