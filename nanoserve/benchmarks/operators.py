@@ -25,7 +25,7 @@ from nanoserve.benchmarks.rounds import GIGA, Bracketed, in_states, rotated, unt
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.dtypes import format_name
 from nanoserve.models.shapes import dummy_config
-from nanoserve.runtime.host.host_attention import HostAttention
+from nanoserve.runtime.host.host_attention import HostAttentionThread
 from triton_ops import cache_write, linear, reference_operators
 
 SHAPE = "qwen3-0.6b"
@@ -109,7 +109,7 @@ def host_attention_case(batch: int, context: int, dtype: torch.dtype) -> Iterato
     pools = zip(keys, values, strict=True)
     calls = cycle([replace(call, query=query, key_cache=one, value_cache=other) for one, other in pools])
     rows = AttentionBatch(call.block_tables, call.query_starts, call.context_lengths, slots)
-    host = HostAttention(dummy_config(SHAPE), keys, values, torch.device("cpu"), threads=torch.get_num_threads())
+    host = HostAttentionThread(dummy_config(SHAPE), keys, values, torch.device("cpu"), threads=torch.get_num_threads())
     layers = cycle(range(len(keys)))
 
     def hand_over_and_wait() -> Tensor:
