@@ -84,7 +84,11 @@ def build_engine(
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
         raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
-    _check_host_attention(config)
+    # What cannot be is refused before anything is loaded.
+    if config.host_threads is not None:
+        divide_cores(config.host_threads)
+    if config.profile is not None:
+        read_profile(Path(config.profile))
     build = _build_here if config.data_parallel * config.num_workers == 1 else _build_on_workers
     if config.trace is None:
         return build(resolved, config, progress, default_params)
@@ -94,18 +98,6 @@ def build_engine(
         _trace(built, file, config)
         failing.pop_all()  # the end of the run closes it
     return built
-
-
-def _check_host_attention(config: EngineConfig) -> None:
-    """What cannot be is refused before anything is loaded.
-
-    Raises:
-        UsageError: for more threads in host memory than this machine has cores, and a profile that is none.
-    """
-    if config.host_threads is not None:
-        divide_cores(config.host_threads)
-    if config.profile is not None:
-        read_profile(Path(config.profile))
 
 
 def _trace(built: BuiltEngine, file: ChromeTraceFile, config: EngineConfig) -> None:
@@ -165,7 +157,12 @@ def _build_here(
             speeds=speeds,
             compiled=stage.compiled,
         )
-        predictors = _profiled(starting, executor, progress)
+        try:
+            measured = hybrid_predictor(starting, progress)
+        except UsageError:  # the profile that is given is of something else
+            executor.close()
+            raise
+        predictors = () if measured is None else (CorrectedPredictor(measured),)
     scheduler = _make_scheduler(
         config,
         [LayoutCapacity(num_blocks)],
@@ -176,22 +173,6 @@ def _build_here(
     )
     engine = Engine(scheduler, executor, vocab_size=model.vocab_size)
     return BuiltEngine(engine, model, max_model_len, default_params, operators, layers, facts)
-
-
-def _profiled(
-    starting: StartingEngine, executor: LocalExecutor, progress: ProgressCallback | None
-) -> Sequence[Predictor]:
-    """Predictors of a policy that attends in host memory; none where nothing can be measured.
-
-    Raises:
-        UsageError: if the profile that is given is of something else; the executor is closed then.
-    """
-    try:
-        measured = hybrid_predictor(starting, progress)
-    except UsageError:
-        executor.close()
-        raise
-    return () if measured is None else (CorrectedPredictor(measured),)
 
 
 def _build_on_workers(
@@ -240,9 +221,9 @@ def _build_on_workers(
 
 def _host_pool(decoder: Decoder, model: ModelConfig, config: EngineConfig, num_blocks: int) -> HostPool | None:
     """A pool in memory of this process, beside `num_blocks` on its device, if that was asked for."""
-    cache = num_blocks * kv_bytes_per_block(model, config.block_size, decoder.dtype)
     on_host = decoder.device.type == "cpu"
-    host_blocks = choose_host_blocks(model, config, reserved=cache if on_host else 0)
+    cache = num_blocks * kv_bytes_per_block(model, config.block_size, decoder.dtype) if on_host else 0
+    host_blocks = choose_host_blocks(model, config, reserved=cache)
     if host_blocks == 0:
         return None
     return HostPool.of_one_process(model, num_blocks=host_blocks, block_size=config.block_size, dtype=decoder.dtype)

@@ -85,7 +85,7 @@ class TokenCounts:
             request.tokens += gained
             self.outputs += gained
             self.outstanding += gained
-            if update.finished:
+            if update.sequence.finish_reason is not None:
                 request.samples -= 1
                 if not request.samples:
                     self.outstanding -= request.tokens
@@ -152,7 +152,7 @@ class Engine:
             changing=(scheduler.changing_layout,),
             running=len(scheduler.running),
             on_host=len(scheduler.on_host),
-            waiting=len(scheduler.waiting) + len(scheduler.held),
+            waiting=len(scheduler.waiting),
             free_blocks=scheduler.pool.free_blocks,
             total_blocks=scheduler.pool.num_blocks,
             free_host_blocks=scheduler.host_pool.free_blocks,
@@ -183,8 +183,9 @@ class Engine:
             ("logit_bias", params.logit_bias),
         )
         for name, tokens in named:
-            if outside := [token for token in tokens if not 0 <= token < self.vocab_size]:
-                raise UsageError(f"{name}: token id {outside[0]} is not in the vocabulary of {self.vocab_size}")
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+                outside = next(token for token in tokens if not 0 <= token < self.vocab_size)
+                raise UsageError(f"{name}: token id {outside} is not in the vocabulary of {self.vocab_size}")
         self.scheduler.add(request)
         self.tokens.on_request(request)
         if self._recorder is not None:

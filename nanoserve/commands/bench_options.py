@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from nanoserve.benchmarks.plots import plot_bars
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.rounds import Bracketed
-from nanoserve.benchmarks.serving.work import Work
+from nanoserve.benchmarks.serving.requests import Work
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.options import Options, option
 from nanoserve.commands.terminal import remark
@@ -29,7 +29,7 @@ DEFAULT_REQUESTS = 32
 _NAMES = f"{', '.join(PRESETS)}, a name as in simulate, or IN+OUT tokens"
 
 
-class ProbeOptions(Options, panel=WORK_PANEL):
+class ProbeOptions(Options):
     """Whether the machine is measured, too."""
 
     no_probe: bool = option(False, "Do not measure what the machine does at best: begins sooner, and names no floors.")
@@ -37,7 +37,6 @@ class ProbeOptions(Options, panel=WORK_PANEL):
 
 class GridOptions(
     Options,
-    panel=WORK_PANEL,
     renamed={
         "--input": "is now part of --lengths, as 128+32 or 128+32,512+32",
         "--output": "is now part of --lengths, as 128+32 or 128+32,512+32",
@@ -61,7 +60,6 @@ class GridOptions(
 
 class LengthOptions(
     Options,
-    panel=WORK_PANEL,
     renamed={
         "--preset": "is now --lengths",
         "--input": "is now part of --lengths, as 128+32",

@@ -84,7 +84,7 @@ class LatencyMetrics:
         if not isinstance(event, Gained):
             return
         now = event.time
-        previous: list[float] = []
+        previous: dict[float, int] = {}  # how many waited since then; most of a step since the same moment
         for update in event.updates:
             life = self._lives.get(update.request_id)
             if life is None:
@@ -94,13 +94,13 @@ class LatencyMetrics:
                 self.input_tokens += life.input_tokens
                 self.ttft.add((now - life.arrival) * MILLISECONDS)
             else:
-                previous.append(life.last)
+                previous[life.last] = previous.get(life.last, 0) + 1
                 life.last = now
             gained = len(update.new_tokens)
             life.tokens += gained
-            if update.finished:
+            if update.sequence.finish_reason is not None:
                 self._finish(self._lives.pop(update.request_id).completed(update.request_id))
-        for time, times in Counter(previous).items():  # most of a step have waited since the same moment
+        for time, times in previous.items():
             self.itl.add((now - time) * MILLISECONDS, times)
 
     def _finish(self, request: CompletedRequest) -> None:

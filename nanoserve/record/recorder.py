@@ -27,10 +27,10 @@ from nanoserve.record.events import (
 from nanoserve.record.forecasts import Forecasts
 from nanoserve.record.times import StageTimes, Times
 from nanoserve.request import FinishReason, Request, SequenceUpdate
+from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.tiers import HostCohorts
 
 _TICKS_PER_SECOND = 2**20
 """Sums and differences of whole ticks are exact in floating point."""
@@ -169,16 +169,12 @@ class Recorder:
 
     # ---- the scheduler ----------------------------------------------------------------------------------------
 
-    def on_load(self, load: Load) -> None:
-        """The policy is shown this, and decides."""
-        self._load = load
-
-    def on_plan(self, plan: StepPlan, decision: Decision, cohorts: HostCohorts | None) -> None:
-        """A plan is made; the cohorts do not follow it yet."""
-        self._decision = decision
+    def on_plan(self, plan: StepPlan, load: Load, decision: Decision, cohorts: HostCohorts) -> None:
+        """A plan is made from what the policy saw and decided; the cohorts do not follow it yet."""
+        self._load, self._decision = load, decision
         self.forecasts.on_plan(plan, decision, cohorts)
 
-    def on_result(self, result: StepResult, cohorts: HostCohorts | None) -> None:
+    def on_result(self, result: StepResult, cohorts: HostCohorts) -> None:
         """A result is taken in; the cohorts do not advance by it yet."""
         self.forecasts.on_result(result, cohorts)
 

@@ -1,6 +1,7 @@
 """LocalExecutor keeps the Executor's contract."""
 
 import threading
+from itertools import cycle
 
 import pytest
 import torch
@@ -190,27 +191,28 @@ def test_tokens_do_not_depend_on_what_shares_the_engine() -> None:
 # ---------------------------------------------------------------------------------------------- with a host pool
 
 
-@pytest.mark.parametrize("policy", [name for name, entry in POLICIES.items() if not entry.attends_on_host])
+ORDINARY = [name for name, entry in POLICIES.items() if not entry.attends_on_host]
+
+
+@pytest.mark.parametrize(("policy", "prefix_caching"), list(zip(ORDINARY, cycle((True, False)))))
 def test_tokens_are_the_same_where_sequences_move_to_host_memory_and_back(
-    policy: str, monkeypatch: pytest.MonkeyPatch
+    policy: str, monkeypatch: pytest.MonkeyPatch, *, prefix_caching: bool
 ) -> None:
     config, decoder = small_config(), small_decoder()
     requests, alone = requests_and_tokens()
     moved = watch_swaps(monkeypatch)
-    for prefix_caching in (True, False):
-        moved.clear()
-        together, scheduler = run(
-            *(config, decoder, requests),
-            num_blocks=8,
-            block_size=4,
-            budget=16,
-            policy=policy,
-            host_blocks=16,
-            prefix_caching=prefix_caching,
-        )
-        assert together == alone
-        assert moved.count("out") == moved.count("in") > 0
-        assert scheduler.host_pool.free_blocks == 16
+    together, scheduler = run(
+        *(config, decoder, requests),
+        num_blocks=8,
+        block_size=4,
+        budget=16,
+        policy=policy,
+        host_blocks=16,
+        prefix_caching=prefix_caching,
+    )
+    assert together == alone
+    assert moved.count("out") == moved.count("in") > 0
+    assert scheduler.host_pool.free_blocks == 16
 
 
 def test_a_full_pool_leaves_the_rest_to_be_computed_again() -> None:

@@ -15,7 +15,7 @@ import torch
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.machine import describe_machine, describe_run
 from nanoserve.benchmarks.roofline import BandwidthProbe, machine_limits
-from nanoserve.benchmarks.settling import settle_operators
+from nanoserve.benchmarks.settling import settle
 from nanoserve.costs.calibration import calibrate
 from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, Reached
 from nanoserve.engine import Engine
@@ -90,8 +90,7 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
     runner, pool = executor.runner, llm.engine.scheduler.pool
     engine = EngineTimer(llm.engine)
     sizes = _sizes(llm, engine)
-    operators = settle_operators(announce)
-    llm.prepare(lambda stage, done, _: None if done else announce(f"{stage}, once on this machine ..."))
+    facts = settle(llm, announce)
     announce("reading and multiplying, to know what the machine does at best ...")
     dtype = runner.decoder.dtype
     host = _processor(dtype)
@@ -106,14 +105,9 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
         about=describe_run(),
         foreign_cores=busy,
         settings={
-            "model": llm.model_name,
-            "dtype": str(dtype).removeprefix("torch."),
-            "operators": operators,
-            "layers": "compiled" if llm.compiled else "eager",
-            "threads": torch.get_num_threads(),
+            **facts,
             "host_threads": processor.threads,
             "rounds": len(found["copy"][sizes.copies[:1]]),
-            "policy": config.policy_name,
         },
         model=llm.config,
         bits=8 * dtype.itemsize,

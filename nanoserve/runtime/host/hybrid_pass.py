@@ -141,7 +141,7 @@ class HybridPass:
         self._host.close()
 
     def take(self, sequences: Sequence[int]) -> list[HostGroup]:
-        """Take some sequences out of the groups under way, as groups of their own; without those in other stages."""
+        """Take some sequences out of the pending groups, as new groups. Sequences of another stage are skipped."""
         wanted, taken, left = set(sequences), list[HostGroup](), list[HostGroup]()
         for group in self.pending:
             places = [place for place, row in enumerate(group.rows) if row.sequence in wanted]

@@ -135,8 +135,8 @@ class HybridRunner(ModelRunner):
 
     @torch.inference_mode()
     def compute(self, step: PreparedStep, entering: Tensor | None = None) -> Tensor | None:
-        """As ModelRunner has it. In a HybridStep, hidden states of groups follow those of its tokens on the device:
-        groups that its header names enter, and those that passed the last layer leave and are in the step then."""
+        """Run the layers as ModelRunner does. In a HybridStep, the hidden states of the device's tokens are followed by
+        those of host groups: the groups that the header names enter, and the ones past their last layer leave."""
         if not isinstance(step, HybridStep):
             return super().compute(step, entering)
         halves: tuple[list[HostGroup], list[HostGroup]] = [], []
