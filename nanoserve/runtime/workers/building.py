@@ -75,7 +75,8 @@ def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
     problem = f"a KV cache of {format_size(size)} does not fit"
     with memory_errors(device, problem, "lower --kv-cache-memory"), torch.inference_mode():
         storage = torch.empty(size, dtype=torch.uint8, device=device)
-    layers = [gpu.layers for gpu in gpus] or [compiled_layers(decoder, config) for decoder in decoders]
+    layers: list[LayerRunner | None] = [gpu.layers for gpu in gpus]
+    layers = layers or [compiled_layers(decoder, config) for decoder in decoders]
     layouts = _make_layouts(start, model, decoders, layers, allocate.num_blocks, storage, processor)
     for layout in layouts:
         layout.activations.connect()
