@@ -37,7 +37,7 @@ def check_cuda(*, asked: str, instead: str) -> None:
     """See that torch finds a GPU, and take none of its memory.
 
     Args:
-        asked: who needs it, as the refusal's first words.
+        asked: what needs it, as the refusal's first words.
         instead: what to do without one, as its last words.
 
     Raises:

@@ -27,10 +27,10 @@ def available_memory(device: torch.device | str) -> int:
     """Bytes that can still be allocated on the device; for the CPU within what its control group allows."""
     device = torch.device(device)
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # of what torch holds
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by torch
         return torch.cuda.mem_get_info(device)[0] + unused
     rooms = _control_group_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    return min([_free_memory(Path("/proc/meminfo")), *rooms])  # of control groups there may be none
+    return min([_free_memory(Path("/proc/meminfo")), *rooms])  # there may be no control groups
 
 
 def _free_memory(meminfo: Path) -> int:

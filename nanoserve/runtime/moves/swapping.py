@@ -211,7 +211,7 @@ class LocalSwaps(Swapper):
     def __init__(self) -> None:
         self._ended: SimpleQueue[int | BaseException] = SimpleQueue()
         self._under_way = 0
-        self._marks: LayerMarks | None = None  # of the newest step whose layers are waited for
+        self._marks: LayerMarks | None = None  # the newest step's, if its layers are waited for
         super().__init__(lambda swap, *_: self._ended.put(swap.swap), self._ended.put)
 
     def begin(self, swaps: Sequence[Swap], mover: BlockMover) -> LayerMarks | None:
