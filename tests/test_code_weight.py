@@ -3,7 +3,7 @@
 from scripts.code_weight import repeated_class_names, rooms, visits
 
 MOST_LINES = 51_900
-MOST_REPEATED_NAMES = 4
+MOST_REPEATED_NAMES = 0
 MOST_FILES_OF_THE_FIRST_TOKEN = 27
 MOST_FILES_OF_A_LATER_TOKEN = 23
 

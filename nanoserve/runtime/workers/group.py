@@ -28,7 +28,7 @@ from nanoserve.runtime.workers.process import identity, prepare_socket
 
 
 class SharedFiles:
-    """Such files, in a private directory of the engine; each is there as long as it is open or mapped anywhere.
+    """Files in memory, named in a private directory of the engine; each exists while it is open or mapped anywhere.
 
     On Linux the name leads to a descriptor of this process, and the file is in no file system: however all processes
     end, and whenever, nothing of it is left. Elsewhere it is a file of that directory.
@@ -50,7 +50,7 @@ class SharedFiles:
         path.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
 
     def close(self) -> None:
-        """Everybody has opened them: they need no names any more."""
+        """Remove the names, once all workers have opened the files."""
         while self._descriptors:
             path, descriptor = self._descriptors.popitem()
             path.unlink(missing_ok=True)

@@ -43,7 +43,7 @@ def run_worker(start: WorkerStart) -> None:
     except NanoserveError as error:
         failed = WorkerFailed(start.rank, str(error), error.exit_code)
     except Exception as error:
-        # Workers that wait for another's hidden states fail with it: the engine knows who was the first.
+        # Workers that wait for another's hidden states fail with it: the engine knows which was the first.
         reason = (str(error).strip().splitlines() or [""])[0]
         failed = WorkerFailed(start.rank, f"{type(error).__name__}: {reason}", RuntimeFailure.exit_code)
     endpoint.report(failed)
