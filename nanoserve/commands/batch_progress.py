@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal
-from nanoserve.engine import EngineStatus
 from nanoserve.layout import ParallelLayout
+from nanoserve.record.counters import EngineStatus
 from nanoserve.request import SequenceUpdate
 
 _MOVING = -1

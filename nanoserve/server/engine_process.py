@@ -18,6 +18,7 @@ from nanoserve.engine import Engine
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.processes.sockets import connect, listen
 from nanoserve.processes.watchdog import ParentWatchdog, own_pipes, read_line
+from nanoserve.record.counters import RecentStep
 from nanoserve.request import Request, Sequence, SequenceUpdate
 from nanoserve.server.messages import (
     Command,
@@ -26,7 +27,6 @@ from nanoserve.server.messages import (
     EngineMessage,
     EngineSockets,
     EngineStart,
-    EngineStats,
     EngineStopped,
     LoadProgress,
     Refused,
@@ -115,7 +115,7 @@ class EngineLoop:
         """Serve until the process is ended, or until the engine gives up, which the front end is told."""
         while self._engine.failure is None:
             self.turn()
-        self._report([])  # the last death counts too
+        self._report([], [])  # the last death counts too
         self._mailbox.send(EngineStopped(self._engine.failure))
 
     def turn(self) -> None:
@@ -124,8 +124,9 @@ class EngineLoop:
         updates = [update for command in commands for update in self._obey(command)]
         updates += self._engine.step(self._engine.now() + (COMMAND_SECONDS if self._engine.has_work else 0.0))
         workers = (self._engine.ready, self._engine.losses)
-        if (updates or commands or workers != self._workers) and self._engine.failure is None:
-            self._report(updates)
+        steps = self._engine.take_steps()
+        if (updates or steps or commands or workers != self._workers) and self._engine.failure is None:
+            self._report(updates, steps)
             self._workers = workers
 
     def _obey(self, command: Command) -> list[SequenceUpdate]:
@@ -143,14 +144,16 @@ class EngineLoop:
         for index in finished:
             self._engine.stop(request.request_id, index=index)
 
-    def _report(self, updates: list[SequenceUpdate]) -> None:
-        stats = msgspec.structs.replace(
-            msgspec.convert(self._engine.status, EngineStats, from_attributes=True),
+    def _report(self, updates: list[SequenceUpdate], steps: list[RecentStep]) -> None:
+        report = StepReport(
+            updates=tuple(self._as_message(update) for update in updates),
+            status=self._engine.status,
+            steps=tuple(steps),
             added=self._added,
             dropped=self._mailbox.dropped,
             ready=self._engine.ready,
         )
-        self._mailbox.send(StepReport(tuple(self._as_message(update) for update in updates), stats))
+        self._mailbox.send(report)
 
     def _as_message(self, update: SequenceUpdate) -> SampleUpdate:
         """The update with everything of its sequence that was not reported yet."""

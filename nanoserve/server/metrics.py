@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from nanoserve.record.counters import RecentStep
 from nanoserve.request import Sequence
 from nanoserve.server.engine_client import EngineClient
 from nanoserve.server.streams import RequestStream
@@ -41,6 +42,9 @@ class Metrics:
         self._latency = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.")
         self._prompt_length = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._answer_length = self._histogram("vllm:request_generation_tokens", "Tokens of a sample.", _TOKENS)
+        self._step_tokens = self._histogram("vllm:iteration_tokens_total", "Tokens of a step.", _TOKENS)
+        self._step_time = self._histogram("nanoserve:step_time_seconds", "Time of a step on the device.")
+        engine.on_step = self._on_step
         self._registry.register(_EngineCollector(model_name, engine))
 
     def ended(self, stream: RequestStream) -> None:
@@ -71,6 +75,10 @@ class Metrics:
         if sample.output_length > 1:
             self._per_token.observe((last_token - first_token) / (sample.output_length - 1))
 
+    def _on_step(self, step: RecentStep) -> None:
+        self._step_tokens.observe(step.decodes + step.prompt_tokens)
+        self._step_time.observe(step.seconds)
+
     def rejected(self) -> None:
         """Count a request that was turned away."""
         self._rejected.inc()
@@ -96,14 +104,14 @@ class _EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> list[Metric]:
-        stats, total = self._engine.stats, self._engine.total
-        used = _share_in_use(stats.free_blocks, stats.total_blocks)
-        used_on_host = _share_in_use(stats.free_host_blocks, stats.total_host_blocks)
+        status, total = self._engine.last.status, self._engine.total
+        used = _share_in_use(status.free_blocks, status.total_blocks)
+        used_on_host = _share_in_use(status.free_host_blocks, status.total_host_blocks)
         return [
-            self._gauge("vllm:num_requests_running", "Sequences that hold KV blocks.", stats.running),
-            self._gauge("vllm:num_requests_waiting", "Sequences that wait for a place.", stats.waiting),
+            self._gauge("vllm:num_requests_running", "Sequences that hold KV blocks.", status.running),
+            self._gauge("vllm:num_requests_waiting", "Sequences that wait for a place.", status.waiting),
             self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used),
-            self._gauge("nanoserve:num_sequences_on_host", "Sequences whose KV is in host memory.", stats.on_host),
+            self._gauge("nanoserve:num_sequences_on_host", "Sequences whose KV is in host memory.", status.on_host),
             self._gauge("nanoserve:host_kv_cache_usage_perc", "Share of KV blocks there in use.", used_on_host),
             self._gauge("nanoserve:engine_ready", "1 if requests run at once.", self._engine.serving),
             self._counter("vllm:generation_tokens", "Generated tokens.", self._engine.generated_tokens),

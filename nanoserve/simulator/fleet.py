@@ -123,6 +123,6 @@ def drive_fleet(fleet: Sequence[Replica], router: Router, requests: Iterable[Req
     for request in requests:
         for replica in fleet:
             advance(replica.engine, request.arrival_time)
-        fleet[router([replica.engine.tokens.outstanding for replica in fleet])].take(request)
+        fleet[router([replica.engine.recorder.outstanding for replica in fleet])].take(request)
     for replica in fleet:
         advance(replica.engine, None)
