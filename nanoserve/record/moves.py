@@ -12,7 +12,7 @@ _GIGA = 1e9
 Span = tuple[float, float]
 
 
-class MoveFigures(msgspec.Struct, frozen=True, kw_only=True):
+class MoveMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Moves of one kind."""
 
     count: int
@@ -30,19 +30,19 @@ class MoveFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the workers' moving time in which the same worker also computed a step."""
 
 
-def reshard_figures(record: RunRecord, host_link_bandwidth: float | None) -> MoveFigures:
+def reshard_metrics(record: RunRecord, host_link_bandwidth: float | None) -> MoveMetrics:
     """All transitions."""
     moves = [move for move in record.moves if isinstance(move, ReshardTimes)]
-    return _figures(moves, len({move.step for move in moves}), record.stage_times, host_link_bandwidth)
+    return _metrics(moves, len({move.step for move in moves}), record.stage_times, host_link_bandwidth)
 
 
-def swap_figures(record: RunRecord, direction: str, host_link_bandwidth: float | None) -> MoveFigures:
+def swap_metrics(record: RunRecord, direction: str, host_link_bandwidth: float | None) -> MoveMetrics:
     """All swaps in one direction."""
     moves = [move for move in record.moves if isinstance(move, SwapTimes) and move.direction == direction]
-    return _figures(moves, len({move.swap for move in moves}), record.stage_times, host_link_bandwidth)
+    return _metrics(moves, len({move.swap for move in moves}), record.stage_times, host_link_bandwidth)
 
 
-def _figures(moves: Sequence[Move], count: int, steps: Sequence[StageTimes], link: float | None) -> MoveFigures:
+def _metrics(moves: Sequence[Move], count: int, steps: Sequence[StageTimes], link: float | None) -> MoveMetrics:
     spans = _spans(moves)
     busy = sum(_length(of_rank) for of_rank in spans.values())
     unhindered = [move for move in moves if isinstance(move, ReshardTimes) or not move.after_row]
@@ -52,7 +52,7 @@ def _figures(moves: Sequence[Move], count: int, steps: Sequence[StageTimes], lin
         rank: merged((times.started, times.computed) for times in steps if times.rank == rank) for rank in spans
     }
     covered = sum(overlap(of_rank, computed[rank]) for rank, of_rank in spans.items())
-    return MoveFigures(
+    return MoveMetrics(
         count=count,
         num_bytes=sum(move.num_bytes for move in moves),
         seconds=_length(merged((move.began, move.ended) for move in moves)),

@@ -17,7 +17,7 @@ from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.processes.sockets import connect, listen
-from nanoserve.processes.watchdog import ParentWatchdog, own_pipes, read_line
+from nanoserve.processes.watchdog import ParentWatchdog
 from nanoserve.record.counters import RecentStep
 from nanoserve.request import Request, Sequence, SequenceUpdate
 from nanoserve.server.messages import (
@@ -185,20 +185,18 @@ Build = Callable[[EngineStart, Mailbox], Engine | Dispatcher]
 def main(build: Build | None = None) -> None:
     """Entry point; ``build`` makes the engine, by default from a model.
 
-    Stdin brings EngineSockets and EngineStart; its end means that the parent is gone. Stdout takes the heartbeats. The
-    command line names a directory that is removed when this process ends.
+    The first two lines of stdin are EngineSockets and EngineStart.
     """
-    parent, pulse = own_pipes()
-    directory = Path(sys.argv[2])
-    sockets = msgspec.json.decode(read_line(parent, directory), type=EngineSockets)
-    start = msgspec.json.decode(read_line(parent, directory), type=EngineStart)
+    watchdog = ParentWatchdog.of_this_process()
+    sockets = msgspec.json.decode(watchdog.read_line(), type=EngineSockets)
+    start = msgspec.json.decode(watchdog.read_line(), type=EngineStart)
     try:
         mailbox = Mailbox(sockets)
     except RuntimeFailure as error:
         sys.exit(f"nanoserve: {error}")
     tempfile.gettempdir()  # remembered before TMPDIR changes: files of workers must outlive the directory
-    os.environ["TMPDIR"] = str(directory)  # leftovers of a killed compiler are removed with it
-    ParentWatchdog(parent, pulse, directory).start()
+    os.environ["TMPDIR"] = str(watchdog.directory)  # leftovers of a killed compiler are removed with it
+    watchdog.start()
     try:
         engine = (build or build_from_model)(start, mailbox)
     except NanoserveError as error:

@@ -10,7 +10,7 @@ from nanoserve.benchmarks.resharding.running import WorkerPlacement, run_in_layo
 from nanoserve.benchmarks.resharding.simulated import ReshardComparison, compare_with_simulator
 from nanoserve.benchmarks.variants import VariantsBench, VariantsRound
 from nanoserve.layout import ParallelLayout
-from nanoserve.record.moves import MoveFigures, reshard_figures, swap_figures
+from nanoserve.record.moves import MoveMetrics, reshard_metrics, swap_metrics
 from nanoserve.record.phases import Phase
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler.scheduler import Scheduler
@@ -74,9 +74,9 @@ class ReshardMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Changes of layout."""
     phases: PhaseFigures | None
     """Times of the phases; None with one layout."""
-    reshards: MoveFigures | None
-    swaps_out: MoveFigures | None
-    swaps_in: MoveFigures | None
+    reshards: MoveMetrics | None
+    swaps_out: MoveMetrics | None
+    swaps_in: MoveMetrics | None
     """What was moved; None with one layout."""
     pool_peak: float | None
     """Largest share of the host pool's blocks in use; None without a pool."""
@@ -126,17 +126,17 @@ def figures_of(
         steps=sum(bool(plan.rows) for plan in record.plans),
         preemptions=record.preemptions,
         transitions=sum(plan.transition is not None for plan in record.plans),
-        phases=_phase_figures(record.phases) if two else None,
-        reshards=reshard_figures(record, link) if two else None,
-        swaps_out=swap_figures(record, "out", link) if two else None,
-        swaps_in=swap_figures(record, "in", link) if two else None,
+        phases=_phase_metrics(record.phases) if two else None,
+        reshards=reshard_metrics(record, link) if two else None,
+        swaps_out=swap_metrics(record, "out", link) if two else None,
+        swaps_in=swap_metrics(record, "in", link) if two else None,
         pool_peak=max(used, default=None),
         simulated=compare_with_simulator(record, place, variant.make_scheduler, vocab_size=vocab_size),
         foreign_cores=foreign_cores,
     )
 
 
-def _phase_figures(phases: Sequence[Phase]) -> PhaseFigures:
+def _phase_metrics(phases: Sequence[Phase]) -> PhaseFigures:
     prefill = [phase for phase in phases if phase.kind == "compute" and phase.layout == _PREFILL]
     decode = [phase for phase in phases if phase.kind == "compute" and phase.layout == _DECODE]
     turns = [phase.turn for phase in phases if phase.turn is not None and phase.layout == _DECODE]
