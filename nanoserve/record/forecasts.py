@@ -43,18 +43,18 @@ class Forecasts:
 
     Args:
         predictors: by layout. Those that do not learn get no forecasts.
-        tell: is called with each forecast when its step was measured, after what was measured is learned.
+        on_measured: called with each forecast once its step was measured and learned from.
     """
 
     def __init__(
-        self, predictors: Sequence[Predictor], tell: Callable[[Forecast], None] = lambda forecast: None
+        self, predictors: Sequence[Predictor], on_measured: Callable[[Forecast], None] = lambda forecast: None
     ) -> None:
         self._predictors = [one if isinstance(one, CorrectedPredictor) else None for one in predictors]
         self.of_all = False  # whether every plan is predicted, as a trace wants it; else only those learned from
         self._in_flight: dict[int, tuple[Forecast, CorrectedPredictor | None]] = {}
         self._newest: CorrectedPredictor | None = None  # predictor of the newest plan
         self._plans, self._host_results = _lessons(), _lessons()
-        self._tell = tell
+        self._on_measured = on_measured
 
     @property
     def corrections(self) -> Mapping[str, float]:
@@ -93,7 +93,7 @@ class Forecasts:
             work = msgspec.structs.replace(work, host=_joined(work, result, forecast.step, cohorts or HostCohorts()))
         if predictor is not None:
             predictor.observe(work, result.seconds)
-        self._tell(replace(forecast, work=work, measured=result.seconds))
+        self._on_measured(replace(forecast, work=work, measured=result.seconds))
 
     def on_reset(self) -> None:
         """Nothing in flight will be measured."""

@@ -1,4 +1,4 @@
-"""What a run moved between device and host memory, how fast, and what was computed meanwhile. No torch."""
+"""Moves between device and host memory: bytes, bandwidth, and overlap with computing. No torch."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -63,7 +63,7 @@ def _metrics(moves: Sequence[Move], count: int, steps: Sequence[StageTimes], lin
 
 
 def _spans(moves: Sequence[Move]) -> dict[int, list[Span]]:
-    """When each worker was at it."""
+    """Times in which each worker was moving, merged."""
     spans: dict[int, list[Span]] = {}
     for move in moves:
         spans.setdefault(move.rank, []).append((move.began, move.ended))
@@ -71,7 +71,7 @@ def _spans(moves: Sequence[Move]) -> dict[int, list[Span]]:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The time that any of them covers, as spans apart from each other, in order."""
+    """The union of the spans, as disjoint spans in order."""
     found: list[Span] = []
     for began, ended in sorted(spans):
         if found and began <= found[-1][1]:
@@ -82,7 +82,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlap(first: Sequence[Span], second: Sequence[Span]) -> float:
-    """How long both are; each is merged."""
+    """Seconds covered by both; each is merged."""
     starts = [(began, 1) for began, _ in (*first, *second)]
     edges = sorted([*starts, *((ended, -1) for _, ended in (*first, *second))])
     total, depth = 0.0, 0

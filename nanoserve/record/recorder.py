@@ -41,17 +41,17 @@ from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.tiers import HostCohorts
 
 RECENT_STEPS = 32
-"""Steps that a recorder keeps for whoever asks what an engine did last."""
+"""Steps that a recorder keeps, to show what an engine did last."""
 _TICKS_PER_SECOND = 2**20
 """Sums and differences of whole ticks are exact in floating point."""
 
 
 @runtime_checkable
 class Telling(Protocol):
-    """An executor that tells what it did when."""
+    """An executor that reports its times."""
 
     def take_times(self) -> SequenceOf[Times]:
-        """What it did since the last call."""
+        """The times since the last call."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Recorder:
 
     Args:
         scheduler: learns from what happens through the recorder's `forecasts`.
-        executor: of any kind; one that is `Telling` is asked for its times behind every plan and result.
+        executor: if it is `Telling`, its times are taken after every plan and result.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
@@ -143,15 +143,15 @@ class Recorder:
             self._observers.remove(observer)
 
     def step_clock(self) -> None:
-        """Let the engine's clock stand still but while results are waited for, like a virtual one.
+        """Let the engine's clock advance only while the engine waits for results, like a virtual one.
 
-        What the engine does between two of them, it does at one moment. That is what makes a replay exact.
+        Everything between two results happens at one moment. That makes a replay exact.
         """
         self._clock = 0.0
         self._tick()
 
     def finish(self) -> None:
-        """Tell that the run is over; the executor stays open."""
+        """Emit the end of the run; the executor stays open."""
         if self._take_times is not None:
             self._show_times(self._take_times())
         self._emit(Finished(self.executor.now(), Blocks.of(self._scheduler)))
@@ -179,8 +179,8 @@ class Recorder:
         if self._observers:
             clock = handed_over if self._clock is None else self._clock
             forecast, blocks = self.forecasts.of(plan.step), Blocks.of(self._scheduler)
-            thought = self._load, self._decision, blocks, forecast
-            self._emit(Planned(handed_over, clock, plan, *thought, *step_tokens(plan)))
+            decided = self._load, self._decision, blocks, forecast
+            self._emit(Planned(handed_over, clock, plan, *decided, *step_tokens(plan)))
         if self._take_times is not None:
             self._show_times(self._take_times())
 
@@ -213,11 +213,11 @@ class Recorder:
         return results
 
     def now(self) -> float:
-        """The engine's time: the executor's, or that at which it last was asked for results."""
+        """The engine's time: the executor's, or the time of the last results if the clock is stepped."""
         return self.executor.now() if self._clock is None else self._clock
 
     def close(self) -> None:
-        """Close the executor, then tell that the run is over.
+        """Close the executor, then emit the end of the run.
 
         Raises:
             RuntimeFailure: if an observer could not do its work to the end.
@@ -317,8 +317,8 @@ class Recorder:
             self._emit(Worked(stages, beside))
 
     def _tick(self) -> None:
-        # Upwards: a request whose time has come on the executor's clock has come on this one, too. And no two moments
-        # are the same, or a replay could not know which of a result and an arrival was first.
+        # Rounded up: a request that is due on the executor's clock is due on this one. No two moments are equal, or a
+        # replay could not know whether a result or an arrival came first.
         assert self._clock is not None, "the clock is stepped"
         ticks = ceil(self.executor.now() * _TICKS_PER_SECOND)
         self._clock = max(self._clock + 1 / _TICKS_PER_SECOND, ticks / _TICKS_PER_SECOND)

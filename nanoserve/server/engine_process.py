@@ -112,7 +112,7 @@ class EngineLoop:
         self._workers = (True, 0)  # readiness and deaths as last reported
 
     def run(self) -> None:
-        """Serve until the process is ended, or until the engine gives up, which the front end is told."""
+        """Serve until the process is ended, or until the engine gives up; then report why."""
         while self._engine.failure is None:
             self.turn()
         self._report([], [])  # the last death counts too

@@ -29,7 +29,7 @@ class EngineStart(msgspec.Struct, frozen=True):
     """The second line of JSON on the engine process's stdin."""
 
     name: str
-    """The model's name for people; a dummy's name also tells its shape."""
+    """The model's name for people; a dummy's name also contains its shape."""
     directory: str | None
     """The model's directory; None for a dummy."""
     tokenizer_directory: str
