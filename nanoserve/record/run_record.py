@@ -73,7 +73,7 @@ class RunRecord:
 
     @cached_property
     def known(self) -> dict[int, float]:
-        """Time of each plan's result, or of its loss, by step, on the engine's clock. Plans that only move KV have none."""
+        """Time of each plan's result or loss on the engine's clock, by step; none for plans that only move KV."""
         return {step: moment for step, (moment, _) in self._answers.items()}
 
     @cached_property

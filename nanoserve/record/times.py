@@ -71,7 +71,7 @@ class SwapTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class HostTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Attention on a simulated CPU: one layer, or a whole asymmetric step. Real ones report `HostWork` with a result."""
+    """Attention on a simulated CPU: one layer, or a whole asymmetric step. Real CPUs report `HostWork`."""
 
     began: float
     ended: float

@@ -163,9 +163,7 @@ async def _stream(service: Service, completion: _Completion, streams: Sequence[R
             await _emit_chunks(completion, streams, emit)
     except TimeoutError:
         await emit(_timed_out(service).body())
-    except ApiError as error:
-        await emit(error.body())
-    except NanoserveError as error:
+    except (ApiError, NanoserveError) as error:
         await emit(as_api_error(error).body())
 
 
