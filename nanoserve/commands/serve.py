@@ -91,7 +91,7 @@ def run(options: ServeOptions) -> int:
         import asyncio
 
         from nanoserve.server.service import ClientLimits
-        from nanoserve.server.serving import Callbacks, listen, run_server
+        from nanoserve.server.serving import listen, run_server
     except ModuleNotFoundError as error:
         raise RuntimeFailure(f"the server needs {error.name}: {install_command('server')}") from None
     limits = ClientLimits(  # a size that is none is refused before anything is opened
@@ -103,7 +103,7 @@ def run(options: ServeOptions) -> int:
         _say(f"listening on {_url(listener)}")
         progress = loading.enter_context(show_progress())
         service = _open_service(options, limits, progress)
-        asyncio.run(run_server(service, listener, options.drain_timeout, Callbacks(loading.close, _say)))
+        asyncio.run(run_server(service, listener, options.drain_timeout, on_ready=loading.close, say=_say))
     return EXIT_OK
 
 

@@ -187,21 +187,18 @@ class RunRecord:
         return [event.request for event in self.of(Arrived)]
 
     @property
-    def offsets(self) -> list[float]:
-        """When each request came, in seconds from the first."""
-        first = self._requests[0].arrival_time
-        return [request.arrival_time - first for request in self._requests]
-
-    @property
     def makespan(self) -> float:
         """Seconds from the first arrival to the last token."""
-        return max(offset + timing.e2el for offset, timing in zip(self.offsets, self.timings, strict=True))
+        return max(
+            request.arrival_time + timing.e2el
+            for request, timing in zip(self.rebased_requests, self.timings, strict=True)
+        )
 
     @property
     def rebased_requests(self) -> list[Request]:
         """The same requests, with arrival times from 0 on."""
-        arrivals = zip(self._requests, self.offsets, strict=True)
-        return [replace(request, arrival_time=offset) for request, offset in arrivals]
+        first = self._requests[0].arrival_time
+        return [replace(request, arrival_time=request.arrival_time - first) for request in self._requests]
 
     @property
     def tiers(self) -> list[tuple[Tier, ...]]:

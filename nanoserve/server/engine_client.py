@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NoReturn
 
-from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
+from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, error_of
 from nanoserve.outputs import TokenDecoder
 from nanoserve.processes.quarantine import Quarantine
 from nanoserve.record.counters import RecentStep
@@ -299,7 +299,7 @@ class EngineClient:
         elif isinstance(message, EngineStopped):
             raise EngineFailed(message.message)
         elif isinstance(message, StartFailed):
-            raise _START_ERRORS.get(message.exit_code, RuntimeFailure)(message.message)
+            raise error_of(message.exit_code, message.message)
         else:
             self._take_over(message, child)
 
@@ -329,8 +329,3 @@ class EngineClient:
             stream.fail(error)
             self._quarantine.forget(stream.request_id)
         self._streams.clear()
-
-
-_START_ERRORS: dict[int, type[NanoserveError]] = {
-    kind.exit_code: kind for kind in (RuntimeFailure, UsageError, ModelError)
-}

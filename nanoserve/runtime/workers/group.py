@@ -14,7 +14,7 @@ import zmq
 
 from nanoserve.config import ModelConfig
 from nanoserve.engine_config import EngineConfig
-from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
+from nanoserve.errors import NanoserveError, RuntimeFailure, error_of
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.dummy import save_dummy_checkpoint
 from nanoserve.models.hub import ResolvedModel
@@ -68,7 +68,6 @@ _LOADING_SILENCE_SECONDS = 120.0
 _WATCH_SECONDS = 1.0
 _FIRST_DEATH_SECONDS = 0.5
 """A worker that fails because another has died may be heard of first."""
-_ERRORS: dict[int, type[NanoserveError]] = {kind.exit_code: kind for kind in (RuntimeFailure, UsageError, ModelError)}
 
 
 class WorkersDied(Exception):
@@ -264,7 +263,7 @@ class WorkerGroup:
                 if killed := child.killed():
                     return WorkersDied(f"worker {rank} {killed}")
             time.sleep(0.01)
-        error = _ERRORS.get(failed.exit_code, RuntimeFailure)(failed.message)
+        error = error_of(failed.exit_code, failed.message)
         return WorkersDied(f"worker {failed.rank} failed: {failed.message}", error)
 
     def end(self) -> None:
