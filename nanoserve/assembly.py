@@ -20,7 +20,7 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.measures.chrome_trace import ChromeTraceFile
-from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.decoder import Decoder
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.models.shards import shards_of_layouts
@@ -28,17 +28,17 @@ from nanoserve.record.recorder import Telling
 from nanoserve.record.trace import RunTrace
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
-from nanoserve.runtime.host.host_processor import HostProcessor
-from nanoserve.runtime.launch.core_division import divide_cores
+from nanoserve.runtime.host.host_processor import HostProcessor, divide_cores
 from nanoserve.runtime.launch.devices import usable_device
 from nanoserve.runtime.launch.gpu_start import GpuFacts, GpuStart
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
-from nanoserve.runtime.launch.memory import choose_num_blocks, kv_bytes_per_block
+from nanoserve.runtime.launch.memory import available_memory, choose_num_blocks, kv_bytes_per_block
 from nanoserve.runtime.launch.model_loading import load_decoder, read_config
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_predictor
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.gpu_staging import staging_memory
 from nanoserve.runtime.moves.host_pool import HostPool, choose_host_blocks
+from nanoserve.runtime.stage import Stage, compiled_layers
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity
@@ -47,7 +47,6 @@ from triton_ops.cpu import CpuOperators, cpu_operators
 
 if TYPE_CHECKING:
     from nanoserve.runtime.workers.remote_layers import RemoteLayers
-    from nanoserve.runtime.workers.several import LayersOfAll
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class BuiltEngine:
     default_params: SamplingParams
     """What the model's generation_config.json recommends."""
     operators: CpuOperators | None
-    layers: "LayerRunner | RemoteLayers | LayersOfAll | None"
+    layers: "LayerRunner | RemoteLayers | None"
     """What is built in the background and makes steps faster; None where nothing is."""
     gpu: GpuFacts | None
     """What getting the GPU ready took; None without one."""
@@ -85,7 +84,11 @@ def build_engine(
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
         raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
-    _check_host_attention(config)
+    # What cannot be is refused before anything is loaded.
+    if config.host_threads is not None:
+        divide_cores(config.host_threads)
+    if config.profile is not None:
+        read_profile(Path(config.profile))
     build = _build_here if config.data_parallel * config.num_workers == 1 else _build_on_workers
     if config.trace is None:
         return build(resolved, config, progress, default_params)
@@ -95,18 +98,6 @@ def build_engine(
         _trace(built, file, config)
         failing.pop_all()  # the end of the run closes it
     return built
-
-
-def _check_host_attention(config: EngineConfig) -> None:
-    """What cannot be is refused before anything is loaded.
-
-    Raises:
-        UsageError: for more threads in host memory than this machine has cores, and a profile that is none.
-    """
-    if config.host_threads is not None:
-        divide_cores(config.host_threads)
-    if config.profile is not None:
-        read_profile(Path(config.profile))
 
 
 def _trace(built: BuiltEngine, file: ChromeTraceFile, config: EngineConfig) -> None:
@@ -142,25 +133,18 @@ def _build_here(
     operators = cpu_operators() if gpu is None else None
     # Before anything is compiled for a number of threads.
     processor = HostProcessor.set_apart(config.host_threads, device) if config.attends_on_host else None
-    layers: LayerRunner | None = None
-    if operators is not None and not config.eager:
-        layers = LayerRunner.ahead_of_time(
-            decoder, block_size=config.block_size, operators=operators, with_pieces=config.attends_on_host
-        )
-    executor = LocalExecutor(
+    layers = compiled_layers(decoder, config) if gpu is None else None
+    stage = Stage.build(
         decoder,
-        model,
         num_blocks=num_blocks,
         block_size=config.block_size,
         device=device,
-        layers=layers,
-        run_layer=DecoderLayer.__call__ if gpu is None else gpu.layers,
-        grammars=GrammarCompiler(resolved.tokenizer_directory, model.vocab_size),
-        feeds_tokens=gpu is not None and not config.eager,
-        host_pool=host_pool,
+        layers=layers if gpu is None else gpu.layers,
+        part=None if host_pool is None else host_pool.part(decoder.shard),
         processor=processor,
-        pieces=layers if gpu is None else gpu.layers,
+        grammars=GrammarCompiler(resolved.tokenizer_directory, model.vocab_size),
     )
+    executor = LocalExecutor(stage, feeds_tokens=gpu is not None and not config.eager)
     facts = None if gpu is None else gpu.capture(executor.runner, max_model_len, progress)
     if processor is None or speeds is None:
         predictors = make_predictors(speeds, model, config)
@@ -171,9 +155,14 @@ def _build_here(
             config=config,
             max_model_len=max_model_len,
             speeds=speeds,
-            compiled=facts.compiled if facts is not None else layers is not None and layers.loaded,
+            compiled=stage.compiled,
         )
-        predictors = _profiled(starting, executor, progress)
+        try:
+            measured = hybrid_predictor(starting, progress)
+        except UsageError:  # the profile that is given is of something else
+            executor.close()
+            raise
+        predictors = () if measured is None else (CorrectedPredictor(measured),)
     scheduler = _make_scheduler(
         config,
         [LayoutCapacity(num_blocks)],
@@ -186,32 +175,16 @@ def _build_here(
     return BuiltEngine(engine, model, max_model_len, default_params, operators, layers, facts)
 
 
-def _profiled(
-    starting: StartingEngine, executor: LocalExecutor, progress: ProgressCallback | None
-) -> Sequence[Predictor]:
-    """Predictors of a policy that attends in host memory; none where nothing can be measured.
-
-    Raises:
-        UsageError: if the profile that is given is of something else; the executor is closed then.
-    """
-    try:
-        measured = hybrid_predictor(starting, progress)
-    except UsageError:
-        executor.close()
-        raise
-    return () if measured is None else (CorrectedPredictor(measured),)
-
-
 def _build_on_workers(
     resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None, default_params: SamplingParams
 ) -> BuiltEngine:
     """On several devices, each with a process of its own: one engine, or several behind a dispatcher."""
-    from nanoserve.runtime.workers.several import LayersOfAll, start_workers, wait_for_news  # ZeroMQ is for them alone
+    from nanoserve.runtime.workers.several import start_workers, wait_for_news  # ZeroMQ is for them alone
 
     model = read_config(resolved)
     shards_of_layouts(model, config)  # what cannot be divided is refused before any process is started
     _make_policy(config)  # likewise
-    host_blocks = choose_num_host_blocks(model, config)
+    host_blocks = choose_host_blocks(model, config)
     executors = start_workers(
         resolved,
         config,
@@ -235,10 +208,9 @@ def _build_on_workers(
             predictors = ()
         scheduler = _make_scheduler(config, executor.capacities, max_model_len, host_blocks, predictors)
         engines.append(Engine(scheduler, executor, vocab_size=model.vocab_size))
-    speeds = executors[0].speeds
+    layers, speeds = executors[0].layers, executors[0].speeds
     if len(engines) == 1:
-        return BuiltEngine(engines[0], model, max_model_len, default_params, None, executors[0].layers, None, speeds)
-    layers = LayersOfAll(executors)
+        return BuiltEngine(engines[0], model, max_model_len, default_params, None, layers, None, speeds)
 
     def wait(until: float | None) -> None:
         layers.go_on()
@@ -247,34 +219,11 @@ def _build_on_workers(
     return BuiltEngine(Dispatcher(engines, wait), model, max_model_len, default_params, None, layers, None, speeds)
 
 
-def choose_num_host_blocks(model: ModelConfig, config: EngineConfig, reserved: int = 0) -> int:
-    """KV blocks of an engine in host memory: none, unless asked for or needed by two layouts or the policy.
-
-    Args:
-        reserved: bytes of free memory that the KV cache will take.
-    """
-    if not config.uses_host_memory:
-        return 0
-    longest = config.max_model_len
-    if config.host_kv_memory is not None and config.decode_layout is not None:  # every sequence passes through it
-        longest = longest or model.max_position_embeddings
-    return choose_host_blocks(
-        model,
-        block_size=config.block_size,
-        dtype=resolve_dtype(config.dtype, torch.device(config.device), model.dtype),
-        host_kv_memory=config.host_kv_memory,
-        max_model_len=longest,
-        max_num_seqs=config.max_num_seqs,
-        engines=config.data_parallel,
-        reserved=reserved,
-    )
-
-
 def _host_pool(decoder: Decoder, model: ModelConfig, config: EngineConfig, num_blocks: int) -> HostPool | None:
     """A pool in memory of this process, beside `num_blocks` on its device, if that was asked for."""
-    cache = num_blocks * kv_bytes_per_block(model, config.block_size, decoder.dtype)
     on_host = decoder.device.type == "cpu"
-    host_blocks = choose_num_host_blocks(model, config, reserved=cache if on_host else 0)
+    cache = num_blocks * kv_bytes_per_block(model, config.block_size, decoder.dtype) if on_host else 0
+    host_blocks = choose_host_blocks(model, config, reserved=cache)
     if host_blocks == 0:
         return None
     return HostPool.of_one_process(model, num_blocks=host_blocks, block_size=config.block_size, dtype=decoder.dtype)
@@ -291,16 +240,8 @@ def _choose_num_blocks(
     reserved = 0 if gpu is None else gpu.measure(config.max_model_len or longest, progress)
     if gpu is not None and config.uses_host_memory:
         reserved += staging_memory(kv_bytes_per_block(model, config.block_size, decoder.dtype))
-    return choose_num_blocks(
-        model,
-        block_size=config.block_size,
-        dtype=decoder.dtype,
-        device=decoder.device,
-        kv_cache_memory=config.kv_cache_memory,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        reserved=reserved,
-    )
+    free = max(0, available_memory(decoder.device) - reserved)
+    return choose_num_blocks(kv_bytes_per_block(model, config.block_size, decoder.dtype), free, longest, config)
 
 
 def _make_scheduler(

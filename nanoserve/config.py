@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from nanoserve.errors import ModelError
 from nanoserve.processes.files import read_json_object, read_optional_json_object
@@ -149,7 +149,7 @@ class ModelConfig:
             moe=_moe(fields, family, num_layers),
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch."),
-            bos_token_id=_first(generation.integers("bos_token_id") or fields.integers("bos_token_id")),
+            bos_token_id=next(iter(generation.integers("bos_token_id") or fields.integers("bos_token_id")), None),
             eos_token_ids=generation.integers("eos_token_id") or fields.integers("eos_token_id"),
             sampling_defaults=_sampling_defaults(generation),
             renamed_as_chatglm=is_chatglm,
@@ -223,16 +223,16 @@ class _Fields:
         self.values = values
         self.source = source
 
-    def get(self, key: str) -> Any:
-        return self.values.get(key)
+    def get(self, key: str, default: Any = None) -> Any:
+        """Its value, or the default where it is missing or null."""
+        value = self.values.get(key)
+        return default if value is None else value
 
     def _fail(self, key: str, wanted: str) -> ModelError:
         return ModelError(f"{self.source}: {key} must be {wanted}, found {self.values.get(key)!r}")
 
     def positive(self, key: str, default: int | None = None, *, most: int = _MAX_INTEGER) -> int:
-        value = self.values.get(key)
-        if value is None:
-            value = default
+        value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self._fail(key, "a positive integer")
         if value > most:
@@ -240,9 +240,7 @@ class _Fields:
         return value
 
     def number(self, key: str, default: float, *, least: float = -_MAX_NUMBER) -> float:
-        value = self.values.get(key)
-        if value is None:
-            return default
+        value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_NUMBER:
             raise self._fail(key, "a number")
         if value < least:
@@ -250,7 +248,7 @@ class _Fields:
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
-        return None if self.values.get(key) is None else self.number(key, 0.0)
+        return None if self.get(key) is None else self.number(key, 0.0)
 
     def whole(self, key: str) -> int | None:
         value = self.optional_number(key)
@@ -259,25 +257,17 @@ class _Fields:
         return None if value is None else int(value)
 
     def flag(self, key: str, *, default: bool) -> bool:
-        value = self.values.get(key)
-        if value is None:
-            return default
+        value = self.get(key, default)
         if not isinstance(value, bool):
             raise self._fail(key, "true or false")
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
-        value = self.values.get(key)
-        if value is None:
-            return ()
+        value = self.get(key, [])
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
             raise self._fail(key, "an integer from 0 on or a list of them")
         return tuple(ids)
-
-
-def _first(ids: tuple[int, ...]) -> int | None:
-    return ids[0] if ids else None
 
 
 def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], str, bool]:
@@ -328,12 +318,13 @@ def _rope(fields: _Fields, family: str, head_dim: int) -> RopeConfig:
             raise ModelError(f"{fields.source}: {key} must be an object, found {section!r}")
         merged.update(section or {})
     rope = _Fields(merged, fields.source)
-    kind = _rope_kind(merged.get("rope_type") or merged.get("type") or "default", fields.source)
+    kind = merged.get("rope_type") or merged.get("type") or "default"
+    if kind not in get_args(RopeKind):
+        supported = ", ".join(get_args(RopeKind))
+        raise ModelError(f"{fields.source}: rope type {kind!r} is not supported; supported: {supported}")
     is_glm = family in ("glm", "glm4")
-    partial = (
-        rope.number("partial_rotary_factor", 0.5) if is_glm else 1.0
-    )  # others rotate whole heads, whatever it says
-    rotary_dim = int(head_dim * partial)
+    # Other families rotate whole heads, whatever the key says.
+    rotary_dim = int(head_dim * (rope.number("partial_rotary_factor", 0.5) if is_glm else 1.0))
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise ModelError(f"{fields.source}: head_dim {head_dim} gives an impossible rotary size of {rotary_dim}")
     max_position = rope.positive("max_position_embeddings")
@@ -361,24 +352,12 @@ def _rope(fields: _Fields, family: str, head_dim: int) -> RopeConfig:
         mscale=rope.number("mscale", 0.0),
         mscale_all_dim=rope.number("mscale_all_dim", 0.0),
     )
-    _check_bands(rope_config, fields.source)
+    # The rules that blend kept and stretched frequencies need two different borders between them.
+    if kind == "llama3" and not 0 < rope_config.low_freq_factor < rope_config.high_freq_factor:
+        raise ModelError(f"{fields.source}: rope type llama3 needs 0 < low_freq_factor < high_freq_factor")
+    if kind == "yarn" and not (0 < rope_config.beta_slow < rope_config.beta_fast and theta > 1):
+        raise ModelError(f"{fields.source}: rope type yarn needs 0 < beta_slow < beta_fast and rope_theta above 1")
     return rope_config
-
-
-def _check_bands(rope: RopeConfig, source: str) -> None:
-    """The rules that blend kept and stretched frequencies need two different borders between them."""
-    if rope.kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
-        raise ModelError(f"{source}: rope type llama3 needs 0 < low_freq_factor < high_freq_factor")
-    if rope.kind == "yarn" and not (0 < rope.beta_slow < rope.beta_fast and rope.theta > 1):
-        raise ModelError(f"{source}: rope type yarn needs 0 < beta_slow < beta_fast and rope_theta above 1")
-
-
-def _rope_kind(name: object, source: str) -> RopeKind:
-    for kind in get_args(RopeKind):
-        if name == kind:
-            return cast(RopeKind, kind)
-    supported = ", ".join(get_args(RopeKind))
-    raise ModelError(f"{source}: rope type {name!r} is not supported; supported: {supported}")
 
 
 def _sliding_windows(fields: _Fields, family: str, num_layers: int) -> tuple[int, ...]:
@@ -405,34 +384,31 @@ def _sliding_windows(fields: _Fields, family: str, num_layers: int) -> tuple[int
 
 
 def _moe(fields: _Fields, family: str, num_layers: int) -> MoeConfig | None:
-    moe = _experts(fields, family, num_layers)
-    if moe is not None and moe.experts_per_token > moe.num_experts:
-        raise ModelError(
-            f"{fields.source}: num_experts_per_tok is {moe.experts_per_token}, more than the {moe.num_experts} experts"
-        )
-    return moe
-
-
-def _experts(fields: _Fields, family: str, num_layers: int) -> MoeConfig | None:
     if family == "mixtral":
-        return MoeConfig(
+        moe = MoeConfig(
             num_experts=fields.positive("num_local_experts", 8),
             experts_per_token=fields.positive("num_experts_per_tok", 2),
             intermediate_size=fields.positive("intermediate_size"),
             normalize_weights=True,
             sparse_layers=frozenset(range(num_layers)),
         )
-    if family != "qwen3_moe":
+    elif family == "qwen3_moe":
+        step, dense = fields.positive("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
+        sparse = (layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
+        moe = MoeConfig(
+            num_experts=fields.positive("num_experts", fields.positive("num_local_experts", 128)),
+            experts_per_token=fields.positive("num_experts_per_tok", 8),
+            intermediate_size=fields.positive("moe_intermediate_size", 768),
+            normalize_weights=fields.flag("norm_topk_prob", default=False),
+            sparse_layers=frozenset(sparse),
+        )
+    else:
         return None
-    step = fields.positive("decoder_sparse_step", 1)
-    dense = set(fields.integers("mlp_only_layers"))
-    return MoeConfig(
-        num_experts=fields.positive("num_experts", fields.positive("num_local_experts", 128)),
-        experts_per_token=fields.positive("num_experts_per_tok", 8),
-        intermediate_size=fields.positive("moe_intermediate_size", 768),
-        normalize_weights=fields.flag("norm_topk_prob", default=False),
-        sparse_layers=frozenset(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0),
-    )
+    if moe.experts_per_token > moe.num_experts:
+        raise ModelError(
+            f"{fields.source}: num_experts_per_tok is {moe.experts_per_token}, more than the {moe.num_experts} experts"
+        )
+    return moe
 
 
 def _sampling_defaults(generation: _Fields) -> SamplingDefaults:

@@ -128,16 +128,16 @@ class BlockPool:
         """
         if count > self.free_blocks:
             raise RuntimeError(f"{count} blocks asked for, {self.free_blocks} free")
-        return [self._take_free_block() for _ in range(count)]
-
-    def _take_free_block(self) -> int:
-        if self._blank:
-            block = self._blank.popleft()
-        else:
-            block, _ = self._reusable.popitem(last=False)
-            self.cache.forget(block)
-        self._references[block] = 1
-        return block
+        blocks = []
+        for _ in range(count):
+            if self._blank:
+                block = self._blank.popleft()
+            else:
+                block, _ = self._reusable.popitem(last=False)
+                self.cache.forget(block)
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add an owner to each block; a free cached block is then no longer free."""
@@ -206,15 +206,14 @@ class SequenceBlocks:
         missing = self.pool.blocks_for(end) - held
         source, sequence.copy_source = sequence.copy_source, None
         copy = None
-        if source is None:
-            new_blocks = self.pool.allocate(missing)
-        elif self.pool.owned_once(source):
+        if source is not None and self.pool.owned_once(source):
             self.pool.cache.forget(source)  # it may still be cached as a full block of the parent
             new_blocks = [source, *self.pool.allocate(missing - 1)]
         else:
             new_blocks = self.pool.allocate(missing)
-            copy = (source, new_blocks[0])
-            self.pool.release([source])
+            if source is not None:
+                copy = (source, new_blocks[0])
+                self.pool.release([source])
         sequence.block_table += new_blocks
         return new_blocks, copy
 

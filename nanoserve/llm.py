@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from nanoserve.assembly import build_engine
-from nanoserve.config import ModelConfig
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
@@ -21,7 +20,7 @@ from nanoserve.processes.files import unreadable_as_model_error
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.record.counters import EngineStatus
 from nanoserve.request import MAX_SEED, FinishReason, Request, RequestOutput, SamplingParams, SequenceUpdate
-from nanoserve.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from nanoserve.text.tokenizer import check_vocabulary, load_tokenizer
 
 Message = Mapping[str, Any]
 Prompt = str | SequenceOf[int] | SequenceOf[Message]
@@ -69,7 +68,8 @@ class LLM:
         self._operators, self._layers = built.operators, built.layers
         self.gpu = built.gpu  # the costs of preparing the GPU (`GpuFacts`); None without a GPU
         self.speeds = built.speeds  # measured speeds of each worker; None if no decision needs them
-        self.end_tokens = _end_tokens(self.config, self.tokenizer)
+        own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
+        self.end_tokens = tuple(dict.fromkeys(self.config.eos_token_ids + own))
         self._grammars = GrammarChecker(resolved.tokenizer_directory)
         self._trackers: dict[str, RequestTracker] = {}
         self._names = count()
@@ -303,8 +303,3 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return tuple(dict.fromkeys(config.eos_token_ids + own))

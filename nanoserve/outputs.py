@@ -239,32 +239,27 @@ class _Sample:
     def _output(
         self, text: list[str], tokens: list[int], logprobs: list[TokenLogprob], *, ended: bool
     ) -> CompletionOutput:
-        sequence = self._sequence if ended else None
+        begun, sequence = self._sequence, self._sequence if ended else None
+        reason = None
+        if sequence is not None:
+            reason = FinishReason.STOP if self.stop_string is not None else sequence.finish_reason or FinishReason.STOP
+        metrics = RequestMetrics(
+            arrival_time=self._arrival_time,
+            first_scheduled_time=begun.first_scheduled_time if begun else None,
+            first_token_time=begun.first_token_time if begun else None,
+            last_token_time=self._last_token_time,
+            finished_time=begun.finished_time if begun else None,
+            output_tokens=len(self._tokens),
+        )
         return CompletionOutput(
             index=self.index,
             text="".join(text),
             token_ids=tuple(tokens),
             logprobs=None if self._params.logprobs is None else tuple(logprobs),
-            finish_reason=None if sequence is None else self._finish_reason(sequence),
+            finish_reason=None if reason is None else reason.value,
             stop_reason=None if sequence is None else self.stop_string or sequence.stop_token,
-            metrics=self._metrics(),
+            metrics=metrics,
             error=None if sequence is None else sequence.error,
-        )
-
-    def _finish_reason(self, sequence: Sequence) -> str:
-        if self.stop_string is not None or sequence.finish_reason is None:
-            return FinishReason.STOP.value
-        return sequence.finish_reason.value
-
-    def _metrics(self) -> RequestMetrics:
-        sequence = self._sequence
-        return RequestMetrics(
-            arrival_time=self._arrival_time,
-            first_scheduled_time=sequence.first_scheduled_time if sequence else None,
-            first_token_time=sequence.first_token_time if sequence else None,
-            last_token_time=self._last_token_time,
-            finished_time=sequence.finished_time if sequence else None,
-            output_tokens=len(self._tokens),
         )
 
     @property

@@ -11,7 +11,7 @@ import msgspec
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.peers.protocol import Batch, Peer
-from nanoserve.benchmarks.rounds import GIGA, Bracketed, bandwidth_states, until_enough_count
+from nanoserve.benchmarks.rounds import GIGA, Bracketed, in_states, rotated, until_enough_count
 from nanoserve.measures.metrics import BatchRates
 from nanoserve.measures.workloads import BatchCase, random_prompts
 
@@ -63,8 +63,7 @@ def run_rounds(
         peer.run(_batch(case, vocab_size, seed=0))
 
     def one_round(number: int) -> Round:
-        turn = (number - 1) % len(peers)
-        order = [*peers[turn:], *peers[:turn]]
+        order = rotated(peers, number - 1)
         return _one_round(case, order, number, _batch(case, vocab_size, seed=number), probe, foreign)
 
     return until_enough_count(one_round, rounds)
@@ -115,8 +114,7 @@ def _agreement(answers: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, flo
 def ratios(rounds: Sequence[Round], ours: str = "nanoserve") -> list[PeerRatio]:
     """Medians and extremes of ours over theirs, for every case, peer, metric and bandwidth state."""
     values: dict[tuple[str, str, str, str], list[float]] = {}
-    for place, state in sorted(bandwidth_states(rounds).items()):
-        done = rounds[place]
+    for done, state in in_states(rounds):
         for (peer, metric), ratio in _ratios_within(done, ours).items():
             values.setdefault((done.case, peer, metric, state), []).append(ratio)
     return [
@@ -147,11 +145,10 @@ def _ratios_within(done: Round, ours: str) -> dict[tuple[str, str], float]:
 
 def summarize(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     """For every case, state and engine: the median of each rate over the counting rounds."""
-    states = bandwidth_states(rounds)
     groups: dict[tuple[str, str, str], list[EngineRound]] = {}
-    for place, state in sorted(states.items()):
-        for name, engine in rounds[place].engines.items():
-            groups.setdefault((rounds[place].case, state, name), []).append(engine)
+    for done, state in in_states(rounds):
+        for name, engine in done.engines.items():
+            groups.setdefault((done.case, state, name), []).append(engine)
     rows = []
     for (case, state, name), engines in groups.items():
         decodes = [engine.rates.decode for engine in engines if engine.rates.decode is not None]

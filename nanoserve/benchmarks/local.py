@@ -9,13 +9,13 @@ from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.driving import EngineDriver, EngineRun
 from nanoserve.benchmarks.floors import ModelCost, StepShape
 from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
-from nanoserve.benchmarks.settling import settle_operators
+from nanoserve.benchmarks.settling import settle
 from nanoserve.benchmarks.step_summary import summarize_steps
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.llm import LLM
-from nanoserve.measures.metrics import MILLISECONDS, BatchRates, request_distributions
+from nanoserve.measures.metrics import MILLISECONDS, BatchRates, mean_of_known, request_distributions
 from nanoserve.measures.workloads import RequestShape, random_prompts
-from nanoserve.models.dtypes import resolve_dtype
+from nanoserve.models.dtypes import DTYPES
 from nanoserve.models.hub import ProgressCallback
 
 _WARM_UP = RequestShape(8, 4)
@@ -48,17 +48,13 @@ class LocalBench:
         progress: ProgressCallback,
         probes: bool,
     ) -> None:
-        import torch
-
         self._llm = llm = llms[0]
         self._seed = seed
         self._progress = progress
         self._done = self._expected = 0
         self._told = 0.0
-        dtype = resolve_dtype(llm.engine_config.dtype, torch.device(llm.engine_config.device), llm.config.dtype)
-        operators = settle_operators(announce)
-        for each in llms:
-            each.prepare(lambda stage, done, _: None if done else announce(f"{stage}, once on this machine ..."))
+        self.facts, *_ = [settle(each, announce) for each in llms]
+        dtype = DTYPES[self.facts["dtype"]]
         self._drivers = {_layers(each): EngineDriver(each.engine, self._count) for each in llms}
         if len(self._drivers) < len(llms):
             raise RuntimeFailure(
@@ -71,14 +67,7 @@ class LocalBench:
             self._probe = BandwidthProbe()
             self._limits = machine_limits(dtype, self._probe, progress=progress)
         self._foreign = ForeignLoad()
-        self.facts: dict[str, Any] = {
-            "model": llm.model_name,
-            "dtype": str(dtype).removeprefix("torch."),
-            "operators": operators,
-            "layers": " and ".join(self._drivers),
-            "threads": torch.get_num_threads(),
-            "policy": llm.engine_config.policy_name,
-        }
+        self.facts["layers"] = " and ".join(self._drivers)
         if self._limits is not None:
             self.facts["limit_read_gb_per_s"] = self._limits.bytes_per_second / 1e9
             self.facts["limit_gflops"] = self._limits.operations_per_second / 1e9
@@ -148,19 +137,20 @@ class LocalBench:
 def timing_fields(runs: Sequence[EngineRun]) -> dict[str, Any]:
     """Latencies over the requests of all runs, mean rates, and each run's own figures as samples for ``bench diff``."""
     rates = [BatchRates.of(run.timings) for run in runs]
+    seconds = [max(timing.e2el for timing in run.timings) for run in runs]
     samples = {
-        "ttft_ms": [MILLISECONDS * _mean([timing.ttft for timing in run.timings]) for run in runs],
-        "tpot_ms": [MILLISECONDS * _mean([timing.tpot for timing in run.timings]) for run in runs],
+        "ttft_ms": [MILLISECONDS * mean_of_known([timing.ttft for timing in run.timings]) for run in runs],
+        "tpot_ms": [MILLISECONDS * mean_of_known([timing.tpot for timing in run.timings]) for run in runs],
         "output_tokens_per_s": [rate.output for rate in rates],
     }
     return {
         **request_distributions([timing for run in runs for timing in run.timings]),
-        "prefill_tokens_per_s": _mean([rate.prefill for rate in rates]),
-        "decode_tokens_per_s": _mean([rate.decode for rate in rates]) or None,
-        "output_tokens_per_s": _mean([rate.output for rate in rates]),
-        "total_tokens_per_s": _mean([rate.total for rate in rates]),
-        "requests_per_s": _mean([len(run.timings) / max(timing.e2el for timing in run.timings) for run in runs]),
-        "seconds": _mean([max(timing.e2el for timing in run.timings) for run in runs]),
+        "prefill_tokens_per_s": mean_of_known([rate.prefill for rate in rates]),
+        "decode_tokens_per_s": mean_of_known([rate.decode for rate in rates]) or None,
+        "output_tokens_per_s": mean_of_known([rate.output for rate in rates]),
+        "total_tokens_per_s": mean_of_known([rate.total for rate in rates]),
+        "requests_per_s": mean_of_known(len(run.timings) / length for run, length in zip(runs, seconds, strict=True)),
+        "seconds": mean_of_known(seconds),
         "samples": samples,
     }
 
@@ -181,8 +171,3 @@ def compiled_ratios(case: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[s
 
 def _layers(llm: LLM) -> str:
     return "compiled" if llm.compiled else "eager"
-
-
-def _mean(values: Sequence[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else 0.0

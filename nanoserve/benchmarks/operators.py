@@ -9,7 +9,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -19,11 +20,13 @@ from torch.nn import functional
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.floors import Limits
-from nanoserve.benchmarks.rounds import GIGA, Bracketed, bandwidth_states, until_enough_count
+from nanoserve.benchmarks.gpu.attention import AttentionCall, PagedAttentionShape, decode_rows, make_batch
+from nanoserve.benchmarks.rounds import GIGA, Bracketed, in_states, rotated, until_enough_count
 from nanoserve.models.attention import AttentionBatch
+from nanoserve.models.dtypes import format_name
 from nanoserve.models.shapes import dummy_config
-from nanoserve.runtime.host.host_attention import HostAttention
-from triton_ops import cache_write, linear, paged_attention, reference_operators
+from nanoserve.runtime.host.host_attention import HostAttentionThread
+from triton_ops import cache_write, linear, reference_operators
 
 SHAPE = "qwen3-0.6b"
 OURS = "nanoserve"
@@ -69,34 +72,24 @@ class OperatorRound(Bracketed, frozen=True, kw_only=True):
 
 def attention_case(batch: int, context: int, dtype: torch.dtype) -> OperatorCase:
     """Decode: one new token each of ``batch`` sequences over ``context`` tokens in shuffled blocks."""
-    shape = dummy_config(SHAPE)
-    heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    caches = _cold(torch.randn(2, *_cache_shape(batch, context)).to(dtype))
-    tables = _shuffled_tables(batch, context)
-    query = torch.randn(batch, heads, size).to(dtype)
-    out = torch.empty(batch, heads * size, dtype=dtype)
-    starts = torch.arange(batch + 1, dtype=torch.int32)
-    contexts = torch.full((batch,), context, dtype=torch.int32)
-
-    def ours() -> Tensor:
-        key_cache, value_cache = next(caches).unbind()
-        paged_attention(
-            *(out, query, key_cache, value_cache, tables, starts, contexts), scale=size**-0.5, sliding_window=0
-        )
-        return out
+    shape, call = _decode_call(batch, context, dtype)
+    pools = _copies(torch.stack((call.key_cache, call.value_cache)))
+    calls = cycle([replace(call, key_cache=keys, value_cache=values) for keys, values in pools])
+    query = call.query[:, :, None]
 
     def gather_and_attend() -> Tensor:
-        key_cache, value_cache = next(caches).unbind()
-        return _gather_and_attend(query, key_cache, value_cache, tables, context)
+        """The obvious way: index the caches by the block tables, then torch's attention."""
+        key, value = next(calls).gathered(context)
+        return functional.scaled_dot_product_attention(query, key, value, enable_gqa=True).reshape(batch, -1)
 
     return OperatorCase(
         name=f"attention {batch} x {context}",
-        num_bytes=2 * batch * context * kv_heads * size * dtype.itemsize,
-        operations=4 * batch * context * heads * size,
+        num_bytes=_bytes_read(shape, dtype),
+        operations=shape.operations,
         routes={
-            OURS: Route(ours),
+            OURS: Route(lambda: next(calls).attend()),
             "gather + SDPA": Route(gather_and_attend),
-            "plain torch": Route(ours, reference_operators),
+            "plain torch": Route(lambda: next(calls).attend(), reference_operators),
         },
     )
 
@@ -106,18 +99,18 @@ def host_attention_case(batch: int, context: int, dtype: torch.dtype) -> Iterato
     """Decode over the host tier: rows as in `attention_case` are handed to a thread of its own, with as many threads to
     share the work as torch has here, and waited for. Beside it the operator that this thread calls, called directly.
     """
-    shape = dummy_config(SHAPE)
-    heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    fused = torch.randn(batch, heads + 2 * kv_heads, size).to(dtype)  # as a layer's projection gives them
-    query, key, value = fused[:, :heads], fused[:, heads:-kv_heads], fused[:, -kv_heads:]
-    tables = _shuffled_tables(batch, context)
-    slots = tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
-    pool = torch.randn(2, *_cache_shape(batch, context)).to(dtype)
-    cache_write(key, value, pool[0], pool[1], slots)
-    keys, values = zip(*(layer.unbind() for layer in _copies(pool)), strict=True)
-    contexts, starts = torch.full((batch,), context, dtype=torch.int32), torch.arange(batch + 1, dtype=torch.int32)
-    rows = AttentionBatch(tables, starts, contexts, slots)
-    host = HostAttention(shape, keys, values, torch.device("cpu"), threads=torch.get_num_threads())
+    shape, call = _decode_call(batch, context, dtype)
+    fused = torch.randn(batch, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim).to(
+        dtype
+    )  # as a layer gives it
+    query, key, value = fused.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
+    slots = call.block_tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
+    cache_write(key, value, call.key_cache, call.value_cache, slots)
+    keys, values = zip(*_copies(torch.stack((call.key_cache, call.value_cache))), strict=True)
+    pools = zip(keys, values, strict=True)
+    calls = cycle([replace(call, query=query, key_cache=one, value_cache=other) for one, other in pools])
+    rows = AttentionBatch(call.block_tables, call.query_starts, call.context_lengths, slots)
+    host = HostAttentionThread(dummy_config(SHAPE), keys, values, torch.device("cpu"), threads=torch.get_num_threads())
     layers = cycle(range(len(keys)))
 
     def hand_over_and_wait() -> Tensor:
@@ -128,53 +121,52 @@ def host_attention_case(batch: int, context: int, dtype: torch.dtype) -> Iterato
     try:
         yield OperatorCase(
             name=f"host attention {batch} x {context}",
-            num_bytes=2 * batch * context * kv_heads * size * dtype.itemsize,
-            operations=4 * batch * context * heads * size,
-            routes={
-                OURS: Route(hand_over_and_wait),
-                "operator alone": Route(_attend_alone(query, ((keys[it], values[it]) for it in layers), rows)),
-            },
+            num_bytes=_bytes_read(shape, dtype),
+            operations=shape.operations,
+            routes={OURS: Route(hand_over_and_wait), "operator alone": Route(lambda: next(calls).attend())},
         )
     finally:
         host.close()
 
 
-def _attend_alone(query: Tensor, caches: Iterator[tuple[Tensor, Tensor]], rows: AttentionBatch) -> Callable[[], Tensor]:
-    """The operator over one pair of caches after the other, in this thread."""
-    batch, heads, size = query.shape
-    out = torch.empty(batch, heads * size, dtype=query.dtype)
-
-    def attend() -> Tensor:
-        paged_attention(out, query, *next(caches), *rows.tensors[:3], scale=size**-0.5, sliding_window=0)
-        return out
-
-    return attend
-
-
-def _cache_shape(batch: int, context: int) -> tuple[int, ...]:
-    """Shape of a cache of the keys or values of ``batch`` sequences."""
-    shape = dummy_config(SHAPE)
-    return batch * -(-context // BLOCK_SIZE), shape.num_kv_heads, BLOCK_SIZE, shape.head_dim
+def _decode_call(batch: int, context: int, dtype: torch.dtype) -> tuple[PagedAttentionShape, AttentionCall]:
+    model = dummy_config(SHAPE)
+    shape = PagedAttentionShape(
+        rows=decode_rows(batch, context),
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+    )
+    return shape, make_batch(shape, block_size=BLOCK_SIZE, dtype=dtype)
 
 
-def _shuffled_tables(batch: int, context: int) -> Tensor:
-    return torch.randperm(batch * -(-context // BLOCK_SIZE), dtype=torch.int32).view(batch, -1)
-
-
-def _gather_and_attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: Tensor, context: int) -> Tensor:
-    """The obvious way: index the caches by the block tables, then torch's attention. query is [B, heads, head_dim]."""
-    key, value = (cache[tables].transpose(1, 2).flatten(2, 3)[:, :, :context] for cache in (key_cache, value_cache))
-    attended = functional.scaled_dot_product_attention(query[:, :, None], key, value, enable_gqa=True)
-    return attended.reshape(query.shape[0], -1)
+def _bytes_read(shape: PagedAttentionShape, dtype: torch.dtype) -> int:
+    """Bytes of all keys and values."""
+    return 2 * sum(row.context for row in shape.rows) * shape.num_kv_heads * shape.head_dim * dtype.itemsize
 
 
 def linear_cases(rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCase]:
     """Each matrix of the model with every number of rows; one matrix's memory is taken at a time."""
     for name, columns, depth in _matrices():
         weight = torch.randn(columns, depth)
-        weights, wide = _cold(weight.to(dtype)), _cold(weight)
+        weights, wide = cycle(_copies(weight.to(dtype))), cycle(_copies(weight))
         for count in _rows_of(name, rows, dtype):
-            yield _linear_case(f"{name} {columns} x {depth}", (columns, depth), count, dtype, weights, wide)
+            given = torch.randn(count, depth)
+            routes = {
+                OURS: partial(_multiply, linear, given.to(dtype), weights),
+                f"F.linear {format_name(dtype)}": partial(_multiply, functional.linear, given.to(dtype), weights),
+                "F.linear float32": partial(_multiply, functional.linear, given, wide),
+            }
+            yield OperatorCase(
+                name=f"{name} {columns} x {depth}, {count} rows",
+                num_bytes=columns * depth * dtype.itemsize,
+                operations=2 * count * columns * depth,
+                routes={route: Route(call) for route, call in routes.items()},
+            )
+
+
+def _multiply(multiply: Callable[[Tensor, Tensor], Tensor], rows: Tensor, weights: Iterator[Tensor]) -> Tensor:
+    return multiply(rows, next(weights))
 
 
 def count_linear_cases(rows: Sequence[int], dtype: torch.dtype) -> int:
@@ -200,31 +192,8 @@ def _matrices() -> list[tuple[str, int, int]]:
     ]
 
 
-def _linear_case(
-    name: str, size: tuple[int, int], rows: int, dtype: torch.dtype, weights: Iterator[Tensor], wide: Iterator[Tensor]
-) -> OperatorCase:
-    columns, depth = size
-    given = torch.randn(rows, depth)
-    narrow = given.to(dtype)
-    return OperatorCase(
-        name=f"{name}, {rows} rows",
-        num_bytes=columns * depth * dtype.itemsize,
-        operations=2 * rows * columns * depth,
-        routes={
-            OURS: Route(lambda: linear(narrow, next(weights))),
-            f"F.linear {str(dtype).removeprefix('torch.')}": Route(lambda: functional.linear(narrow, next(weights))),
-            "F.linear float32": Route(lambda: functional.linear(given, next(wide))),
-        },
-    )
-
-
-def _cold(tensor: Tensor) -> Iterator[Tensor]:
-    """The same tensor in different places of memory, over and over; by the time one comes back, no cache holds it."""
-    return cycle(_copies(tensor))
-
-
 def _copies(tensor: Tensor) -> list[Tensor]:
-    """Copies of a tensor, too many for any cache to hold."""
+    """Copies of a tensor, too many for any cache to hold: by the time one is used again, it has to be read again."""
     return [tensor, *(tensor.clone() for _ in range(max(2, math.ceil(COLD_BYTES / tensor.nbytes)) - 1))]
 
 
@@ -269,11 +238,10 @@ def _calls_in_a_turn(route: Route) -> int:
 
 def _take_turns(routes: Mapping[str, Route], calls: Mapping[str, int]) -> dict[str, list[float]]:
     """A B C, B C A, C A B ...: the seconds of every call."""
-    names, seconds = list(routes), {name: list[float]() for name in routes}
+    seconds = {name: list[float]() for name in routes}
     with torch.inference_mode():
         for turn in range(_TURNS):
-            first = turn % len(names)
-            for name in [*names[first:], *names[:first]]:
+            for name in rotated(routes, turn):
                 with routes[name].context():
                     seconds[name] += [_seconds(routes[name].call) for _ in range(calls[name])]
     return seconds
@@ -291,8 +259,8 @@ def summarize(rounds: Sequence[OperatorRound]) -> list[dict[str, Any]]:
     GB/s and GFLOP/s are those of the work that every route must do, whatever a route really reads and computes.
     """
     groups: dict[tuple[str, str], list[OperatorRound]] = {}
-    for place, state in sorted(bandwidth_states(rounds).items()):
-        groups.setdefault((rounds[place].case, state), []).append(rounds[place])
+    for done, state in in_states(rounds):
+        groups.setdefault((done.case, state), []).append(done)
     return [
         {"case": case, "state": state, "route": route, "rounds": len(some), **_route_fields(some, route)}
         for (case, state), some in groups.items()

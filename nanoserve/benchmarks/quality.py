@@ -9,9 +9,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nanoserve.errors import UsageError
+from nanoserve.request import SamplingParams
+
+if TYPE_CHECKING:
+    from nanoserve.llm import LLM
 
 STOP = "\nQuestion:"
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -138,3 +142,52 @@ def compare_answers(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, f
     same = sum(mine == other for mine, other in zip(ours["answers"], theirs["answers"], strict=True))
     equal = sum(mine == other for mine, other in zip(ours["tokens"], theirs["tokens"], strict=True))
     return {"same_answer": same / count, "same_tokens": equal / count}
+
+
+class NanoserveReader:
+    """An open LLM."""
+
+    name = "nanoserve"
+
+    def __init__(self, llm: "LLM") -> None:
+        self._llm = llm
+
+    def log_likelihood(self, tokens: tuple[int, ...]) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+        scored = self._llm.generate(list(tokens), params)[0].prompt_logprobs or ()
+        return sum(entry.logprob for entry in scored if entry is not None)
+
+    def answer(self, tokens: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+        output = self._llm.generate(list(tokens), SamplingParams(temperature=0.0, max_tokens=max_tokens))[0].outputs[0]
+        return output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
+
+
+class TransformersReader:
+    """A checkpoint directory, read by transformers."""
+
+    name = "transformers"
+
+    def __init__(self, directory: Path, dtype: str, end_tokens: tuple[int, ...]) -> None:
+        from nanoserve.benchmarks.peers.engine_peers import open_transformers
+
+        self._end_tokens = end_tokens
+        self._model = open_transformers(directory, dtype, list(end_tokens) or None)
+
+    def log_likelihood(self, tokens: tuple[int, ...]) -> float:
+        import torch
+
+        ids = torch.tensor([tokens])
+        with torch.inference_mode():
+            logprobs = self._model(ids).logits[0, :-1].float().log_softmax(-1)
+        return float(logprobs.gather(1, ids[0, 1:, None]).double().sum())
+
+    def answer(self, tokens: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+        import torch
+
+        ids = torch.tensor([tokens])
+        with torch.inference_mode():
+            output = self._model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+            )
+        answer = tuple(output[0, ids.shape[1] :].tolist())
+        return answer[:-1] if answer and answer[-1] in self._end_tokens else answer

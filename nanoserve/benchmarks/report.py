@@ -73,8 +73,8 @@ class Report:
             replace_file(self.path, json.dumps(self.document, indent=1) + "\n")
 
 
-def read_report(path: Path) -> dict[str, Any]:
-    """A report that was written before.
+def read_report(path: Path, *, schema: str = SCHEMA, content: str = "a report of nanoserve bench") -> dict[str, Any]:
+    """A document of this schema, read from its file.
 
     Raises:
         UsageError: if the file is not one.
@@ -85,6 +85,7 @@ def read_report(path: Path) -> dict[str, Any]:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}") from error
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA or not isinstance(document.get("rows"), list):
-        raise UsageError(f"{path} is not a report of nanoserve bench ({SCHEMA})")
+    is_it = isinstance(document, dict) and document.get("schema") == schema
+    if not is_it or (schema == SCHEMA and not isinstance(document.get("rows"), list)):
+        raise UsageError(f"{path} is not {content} ({schema})")
     return document

@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.machine import cache_directory, describe_machine
 from nanoserve.errors import RuntimeFailure
+from nanoserve.models.dtypes import format_name
 from nanoserve.models.hub import ProgressCallback
 from nanoserve.processes.files import replace_file
 
@@ -63,7 +65,7 @@ def machine_limits(
     key = json.dumps([describe_machine(), torch.get_num_threads(), torch.__version__])
     known = _read(path)
     mine: dict[str, float] = known.setdefault(key, {})
-    formats = {str(one).removeprefix("torch."): one for one in (torch.float32, dtype)}
+    formats = {format_name(one): one for one in (torch.float32, dtype)}
     for what, value in _fresh_limits(formats, probe, progress).items():
         mine[what] = max(value, mine.get(what, 0.0))
     _write(path, known)
@@ -105,14 +107,9 @@ def _timed(action: Callable[[], Any]) -> float:
 
 def _read(path: Path) -> dict[str, dict[str, float]]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, float]])
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return {}
-    is_table = isinstance(found, dict) and all(
-        isinstance(entry, dict) and all(isinstance(value, float) for value in entry.values())
-        for entry in found.values()
-    )
-    return found if is_table else {}
 
 
 def _write(path: Path, known: dict[str, dict[str, float]]) -> None:

@@ -4,7 +4,7 @@ A round counts only if the bandwidth before and after it differs by less than ``
 a round and never across rounds, and are reported for each bandwidth state apart. No torch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -58,6 +58,7 @@ def busy_note(foreign_cores: float | None) -> str | None:
 
 
 R = TypeVar("R", bound=Bracketed)
+T = TypeVar("T")
 
 
 def until_enough_count(make_round: Callable[[int], R], wanted: int) -> Iterator[R]:
@@ -87,6 +88,18 @@ def bandwidth_states(rounds: Sequence[Bracketed]) -> dict[int, str]:
         else:
             groups.append([place])
     return {place: _state_name([rounds[member] for member in group]) for group in groups for place in group}
+
+
+def in_states(rounds: Sequence[R]) -> list[tuple[R, str]]:
+    """The counting rounds, each with its bandwidth state, in the order in which they were made."""
+    return [(rounds[place], state) for place, state in sorted(bandwidth_states(rounds).items())]
+
+
+def rotated(items: Iterable[T], number: int) -> list[T]:
+    """A B C, B C A, C A B ...: in every round another one is the first."""
+    found = list(items)
+    first = number % len(found)
+    return [*found[first:], *found[:first]]
 
 
 def _state_name(rounds: Sequence[Bracketed]) -> str:

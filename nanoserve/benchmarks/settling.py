@@ -1,11 +1,16 @@
-"""Timings begin when it is settled what runs: the C++ operators, or plain torch where they cannot be had."""
+"""Timings begin when it is settled what runs: the C++ operators and compiled layers, or plain torch in their stead."""
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
+
+from nanoserve.llm import LLM
+from nanoserve.models.dtypes import format_name, resolve_dtype
 from triton_ops.cpu import cpu_operators
 
 
-def settle_operators(announce: Callable[[str], None]) -> str:
+def settle_operators(announce: Callable[[str], None] = lambda _: None) -> str:
     """Wait for the operators if they are being built, after saying so; which implementation the CPU runs from here on.
 
     "C++", or "plain torch" with the reason in brackets.
@@ -14,3 +19,17 @@ def settle_operators(announce: Callable[[str], None]) -> str:
     if operators.expected and not operators.loaded:
         announce("building the C++ operators, once on this machine ...")
     return "C++" if operators.wait() else f"plain torch ({operators.problem})"
+
+
+def settle(llm: LLM, announce: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Wait for the operators and for compiled layers; facts about what runs from here on."""
+    operators, config = settle_operators(announce), llm.engine_config
+    llm.prepare(lambda stage, done, _: None if done else announce(f"{stage}, once on this machine ..."))
+    return {
+        "model": llm.model_name,
+        "dtype": format_name(resolve_dtype(config.dtype, torch.device(config.device), llm.config.dtype)),
+        "operators": operators,
+        "layers": "compiled" if llm.compiled else "eager",
+        "threads": torch.get_num_threads(),
+        "policy": config.policy_name,
+    }

@@ -1,4 +1,7 @@
-"""The time from the start of a process to its first token, by stage, each time in a new process. No torch here.
+"""The time from the start of a process to its first token, by stage, each time in a new process.
+
+The parent has no torch. A child runs this module; it gets the time on the monotonic clock when it was started, the
+model and LLM's settings, both in JSON, and says on its last line when it reached each stage and what then ran.
 
 The first start ever finds nanoserve's cache empty: it answers through plain torch, and its operators are built and its
 layers compiled behind that. Cold means that this has been done, but the files of torch and of the model were dropped
@@ -7,21 +10,18 @@ from the system's page cache, as far as no other process holds them; warm is the
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from nanoserve.errors import RuntimeFailure
+from nanoserve.processes.children import run_module
 
-_CHILD = ("-m", "nanoserve.benchmarks.starting_child")
-STAGES = (
-    *("python", "import torch", "import nanoserve", "load", "first token", "second token", "third token"),
-    *("build operators", "compile layers"),
-)
+_TOKENS = ("first token", "second token", "third token")
+STAGES = ("python", "import torch", "import nanoserve", "load", *_TOKENS, "build operators", "compile layers")
 TO_FIRST_TOKEN = STAGES[: STAGES.index("first token") + 1]
 
 
@@ -47,14 +47,11 @@ def start_once(model: str | None, settings: dict[str, object], threads: int | No
     Raises:
         RuntimeFailure: with its last line, if it fails.
     """
-    words = [sys.executable, *_CHILD, repr(time.monotonic()), json.dumps(model), json.dumps(settings)]
-    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
-    environment |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise RuntimeFailure(f"a process that was to start failed: {lines[-1]}")
-    said = json.loads(done.stdout.strip().splitlines()[-1])
+    words = repr(time.monotonic()), json.dumps(model), json.dumps(settings)
+    environment = {"XDG_CACHE_HOME": str(cache)} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+    said = run_module(
+        "nanoserve.benchmarks.starting", *words, environment=environment, failing="a process that was to start failed: "
+    )
     return Start(stage_lengths(said["marks"]), said["operators"], said["layers"])
 
 
@@ -95,3 +92,43 @@ def library_directories() -> list[Path]:
     """Directories of torch and nanoserve."""
     found = [find_spec(name) for name in ("torch", "nanoserve")]
     return [Path(spec.origin).parent for spec in found if spec is not None and spec.origin is not None]
+
+
+_PROMPT = tuple(range(5, 21))
+_PREPARATIONS = {"building operators": "build operators", "compiling layers": "compile layers"}
+
+
+def _start_here(began: float, model: str | None, settings: dict[str, object]) -> dict[str, Any]:
+    """The child: import, load, answer, and then wait for what was built meanwhile.
+
+    Returns seconds since ``began`` at the end of each stage ("marks"), and what runs from then on ("operators",
+    "layers").
+    """
+    marks = {"python": time.monotonic() - began}
+
+    import torch  # noqa: F401  (importing it is what is timed)
+
+    marks["import torch"] = time.monotonic() - began
+
+    from nanoserve.llm import LLM
+    from nanoserve.request import SamplingParams
+
+    marks["import nanoserve"] = time.monotonic() - began
+    with LLM(model, **settings) as llm:
+        marks["load"] = time.monotonic() - began
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=len(_TOKENS))
+        for name, _ in zip(_TOKENS, llm.stream(_PROMPT, params), strict=True):
+            marks[name] = time.monotonic() - began
+        answered = time.monotonic() - began
+        llm.prepare(lambda stage, *_: marks.update({_PREPARATIONS[stage]: time.monotonic() - began}))
+        for name in _PREPARATIONS.values():  # one that took no time was not spoken of
+            answered = marks.setdefault(name, answered)
+
+        from nanoserve.benchmarks.settling import settle
+
+        facts = settle(llm)
+        return {"marks": marks, "operators": facts["operators"], "layers": facts["layers"]}
+
+
+if __name__ == "__main__":
+    print("\n" + json.dumps(_start_here(float(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]))))

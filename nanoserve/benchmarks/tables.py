@@ -24,12 +24,17 @@ class Column:
     format: str = ""
     justify: Literal["left", "right"] = "right"
 
-    def text(self, row: Mapping[str, Any]) -> str:
-        """The value as it is shown; a dash where there is none."""
+    def value(self, row: Mapping[str, Any]) -> Any:
+        """The row's value; None where there is none."""
         value: Any = row
         for part in self.path.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        return _NOTHING if value is None else format(value, self.format)
+        return value
+
+    def text(self, row: Mapping[str, Any], nothing: str = _NOTHING) -> str:
+        """The value as it is shown; `nothing` stands where there is none."""
+        value = self.value(row)
+        return nothing if value is None else format(value, self.format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,15 @@ def print_table(title: str, columns: Sequence[Column], rows: Iterable[Mapping[st
         for texts in zip(*(one.texts for one in part), strict=True):
             table.add_row(*texts)
         console.print(table)
+
+
+def markdown_table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> str:
+    """A table in GitHub's Markdown. A row that `failed` shows why in its second column."""
+    lines = [[column.heading for column in columns], ["---"] * len(columns)]
+    for row in rows:
+        texts = [column.text(row, nothing="") for column in columns]
+        lines.append(texts if row.get("failed") is None else [texts[0], row["failed"], *texts[2:]])
+    return "\n".join("| " + " | ".join(text.replace("|", "/") for text in line) + " |" for line in lines)
 
 
 def _parts(filled: Sequence[_Filled], keys: int, width: int) -> list[list[_Filled]]:

@@ -9,9 +9,8 @@ import msgspec
 from nanoserve.benchmarks.comparing import Round, ratios, run_rounds, samples, summarize
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.machine import available_cores
-from nanoserve.benchmarks.peers.catalog import PEERS
 from nanoserve.benchmarks.peers.process import PeerProcess
-from nanoserve.benchmarks.peers.protocol import Opening
+from nanoserve.benchmarks.peers.protocol import PEERS, Opening
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nanoserve.benchmarks.gpu.markdown import to_markdown
 from nanoserve.benchmarks.gpu.results import PARTS, TUNED_FILE, TUNING, read_results
-from nanoserve.benchmarks.gpu.running import BUDGETS, PartRunner, worker_command
+from nanoserve.benchmarks.gpu.running import BUDGETS, run_parts
 from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, make_directory
 from nanoserve.commands.failures import EXIT_FAILURE, EXIT_OK
 from nanoserve.commands.options import Options, option
@@ -72,7 +72,7 @@ def _measured(out: Path, parts: Sequence[str], budgets: Mapping[str, float], *, 
     """The file with all results, once there are any; None if a new table of configurations was the aim."""
     make_directory(out)
     try:
-        return PartRunner(out, worker_command(out, dry_run=dry_run), dry_run=dry_run).run(parts, budgets)
+        return run_parts(out, parts, budgets, dry_run=dry_run)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{out} keeps what was measured; the same command goes on there") from None
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from nanoserve.benchmarks.plots import plot_bars
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.rounds import Bracketed
-from nanoserve.benchmarks.serving.work import Work
+from nanoserve.benchmarks.serving.requests import Work
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.options import Options, option
 from nanoserve.commands.terminal import remark

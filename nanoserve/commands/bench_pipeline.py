@@ -12,8 +12,7 @@ from nanoserve.benchmarks.pipeline.policies import PipelineScheduling
 from nanoserve.benchmarks.pipeline.rounds import RATIOS, PipelineBench, PipelineRound, PipelineVariant, pairs
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.serving.requests import parse_rates, poisson_arrivals
-from nanoserve.benchmarks.serving.work import Work
+from nanoserve.benchmarks.serving.requests import Work, parse_rates, poisson_arrivals
 from nanoserve.benchmarks.tables import print_table
 from nanoserve.benchmarks.variants import KeptRun, KeptRuns, Ratio
 from nanoserve.commands.bench_options import (

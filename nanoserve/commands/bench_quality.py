@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.benchmarks.peers.catalog import PEERS
+from nanoserve.benchmarks.peers.protocol import PEERS
 from nanoserve.benchmarks.quality import (
+    NanoserveReader,
     Reader,
+    TransformersReader,
     compare_answers,
     extract_answer,
     perplexity,
@@ -84,7 +86,6 @@ def run(options: QualityOptions) -> int:
 
 def _readers(llm: "LLM", engine: EngineOptions, *, with_reference: bool) -> list[Reader]:
     from nanoserve.benchmarks.peers.weights import checkpoint_directory, dtype_name
-    from nanoserve.benchmarks.quality_readers import NanoserveReader, TransformersReader
 
     readers: list[Reader] = [NanoserveReader(llm)]
     if with_reference:

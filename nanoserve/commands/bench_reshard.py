@@ -10,7 +10,7 @@ from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.resharding.picture import plot_runs
 from nanoserve.benchmarks.resharding.policies import ReshardScheduling, Workers
 from nanoserve.benchmarks.resharding.rounds import RATIOS, ReshardBench, ReshardRound, ReshardVariant, pairs
-from nanoserve.benchmarks.serving.work import Work
+from nanoserve.benchmarks.serving.requests import Work
 from nanoserve.benchmarks.tables import print_table
 from nanoserve.benchmarks.variants import KeptRun, KeptRuns
 from nanoserve.commands.bench_options import (

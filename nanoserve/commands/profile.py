@@ -90,8 +90,7 @@ def run(options: ProfileOptions) -> int:
 
 def _set_apart(host_threads: int | None, device: str) -> "HostProcessor":
     """What attends in host memory; a CPU that is the device shares all cores with it, unless some are asked for."""
-    from nanoserve.runtime.host.host_processor import HostProcessor  # imports torch: the threads are set
-    from nanoserve.runtime.launch.core_division import divide_cores
+    from nanoserve.runtime.host.host_processor import HostProcessor, divide_cores  # imports torch: the threads are set
     from nanoserve.runtime.launch.devices import usable_device
 
     found = usable_device(device)

@@ -21,8 +21,8 @@ _DEVIATIONS = 1.5
 """Added to what is expected: normally distributed sums of lengths exceed that once in fifteen times."""
 
 
-class OutputLengths:
-    """How long answers are: the last thousand that ended by themselves, and those that have not ended yet.
+class GrowthForecast:
+    """How far answers will grow: from the last thousand that ended by themselves, and those that have not ended yet.
 
     The first answers to end are the short ones, so running ones count too: each shows that answers can be longer than
     what it has produced. Kaplan's and Meier's estimate (1958) of a survival curve takes both into account.
@@ -34,6 +34,7 @@ class OutputLengths:
         self._lengths: list[int] = []  # those of _sorted when the curve was drawn
         self._ended: list[float] = []  # the share of answers that are no longer than each of these
         self._longest = 0  # produced by a sequence that still ran
+        self._growth = self._longest_remaining = 0
 
     def record(self, length: int) -> None:
         """An answer has ended after ``length`` tokens."""
@@ -95,35 +96,21 @@ class OutputLengths:
             peak = max(peak, held + number * remaining)
         return peak - held + round(_DEVIATIONS * self.deviation() * math.sqrt(len(futures)))
 
-
-class GrowthForecast:
-    """The forecast in a policy's Load; the Scheduler feeds it while it runs."""
-
-    def __init__(self) -> None:
-        self._lengths = OutputLengths()
-        self._growth = self._longest = 0
-
-    def record(self, length: int) -> None:
-        """An answer has ended by itself, after ``length`` tokens."""
-        self._lengths.record(length)
-
     def add(self, begun: Iterable[Sequence]) -> None:
         """These sequences begin with the latest plan; those on the host take no device block."""
-        on_device = (sequence for sequence in begun if sequence.place is Place.DEVICE)
-        self._growth += sum(map(self._lengths.remaining, on_device))
+        self._growth += sum([self.remaining(sequence) for sequence in begun if sequence.place is Place.DEVICE])
 
-    def look(self, step: int, running: Iterable[Sequence]) -> tuple[int, int]:
+    def look(self, step: int, running: SequenceOf[Sequence]) -> tuple[int, int]:
         """The forecast for plan ``step``, from the sequences that run on the device.
 
         Returns:
             ``Load.expected_growth`` in tokens, and ``Load.longest_remaining``.
         """
         if step % _RENEWED_EVERY == 0:
-            on_device = list(running)
-            decodes = (sequence for sequence in on_device if sequence.status is Status.DECODE)
-            self._lengths.renew(sequence.output_length for sequence in on_device)
-            self._growth = self._lengths.expected_growth(on_device)
-            self._longest = max(map(self._lengths.remaining, decodes), default=0)
-        elif next(iter(running), None) is None:  # nothing is expected of sequences that are gone
-            self._growth = self._longest = 0
-        return self._growth, self._longest
+            self.renew(sequence.output_length for sequence in running)
+            decodes = (sequence for sequence in running if sequence.status is Status.DECODE)
+            self._growth = self.expected_growth(running)
+            self._longest_remaining = max(map(self.remaining, decodes), default=0)
+        elif not running:  # nothing is expected of sequences that are gone
+            self._growth = self._longest_remaining = 0
+        return self._growth, self._longest_remaining

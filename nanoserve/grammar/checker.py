@@ -1,17 +1,37 @@
-"""The parent's side of `check_process`: whether a JSON schema may be sent to the engine."""
+"""Whether a JSON schema may be sent to the engine, and the process that finds out.
+
+A schema is a small program from an untrusted client. llguidance limits most of what it may cost, but not everything:
+one with a few thousand references in a row overflows the stack, and one with a large `multipleOf` computes for minutes.
+In a process of its own, either ends that process and nothing else. A schema that passes there is cheap enough for the
+engine.
+
+The process runs `main`. It reads one JSON object per line: first {"directory": the tokenizer's}, then {"schema": text,
+"seconds": t} for each check. It answers each check with {} or {"error": why not}.
+"""
 
 import json
+import sys
 import threading
 from collections import OrderedDict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from nanoserve.errors import UsageError
-from nanoserve.processes.children import LimitedProcess
+import msgspec
+
+from nanoserve.errors import NanoserveError, UsageError
+from nanoserve.grammar.schema import check_schema
+from nanoserve.processes.children import LimitedProcess, answer_requests, limit_resources, limit_time
+
+if TYPE_CHECKING:
+    from nanoserve.grammar.compiler import GrammarCompiler
 
 SECONDS = 0.25
 """Processor time of one check. The engine spends as much once, while others wait. Most schemas take milliseconds."""
 MAX_REMEMBERED = 256
 """Number of passed schemas that are remembered; each has at most 64 KiB."""
+MEMORY_LIMIT = 2 << 30
+STACK_LIMIT = 2 << 20
+"""A quarter of the engine's stack."""
 
 
 class GrammarChecker:
@@ -25,7 +45,7 @@ class GrammarChecker:
 
     def __init__(self, directory: Path) -> None:
         self._process = LimitedProcess(
-            "nanoserve.grammar.check_process", "the process that tries JSON schemas", {"directory": str(directory)}
+            "nanoserve.grammar.checker", "the process that tries JSON schemas", {"directory": str(directory)}
         )
         self._passed: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
@@ -59,3 +79,31 @@ class GrammarChecker:
     def close(self) -> None:
         """End the process; a later check would start another."""
         self._process.close()
+
+
+# ---- in the process
+
+
+def check(compiler: "GrammarCompiler", request: dict[str, Any]) -> dict[str, str]:
+    """Compile a schema and take the first step; {} if that works."""
+    schema = request["schema"]
+    try:
+        limit_time(0)
+        assert compiler.vocabulary  # the time to load it does not count
+        limit_time(request["seconds"])
+        matcher = compiler.matcher(schema)
+        compiler.forget(schema)
+        check_schema(msgspec.json.decode(schema))
+        matcher.allowed()
+    except (NanoserveError, msgspec.DecodeError) as error:
+        return {"error": str(error)}
+    return {}
+
+
+def main() -> None:
+    """Serve checks until stdin closes."""
+    from nanoserve.grammar.compiler import GrammarCompiler  # numpy and the tokenizer: for this process alone
+
+    limit_resources(MEMORY_LIMIT, STACK_LIMIT)
+    compiler = GrammarCompiler(Path(json.loads(sys.stdin.buffer.readline())["directory"]))
+    answer_requests(lambda request: check(compiler, request))

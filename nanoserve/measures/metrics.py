@@ -1,7 +1,7 @@
 """The field's metrics, under the field's names; docs/benchmarks.md spells the definitions out."""
 
 from collections.abc import Iterable, Sequence
-from typing import Self
+from typing import Protocol, Self
 
 import msgspec
 import numpy as np
@@ -88,16 +88,39 @@ class BatchRates(msgspec.Struct, frozen=True):
         return cls(inputs / prefilled, decode, outputs / ended, (inputs + outputs) / ended)
 
 
-def request_distributions(timings: Sequence[RequestTiming]) -> dict[str, Distribution | None]:
+class TimedRequest(Protocol):
+    """A request whose answer is complete; times in seconds."""
+
+    @property
+    def ttft(self) -> float: ...
+
+    @property
+    def tpot(self) -> float | None: ...
+
+    @property
+    def e2el(self) -> float: ...
+
+    @property
+    def itls(self) -> tuple[float, ...]: ...
+
+
+def request_distributions(requests: Sequence[TimedRequest]) -> dict[str, Distribution | None]:
     """TTFT, TPOT and E2EL over requests, and ITL over the pooled gaps of all requests; all in milliseconds."""
     pooled: dict[str, list[float | None]] = {
-        "ttft_ms": [timing.ttft for timing in timings],
-        "tpot_ms": [timing.tpot for timing in timings],
-        "itl_ms": [gap for timing in timings for gap in timing.itls],
-        "e2el_ms": [timing.e2el for timing in timings],
+        "ttft_ms": [request.ttft for request in requests],
+        "tpot_ms": [request.tpot for request in requests],
+        "itl_ms": [gap for request in requests for gap in request.itls],
+        "e2el_ms": [request.e2el for request in requests],
     }
-    return {name: Distribution.of(_milliseconds(values)) for name, values in pooled.items()}
+    return {name: in_milliseconds(values) for name, values in pooled.items()}
 
 
-def _milliseconds(values: Iterable[float | None]) -> list[float | None]:
-    return [None if value is None else value * MILLISECONDS for value in values]
+def in_milliseconds(seconds: Iterable[float | None]) -> Distribution | None:
+    """Times in seconds as a distribution of milliseconds."""
+    return Distribution.of(None if value is None else value * MILLISECONDS for value in seconds)
+
+
+def mean_of_known(values: Iterable[float | None]) -> float:
+    """The mean of the values that are not None; 0 if there are none."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else 0.0

@@ -36,6 +36,11 @@ def resolve_dtype(name: str, device: torch.device, stored: str = "float32") -> t
     return DTYPES[name]
 
 
+def format_name(dtype: torch.dtype) -> str:
+    """The name as configurations write it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _cpu_is_fast_in_bf16(stored: str) -> bool:
     if _cpu_computes_bf16():
         return True

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import ModelError
@@ -109,26 +109,13 @@ def empty_decoder(
     *,
     shard: Shard | None = None,
     group: TensorParallelGroup | None = None,
+    zeroed: bool = True,
 ) -> Decoder:
-    """Like `unset_decoder`, but parameters of a tensor-parallel rank are zero: its padding stays zero, and so do biases
-    that another rank adds."""
-    decoder = unset_decoder(config, dtype, device, shard=shard, group=group)
-    if decoder.shard.degree > 1:
-        for parameter in decoder.parameters():
-            nn.init.zeros_(parameter)
-    return decoder
+    """A decoder with parameters that are allocated, not trainable and not initialized.
 
-
-def unset_decoder(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    shard: Shard | None = None,
-    group: TensorParallelGroup | None = None,
-) -> Decoder:
-    """A decoder with parameters that are allocated, not trainable and not initialized. On a CPU, large ones take no
-    memory until they are written."""
+    On a CPU, large ones take no memory until they are written. But if `zeroed`, those of a tensor-parallel rank are
+    zero: its padding stays zero, and so do biases that another rank adds.
+    """
     # The meta device is not used: torch imports its compiler for it, which takes longer than loading a small model.
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -137,7 +124,11 @@ def unset_decoder(
             decoder = Decoder(config, initialize=False, shard=shard, group=group)
     finally:
         torch.set_default_dtype(usual)
-    return decoder.requires_grad_(False).eval()
+    decoder.requires_grad_(False)
+    if zeroed and decoder.shard.degree > 1:
+        for parameter in decoder.parameters():
+            parameter.zero_()
+    return decoder.eval()
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -246,14 +237,11 @@ def _fill(
     for (path, _), portion_pieces in groupby(zip(pieces, progressed, strict=True), portion):
         with _open(path) as file:
             for piece, done in portion_pieces:
-                _read(piece, piece.region(parameters[piece.parameter]), file, path)
+                region = piece.region(parameters[piece.parameter])
+                region.copy_(_view(piece, file, path))
+                check_finite(region, piece.name, path)
                 if progress is not None:
                     progress(done, progressed[-1])
-
-
-def _read(part: TensorPart, region: Tensor, file: Any, path: Path) -> None:
-    region.copy_(_view(part, file, path))
-    check_finite(region, part.name, path)
 
 
 def _view(part: TensorPart, file: Any, path: Path) -> Tensor:
@@ -266,9 +254,8 @@ def _view(part: TensorPart, file: Any, path: Path) -> Tensor:
 
 def check_finite(values: Tensor, name: str, path: Path) -> None:
     """Raise ModelError if the values, from the tensor `name` of the file, hold NaN or infinity."""
-    if not all(
-        extreme.isfinite() for extreme in values.aminmax()
-    ):  # NaN propagates to both extremes; nothing large is allocated
+    # NaN propagates to both extremes; nothing large is allocated.
+    if not all(extreme.isfinite() for extreme in values.aminmax()):
         dtype = str(values.dtype).removeprefix("torch.")
         raise ModelError(
             f"{path}: tensor {name} has NaN or infinite values as {dtype};"

@@ -14,14 +14,13 @@ With strict overcommit (vm.overcommit_memory 2), the kernel charges every worker
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
-from nanoserve.models.loading import Checkpoint, Progress, check_finite, open_checkpoint, unset_decoder
+from nanoserve.models.loading import Checkpoint, Progress, check_finite, empty_decoder, open_checkpoint
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, shard_parts, unfilled_regions
 
@@ -78,21 +77,19 @@ class ReshardableWeights:
         """
         # Decoders that were never written take no memory on a CPU; below, their parameters become views.
         unset = [
-            unset_decoder(config, dtype, torch.device("cpu"), shard=shard, group=group)
+            empty_decoder(config, dtype, torch.device("cpu"), shard=shard, group=group, zeroed=False)
             for shard, group in zip(shards, groups, strict=True)
         ]
         # One decoder per layout, ready for inference while its layout is in place. They share their memory.
         self.decoders = tuple(unset)
         with open_checkpoint(directory, config) as checkpoint:
-            self._storage = torch.empty(max(map(_laid_out_size, unset)), dtype=dtype, device=device)
+            self._storage = torch.empty(max(_offsets(decoder)[1] for decoder in unset), dtype=dtype, device=device)
             for decoder in unset:
                 _lay_out(decoder, self._storage)
             self._fillings = [_filling(decoder, checkpoint) for decoder in unset]
         self.storage_bytes = self._storage.nbytes  # their shared memory on the device
-        self._copies: _Copies = _DirectCopies()
-        if device.type == "cuda":
-            largest = max(move.region.nbytes for filling in self._fillings for move in filling.moves)
-            self._copies = _PinnedCopies(largest, device)
+        most_bytes = max(move.region.nbytes for filling in self._fillings for move in filling.moves)
+        self._copies = _Copies(most_bytes, device)
         self._fill(self._fillings[0], progress, checked=True)
 
     def fill(self, layout: int, progress: Progress | None = None) -> int:
@@ -119,41 +116,29 @@ class ReshardableWeights:
         self._copies.finish()
 
 
-class _Copies(Protocol):
-    """Copies from a mapped file to the device, into the parameters' number format."""
+class _Copies:
+    """Copies from a mapped file to the device, into the parameters' number format.
+
+    They reach a GPU through two page-locked buffers: one is sent while the processor fills the other.
+    """
+
+    def __init__(self, most_bytes: int, device: torch.device) -> None:
+        """most_bytes: size of the largest region."""
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            self._buffers = [torch.empty(most_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._emptied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+            self._turn, self._used = 0, 0
 
     def copy(self, source: Tensor, region: Tensor) -> Tensor:
         """Start to copy; returns the converted numbers in host memory, valid until the next call."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until all copies are done."""
-        ...
-
-
-class _DirectCopies:
-    """Copies on a CPU."""
-
-    def copy(self, source: Tensor, region: Tensor) -> Tensor:
-        return region.copy_(source)
-
-    def finish(self) -> None:
-        """Do nothing: copies are synchronous."""
-
-
-class _PinnedCopies:
-    """Copies to a GPU through two page-locked buffers: one is sent while the processor fills the other."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """num_bytes: the largest region."""
-        self._device = device
-        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._emptied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
-        self._turn, self._used = 0, 0
-
-    def copy(self, source: Tensor, region: Tensor) -> Tensor:
+        if not self._on_gpu:
+            return region.copy_(source)
         if self._used + region.nbytes > len(self._buffers[self._turn]):
-            self._take_the_other()
+            self._emptied[self._turn].record(torch.cuda.current_stream(self._device))
+            self._turn, self._used = 1 - self._turn, 0
+            self._emptied[self._turn].synchronize()  # at once if it was never recorded
         place = self._buffers[self._turn][self._used : self._used + region.nbytes]
         self._used += -(-region.nbytes // _ALIGNMENT) * _ALIGNMENT
         staged = place.view(region.dtype).view(region.shape)
@@ -162,14 +147,10 @@ class _PinnedCopies:
         return staged
 
     def finish(self) -> None:
-        torch.cuda.current_stream(self._device).synchronize()
-        self._used = 0
-
-    def _take_the_other(self) -> None:
-        """Switch buffers, and wait until the copies out of the other one are done."""
-        self._emptied[self._turn].record(torch.cuda.current_stream(self._device))
-        self._turn, self._used = 1 - self._turn, 0
-        self._emptied[self._turn].synchronize()  # at once if it was never recorded
+        """Wait until all copies are done."""
+        if self._on_gpu:
+            torch.cuda.current_stream(self._device).synchronize()
+            self._used = 0
 
 
 def _offsets(decoder: Decoder) -> tuple[list[int], int]:
@@ -180,10 +161,6 @@ def _offsets(decoder: Decoder) -> tuple[list[int], int]:
         offsets.append(used)
         used += -(-parameter.numel() // aligned) * aligned
     return offsets, used
-
-
-def _laid_out_size(decoder: Decoder) -> int:
-    return _offsets(decoder)[1]
 
 
 def _lay_out(decoder: Decoder, storage: Tensor) -> None:

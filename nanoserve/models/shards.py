@@ -43,6 +43,26 @@ class Shard:
         """Whether the stage computes logits."""
         return self.stage == self.num_stages - 1
 
+    @property
+    def worker(self) -> int:
+        """Number of the worker that has it. Workers are stage-major: ``stage * degree + rank``."""
+        return self.stage * self.degree + self.rank
+
+    @property
+    def worker_before(self) -> int | None:
+        """The worker that sends hidden states to this one; None in the first stage."""
+        return None if self.is_first else self.worker - self.degree
+
+    @property
+    def worker_behind(self) -> int | None:
+        """The worker that this one sends hidden states to; None in the last stage."""
+        return None if self.is_last else self.worker + self.degree
+
+    @property
+    def answers(self) -> bool:
+        """Whether its worker samples and answers: the first rank of the last stage does."""
+        return self.is_last and self.rank == 0
+
     def share(self, size: int) -> range:
         """This rank's range of `size` rows or columns: equal parts, except that the last may be shorter."""
         part = divided(size, self.degree)

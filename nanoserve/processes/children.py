@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ SILENCE_SECONDS = 20.0
 GRACE_SECONDS = 2.0
 """Time to end for a child that has closed its stdout."""
 
+_WATCH_SECONDS = 1.0
 _KILLED_FROM_OUTSIDE = (-9, -15)
 """SIGKILL and SIGTERM. A child's own limits end it by other signals."""
 
@@ -53,6 +55,32 @@ def describe_exit(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
+
+
+def follow_parent(parent: int) -> None:
+    """End this process when its parent, of this process id, is gone, however it ended."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def run_module(module: str, *words: str, environment: Mapping[str, str], failing: str = "") -> dict[str, Any]:
+    """Run a module with these arguments and variables; the JSON object on the last line of its stdout.
+
+    Raises:
+        RuntimeFailure: with the last line of its stderr, behind `failing`, if it fails.
+    """
+    command = [sys.executable, "-m", module, *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise RuntimeFailure(failing + lines[-1])
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
 
 
 class ProcessKilled(RuntimeFailure):

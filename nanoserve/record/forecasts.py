@@ -15,9 +15,9 @@ import msgspec
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.costs.predictor import Predictor
 from nanoserve.costs.step_features import HostBatch, StepFeatures
+from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Cohort, Decision
 from nanoserve.scheduler.plan import HostWork, Row, StepPlan, StepResult, work_of
-from nanoserve.scheduler.tiers import HostCohorts
 
 _MANY, _ONE_IN = 256, 5
 """The predictor learns from the first _MANY results, and then from one result in _ONE_IN. Every second or fourth would
@@ -66,7 +66,7 @@ class Forecasts:
         forecast, _ = self._in_flight.get(step, (None, None))
         return forecast
 
-    def on_plan(self, plan: StepPlan, decision: Decision, cohorts: HostCohorts | None) -> None:
+    def on_plan(self, plan: StepPlan, decision: Decision, cohorts: HostCohorts) -> None:
         """Predict a plan with rows; the cohorts do not follow it yet."""
         predictor = self._predictors[plan.layout] if self._predictors else None
         if predictor is None or not plan.rows:
@@ -74,11 +74,11 @@ class Forecasts:
         self._newest = predictor
         is_lesson = next(self._plans)
         if is_lesson or self.of_all:
-            work = features_of(plan, cohorts or HostCohorts())
+            work = features_of(plan, cohorts)
             forecast = Forecast(plan.step, decision, work, predictor.step_seconds(work))
             self._in_flight[plan.step] = forecast, predictor if is_lesson else None
 
-    def on_result(self, result: StepResult, cohorts: HostCohorts | None) -> None:
+    def on_result(self, result: StepResult, cohorts: HostCohorts) -> None:
         """Learn from a result; the cohorts do not advance by it yet."""
         if self._newest is not None and result.host_work and next(self._host_results):
             for (sequences, context_tokens), seconds in _by_size(result.host_work).items():
@@ -90,7 +90,7 @@ class Forecasts:
             return  # what it waited for never came
         work = forecast.work
         if work.strategy == "overlap":
-            work = msgspec.structs.replace(work, host=_joined(work, result, forecast.step, cohorts or HostCohorts()))
+            work = msgspec.structs.replace(work, host=_joined(work, result, forecast.step, cohorts))
         if predictor is not None:
             predictor.observe(work, result.seconds)
         self._on_measured(replace(forecast, work=work, measured=result.seconds))

@@ -35,10 +35,10 @@ from nanoserve.record.events import (
 from nanoserve.record.forecasts import Forecasts
 from nanoserve.record.times import StageTimes, Times
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate
+from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.tiers import HostCohorts
 
 RECENT_STEPS = 32
 """Steps that a recorder keeps, to show what an engine did last."""
@@ -103,7 +103,7 @@ class Recorder:
             changing=(scheduler.changing_layout,),
             running=len(scheduler.running),
             on_host=len(scheduler.on_host),
-            waiting=len(scheduler.waiting) + len(scheduler.held),
+            waiting=len(scheduler.waiting),
             free_blocks=scheduler.pool.free_blocks,
             total_blocks=scheduler.pool.num_blocks,
             free_host_blocks=scheduler.host_pool.free_blocks,
@@ -283,16 +283,12 @@ class Recorder:
 
     # ---- the scheduler ----------------------------------------------------------------------------------------
 
-    def on_load(self, load: Load) -> None:
-        """The policy is shown this, and decides."""
-        self._load = load
-
-    def on_plan(self, plan: StepPlan, decision: Decision, cohorts: HostCohorts | None) -> None:
-        """A plan is made; the cohorts do not follow it yet."""
-        self._decision = decision
+    def on_plan(self, plan: StepPlan, load: Load, decision: Decision, cohorts: HostCohorts) -> None:
+        """A plan is made from what the policy saw and decided; the cohorts do not follow it yet."""
+        self._load, self._decision = load, decision
         self.forecasts.on_plan(plan, decision, cohorts)
 
-    def on_result(self, result: StepResult, cohorts: HostCohorts | None) -> None:
+    def on_result(self, result: StepResult, cohorts: HostCohorts) -> None:
         """A result is taken in; the cohorts do not advance by it yet."""
         self.forecasts.on_result(result, cohorts)
 

@@ -6,40 +6,57 @@ is theirs: queueing and collecting in a LocalExecutor, activations and reshardin
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from nanoserve.grammar.compiler import GrammarCompiler
-from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
+from nanoserve.engine_config import EngineConfig
+from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.processes.sizes import format_size
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.host.hybrid_runner import Header, HybridRunner, HybridStep
-from nanoserve.runtime.launch.memory import memory_errors
+from nanoserve.runtime.launch.memory import kv_bytes_per_block, memory_errors
 from nanoserve.runtime.moves.host_pool import HostPart
 from nanoserve.runtime.moves.swapping import BlockMover, LayerMarks, Swapper
 from nanoserve.runtime.step.model_runner import ModelRunner, PreparedStep
-from triton_ops.cpu import CpuOperators, cpu_operators
+from triton_ops.cpu import BackgroundLibrary, cpu_operators
+
+
+def compiled_layers(decoder: Decoder, config: EngineConfig) -> LayerRunner | None:
+    """The layers of a stage on a CPU, compiled ahead of time; None if all is to run eagerly, or sums over ranks stand
+    in the way."""
+    if config.eager or decoder.shard.degree > 1:
+        return None
+    return LayerRunner.ahead_of_time(
+        decoder, block_size=config.block_size, operators=cpu_operators(), with_pieces=config.attends_on_host
+    )
 
 
 class Stage:
     """A runner, what moves blocks of its cache, and what is built in the background to make it faster."""
 
-    def __init__(self, runner: ModelRunner, *, part: HostPart | None = None, layers: LayerRunner | None = None) -> None:
-        """part: of the host pool, for swaps; layers: those that the runner runs, where they are compiled."""
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        layers: LayerRunner | None = None,
+        part: HostPart | None = None,
+        processor: HostProcessor | None = None,
+    ) -> None:
+        """As `build` has them; `layers` are those that the runner runs."""
         self.runner = runner
         # the runner, if the CPU attends for host sequences.
         self.hybrid = runner if isinstance(runner, HybridRunner) else None
+        self.processor = processor
         self.mover: BlockMover | None = None
         if part is not None:
             self.mover = BlockMover(runner.caches.keys, runner.caches.values, part, runner.device)
         self.layers = layers
-        self._built: list[CpuOperators | LayerRunner] = []
+        self._libraries: list[BackgroundLibrary] = [] if layers is None else [*layers.libraries]
         if runner.device.type == "cpu":
-            self._built.append(cpu_operators())
-        if layers is not None:
-            self._built.append(layers)
-        self._unloaded = self._built
+            self._libraries.insert(0, cpu_operators())
+        self._unloaded = self._libraries
 
     @classmethod
     def build(
@@ -48,58 +65,45 @@ class Stage:
         *,
         num_blocks: int,
         block_size: int,
-        device: torch.device,
+        device: torch.device | str,
         layers: LayerRunner | None = None,
-        run_layer: LayerFunction = DecoderLayer.__call__,
-        pieces: LayerRunner | None = None,
-        grammars: GrammarCompiler | None = None,
-        storage: Tensor | None = None,
         part: HostPart | None = None,
         processor: HostProcessor | None = None,
+        **settings: Any,
     ) -> "Stage":
-        """The stage of a decoder.
+        """The stage of a decoder, with its KV cache.
 
         Args:
-            layers: compiled ones, which run as soon as they are loaded; without them `run_layer` runs the layers.
-            pieces: run the layers in which host sequences take part, eagerly where there are none.
-            grammars: compiles JSON schemas.
-            storage: of the KV cache, as `make_caches` has it.
-            part: of the host pool; with a `processor` too, that attends for the sequences whose KV is there.
+            layers: runs the layers, whole or in pieces; None for plain torch.
+            part: of the host pool, for swaps; with a `processor` too, that attends for the sequences whose KV is there.
+            settings: others of the ModelRunner.
+
+        Raises:
+            RuntimeFailure: if memory does not suffice.
         """
-        run_layer = run_layer if layers is None else layers
-        runner: ModelRunner
-        if part is None or processor is None:
-            runner = ModelRunner(
-                decoder,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                device=device,
-                run_layer=run_layer,
-                grammars=grammars,
-                storage=storage,
-            )
-        else:
-            runner = HybridRunner(
-                decoder,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                device=device,
-                run_layer=run_layer,
-                grammars=grammars,
-                storage=storage,
-                pieces=pieces or layers or LayerRunner(),
-                make_host=lambda: processor.start(decoder.config, part, device),
-            )
-        return cls(runner, part=part, layers=layers)
+        device = torch.device(device)
+        settings |= {"num_blocks": num_blocks, "block_size": block_size, "device": device}
+        size = format_size(num_blocks * kv_bytes_per_block(decoder.config, block_size, decoder.dtype))
+        decoder.eval()
+        with memory_errors(device, f"a KV cache of {size} does not fit", "lower --kv-cache-memory"):
+            runner: ModelRunner
+            if part is None or processor is None:
+                runner = ModelRunner(decoder, run_layer=layers or DecoderLayer.__call__, **settings)
+            else:
+                layers = layers or LayerRunner()
+                runner = HybridRunner(
+                    decoder, layers, lambda: processor.start(decoder.config, part, device), **settings
+                )
+            return cls(runner, layers=layers, part=part, processor=processor)
 
     # ---- with each plan ----------------------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Load what has been built meanwhile: it takes over between two steps."""
         if self._unloaded:
-            for built in self._unloaded:
-                built.poll()
-            self._unloaded = [built for built in self._unloaded if not built.loaded]
+            for library in self._unloaded:
+                library.poll()
+            self._unloaded = [library for library in self._unloaded if not library.loaded]
 
     def begin_swaps(self, step: PreparedStep, swapper: Swapper | None) -> LayerMarks | None:
         """Have a plan's swaps carried out, behind what the device has been told to do so far.
@@ -150,28 +154,30 @@ class Stage:
         return None if self.hybrid is None else self.hybrid.hybrid.take_loss()
 
     def forget_host(self) -> None:
-        """No host sequence is under way any more; nothing more is written for one."""
+        """Drop all host sequences under way; nothing more is written for one."""
         if self.hybrid is not None:
             self.hybrid.forget_host()
 
     # ---- what makes it faster ----------------------------------------------------------------------------------
 
     def start(self, *, waited: bool = False) -> None:
-        """Load what makes steps faster, or have it built by another process; `waited` as for one library."""
-        for built in self._built:
-            built.start(waited=waited)
+        """Load what makes steps faster, or have another process build it; `waited` as in `BackgroundLibrary.start`."""
+        for library in self._libraries:
+            library.start(waited=waited)
 
     @property
     def pending(self) -> bool:
         """Whether something is being built."""
-        return any(built.pending for built in self._built)
+        return any(library.pending for library in self._libraries)
 
     @property
     def compiled(self) -> bool:
-        """Whether the layers run compiled by AOT Inductor."""
+        """Whether Inductor has compiled the layers."""
         return self.layers is not None and self.layers.loaded
 
     def close(self) -> None:
-        """End the CPU's part."""
+        """End the CPU's part, and let the device have all cores again."""
         if self.hybrid is not None:
             self.hybrid.hybrid.close()
+        if self.processor is not None:
+            self.processor.close()

@@ -1,15 +1,18 @@
 """The plan builder: turns a Decision into a StepPlan, oldest sequences first."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from nanoserve.request import Sequence, Status
-from nanoserve.scheduler.load import Decision
-from nanoserve.scheduler.plan import Begin, Copy, Row, StepPlan
+from nanoserve.costs.step_features import Strategy
+from nanoserve.request import Place, Sequence, Status
+from nanoserve.scheduler.cohorts import HostCohorts
+from nanoserve.scheduler.load import Decision, Load
+from nanoserve.scheduler.plan import Begin, Copy, Row, StepPlan, Swap
 from nanoserve.scheduler.sequence_table import SequenceTable
 
-_PREFILL = Status.PREFILL  # Enum lookup is slow in Python 3.11; hoist it.
+_PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
+_DEVICE, _HOST, _MOVING = Place.DEVICE, Place.HOST, Place.MOVING
 _FED = (0,)
 
 
@@ -23,40 +26,60 @@ class PlanBuilder:
     """
 
     table: SequenceTable
-    """The sequences, their queues and blocks; the builder admits and preempts."""
+    """The sequences, their queues, blocks and swaps; the builder admits, preempts and moves."""
+    cohorts: HostCohorts
+    """Host sequences whose token is under way."""
+    in_flight: Collection[StepPlan]
+    """The plans that have not ended."""
+    load: Load
+    """What the policy saw."""
     decision: Decision
-    """How much the plan shall hold."""
+    """What it decided."""
     now: float
     """Seconds on the executor's clock."""
-    running_decodes: int
-    """Decodes on the device, in flight or not."""
     admits: bool
     """Whether waiting prompts may begin."""
     transition: int | None = None
     """The layout to change to, in a plan that holds nothing else."""
-    rows: dict[int, Row] = field(default_factory=dict)
-    """Rows on the device, by sequence."""
+    rows: list[Row] = field(default_factory=list)
+    """Rows on the device."""
+    _host_rows: list[Row] = field(default_factory=list)
+    _swaps: list[Swap] = field(default_factory=list)
     _begin: list[Begin] = field(default_factory=list)
     _copies: list[Copy] = field(default_factory=list)
     _skipped: set[int] = field(default_factory=set)
+    _kept_free: int = 0
 
     def __post_init__(self) -> None:
         self.admits = self.admits and not self.table.waits_for_blocks
-        self._blocks = self.table.blocks
+        self._blocks, self._host_tier = self.table.blocks, self.table.host_tier
+        self._parks = self.decision.park and self._host_tier.pool.num_blocks > 0
 
     @property
     def does_something(self) -> bool:
         """Whether it is worth a plan."""
-        return bool(self.rows) or self.transition is not None
+        return bool(self.rows or self._host_rows or self._swaps) or self.transition is not None
 
-    def build(self, decodes: list[Sequence], prefills: list[Sequence]) -> None:
-        """Carry the decision out as far as the blocks go.
+    def build(self, decodes: list[Sequence], prefills: list[Sequence], on_host: list[Sequence]) -> None:
+        """Carry the decision out as far as the blocks go: swaps, then decodes, then prompts.
 
         Args:
             decodes: those that may enter the plan, oldest first.
             prefills: partly computed prompts that may.
+            on_host: sequences in host memory that may, or that may move to the device.
         """
+        decision = self.decision
+        if decision.swap_out and self._host_tier.pool.num_blocks:
+            decodes = self._swap_out(decodes)
+        on_host = self._swap_in(on_host)
+        if self._parks:
+            self._keep_room_for_prompts(prefills)
         self._add_decodes(decodes)
+        if decision.strategy == "overlap":
+            for sequence in on_host[: decision.host_decodes[0]]:
+                self._add_host_row(sequence, 0)
+        elif decision.strategy == "asymmetric":
+            self._finish_host_tokens(on_host)
         self._add_prefills(prefills)
 
     def plan(self, step: int, layout: int) -> StepPlan:
@@ -64,20 +87,35 @@ class PlanBuilder:
         return StepPlan(
             step=step,
             begin=tuple(self._begin),
-            rows=tuple(self.rows.values()),
+            rows=(*self.rows, *self._host_rows),
             copies=tuple(self._copies),
+            swaps=tuple(self._swaps),
             end=self.table.take_ended(),
             layout=layout,
+            strategy=self._strategy(),
             transition=self.transition,
         )
 
+    def _strategy(self) -> Strategy:
+        """The decided one if a host row begins; otherwise host sequences under way go on, even on an idle device.
+
+        A policy that lets no sequence begin does not want those under way to stand still: they cannot come back.
+        """
+        if not self.does_something:
+            return "overlap"
+        if self._host_rows:
+            return self.decision.strategy
+        return "overlap" if self.rows and self.cohorts else "device"
+
     # ---- decodes and prompts ----------------------------------------------------------------------------------
 
-    def _add_decodes(self, ready: Iterable[Sequence]) -> None:
+    def _add_decodes(self, ready: list[Sequence]) -> None:
         """The next token of as many sequences as decided, skipping those for which no room can be made."""
-        fits, skipped = self._blocks.fits, self._skipped
+        fits, skipped, keeps_room = self._blocks.fits, self._skipped, self._kept_free > 0
         for sequence in islice(ready, self.decision.decodes):
-            if sequence.sequence_id not in skipped and (fits(sequence, 1) or self._make_room(sequence, 1)):
+            if sequence.sequence_id in skipped or (keeps_room and not self._leaves_room_for_prompts(sequence)):
+                continue
+            if fits(sequence, 1) or self._make_room(sequence, 1):
                 self._add_row(sequence, 1)
 
     def _add_prefills(self, ready: Iterable[Sequence]) -> None:
@@ -89,7 +127,7 @@ class PlanBuilder:
         if not self.admits or self._skipped:
             return
         while budget > 0 and self._blocks.pool.free_blocks and table.free_slots > 0:
-            if (oldest := table.waiting.oldest) is None or not self._may_begin(oldest):
+            if (oldest := table.next_waiting) is None or (self._parks and not self._can_park(oldest)):
                 return
             table.admit(oldest)
             computed = self._add_chunk(oldest, budget) if self._fits_beside_decodes(oldest) else 0
@@ -98,17 +136,15 @@ class PlanBuilder:
                 return
             budget -= computed
 
-    def _may_begin(self, prompt: Sequence) -> bool:
-        """Whether a waiting prompt may be admitted, as far as other memory than the device's is concerned."""
-        return True
-
     def _fits_beside_decodes(self, prompt: Sequence) -> bool:
         """Whether the free blocks hold all of a new prompt and one more for each running decode to grow into.
 
         Without that reserve the newest would soon be preempted and recomputed, over and over. A policy can switch it
-        off, to show what it is worth.
+        off, to show what it is worth. Decodes already keep room for a prompt that is going to be parked.
         """
-        kept = self.running_decodes * self._blocks.pool.block_size if self.decision.admission_reserve else 0
+        if self._parks:
+            return True
+        kept = self.load.running_decodes * self._blocks.pool.block_size if self.decision.admission_reserve else 0
         return self._blocks.fits(prompt, prompt.remaining + kept)
 
     def _add_chunk(self, sequence: Sequence, budget: int) -> int:
@@ -122,7 +158,7 @@ class PlanBuilder:
             chunk = min(chunk, budget)
         if chunk <= 0:
             return 0
-        self._add_row(sequence, chunk)
+        self._add_prompt_row(sequence, chunk)
         return chunk
 
     # ---- preemption -------------------------------------------------------------------------------------------
@@ -138,19 +174,23 @@ class PlanBuilder:
         """Nothing is in flight and the decision moved nothing: run the oldest sequence, whatever that takes."""
         sequence = self.table.oldest
         assert sequence is not None, "a sequence is neither running, on the host nor waiting, with nothing in flight"
+        if sequence.place is _HOST:
+            self._move_in(sequence)  # nothing runs, so the device is empty
+            return
         if sequence.status is Status.WAITING:
             self.table.admit(sequence)
         block_size = self._blocks.pool.block_size
         if self._make_room(sequence, min(sequence.remaining, block_size)):
             budget = max(self.decision.prefill_tokens, block_size)
-            self._add_row(sequence, min(sequence.remaining, self._blocks.capacity(sequence), budget))
+            add_row = self._add_prompt_row if sequence.status is _PREFILL else self._add_row
+            add_row(sequence, min(sequence.remaining, self._blocks.capacity(sequence), budget))
         if not self.does_something:
             raise RuntimeError(f"sequence {sequence.sequence_id} does not fit an otherwise empty device")
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
         """Preempt newer sequences, newest first, until ``count`` more positions fit."""
         while not self._blocks.fits(sequence, count):
-            leaving = self._blocks_leaving()
+            leaving = sum(len(swap.device_blocks) for swap in self.table.leaving("out"))  # at most: shared ones stay
             if leaving and count <= self._blocks.capacity(sequence) + leaving * self._blocks.pool.block_size:
                 self.table.wait_for_blocks(sequence)
                 return False
@@ -165,14 +205,99 @@ class PlanBuilder:
             self._preempt(victim, to_host=self.decision.preempt_to_host)
         return True
 
-    def _blocks_leaving(self) -> int:
-        """Blocks that will be free without preempting anything; some only with a host tier."""
-        return 0
-
     def _preempt(self, victim: Sequence, *, to_host: bool) -> None:
-        """Take its blocks; without a host tier it is always recomputed."""
+        """Take its blocks; it moves to the host if it decodes and there is room, else it is recomputed."""
         self._skipped.add(victim.sequence_id)
-        self.table.preempt(victim)
+        moves = to_host and victim.status is _DECODE and victim.place is _DEVICE
+        if not (moves and self._move_out(victim)):
+            self.table.preempt(victim)
+
+    # ---- swaps ------------------------------------------------------------------------------------------------
+
+    def _swap_out(self, decodes: list[Sequence]) -> list[Sequence]:
+        """Move as many ready decodes as decided to the host, newest first, as far as it has room.
+
+        A decode that came from there and has computed no token since stays, or it could go to and fro endlessly.
+
+        Returns:
+            those that may enter the plan. A chosen decode in flight cannot move before its token, but stays out too.
+        """
+        chosen = [sequence for sequence in reversed(decodes) if sequence.begun][: self.decision.swap_out]
+        for sequence in chosen:
+            if not sequence.in_flight and not self._move_out(sequence):
+                break
+        leaving = {one.sequence_id for one in chosen if one.in_flight or one.place is _MOVING}
+        return [sequence for sequence in decodes if sequence.sequence_id not in leaving]
+
+    def _swap_in(self, ready: list[Sequence]) -> list[Sequence]:
+        """Move as many ready host sequences as decided to the device, oldest first, as far as it has room for them.
+
+        A block stays free for each decode to grow into, so that nothing has to come back at once.
+
+        Returns:
+            those that stay.
+        """
+        pool, table = self._blocks.pool, self.table
+        growing = len(table.running) + len(table.moving)
+        moved = 0
+        for sequence in ready[: self.decision.swap_in]:
+            if table.free_slots <= 0 or pool.blocks_for(sequence.computed) + growing > pool.free_blocks:
+                break
+            self._move_in(sequence)
+            growing, moved = growing + 1, moved + 1
+        return ready[moved:]
+
+    def _move_out(self, decode: Sequence) -> bool:
+        """Move a decode with nothing in flight to the host; False if there is no room for it."""
+        if not self.table.host_has_room(decode, decode.computed):
+            return False
+        self._host_tier.reserve(decode, decode.computed)
+        self._swaps.append(self.table.begin_swap(decode, "out"))
+        return True
+
+    def _move_in(self, sequence: Sequence) -> None:
+        """Move a host sequence with nothing in flight to the device; the blocks it needs are free."""
+        pool = self._blocks.pool
+        sequence.block_table = pool.allocate(pool.blocks_for(sequence.computed))
+        self._swaps.append(self.table.begin_swap(sequence, "in"))
+
+    # ---- parking ----------------------------------------------------------------------------------------------
+
+    def _keep_room_for_prompts(self, partial: list[Sequence]) -> None:
+        """Where prompts only pass through the device, its decodes must not grow into the room for the next one."""
+        prompt = partial[0] if partial else self.table.next_waiting
+        if prompt is None or self.decision.prefill_tokens <= 0:
+            return
+        may_begin = self.admits and self.table.free_slots > 0
+        if partial or (may_begin and self._can_park(prompt)):
+            self._kept_free = self._blocks.pool.blocks_for(len(prompt.tokens)) - len(prompt.block_table)
+
+    def _leaves_room_for_prompts(self, decode: Sequence) -> bool:
+        """Whether it may grow. The oldest always may, so that the device empties in the end."""
+        pool = self._blocks.pool
+        return (
+            decode.computed < len(decode.block_table) * pool.block_size
+            or decode is self.table.running.oldest
+            or pool.free_blocks > self._kept_free
+        )
+
+    def _can_park(self, prompt: Sequence) -> bool:
+        """Whether the host can hold the prompt and its first token."""
+        return self.table.host_has_room(prompt, len(prompt.tokens) + 1)
+
+    def _add_prompt_row(self, prompt: Sequence, count: int) -> None:
+        """A prompt to be parked reserves host blocks, if there are any, and moves after the last row of it.
+
+        It stays if its next token is its last.
+        """
+        if not self._parks:
+            self._host_tier.release(prompt)
+        elif self._can_park(prompt):
+            self._host_tier.reserve(prompt, len(prompt.tokens) + 1)
+        self._add_row(prompt, count)
+        self._blocks.share_full(prompt, prompt.computed)
+        if prompt.host_table and prompt.remaining == 0 and len(prompt.tokens) + 1 < prompt.max_length:
+            self._swaps.append(self.table.begin_swap(prompt, "out", after_row=True))
 
     # ---- rows -------------------------------------------------------------------------------------------------
 
@@ -191,11 +316,9 @@ class PlanBuilder:
             row = Row(name, start, tuple(tokens[start:end]), end == known, tuple(new_blocks))
         else:  # its token is still being sampled
             row = Row(name, start, _FED, True, tuple(new_blocks), fed=True)
-        self.rows[name] = row
+        self.rows.append(row)
         sequence.in_flight.append(row)
         sequence.computed = end
-        if sequence.status is _PREFILL:
-            self._blocks.share_full(sequence, end)
 
     def _begin_sequence(self, sequence: Sequence) -> None:
         sequence.begun = True
@@ -212,3 +335,45 @@ class PlanBuilder:
             end_tokens=() if request.params.ignore_eos else request.end_tokens,
         )
         self._begin.append(begin)
+
+    # ---- rows on the host -------------------------------------------------------------------------------------
+
+    def _finish_host_tokens(self, ready: list[Sequence]) -> None:
+        """Two sub-batches of host sequences, which have their token when the step ends: first those under way.
+
+        A plan in flight may finish the tokens under way: none of them can be named again before it ends.
+        """
+        first, second = self.decision.host_decodes
+        overlapping = any(plan.strategy == "overlap" for plan in self.in_flight)
+        for sequence in [] if overlapping else self.cohorts.most_advanced[: first + second]:
+            sub_batch = int(len(self._host_rows) >= first)
+            row = Row(sequence.sequence_id, sequence.computed, (), sample=True, tier="host", sub_batch=sub_batch)
+            self._host_rows.append(row)
+        for sequence in ready[: first + second - len(self._host_rows)]:
+            self._add_host_row(sequence, int(len(self._host_rows) >= first))
+
+    def _add_host_row(self, sequence: Sequence, sub_batch: int) -> None:
+        """The next token of a ready host sequence; skipped if no room can be made for it."""
+        if sequence.sequence_id in self._skipped or not self._make_host_room(sequence):
+            return
+        start, length = sequence.computed, len(sequence.tokens)
+        new_blocks = self._host_tier.reserve(sequence, length)
+        if not sequence.begun:
+            self._begin_sequence(sequence)
+            new_blocks = sequence.host_table
+        tokens = tuple(sequence.tokens[start:])
+        row = Row(sequence.sequence_id, start, tokens, True, tuple(new_blocks), tier="host", sub_batch=sub_batch)
+        self._host_rows.append(row)
+        sequence.in_flight.append(row)
+        sequence.computed = length
+
+    def _make_host_room(self, sequence: Sequence) -> bool:
+        """As on the device: preempt newer host sequences, newest first."""
+        while not self._host_tier.can_reserve(sequence, len(sequence.tokens)):
+            victim = self.table.on_host.newest
+            if any(self.table.leaving("in")) or victim is None or victim.sequence_id <= sequence.sequence_id:
+                return False
+            if victim.in_flight:
+                return False
+            self._preempt(victim, to_host=False)
+        return True

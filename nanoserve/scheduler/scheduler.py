@@ -4,17 +4,15 @@ It keeps the sequences and their blocks (SequenceTable), asks the policy how muc
 StepPlan (PlanBuilder), and takes the StepResult back. Whatever the policy says, no block is used twice, every block
 comes back, and every admitted sequence finishes once arrivals stop.
 
-Layouts drains the device for another parallel layout. Two parts exist only where they are used: Tiers moves sequences
-to host memory and back, and GrowthForecast looks ahead for policies that read it.
+Layouts drains the device for another parallel layout, HostCohorts follows sequences that decode in host memory, and
+GrowthForecast looks ahead for policies that read it.
 
 No sequence is in two plans in flight, unless the executor feeds tokens. Then a decode may enter the next plan while its
 token is still being sampled. That token is never its last by length; if it ends the sequence otherwise, the extra step
 is discarded. A prompt's chunks follow each other in the same way.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from functools import partial
 from typing import Protocol
 
 from nanoserve.costs.growth import GrowthForecast
@@ -22,11 +20,11 @@ from nanoserve.costs.predictor import Predictor
 from nanoserve.errors import WorkersFailed
 from nanoserve.kv import BlockPool, HostTier, SequenceBlocks
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate, Status
+from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import Answer, LayoutCapacity, StepPlan, StepResult
 from nanoserve.scheduler.plan_builder import PlanBuilder
 from nanoserve.scheduler.sequence_table import SequenceTable
-from nanoserve.scheduler.tiers import HostCohorts, TieredPlanBuilder, Tiers
 
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
 
@@ -37,13 +35,10 @@ MOST_HOST_LOSSES = 3
 class SchedulerObserver(Protocol):
     """Sees plans and results, and changes nothing."""
 
-    def on_load(self, load: Load) -> None:
-        """The policy is shown this, and decides."""
+    def on_plan(self, plan: StepPlan, load: Load, decision: Decision, cohorts: HostCohorts) -> None:
+        """A plan is made from what the policy saw and decided; the cohorts have not followed it yet."""
 
-    def on_plan(self, plan: StepPlan, decision: Decision, cohorts: HostCohorts | None) -> None:
-        """A plan is made; the cohorts have not followed it yet."""
-
-    def on_result(self, result: StepResult, cohorts: HostCohorts | None) -> None:
+    def on_result(self, result: StepResult, cohorts: HostCohorts) -> None:
         """A result has come; the cohorts have not advanced by it yet."""
 
     def on_reset(self) -> None:
@@ -93,7 +88,6 @@ class Scheduler:
     """Queues, blocks and a policy.
 
     Args:
-        policy: decides how much each step holds.
         num_blocks: KV blocks on the device.
         block_size: tokens per block.
         max_model_len: longest sequence, prompt and output together.
@@ -103,8 +97,8 @@ class Scheduler:
         host_blocks: KV blocks in host memory; with none, nothing ever moves there.
         other_layouts: num_blocks and pipeline_depth of parallel layouts 1, 2, ...
         predictors: for the policy, one per layout.
-        feeds_tokens: whether the executor takes fed rows; one more plan may be in flight then. Sequences that cannot be
-            fed (``SamplingParams.may_be_fed``) skip every other plan while others are.
+        feeds_tokens: the executor takes fed rows; one more plan may be in flight then. Sequences that cannot be fed
+            (``SamplingParams.may_be_fed``) skip every other plan while others are.
 
     Raises:
         ValueError: if tokens are to be fed through more than one stage.
@@ -129,7 +123,7 @@ class Scheduler:
         if feeds_tokens and max(one.pipeline_depth for one in layouts) > 1:
             raise ValueError("tokens are fed within one stage: pipeline_depth must be 1")
         self.policy = policy
-        self.observer: SchedulerObserver | None = None  # sees plans and results
+        self.observer: SchedulerObserver | None = None
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
@@ -146,17 +140,10 @@ class Scheduler:
             feeds_tokens=feeds_tokens,
         )
         self.waiting, self.running, self.on_host = self.table.waiting, self.table.running, self.table.on_host
-        self.held = self.table.held
         self.predictors = tuple(predictors)
         self._layouts = Layouts(layouts)
         self._plans_in_flight: dict[int, StepPlan] = {}
-        self._tiers: Tiers | None = None
-        self._make_builder: Callable[..., PlanBuilder] = PlanBuilder
-        if host_blocks:
-            self._tiers = Tiers(self.table)
-            in_flight = self._plans_in_flight.values()
-            self._make_builder = partial(TieredPlanBuilder, tiers=self._tiers, in_flight=in_flight)
-        self._cohorts = None if self._tiers is None else self._tiers.cohorts
+        self._cohorts = HostCohorts()
         self._previous: Decision | None = None
         self._growth = GrowthForecast() if policy.reads_forecast else None
 
@@ -191,11 +178,7 @@ class Scheduler:
     # ---- intake -----------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request; its samples after the first wait until its prompt is computed.
-
-        Raises:
-            UsageError: if it can never run here, or its id is in use.
-        """
+        """Queue a request, as `SequenceTable.add` does and raises."""
         self.table.add(request)
 
     def stop(
@@ -235,10 +218,10 @@ class Scheduler:
         self.steps += 1
         self._previous = builder.decision
         if self.observer is not None:
-            self.observer.on_plan(plan, builder.decision, self._cohorts)
+            self.observer.on_plan(plan, builder.load, builder.decision, self._cohorts)
         if plan.ends:
             self._plans_in_flight[plan.step] = plan
-        if self._cohorts is not None:
+        if self._cohorts or plan.strategy != "device":
             self._cohorts.follow(plan, self.table.sequences)
         self._layouts.target = plan.transition
         if self._growth is not None:
@@ -247,15 +230,19 @@ class Scheduler:
 
     def _build(self, now: float, *, admits: bool = True) -> PlanBuilder:
         """Ask the policy and carry out its decision, as far as the blocks go."""
-        load, decodes, prefills = self._survey()
-        if self.observer is not None:
-            self.observer.on_load(load)
+        load, *ready = self._survey()
         decision = self.policy.decide(load)
-        builder = self._make_builder(
-            table=self.table, decision=decision, now=now, running_decodes=load.running_decodes, admits=admits
+        builder = PlanBuilder(
+            table=self.table,
+            cohorts=self._cohorts,
+            in_flight=self._plans_in_flight.values(),
+            load=load,
+            decision=decision,
+            now=now,
+            admits=admits,
         )
         if not self._layouts.drains_for(decision.layout):
-            builder.build(decodes, prefills)
+            builder.build(*ready)
             return builder
         builder.drain()
         if not (len(self.running) or self.awaits_results or self._cohorts):
@@ -279,11 +266,11 @@ class Scheduler:
         self.forced_steps += 1
         return builder
 
-    def _survey(self) -> tuple[Load, list[Sequence], list[Sequence]]:
-        """What the policy sees now, and the sequences on the device that may enter the next plan, oldest first.
+    def _survey(self) -> tuple[Load, list[Sequence], list[Sequence], list[Sequence]]:
+        """What the policy sees now, and the sequences that may enter the next plan, oldest first.
 
         Returns:
-            the snapshot; the decodes; and the partly computed prompts.
+            the snapshot; the decodes on the device; the partly computed prompts; and the sequences on the host.
         """
         running_decodes = context = partial_tokens = 0
         decodes, prefills, may_go_on = [], [], self.table.may_go_on
@@ -298,9 +285,11 @@ class Scheduler:
                 partial_tokens += sequence.remaining
                 if is_ready:
                     prefills.append(sequence)
-        pool, free_slots = self.pool, self.table.free_slots
+        ready_host = [sequence for sequence in self.on_host if not sequence.in_flight]
+        pool, host_pool, free_slots = self.pool, self.host_pool, self.table.free_slots
+        has_host = not self.table.host_disabled
         may_begin = free_slots > 0 and not self.table.waits_for_blocks
-        next_prefill = prefills[0] if prefills else self.waiting.oldest if may_begin else None
+        next_prefill = prefills[0] if prefills else self.table.next_waiting if may_begin else None
         growth, longest = (0, 0) if self._growth is None else self._growth.look(self.steps, self.running)
         load = Load(
             previous=self._previous,
@@ -322,9 +311,15 @@ class Scheduler:
             layout=self.layout,
             layouts=len(self._layouts.capacities),
             predictor=self.predictors[self.layout] if self.predictors else None,
-            **({} if self._tiers is None else self._tiers.load_fields()),
+            host_decodes=len(self.on_host),
+            ready_host=len(ready_host),
+            host_context_tokens=sum([sequence.computed for sequence in self.on_host]),
+            moving=len(self.table.moving),
+            host_free_blocks=host_pool.free_blocks if has_host else 0,
+            host_blocks=host_pool.num_blocks if has_host else 0,
+            cohorts=tuple(self._cohorts.under_way.values()) if self._cohorts else (),
         )
-        return load, decodes, prefills
+        return load, decodes, prefills, ready_host
 
     # ---- a result ---------------------------------------------------------------------------------------------
 
@@ -336,13 +331,12 @@ class Scheduler:
         """
         if result.lost is not None:
             return self._lose_workers(result.lost, now, ran=result.ran)
-        tiers, table = self._tiers, self.table
+        table, cohorts, any_on_host = self.table, self._cohorts, bool(self._cohorts)
         if self.observer is not None:
-            self.observer.on_result(result, self._cohorts)
+            self.observer.on_result(result, cohorts)
         updates = []
-        if self._cohorts is not None:
-            for progress in result.cohorts:
-                self._cohorts.advance(progress.step, progress.layers)
+        for progress in result.cohorts:
+            cohorts.advance(progress.step, progress.layers)
         for answer in result.answers:
             sequence = table.sequences[answer.sequence]
             row = sequence.in_flight[0]
@@ -352,19 +346,19 @@ class Scheduler:
                 if sequence.finish_reason is None:  # else it was ended while in flight
                     updates.append(self._take_tokens(sequence, answer, now))
                 table.answered(sequence)
-                if tiers is not None:
-                    tiers.row_answered(sequence)
+                if any_on_host:
+                    cohorts.leave(answer.sequence)
         if updates:
             self._layouts.answered = True
-        if tiers is not None:
-            for swap in result.swapped:
-                tiers.answered(swap)
+        for swap in result.swapped:
+            table.swap_answered(swap)
         if result.step is not None:
             self._end_plan(self._plans_in_flight.pop(result.step))
         if result.host_lost is not None:
+            # Host rows in flight, of asymmetric plans too, will not be answered; their plans end all the same.
             self.host_losses += 1
-            if tiers is not None:
-                tiers.lose_host(for_good=self.host_losses >= MOST_HOST_LOSSES)
+            table.lose_host(for_good=self.host_losses >= MOST_HOST_LOSSES)
+            cohorts.clear()
         return updates
 
     def _end_plan(self, plan: StepPlan) -> None:
@@ -385,14 +379,11 @@ class Scheduler:
         """What is in flight will never be answered: its sequences end with an error, the others go on."""
         self.pool.forget_cache()  # blocks are shared once their plan is submitted; these were perhaps never written
         self._forget_plans()
-        in_flight = {key: len(sequence.in_flight) for key, sequence in self.table.sequences.items()}
-        answers = tuple(Answer(key, error=error) for key, rows in in_flight.items() for _ in range(rows))
+        sequences = self.table.sequences
+        answers = tuple(Answer(key, error=error) for key, sequence in sequences.items() for _ in sequence.in_flight)
         updates = self.apply(StepResult(None, answers), now)
-        for sequence in list(self.table.moving):
-            if not sequence.finished:
-                updates.append(self._take_tokens(sequence, Answer(sequence.sequence_id, error=error), now))
-        if self._tiers is not None:
-            self._tiers.abandon()
+        updates += self._fail([one for one in self.table.moving if not one.finished], error, now)
+        self.table.abandon_swaps()
         return updates
 
     def _lose_workers(self, cause: str, now: float, *, ran: float) -> list[SequenceUpdate]:
@@ -412,12 +403,12 @@ class Scheduler:
         self._forget_plans()
         self._layouts.answered = True  # nothing is left on the device, so another drain is free
         self._previous = None  # it was decided for a state that is gone: a drain, say
-        if self._tiers is not None:
-            self._tiers.abandon()
+        self.table.abandon_swaps()
         self.table.reset()
 
     def _forget_plans(self) -> None:
         self._plans_in_flight.clear()
+        self._cohorts.clear()
         if self.observer is not None:
             self.observer.on_reset()
         self._layouts.abandon()

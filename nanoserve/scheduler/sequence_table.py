@@ -4,60 +4,51 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import Literal
 
 from nanoserve.errors import UsageError
 from nanoserve.kv import HostTier, SequenceBlocks
 from nanoserve.processes.quarantine import Quarantine
 from nanoserve.request import FinishReason, Place, Request, Sequence, Status
+from nanoserve.scheduler.plan import Swap
 
 _DECODE, _FINISHED = Status.DECODE, Status.FINISHED  # Enum lookup is slow in Python 3.11; hoist it.
-_DEVICE, _MOVING = Place.DEVICE, Place.MOVING
+_NONE, _DEVICE, _HOST, _MOVING = Place.NONE, Place.DEVICE, Place.HOST, Place.MOVING
 
 
 def _age(sequence: Sequence) -> int:
     return sequence.sequence_id
 
 
-class AgeOrdered:
+class AgeOrdered(list[Sequence]):
     """A set of sequences, oldest first. It is fast at both ends, where the scheduler works."""
 
-    def __init__(self) -> None:
-        self._items: list[Sequence] = []
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        position = bisect_left(self._items, _age(sequence), key=_age)
-        return position < len(self._items) and self._items[position] is sequence
+    def __contains__(self, sequence: object) -> bool:
+        assert isinstance(sequence, Sequence)
+        position = bisect_left(self, _age(sequence), key=_age)
+        return self[position : position + 1] == [sequence]
 
     @property
     def oldest(self) -> Sequence | None:
-        return self._items[0] if self._items else None
+        return self[0] if self else None
 
     @property
     def newest(self) -> Sequence | None:
-        return self._items[-1] if self._items else None
+        return self[-1] if self else None
 
     def add(self, sequence: Sequence) -> None:
-        insort(self._items, sequence, key=_age)
+        insort(self, sequence, key=_age)
 
     def remove(self, sequence: Sequence) -> None:
-        position = bisect_left(self._items, _age(sequence), key=_age)
-        if position == len(self._items) or self._items[position] is not sequence:
+        if sequence not in self:
             raise ValueError(f"sequence {sequence.sequence_id} is not here")
-        del self._items[position]
+        del self[bisect_left(self, _age(sequence), key=_age)]
 
 
 class WaitingQueue(AgeOrdered):
     """Sequences that hold no blocks, and the sum of their tokens."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = 0
+    tokens = 0
 
     def add(self, sequence: Sequence) -> None:
         super().add(sequence)
@@ -68,12 +59,25 @@ class WaitingQueue(AgeOrdered):
         self.tokens -= len(sequence.tokens)
 
 
+@dataclass(slots=True)
+class _Move:
+    """A swap in flight and its sequence."""
+
+    swap: Swap
+    sequence: Sequence
+    answered: bool = False
+
+
 @dataclass(kw_only=True)
 class SequenceTable:
     """All sequences that have not ended, or that have ended but are still in flight.
 
     A sequence waits, runs on the device (holding blocks), may be preempted and wait again, may move to host memory and
     back, and ends.
+
+    A swap begins with the plan that holds it, and ends when a result names it. Until then its sequence is moving and
+    holds blocks on both tiers. A parked prompt leaves with the row that computes the last of it: the swap is in the
+    same plan, and the sequence has arrived when both are answered, in any order.
     """
 
     blocks: SequenceBlocks
@@ -94,14 +98,16 @@ class SequenceTable:
         self.preemptions = 0
         self.sequences: dict[int, Sequence] = {}
         self.waiting = WaitingQueue()  # hold no KV
-        self.held = AgeOrdered()  # hold no KV, and wait until a suspected request has run alone
         self.running = AgeOrdered()  # hold KV on the device
         self.on_host = AgeOrdered()  # hold KV in host memory
         self.moving = AgeOrdered()  # move between the two; finished ones stay until they arrive
+        self._queues = {_NONE: self.waiting, _DEVICE: self.running, _HOST: self.on_host, _MOVING: self.moving}
+        self.host_disabled = False  # nothing moves to the host any longer
+        self._moves: dict[int, _Move] = {}  # by swap
         self._requests: dict[str, list[Sequence]] = {}  # all samples of each
         self._ended: list[int] = []  # that the executor has not been told
         self._short_of_blocks: tuple[Sequence, int] | None = None
-        self._ids = count()
+        self._ids, self._swap_ids = count(), count()
 
     # ---- intake -----------------------------------------------------------------------------------------------
 
@@ -118,7 +124,7 @@ class SequenceTable:
         stop_tokens = frozenset((*end_tokens, *request.params.stop_token_ids))  # one set for all samples
         family = [self._new_sequence(request, index, stop_tokens) for index in range(request.params.n)]
         self._requests[request.request_id] = family
-        self._wait(family[0])
+        self.waiting.add(family[0])
         family[0].siblings = family[1:]
 
     def _check_admissible(self, request: Request) -> None:
@@ -160,15 +166,11 @@ class SequenceTable:
         self.sequences[sequence.sequence_id] = sequence
         return sequence
 
-    def _wait(self, sequence: Sequence) -> None:
-        (self.waiting if self.quarantine.admits(sequence.request.request_id) else self.held).add(sequence)
-
-    def _sort_waiting(self) -> None:
-        """The quarantine's suspect has changed: hold sequences back or let them wait."""
-        for queue in (self.waiting, self.held):
-            for sequence in reversed(list(queue)):
-                queue.remove(sequence)
-                self._wait(sequence)
+    def _enter(self, sequence: Sequence, place: Place) -> None:
+        """Move a sequence from its queue to that of another place."""
+        self._queues[sequence.place].remove(sequence)
+        sequence.place = place
+        self._queues[place].add(sequence)
 
     def unfinished(self, request_id: str) -> list[Sequence]:
         """The unfinished samples of a request; none if it is unknown or finished."""
@@ -181,11 +183,19 @@ class SequenceTable:
         return list(dict.fromkeys(one.request.request_id for one in under_way))
 
     @property
+    def next_waiting(self) -> Sequence | None:
+        """The oldest waiting sequence; while a suspected request has to run alone, the oldest of that request."""
+        if not self.waiting:
+            return None
+        suspect = self.quarantine.suspect
+        return next((one for one in self.waiting if suspect in (None, one.request.request_id)), None)
+
+    @property
     def oldest(self) -> Sequence | None:
-        """The oldest running sequence; if none runs, the oldest of those that wait or live on the host."""
-        if self.running.oldest is not None:
+        """The oldest running sequence; if none runs, the oldest of those that may begin or live on the host."""
+        if self.running:
             return self.running.oldest
-        others = (queue.oldest for queue in (self.waiting, self.on_host))
+        others = (self.next_waiting, self.on_host.oldest)
         return min((one for one in others if one is not None), key=_age, default=None)
 
     @property
@@ -209,25 +219,20 @@ class SequenceTable:
 
     def admit(self, sequence: Sequence) -> None:
         """Move a waiting sequence to running, with the cached blocks of its prefix."""
-        self.waiting.remove(sequence)
         # Cached positions have no logits, so a prompt whose log probabilities are wanted is computed whole.
         if sequence.request.params.prompt_logprobs is None:
             self.blocks.take_prefix(sequence)
             if sequence.first_scheduled_time is None:
                 sequence.cached_tokens = sequence.computed
-        self._start(sequence)
-
-    def _start(self, sequence: Sequence) -> None:
         sequence.move_to(Status.PREFILL)
-        sequence.place = _DEVICE
-        self.running.add(sequence)
+        self._enter(sequence, _DEVICE)
 
     def unadmit(self, sequence: Sequence) -> None:
         """Move a sequence back to waiting, with nothing held."""
-        (self.running if sequence.place is _DEVICE else self.on_host).remove(sequence)
+        self._queues[sequence.place].remove(sequence)
         self._release(sequence)
         sequence.move_to(Status.WAITING)
-        self._wait(sequence)
+        self.waiting.add(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Take all blocks of a sequence; it waits to be recomputed."""
@@ -242,21 +247,27 @@ class SequenceTable:
         for sequence in list(self.sequences.values()):
             self._requeue(sequence)
         self._ended.clear()
-        self._sort_waiting()
 
-    def lose_host(self) -> None:
+    def lose_host(self, *, for_good: bool) -> None:
         """All KV in host memory is lost, and nothing in flight of sequences there will be answered.
 
         Moving sequences keep theirs: what swaps have read or written is whole.
+
+        Args:
+            for_good: nothing moves to the host any longer; prompts with a reservation stay on the device.
         """
-        for sequence in [one for one in self.sequences.values() if one.place is Place.HOST]:
+        for sequence in [one for one in self.sequences.values() if one.place is _HOST]:
             self._requeue(sequence)
+        self.host_disabled = for_good
+        if for_good:
+            for sequence in self.running:
+                self.host_tier.release(sequence)
 
     def _requeue(self, sequence: Sequence) -> None:
         sequence.in_flight.clear()
         if sequence.status is _FINISHED:
             self._retire(sequence)
-        elif sequence.place is not Place.NONE:
+        elif sequence.place is not _NONE:
             self.preempt(sequence)
 
     def wait_for_blocks(self, sequence: Sequence) -> None:
@@ -283,56 +294,94 @@ class SequenceTable:
             if prompt_is_computed and self.free_slots > 0:
                 self.blocks.fork(parent, sibling)
                 sibling.cached_tokens = sibling.computed
-                self._start(sibling)
+                sibling.move_to(Status.PREFILL)
+                sibling.place = _DEVICE
+                self.running.add(sibling)
             else:
-                self._wait(sibling)
+                self.waiting.add(sibling)
 
     # ---- from tier to tier ------------------------------------------------------------------------------------
 
-    def depart(self, sequence: Sequence) -> None:
-        """A sequence leaves its tier, with nothing in flight or with its last row.
+    def leaving(self, direction: Literal["out", "in"]) -> Iterator[Swap]:
+        """The swaps of that direction in flight."""
+        return (move.swap for move in self._moves.values() if move.swap.direction == direction)
+
+    def host_has_room(self, sequence: Sequence, tokens: int) -> bool:
+        """Whether this many tokens of the sequence may move to the host."""
+        return not self.host_disabled and self.host_tier.can_reserve(sequence, tokens)
+
+    def begin_swap(self, sequence: Sequence, direction: Literal["out", "in"], *, after_row: bool = False) -> Swap:
+        """Begin to move a sequence that has blocks on both tiers, with nothing in flight or with its last row.
 
         The executor forgets it, after that row if there is one, and it begins again on arrival.
         """
-        (self.running if sequence.place is _DEVICE else self.on_host).remove(sequence)
-        self.moving.add(sequence)
-        sequence.place = _MOVING
+        swap = Swap(
+            swap=next(self._swap_ids),
+            sequence=sequence.sequence_id,
+            direction=direction,
+            device_blocks=tuple(sequence.block_table),
+            host_blocks=tuple(sequence.host_table[: len(sequence.block_table)]),  # it may have reserved more
+            after_row=after_row,
+        )
+        self._moves[swap.swap] = _Move(swap, sequence)
+        self._enter(sequence, _MOVING)
         if not sequence.in_flight:
             self._end_for_executor(sequence)
+        return swap
 
-    def arrive(self, sequence: Sequence, place: Place) -> None:
-        """All its KV is there; its blocks on the other tier are freed. It may have ended on the way."""
-        self.moving.remove(sequence)
-        sequence.place = place
+    def swap_answered(self, swap_id: int) -> None:
+        """A swap is done. Its source blocks are freed, unless the row that it followed is not answered yet."""
+        move = self._moves[swap_id]
+        move.answered = True
+        if not move.sequence.in_flight:
+            self._arrive(move)
+
+    def abandon_swaps(self) -> None:
+        """No swap in flight will be answered any longer; the caller ends or requeues the sequences."""
+        for move in list(self._moves.values()):
+            self._arrive(move)
+
+    def _arrive(self, move: _Move) -> None:
+        """All KV of a sequence is there; its blocks on the other tier are freed. It may have ended on the way."""
+        del self._moves[move.swap.swap]
+        sequence, to_host = move.sequence, move.swap.direction == "out"
         self._end_for_executor(sequence)
-        if place is _DEVICE:
-            self.host_tier.release(sequence)
-        else:
-            self.blocks.release(sequence)
+        (self.blocks if to_host else self.host_tier).release(sequence)
         if sequence.status is _FINISHED:
+            self.moving.remove(sequence)
             self._retire(sequence)
-        else:
-            (self.running if place is _DEVICE else self.on_host).add(sequence)
+            return
+        self._enter(sequence, _HOST if to_host else _DEVICE)
+        if to_host and self.host_disabled:
+            self.preempt(sequence)  # no plan would decode it there, or fetch it
 
     # ---- answer and end ---------------------------------------------------------------------------------------
 
     def answered(self, sequence: Sequence) -> None:
-        """Its oldest row in flight is answered. A finished sequence is retired after its last row."""
+        """Its oldest row in flight is answered. After its last row, a finished sequence is retired, and one whose swap
+        is done has arrived."""
         sequence.in_flight.popleft()
         status = sequence.status
         if status is not _FINISHED and sequence.place is _DEVICE:
             self.blocks.share_full(sequence, sequence.computed - len(sequence.in_flight))
-        if sequence.siblings and (status is _DECODE or status is _FINISHED):
+            if sequence.siblings and status is _DECODE:
+                self.release_siblings(sequence)
+            return
+        if status is _DECODE or status is _FINISHED:
             self.release_siblings(sequence)
-        if status is _FINISHED and not sequence.in_flight and sequence.place is not _MOVING:
+        if sequence.in_flight:
+            return
+        if sequence.place is _MOVING:
+            for move in [one for one in self._moves.values() if one.sequence is sequence and one.answered]:
+                self._arrive(move)
+        elif status is _FINISHED:
             self._retire(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """End a sequence; if it is in flight or moves, its blocks come back with its last answer."""
-        for queue in (self.running, self.waiting, self.on_host, self.held):
-            if sequence in queue:
-                queue.remove(sequence)
-                break
+        queue = self._queues[sequence.place]
+        if queue is not self.moving and sequence in queue:  # a sibling may not wait there yet
+            queue.remove(sequence)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.quarantine.on_answer()
         sequence.move_to(Status.FINISHED)
@@ -349,14 +398,12 @@ class SequenceTable:
         if all(member.sequence_id not in self.sequences for member in family):
             del self._requests[sequence.request.request_id]
             self.quarantine.forget(sequence.request.request_id)
-            if self.held:
-                self._sort_waiting()
 
     def _release(self, sequence: Sequence) -> None:
         self.blocks.release(sequence)
         self.host_tier.release(sequence)
         sequence.computed = 0
-        sequence.place = Place.NONE
+        sequence.place = _NONE
         self._end_for_executor(sequence)
 
     def _end_for_executor(self, sequence: Sequence) -> None:

@@ -11,8 +11,7 @@ from nanoserve import LLM
 from nanoserve.benchmarks import operators
 from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.local import compiled_ratios
-from nanoserve.benchmarks.peers.catalog import PEERS, PeerKind
-from nanoserve.benchmarks.peers.protocol import Opening
+from nanoserve.benchmarks.peers.protocol import PEERS, Opening, PeerKind
 from nanoserve.benchmarks.roofline import BandwidthProbe
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.figures import titled_figure

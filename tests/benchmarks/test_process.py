@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from nanoserve.benchmarks.peers.process import Answer, Complaint, Description, PeerProcess, serve
+from nanoserve.benchmarks.peers.process import PeerProcess, Reply, serve
 from nanoserve.benchmarks.peers.protocol import Batch, Opening
 from nanoserve.errors import RuntimeFailure
 from tests.benchmarks.fakes import FakePeer
@@ -78,7 +78,7 @@ def test_an_engine_that_cannot_be_opened_is_one_line() -> None:
 
     answers = io.BytesIO()
     serve(io.BytesIO(msgspec.json.encode(OPENING) + b"\n"), answers, failing)
-    assert msgspec.json.decode(answers.getvalue(), type=Complaint).message == "OSError: no such file"
+    assert msgspec.json.decode(answers.getvalue(), type=Reply).complaint == "OSError: no such file"
 
 
 def test_the_child_ends_with_its_stdin() -> None:
@@ -87,8 +87,9 @@ def test_the_child_ends_with_its_stdin() -> None:
     answers = io.BytesIO()
     serve(io.BytesIO(questions), answers, lambda _opening: FakePeer("fake", 1.0, log))
     first, second = answers.getvalue().splitlines()
-    assert msgspec.json.decode(first, type=Description).facts == {"pace": 1.0}
-    assert len(msgspec.json.decode(second, type=Answer).result.timings) == 2
+    assert msgspec.json.decode(first, type=Reply).facts == {"pace": 1.0}
+    result = msgspec.json.decode(second, type=Reply).result
+    assert result is not None and len(result.timings) == 2
     assert log == ["fake", "fake closed"]
 
 

@@ -51,13 +51,13 @@ def answers(peer: Peer) -> tuple[tuple[int, ...], ...]:
 
 
 def nanoserve_answers(model: str) -> tuple[tuple[int, ...], ...]:
-    from nanoserve.benchmarks.peers.nanoserve_peer import NanoservePeer
+    from nanoserve.benchmarks.peers.engine_peers import NanoservePeer
 
     return answers(NanoservePeer(opening("nanoserve", model)))
 
 
 def test_transformers_gives_the_same_tokens(dummy: str) -> None:
-    from nanoserve.benchmarks.peers.transformers_peer import TransformersPeer
+    from nanoserve.benchmarks.peers.engine_peers import TransformersPeer
 
     directory = weights.checkpoint_directory(resolve_model(dummy), "float32")
     assert answers(TransformersPeer(opening("transformers", str(directory)))) == nanoserve_answers(dummy)

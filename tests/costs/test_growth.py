@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 
-from nanoserve.costs.growth import GrowthForecast, OutputLengths
+from nanoserve.costs.growth import GrowthForecast
 from nanoserve.engine import Engine
 from nanoserve.request import Place, Request, SamplingParams, Sequence
 from nanoserve.scheduler.load import Decision, Load, Policy
@@ -19,9 +19,9 @@ def _sequence(number: int, *, prompt: int, produced: int, longest: int = 1000) -
     return Sequence(number, request, 0, tokens=[1] * (prompt + produced), max_length=longest)
 
 
-def _known(*lengths: int, running: tuple[int, ...] = ()) -> OutputLengths:
+def _known(*lengths: int, running: tuple[int, ...] = ()) -> GrowthForecast:
     """After answers of these lengths, while others have produced so much."""
-    known = OutputLengths()
+    known = GrowthForecast()
     for length in lengths:
         known.record(length)
     known.renew(running)

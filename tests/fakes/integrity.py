@@ -19,15 +19,17 @@ def check_integrity(scheduler: Scheduler) -> None:
     _check_host_blocks(table, sequences)
     if table.waiting.tokens != sum(len(sequence.tokens) for sequence in table.waiting):
         raise RuntimeError("the count of waiting tokens is wrong")
-    for queue in (table.waiting, table.running, table.on_host, table.moving, table.held):
-        if any(table.quarantine.admits(one.request.request_id) == (queue is table.held) for one in queue):
-            raise RuntimeError("a sequence that the quarantine holds back may run, or another one may not")
-    if table.held and table.quarantine.suspect not in table._requests:
+    for queue in (table.running, table.on_host, table.moving):
+        if not all(table.quarantine.admits(one.request.request_id) for one in queue):
+            raise RuntimeError("a sequence runs that the quarantine holds back")
+    suspect, next_waiting = table.quarantine.suspect, table.next_waiting
+    if suspect is not None and suspect not in table._requests:
         raise RuntimeError("sequences are held back for a request that is gone")
-    if scheduler._tiers is not None:
-        moving = sorted(move.sequence.sequence_id for move in scheduler._tiers._moves.values())
-        if moving != [sequence.sequence_id for sequence in table.moving]:
-            raise RuntimeError("the sequences of swaps and those that move differ")
+    admitted = (one for one in table.waiting if table.quarantine.admits(one.request.request_id))
+    if next_waiting is not next(admitted, None):
+        raise RuntimeError("the next waiting sequence is not the oldest that the quarantine admits")
+    if sorted(move.sequence.sequence_id for move in table._moves.values()) != [one.sequence_id for one in table.moving]:
+        raise RuntimeError("the sequences of swaps and those that move differ")
 
 
 def _check_state(table: SequenceTable, sequence: Sequence) -> None:

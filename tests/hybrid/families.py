@@ -11,10 +11,9 @@ from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.hub import resolve_model
 from nanoserve.request import Request
-from nanoserve.runtime.local import LocalExecutor
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.scheduler import Scheduler
-from tests.runtime.small_model import small_decoder
+from tests.runtime.small_model import local_executor, small_decoder
 from tests.runtime.workers.loads import Expected, Seen, WatchedEngine, requests
 from tests.scheduler.lives import Arrival, live
 
@@ -94,9 +93,7 @@ def model_with_tokenizer(dtype: torch.dtype) -> Model:
 def _answering(
     config: ModelConfig, decoder: Decoder, zoo: list[Request], grammars: GrammarCompiler | None = None
 ) -> Model:
-    executor = LocalExecutor(
-        decoder, config, num_blocks=ROOMY_BLOCKS, block_size=BLOCK_SIZE, device="cpu", grammars=grammars
-    )
+    executor = local_executor(decoder, num_blocks=ROOMY_BLOCKS, block_size=BLOCK_SIZE, grammars=grammars)
     seen = Seen()
     for request in zoo:
         scheduler = Scheduler(

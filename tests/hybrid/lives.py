@@ -10,8 +10,7 @@ from typing import Any
 
 from nanoserve.costs.step_features import Strategy
 from nanoserve.request import FinishReason
-from nanoserve.runtime.host.host_processor import HostProcessor
-from nanoserve.runtime.launch.core_division import CoreDivision
+from nanoserve.runtime.host.host_processor import CoreDivision, HostProcessor
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.host_pool import HostPool
 from nanoserve.scheduler import make_policy
@@ -19,6 +18,7 @@ from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import StepPlan
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.hybrid.families import BLOCK_SIZE, MAX_MODEL_LEN, Model
+from tests.runtime.small_model import local_executor
 from tests.runtime.workers.loads import Seen, WatchedEngine, WatchedScheduler
 from tests.scheduler.lives import Arrival, live
 
@@ -144,12 +144,10 @@ def hybrid_executor(model: Model, *, num_blocks: int, host_blocks: int) -> Local
     pool = HostPool.of_one_process(
         model.config, num_blocks=host_blocks, block_size=BLOCK_SIZE, dtype=model.decoder.dtype
     )
-    return LocalExecutor(
+    return local_executor(
         model.decoder,
-        model.config,
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
-        device="cpu",
         grammars=model.grammars,
         host_pool=pool,
         processor=HostProcessor(1, CoreDivision(device=ALL_CORES, host=ALL_CORES, device_threads=1), device=None),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoserve.request import FinishReason
 from nanoserve.runtime.host import host_attention
-from nanoserve.runtime.host.host_attention import HostAttention
+from nanoserve.runtime.host.host_attention import HostAttentionThread
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.scheduler.scheduler import MOST_HOST_LOSSES
 from tests.fakes.integrity import check_integrity
@@ -152,7 +152,7 @@ def test_the_device_goes_on_while_the_cpu_hangs(
 ) -> None:
     """With a CPU that never comes back, and patience without end, the others get all their tokens."""
     mishaps = befall(hang, {2})
-    monkeypatch.setattr(HostAttention, "problem", None)
+    monkeypatch.setattr(HostAttentionThread, "problem", None)
     with closing(hybrid_engine(model, Case("overlap"), HybridSeen())) as engine:
         for request in model.requests[:3]:
             engine.add(request)

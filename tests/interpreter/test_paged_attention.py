@@ -8,7 +8,9 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.triton_ops.batches import Batch, Row, build, reference
+from nanoserve.benchmarks.gpu.attention import AttentionCall
+from nanoserve.benchmarks.gpu.attention import AttentionRow as Row
+from tests.triton_ops.batches import build, inputs, poisoned_out, reference
 from triton_ops.gpu import attention
 from triton_ops.gpu.configurations import (
     AttentionConfiguration,
@@ -37,10 +39,10 @@ def poisoned_scratch() -> Iterator[None]:
 
 
 def check(
-    batch: Batch, window: int, *, configuration: AttentionConfiguration = SMALL, multiprocessors: int = 2
+    batch: AttentionCall, window: int, *, configuration: AttentionConfiguration = SMALL, multiprocessors: int = 2
 ) -> None:
-    out = batch.poisoned_out()
-    attention.attend(configuration, multiprocessors, (out, *batch.inputs), scale=SCALE, sliding_window=window)
+    out = poisoned_out(batch)
+    attention.attend(configuration, multiprocessors, (out, *inputs(batch)), scale=SCALE, sliding_window=window)
     tolerance = TOLERANCES[out.dtype]
     torch.testing.assert_close(out.double(), reference(batch, SCALE, window), atol=tolerance, rtol=tolerance)
 
@@ -52,8 +54,8 @@ def test_every_shape_in_its_default_configuration(
     dtype: torch.dtype, head_dim: int, block_size: int, window: int
 ) -> None:
     batch = build(MIXED, num_heads=4, num_kv_heads=2, block_size=block_size, seed=1, head_dim=head_dim, dtype=dtype)
-    out = batch.poisoned_out()
-    attention.paged_attention(out, *batch.inputs, scale=SCALE, sliding_window=window)
+    out = poisoned_out(batch)
+    attention.paged_attention(out, *inputs(batch), scale=SCALE, sliding_window=window)
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(out.double(), reference(batch, SCALE, window), atol=tolerance, rtol=tolerance)
 
@@ -127,8 +129,8 @@ def test_a_batch_as_wide_as_rows_are_searched() -> None:
             [batch.block_tables, torch.full((3, batch.block_tables.shape[1]), 10**6, dtype=torch.int32)]
         ),
     )
-    out = batch.poisoned_out()
-    attention.attend(SMALL, 1, (out, *padded.inputs), scale=SCALE, sliding_window=0)
+    out = poisoned_out(batch)
+    attention.attend(SMALL, 1, (out, *inputs(padded)), scale=SCALE, sliding_window=0)
     torch.testing.assert_close(out.double(), reference(batch, SCALE, 0), atol=1e-5, rtol=1e-5)
 
 
@@ -161,11 +163,12 @@ def test_padding_rows_of_a_captured_graph_give_numbers(multiprocessors: int) -> 
     lengths = torch.tensor([60, 1, 0], dtype=torch.int32)
     tables = batch.block_tables.clone()
     tables[2] = 10**6
-    out = batch.poisoned_out()
-    tensors = (out, *replace(batch, context_lengths=lengths, block_tables=tables).inputs)
+    out = poisoned_out(batch)
+    tensors = (out, *inputs(replace(batch, context_lengths=lengths, block_tables=tables)))
     attention.attend(SMALL, multiprocessors, tensors, scale=SCALE, sliding_window=0)
     torch.testing.assert_close(out[:2].double(), reference(batch, SCALE, 0)[:2], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(out[1], batch.values[1].repeat_interleave(2, dim=1).flatten(), atol=1e-6, rtol=0)
+    value = batch.value_cache[batch.block_tables[1, 0], :, 0]
+    torch.testing.assert_close(out[1], value.repeat_interleave(2, dim=0).flatten(), atol=1e-6, rtol=0)
     assert torch.count_nonzero(out[2]) == 0
 
 
@@ -193,9 +196,9 @@ def test_only_the_programs_that_have_work_are_launched(
 def test_what_no_program_does_is_said_before_any_is_launched(changes: dict[str, object], message: str) -> None:
     shape = {"head_dim": 64, "block_size": 16, "dtype": torch.float32, **changes}
     batch = build([Row(1, 5)], num_heads=2, num_kv_heads=1, seed=7, **shape)  # type: ignore[arg-type]
-    out = batch.poisoned_out()
+    out = poisoned_out(batch)
     with pytest.raises(UnsupportedByGpu, match=message):
-        attention.paged_attention(out, *batch.inputs, scale=SCALE, sliding_window=0)
+        attention.paged_attention(out, *inputs(batch), scale=SCALE, sliding_window=0)
     assert bool(out.isnan().all())
 
 
@@ -211,4 +214,4 @@ def test_tensors_that_would_be_read_wrongly_are_refused() -> None:
         (batch, -1.0, "scale"),
     ):
         with pytest.raises(UnsupportedByGpu, match=message):
-            attention.paged_attention(batch.poisoned_out(), *wrong.inputs, scale=scale, sliding_window=0)
+            attention.paged_attention(poisoned_out(batch), *inputs(wrong), scale=scale, sliding_window=0)

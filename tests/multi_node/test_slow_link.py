@@ -1,53 +1,38 @@
-"""What compares layouts over links of many speeds: how its figures are summed up, and that pairs of layouts run."""
+"""Layouts over a slow link: what compares them runs, and pairs of layouts answer what one process answers."""
 
+import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from scripts.slow_link import UNSHAPED, Work, measure, summarize
 from scripts.two_hosts import Host, torchrun, wait
 
-SETTINGS = ["--dtype", "float32", "--kv-cache-memory", "16MiB", "--threads", "1", "--eager", "-t", "0", "-n", "60"]
+STORYTELLER = "nanoserve/assets/storyteller"
 
-
-def rows(rate: str, work: str, **seconds: Sequence[float]) -> list[dict[str, Any]]:
-    names = {"t": "T2", "p": "P2", "pair": "P2 -> T2"}
-    return [
-        {"rate": rate, "work": work, "variant": names[name], "round": number, "seconds": value}
-        for name, values in seconds.items()
-        for number, value in enumerate(values)
-    ]
-
-
-def test_a_pair_is_compared_with_the_best_layout_within_each_round() -> None:
-    """The third round was slow for all."""
-    fast = rows(UNSHAPED, "balanced", t=[1.0, 1.0, 9.0], p=[2.0, 2.0, 18.0], pair=[1.1, 0.9, 9.0])
-    slow = rows("100mbit", "balanced", t=[3.0, 3.0, 3.0], p=[2.0, 2.0, 2.0], pair=[2.2, 2.4, 2.6])
-    first, second = summarize(fast + slow)
-    assert first == {
-        "rate": UNSHAPED,
-        "work": "balanced",
-        "seconds": {"T2": 1.0, "P2": 2.0, "P2 -> T2": 1.1},
-        "best static": "T2",
-        "over": {"P2 -> T2": 1.0},
-    }
-    assert (second["best static"], second["over"]) == ("P2", {"P2 -> T2": 1.2})
+ENGINE = ["--dtype", "float32", "--kv-cache-memory", "16MiB", "--threads", "1", "--eager"]
+SETTINGS = [*ENGINE, "-t", "0", "-n", "60"]
 
 
 @pytest.mark.slow
-def test_layouts_and_a_pair_of_them_are_measured(hosts: tuple[Host, Host]) -> None:
-    """The hosts are other ones; the fixture skips where there can be none."""
-    work = Work("tiny", 3, 16, 4)
-    measured = measure(["300mbit"], ["T2", "P2 -> T2"], [work], rounds=2)
-    assert [(row["variant"], row["round"]) for row in measured] == [
-        *(("T2", 0), ("P2 -> T2", 0)),
-        *(("P2 -> T2", 1), ("T2", 1)),
-    ]
-    assert all(0 < row["prefill_seconds"] < row["seconds"] for row in measured)
-    assert [row["transitions"] > 0 for row in measured] == [False, True, True, False]
+def test_layouts_and_a_pair_of_them_are_compared_over_a_link(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """Each layout runs alone and in turn with the other, on the same two workers."""
+    for host in hosts:
+        host.shape("300mbit")
+    report = tmp_path / "report.json"
+    command = ["-m", "nanoserve", "bench", "reshard", "--prefill-parallel", "p2", "--decode-parallel", "t2"]
+    work = ["--lengths", "16+4", "--requests", "3", "--rounds", "1", "--json", str(report)]
+    both = torchrun(hosts, [*command, *work, "-m", STORYTELLER, "--host-kv-memory", "16MiB", *ENGINE])
+    wait(both, 240)
+    assert [one.code for one in both] == [0, 0], both[0].errors + both[1].errors
+    (row, *_) = json.loads(report.read_text())["rows"]
+    found = row["round"]["variants"]
+    assert {name: run["transitions"] > 0 for name, run in found.items()} == {
+        **dict.fromkeys(["sarathi, P2", "throttling, P2", "sarathi, T2"], False),
+        "prefill-prioritizing, P2 -> T2": True,
+        "decode-prioritizing, P2 -> T2": True,
+        "transition-minimizing, P2 -> T2": True,
+    }
 
 
 @pytest.mark.slow

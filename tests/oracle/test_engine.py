@@ -18,11 +18,11 @@ from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model
 from nanoserve.request import Request, SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
-from nanoserve.runtime.local import LocalExecutor
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.integrity import check_integrity
 from tests.oracle.checkpoints import FAMILIES, VOCAB_SIZE
+from tests.runtime.small_model import local_executor
 
 Checkpoint = Callable[[str], tuple[Path, PreTrainedModel]]
 
@@ -73,9 +73,7 @@ def run(
     layers: LayerRunner | None = None,
 ) -> tuple[list, Scheduler]:
     """Each sample's tokens, in the order of the requests."""
-    executor = LocalExecutor(
-        decoder, config, num_blocks=setting.num_blocks(), block_size=setting.block_size, device="cpu", layers=layers
-    )
+    executor = local_executor(decoder, num_blocks=setting.num_blocks(), block_size=setting.block_size, layers=layers)
     scheduler = Scheduler(
         make_policy(setting.policy, setting.token_budget),
         num_blocks=setting.num_blocks(),

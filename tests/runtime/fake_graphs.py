@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from nanoserve.runtime.step.decode_graphs import CudaRecorder
 
-class FakeRecorder:
+
+class FakeRecorder(CudaRecorder):
     """Replays by computing the step again, from what its tensors hold then.
 
     Attributes:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from nanoserve.benchmarks.gpu.attention import AttentionRow as Row
 from nanoserve.config import ModelConfig
 from nanoserve.models.attention import AttentionBatch
 from tests.runtime.small_model import small_config
-from tests.triton_ops.batches import Row, build, reference
+from tests.triton_ops.batches import build, reference
 
 LAYERS = 3
 """At most: a test may give one batch's pool to each."""
@@ -66,12 +67,12 @@ def host_batch(
     )
     expected = reference(batch, head_dim**-0.5, window)
     written = batch.key_cache.clone(), batch.value_cache.clone()
-    slots = []
-    for row, context in enumerate(contexts):
-        block, offset = int(batch.block_tables[row, (context - 1) // block_size]), (context - 1) % block_size
-        slots.append(block * block_size + offset)
-        batch.key_cache[block, :, offset] = batch.value_cache[block, :, offset] = math.nan
-    new_keys, new_values = (torch.stack([one[-1] for one in tensors]) for tensors in (batch.keys, batch.values))
+    last = torch.tensor(contexts) - 1
+    blocks, offsets = batch.block_tables[range(len(contexts)), last // block_size].long(), last % block_size
+    slots = blocks * block_size + offsets
+    new_keys, new_values = (cache[blocks, :, offsets] for cache in written)
+    for cache in (batch.key_cache, batch.value_cache):
+        cache[blocks, :, offsets] = math.nan
     fused = torch.cat((batch.query, new_keys, new_values), dim=1)
     query, key, value = fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     return HostBatch(
@@ -79,7 +80,7 @@ def host_batch(
         query=query,
         key=key,
         value=value,
-        rows=AttentionBatch(batch.block_tables, batch.query_starts, batch.context_lengths, torch.tensor(slots)),
+        rows=AttentionBatch(batch.block_tables, batch.query_starts, batch.context_lengths, slots),
         keys=batch.key_cache,
         values=batch.value_cache,
         written=written,

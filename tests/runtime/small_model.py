@@ -1,12 +1,18 @@
 """A decoder small enough to run in a test, and what it computes without any cache."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanoserve.config import ModelConfig, RopeConfig
 from nanoserve.models.attention import DenseCausalAttention
-from nanoserve.models.decoder import Decoder
+from nanoserve.models.decoder import Decoder, LayerFunction
+from nanoserve.runtime.compile.layer_runner import LayerRunner
+from nanoserve.runtime.local import LocalExecutor
+from nanoserve.runtime.moves.host_pool import HostPool
+from nanoserve.runtime.stage import Stage
 
 VOCAB_SIZE = 61
 
@@ -53,3 +59,22 @@ def dense_greedy(decoder: Decoder, prompt: Sequence[int], count: int) -> list[in
     for _ in range(count):
         tokens.append(int(dense_logits(decoder, tokens)[-1].argmax()))
     return tokens[len(prompt) :]
+
+
+def local_executor(
+    decoder: Decoder, *, host_pool: HostPool | None = None, feeds_tokens: bool = False, **settings: Any
+) -> LocalExecutor:
+    """A LocalExecutor on the CPU; settings as for `Stage.build`."""
+    part = None if host_pool is None else host_pool.part(decoder.shard)
+    return LocalExecutor(Stage.build(decoder, device="cpu", part=part, **settings), feeds_tokens=feeds_tokens)
+
+
+class LayersRunBy(LayerRunner):
+    """Whole layers run by a function."""
+
+    def __init__(self, run_layer: LayerFunction) -> None:
+        super().__init__()
+        self._run_layer = run_layer
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        return self._run_layer(*arguments)

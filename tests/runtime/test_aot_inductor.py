@@ -15,7 +15,7 @@ from nanoserve.runtime.compile.aot_build import layer_kind
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
-from tests.runtime.small_model import dense_greedy, small_config, small_decoder
+from tests.runtime.small_model import LayersRunBy, dense_greedy, local_executor, small_config, small_decoder
 from triton_ops.cpu import cpu_operators
 from triton_ops.cpu.building import content_hash
 
@@ -37,14 +37,11 @@ def compiled_layers(decoder: Decoder, *, with_pieces: bool = False) -> LayerRunn
 
 def greedy(decoder: Decoder, layers: LayerRunner) -> list[int]:
     """Three tokens behind PROMPT."""
-    return greedy_of(LocalExecutor(decoder, decoder.config, num_blocks=2, block_size=4, device="cpu", layers=layers))
+    return greedy_of(local_executor(decoder, num_blocks=2, block_size=4, layers=layers))
 
 
 def greedy_in_pieces(decoder: Decoder, layers: LayerRunner) -> list[int]:
-    run_layer = layers.in_pieces
-    return greedy_of(
-        LocalExecutor(decoder, decoder.config, num_blocks=2, block_size=4, device="cpu", run_layer=run_layer)
-    )
+    return greedy_of(local_executor(decoder, num_blocks=2, block_size=4, layers=LayersRunBy(layers.in_pieces)))
 
 
 def greedy_of(executor: LocalExecutor) -> list[int]:

@@ -21,12 +21,13 @@ from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.launch import gpu_start
 from nanoserve.runtime.launch.gpu_start import GpuStart, MemoryProfileRun
 from nanoserve.runtime.local import LocalExecutor
+from nanoserve.runtime.stage import Stage
 from nanoserve.runtime.step.decode_graphs import DecodeGraphs
 from nanoserve.runtime.step.forward_pass import ForwardPass
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
 from tests.models.thread_ranks import ThreadGroup, on_every_rank
 from tests.runtime.fake_graphs import FakeRecorder
-from tests.runtime.small_model import dense_greedy, small_config, small_decoder
+from tests.runtime.small_model import dense_greedy, local_executor, small_config, small_decoder
 
 CPU = torch.device("cpu")
 STEP_MEMORY = 6000
@@ -47,7 +48,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRecorder]:
 
 
 def executor_of(decoder: Decoder, start: GpuStart) -> LocalExecutor:
-    return LocalExecutor(decoder, decoder.config, num_blocks=8, block_size=4, device=CPU, run_layer=start.layers)
+    return local_executor(decoder, num_blocks=8, block_size=4, layers=start.layers)
 
 
 def greedy(executor: LocalExecutor, count: int) -> list[int]:
@@ -82,15 +83,13 @@ def test_an_engine_on_a_gpu_gives_the_answers_of_the_cpu(
     recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, storyteller: LLM
 ) -> None:
     """All that is done for a GPU, with the CPU in its place: steps overlap too."""
-    load = assembly.load_decoder
+    load, build_stage = assembly.load_decoder, Stage.build
     monkeypatch.setattr(assembly, "usable_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(
         assembly, "load_decoder", lambda resolved, config, device, progress: load(resolved, config, CPU, None)
     )
     monkeypatch.setattr(assembly, "GpuStart", lambda decoder, config, device: GpuStart(decoder, config, CPU))
-    monkeypatch.setattr(
-        assembly, "LocalExecutor", lambda *models, device, **options: LocalExecutor(*models, device=CPU, **options)
-    )
+    monkeypatch.setattr(Stage, "build", lambda decoder, device, **options: build_stage(decoder, device=CPU, **options))
     prompts = ["Once upon a time", "The cat", "One day, a boy named Tim went to"]
     params = [
         SamplingParams(temperature=0.0, max_tokens=9),

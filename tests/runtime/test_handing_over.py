@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoserve.runtime.host.host_attention import FromCpu, FromGpu, HostAttention, hand_over
+from nanoserve.runtime.host.host_attention import HostAttentionThread, QkvTransfer
 from tests.runtime.host_batches import HostBatch, host_batch
 
 COPY, EMPTY = Tensor.copy_, torch.empty
@@ -92,8 +92,7 @@ def batch() -> HostBatch:
 
 
 def test_on_a_cpu_nothing_is_copied(batch: HostBatch) -> None:
-    handed = hand_over(batch.query, batch.key, batch.value, torch.device("cpu"))
-    assert isinstance(handed, FromCpu)
+    handed = QkvTransfer(batch.query, batch.key, batch.value, torch.device("cpu"))
     given = batch.query, batch.key, batch.value
     assert [tensor.data_ptr() for tensor in handed.take()] == [tensor.data_ptr() for tensor in given]
     room = handed.make_room()
@@ -103,8 +102,7 @@ def test_on_a_cpu_nothing_is_copied(batch: HostBatch) -> None:
 
 def test_from_a_gpu_all_passes_through_pinned_memory(batch: HostBatch, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = PretendedGpu(monkeypatch)
-    handed = hand_over(batch.query, batch.key, batch.value, GPU)
-    assert isinstance(handed, FromGpu)
+    handed = QkvTransfer(batch.query, batch.key, batch.value, GPU)
     assert (len(gpu.stream.issued), gpu.stream.done) == (3, 0), "three copies are issued, nobody has waited"
     monkeypatch.setattr("time.monotonic", lambda: 100.0)
     taken = handed.take()
@@ -119,7 +117,7 @@ def test_from_a_gpu_all_passes_through_pinned_memory(batch: HostBatch, monkeypat
 
 def test_the_thread_waits_for_the_gpu_and_nobody_else_does(batch: HostBatch, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = PretendedGpu(monkeypatch)
-    host = HostAttention(batch.config, [batch.keys], [batch.values], GPU, threads=1)
+    host = HostAttentionThread(batch.config, [batch.keys], [batch.values], GPU, threads=1)
     try:
         task = host.attend(0, batch.query, batch.key, batch.value, batch.rows)
         assert task.wait(30.0)

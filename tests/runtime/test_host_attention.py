@@ -12,7 +12,7 @@ from torch import Tensor
 from nanoserve.errors import UsageError
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.runtime.host import host_attention
-from nanoserve.runtime.host.host_attention import HostAttention
+from nanoserve.runtime.host.host_attention import HostAttentionThread
 from nanoserve.scheduler.plan import HostWork
 from tests.runtime.host_batches import HostBatch, host_batch
 
@@ -21,17 +21,19 @@ ENOUGH = 30.0
 
 
 @contextmanager
-def attending(*batches: HostBatch, threads: int = 1, cores: Sequence[int] | None = None) -> Iterator[HostAttention]:
+def attending(
+    *batches: HostBatch, threads: int = 1, cores: Sequence[int] | None = None
+) -> Iterator[HostAttentionThread]:
     """Each batch's pool is a layer."""
     keys, values = [batch.keys for batch in batches], [batch.values for batch in batches]
-    host = HostAttention(batches[0].config, keys, values, CPU, threads=threads, cores=cores)
+    host = HostAttentionThread(batches[0].config, keys, values, CPU, threads=threads, cores=cores)
     try:
         yield host
     finally:
         host.close()
 
 
-def attended(host: HostAttention, batch: HostBatch, layer: int = 0) -> Tensor:
+def attended(host: HostAttentionThread, batch: HostBatch, layer: int = 0) -> Tensor:
     task = host.attend(layer, batch.query, batch.key, batch.value, batch.rows)
     assert task.wait(ENOUGH)
     return task.result()
@@ -93,7 +95,7 @@ def test_a_row_does_not_depend_on_others_or_on_the_number_of_threads(dtype: torc
     assert torch.equal(pairs, together[[3, 0, 4, 1, 2]])
 
 
-def host_result(host: HostAttention, part: tuple[Tensor, Tensor, Tensor, AttentionBatch]) -> Tensor:
+def host_result(host: HostAttentionThread, part: tuple[Tensor, Tensor, Tensor, AttentionBatch]) -> Tensor:
     task = host.attend(0, *part)
     assert task.wait(ENOUGH)
     return task.result()

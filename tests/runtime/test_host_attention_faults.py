@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.runtime.host import host_attention
-from nanoserve.runtime.host.host_attention import HostAttention, HostAttentionLost, HostTask
+from nanoserve.runtime.host.host_attention import HostAttentionLost, HostAttentionThread, HostTask
 from tests.runtime.host_batches import HostBatch, host_batch
 
 ENOUGH = 30.0
@@ -43,15 +43,17 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.open.set()
 
 
-def start(batch: HostBatch, patience: float = ENOUGH) -> HostAttention:
-    return HostAttention(batch.config, [batch.keys], [batch.values], torch.device("cpu"), threads=1, patience=patience)
+def start(batch: HostBatch, patience: float = ENOUGH) -> HostAttentionThread:
+    return HostAttentionThread(
+        batch.config, [batch.keys], [batch.values], torch.device("cpu"), threads=1, patience=patience
+    )
 
 
-def give(host: HostAttention, batch: HostBatch) -> HostTask:
+def give(host: HostAttentionThread, batch: HostBatch) -> HostTask:
     return host.attend(0, batch.query, batch.key, batch.value, batch.rows)
 
 
-def wait_for_problem(host: HostAttention) -> str:
+def wait_for_problem(host: HostAttentionThread) -> str:
     until = time.monotonic() + ENOUGH
     while (problem := host.problem) is None:
         assert time.monotonic() < until, "nobody noticed"

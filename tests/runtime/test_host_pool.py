@@ -7,10 +7,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.shards import make_shards, whole_model
 from nanoserve.runtime.moves import host_pool
@@ -25,9 +27,11 @@ in_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="elsewher
 SIZES = {"num_blocks": 6, "block_size": 4, "dtype": torch.float32}
 
 
-def chosen(**settings: object) -> int:
-    defaults = {"block_size": 4, "dtype": torch.float32, "host_kv_memory": None, "max_model_len": None}
-    return choose_host_blocks(CONFIG, **(defaults | {"max_num_seqs": 3} | settings))
+def chosen(**settings: Any) -> int:
+    """Of an engine whose policy needs host memory."""
+    reserved = settings.pop("reserved", 0)
+    defaults = {"policy": "hybrid", "block_size": 4, "dtype": "fp32", "max_num_seqs": 3}
+    return choose_host_blocks(CONFIG, EngineConfig(**(defaults | settings)), reserved)
 
 
 @pytest.fixture
@@ -141,14 +145,14 @@ def test_more_than_there_is_memory_is_one_clear_line(path: Path) -> None:
 
 def test_what_is_asked_for_is_shared_by_the_engines() -> None:
     assert chosen(host_kv_memory=10 * BLOCK_BYTES) == 10
-    assert chosen(host_kv_memory=11 * BLOCK_BYTES - 1, engines=2) == 5
+    assert chosen(host_kv_memory=11 * BLOCK_BYTES - 1, data_parallel=2) == 5
 
 
 def test_by_default_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_pool, "available_memory", lambda device: 100 * BLOCK_BYTES)
     assert chosen() == 25
     assert chosen(reserved=60 * BLOCK_BYTES) == 10
-    assert chosen(engines=5) == 5
+    assert chosen(data_parallel=5) == 5
 
 
 def test_by_default_no_more_than_all_sequences_can_use() -> None:
@@ -165,7 +169,7 @@ def test_by_default_no_more_than_all_sequences_can_use() -> None:
             r"holds 36 tokens .* 40.* lower --max-model-len to 36",
         ),
         ({"host_kv_memory": 9 * BLOCK_BYTES, "max_model_len": 40}, r"set --host-kv-memory to 20\.0 KiB at least"),
-        ({"host_kv_memory": 10 * BLOCK_BYTES, "engines": 2, "max_model_len": 40}, r"to 40\.0 KiB at least"),
+        ({"host_kv_memory": 10 * BLOCK_BYTES, "data_parallel": 2, "max_model_len": 40}, r"to 40\.0 KiB at least"),
         ({"host_kv_memory": 1}, r"holds 0 tokens of an engine, but blocks are of 4: set .* to 2\.0 KiB at least$"),
     ],
 )

@@ -10,12 +10,11 @@ from nanoserve.config import ModelConfig
 from nanoserve.costs.step_features import Strategy
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.host.host_attention import HostAttention
+from nanoserve.runtime.host.host_attention import HostAttentionThread
 from nanoserve.runtime.host.host_processor import HostProcessor
-from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.host_pool import HostPool
 from nanoserve.scheduler.plan import Begin, CohortProgress, Row, StepPlan, StepResult, Swap
-from tests.runtime.small_model import dense_greedy, small_config, small_decoder
+from tests.runtime.small_model import dense_greedy, local_executor, small_config, small_decoder
 
 LAYERS, BLOCK_SIZE = 3, 4
 PROMPTS = {1: (7, 3, 58, 21, 9), 2: (4, 4, 17), 3: (30, 2, 11, 8, 8, 1)}
@@ -38,12 +37,10 @@ class Driver:
         config = decoder.config
         pool = HostPool.of_one_process(config, num_blocks=8, block_size=BLOCK_SIZE, dtype=torch.float32)
         device = torch.device("cpu")
-        self.executor = LocalExecutor(
+        self.executor = local_executor(
             decoder,
-            config,
             num_blocks=8,
             block_size=BLOCK_SIZE,
-            device=device,
             host_pool=pool,
             processor=HostProcessor.set_apart(1, device),
         )
@@ -164,7 +161,7 @@ def test_when_the_cpu_fails_the_device_goes_on_alone(
     driver.begin_on_host(1)
     driver.settle()
     with monkeypatch.context() as patch:
-        patch.setattr(HostAttention, "problem", property(lambda _: "it is gone"))
+        patch.setattr(HostAttentionThread, "problem", property(lambda _: "it is gone"))
         rest = () if strategy == "overlap" else (Row(1, len(driver.tokens[1]) - 1, (), True, tier="host", sub_batch=1),)
         result = driver.run(driver.decode(3), *rest, strategy=strategy)
     assert result.host_lost == "it is gone"

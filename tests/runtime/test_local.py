@@ -1,6 +1,7 @@
 """LocalExecutor keeps the Executor's contract."""
 
 import threading
+from itertools import cycle
 
 import pytest
 import torch
@@ -18,14 +19,14 @@ from nanoserve.scheduler.plan import Begin, Executor, Row, StepPlan, StepResult,
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.integrity import check_integrity
 from tests.fakes.linear_predictor import LinearPredictor
-from tests.runtime.small_model import VOCAB_SIZE, dense_greedy, small_config, small_decoder
+from tests.runtime.small_model import VOCAB_SIZE, dense_greedy, local_executor, small_config, small_decoder
 from tests.runtime.swaps import watch_swaps
 
 PROMPT = (7, 3, 58, 21, 9)
 
 
 def make_executor(decoder: Decoder | None = None, *, num_blocks: int = 8) -> LocalExecutor:
-    return LocalExecutor(decoder or small_decoder(), small_config(), num_blocks=num_blocks, block_size=4, device="cpu")
+    return local_executor(decoder or small_decoder(), num_blocks=num_blocks, block_size=4)
 
 
 def first_plan(step: int) -> StepPlan:
@@ -78,7 +79,7 @@ def test_a_gpu_that_takes_no_memory_back_can_be_closed(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("torch.cuda.empty_cache", refuse)
     executor = make_executor()
-    monkeypatch.setattr(executor, "_device", torch.device("cuda"))
+    monkeypatch.setattr(executor.runner, "device", torch.device("cuda"))
     executor.close()
     assert refused
     with pytest.raises(RuntimeError, match="closed"):
@@ -138,9 +139,7 @@ def run(
     pool = None
     if host_blocks:
         pool = HostPool.of_one_process(config, num_blocks=host_blocks, block_size=block_size, dtype=decoder.dtype)
-    executor = LocalExecutor(
-        decoder, config, num_blocks=num_blocks, block_size=block_size, device="cpu", host_pool=pool
-    )
+    executor = local_executor(decoder, num_blocks=num_blocks, block_size=block_size, host_pool=pool)
     scheduler = Scheduler(
         make_policy(policy, budget, swaps=pool is not None),
         num_blocks=num_blocks,
@@ -192,27 +191,28 @@ def test_tokens_do_not_depend_on_what_shares_the_engine() -> None:
 # ---------------------------------------------------------------------------------------------- with a host pool
 
 
-@pytest.mark.parametrize("policy", [name for name, entry in POLICIES.items() if not entry.attends_on_host])
+ORDINARY = [name for name, entry in POLICIES.items() if not entry.attends_on_host]
+
+
+@pytest.mark.parametrize(("policy", "prefix_caching"), list(zip(ORDINARY, cycle((True, False)))))
 def test_tokens_are_the_same_where_sequences_move_to_host_memory_and_back(
-    policy: str, monkeypatch: pytest.MonkeyPatch
+    policy: str, monkeypatch: pytest.MonkeyPatch, *, prefix_caching: bool
 ) -> None:
     config, decoder = small_config(), small_decoder()
     requests, alone = requests_and_tokens()
     moved = watch_swaps(monkeypatch)
-    for prefix_caching in (True, False):
-        moved.clear()
-        together, scheduler = run(
-            *(config, decoder, requests),
-            num_blocks=8,
-            block_size=4,
-            budget=16,
-            policy=policy,
-            host_blocks=16,
-            prefix_caching=prefix_caching,
-        )
-        assert together == alone
-        assert moved.count("out") == moved.count("in") > 0
-        assert scheduler.host_pool.free_blocks == 16
+    together, scheduler = run(
+        *(config, decoder, requests),
+        num_blocks=8,
+        block_size=4,
+        budget=16,
+        policy=policy,
+        host_blocks=16,
+        prefix_caching=prefix_caching,
+    )
+    assert together == alone
+    assert moved.count("out") == moved.count("in") > 0
+    assert scheduler.host_pool.free_blocks == 16
 
 
 def test_a_full_pool_leaves_the_rest_to_be_computed_again() -> None:
@@ -225,9 +225,7 @@ def test_a_full_pool_leaves_the_rest_to_be_computed_again() -> None:
 
 def swapping_executor(num_blocks: int = 8) -> LocalExecutor:
     pool = HostPool.of_one_process(small_config(), num_blocks=8, block_size=4, dtype=torch.float32)
-    return LocalExecutor(
-        small_decoder(), small_config(), num_blocks=num_blocks, block_size=4, device="cpu", host_pool=pool
-    )
+    return local_executor(small_decoder(), num_blocks=num_blocks, block_size=4, host_pool=pool)
 
 
 def test_swaps_alone_are_answered_by_their_ids_alone() -> None:

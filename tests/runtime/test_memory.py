@@ -1,25 +1,27 @@
 """How large the KV cache becomes, and what is refused."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from nanoserve import LLM
+from nanoserve import LLM, assembly
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.processes.sizes import format_size, parse_size
 from nanoserve.runtime.launch import memory
 from nanoserve.runtime.launch.memory import available_memory, choose_num_blocks, kv_bytes_per_block, out_of_memory
-from tests.runtime.small_model import small_config
+from tests.runtime.small_model import small_config, small_decoder
 
 # 2 tensors x 2 layers x 2 heads x 8 numbers x 4 tokens x 4 bytes
 BLOCK = 1024
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, *, free: int, device: str = "cpu", **settings: int | None) -> int:
-    monkeypatch.setattr(memory, "available_memory", lambda device: free)
-    wanted = {"kv_cache_memory": None, "max_model_len": None, "max_num_seqs": 4, **settings}
-    return choose_num_blocks(small_config(), block_size=4, dtype=torch.float32, device=device, **wanted)
+def choose(*, free: int, **settings: object) -> int:
+    config = EngineConfig(**{"block_size": 4, "max_num_seqs": 4, **settings})
+    return choose_num_blocks(BLOCK, free, small_config().max_position_embeddings, config)
 
 
 def test_bytes_of_a_block_are_those_of_the_caches() -> None:
@@ -27,19 +29,26 @@ def test_bytes_of_a_block_are_those_of_the_caches() -> None:
     assert kv_bytes_per_block(small_config(), 16, torch.bfloat16) == 2 * BLOCK
 
 
-def test_by_default_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose(monkeypatch, free=400 * BLOCK) == 100
-    assert choose(monkeypatch, free=100 * BLOCK, device="cuda") == 95
+def test_by_default_a_share_of_the_free_memory() -> None:
+    assert choose(free=400 * BLOCK) == 100
+    assert choose(free=100 * BLOCK, device="cuda") == 95
 
 
 def test_what_steps_were_seen_to_need_is_kept_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose(monkeypatch, free=100 * BLOCK, device="cuda", reserved=60 * BLOCK) == 38
+    monkeypatch.setattr(assembly, "available_memory", lambda device: 100 * BLOCK)
+
+    def chosen(reserved: int, **settings: int) -> int:
+        config = EngineConfig(device="cuda", block_size=4, max_num_seqs=4, **settings)
+        gpu: Any = SimpleNamespace(measure=lambda longest, progress: reserved)
+        return assembly._choose_num_blocks(small_decoder(), small_config(), config, gpu, None)
+
+    assert chosen(60 * BLOCK) == 38
     with pytest.raises(
         UsageError, match=r"--kv-cache-memory 41.0 KiB is more than the 40.0 KiB of memory that is free"
     ):
-        choose(monkeypatch, free=100 * BLOCK, device="cuda", reserved=60 * BLOCK, kv_cache_memory=41 * BLOCK)
+        chosen(60 * BLOCK, kv_cache_memory=41 * BLOCK)
     with pytest.raises(UsageError, match="only 0 B of memory is free"):
-        choose(monkeypatch, free=100 * BLOCK, device="cuda", reserved=101 * BLOCK)
+        chosen(101 * BLOCK)
 
 
 def test_a_gpus_memory_that_torch_holds_without_use_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,21 +58,21 @@ def test_a_gpus_memory_that_torch_holds_without_use_is_free(monkeypatch: pytest.
     assert available_memory("cuda") == 1200
 
 
-def test_never_more_than_all_sequences_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose(monkeypatch, free=10**6 * BLOCK) == 4 * 128 // 4
-    assert choose(monkeypatch, free=10**6 * BLOCK, max_model_len=13, max_num_seqs=3) == 3 * 4
+def test_never_more_than_all_sequences_can_use() -> None:
+    assert choose(free=10**6 * BLOCK) == 4 * 128 // 4
+    assert choose(free=10**6 * BLOCK, max_model_len=13, max_num_seqs=3) == 3 * 4
 
 
-def test_a_default_cache_may_be_smaller_than_the_models_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose(monkeypatch, free=40 * BLOCK) == 10
+def test_a_default_cache_may_be_smaller_than_the_models_own_limit() -> None:
+    assert choose(free=40 * BLOCK) == 10
 
 
-def test_a_length_asked_for_gets_more_than_the_usual_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose(monkeypatch, free=40 * BLOCK, max_model_len=120) == 30
+def test_a_length_asked_for_gets_more_than_the_usual_share() -> None:
+    assert choose(free=40 * BLOCK, max_model_len=120) == 30
 
 
-def test_an_explicit_size_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose(monkeypatch, free=100 * BLOCK, kv_cache_memory=90 * BLOCK + 7) == 90
+def test_an_explicit_size_is_taken_as_it_is() -> None:
+    assert choose(free=100 * BLOCK, kv_cache_memory=90 * BLOCK + 7) == 90
 
 
 @pytest.mark.parametrize(
@@ -99,11 +108,9 @@ def test_an_explicit_size_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> 
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_numbers(
-    monkeypatch: pytest.MonkeyPatch, free: int, settings: dict[str, int], complaint: str
-) -> None:
+def test_what_cannot_be_is_refused_with_the_numbers(free: int, settings: dict[str, int], complaint: str) -> None:
     with pytest.raises(UsageError) as refusal:
-        choose(monkeypatch, free=free, **settings)
+        choose(free=free, **settings)
     assert str(refusal.value) == complaint
 
 

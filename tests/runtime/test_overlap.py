@@ -11,13 +11,12 @@ from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate, TokenLogprob
-from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Begin, Copy, Row, StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.integrity import check_integrity
-from tests.runtime.small_model import VOCAB_SIZE, dense_greedy, small_config, small_decoder
+from tests.runtime.small_model import VOCAB_SIZE, dense_greedy, local_executor, small_decoder
 
 BLOCK_SIZE = 4
 PROMPT = (7, 3, 58, 21, 9)
@@ -100,9 +99,7 @@ def test_launching_never_looks_at_what_the_device_computes() -> None:
 
 def test_no_memory_for_a_step_forgets_the_one_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = small_decoder()
-    executor = LocalExecutor(
-        decoder, small_config(), num_blocks=8, block_size=BLOCK_SIZE, device="cpu", feeds_tokens=True
-    )
+    executor = local_executor(decoder, num_blocks=8, block_size=BLOCK_SIZE, feeds_tokens=True)
     executor.submit(StepPlan(0, begin=(begin(1, PROMPT),), rows=(Row(1, 0, PROMPT, True, (0, 1)),)))
 
     def fail(hidden: torch.Tensor) -> torch.Tensor:
@@ -120,9 +117,7 @@ def test_no_memory_for_a_step_forgets_the_one_in_flight(monkeypatch: pytest.Monk
 
 
 def test_two_plans_may_be_in_flight_where_tokens_are_fed() -> None:
-    executor = LocalExecutor(
-        small_decoder(), small_config(), num_blocks=8, block_size=BLOCK_SIZE, device="cpu", feeds_tokens=True
-    )
+    executor = local_executor(small_decoder(), num_blocks=8, block_size=BLOCK_SIZE, feeds_tokens=True)
     executor.submit(StepPlan(0, begin=(begin(1, PROMPT),), rows=(Row(1, 0, PROMPT, True, (0, 1)),)))
     executor.submit(StepPlan(1, rows=(fed(1, 5),)))
     with pytest.raises(RuntimeError, match="at most 2"):
@@ -155,12 +150,10 @@ def run(
     Returns:
         the lives, the scheduler, and how many rows were fed.
     """
-    executor = LocalExecutor(
+    executor = local_executor(
         small_decoder(),
-        small_config(),
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
-        device="cpu",
         feeds_tokens=feeds_tokens,
     )
     fed_rows = 0

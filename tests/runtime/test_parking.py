@@ -16,7 +16,6 @@ from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.shards import make_shards
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.host_pool import HostPool
@@ -26,7 +25,7 @@ from nanoserve.runtime.step.decode_graphs import DecodeGraphs, StaticInputs
 from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.scheduler.plan import Begin, Row, StepPlan, StepResult, Swap
 from tests.runtime.fake_graphs import FakeRecorder
-from tests.runtime.small_model import dense_greedy, small_config, small_decoder
+from tests.runtime.small_model import LayersRunBy, dense_greedy, local_executor, small_config, small_decoder
 
 LAYERS, BLOCK_SIZE, BLOCKS = 3, 4, 8
 CPU = torch.device("cpu")
@@ -54,12 +53,10 @@ def pool(config: ModelConfig) -> HostPool:
 
 
 def executor_of(decoder: Decoder, pool: HostPool, **options: object) -> LocalExecutor:
-    return LocalExecutor(
+    return local_executor(
         decoder,
-        decoder.config,
         num_blocks=BLOCKS,
         block_size=BLOCK_SIZE,
-        device=CPU,
         host_pool=pool,
         **options,  # type: ignore[arg-type]
     )
@@ -132,7 +129,7 @@ def test_a_layer_leaves_while_the_next_one_is_computed(decoder: Decoder, pool: H
         output: Tensor = layer(hidden, cos, sin, attention)
         return output
 
-    executor = executor_of(decoder, pool, run_layer=run_layer)
+    executor = executor_of(decoder, pool, layers=LayersRunBy(run_layer))
     with torch.inference_mode():
         for cache in (*executor.runner.caches.keys, *executor.runner.caches.values):
             cache.fill_(5.0)  # a number, so that what no token is in can be compared
@@ -165,7 +162,7 @@ def test_a_step_that_is_to_tell_of_its_layers_is_not_replayed(decoder: Decoder, 
 @pytest.mark.parametrize("strategy", ["overlap", "asymmetric"])
 def test_a_prompt_is_parked_beside_host_sequences(decoder: Decoder, pool: HostPool, strategy: Strategy) -> None:
     """Layers in which one takes part run in pieces, the others as a whole."""
-    executor = executor_of(decoder, pool, processor=HostProcessor.set_apart(1, CPU), pieces=LayerRunner())
+    executor = executor_of(decoder, pool, processor=HostProcessor.set_apart(1, CPU))
     guest, block = (4, 4, 17), 5
     results_of(executor, StepPlan(0, begin=begin(2, guest), rows=(Row(2, 0, guest[:-1], False, (2,)),)))
     results_of(executor, StepPlan(1, swaps=(Swap(4, 2, "out", (2,), (block,)),)))
@@ -232,18 +229,18 @@ def _weights_of(decoder: Decoder, stage: Decoder, first_layer: int) -> dict[str,
 # --------------------------------------------------------------------------------------------------- what fails
 
 
-def failing_in_layer(layer_index: int, error: BaseException) -> Callable[..., Tensor]:
+def failing_in_layer(layer_index: int, error: BaseException) -> LayersRunBy:
     def run_layer(layer: DecoderLayer, *arguments: object) -> Tensor:
         if layer.index == layer_index:
             raise error
         output: Tensor = layer(*arguments)
         return output
 
-    return run_layer
+    return LayersRunBy(run_layer)
 
 
 def test_a_step_that_finds_no_memory_leaves_nothing_waiting(decoder: Decoder, pool: HostPool) -> None:
-    executor = executor_of(decoder, pool, run_layer=failing_in_layer(1, MemoryError()))
+    executor = executor_of(decoder, pool, layers=failing_in_layer(1, MemoryError()))
     executor.submit(StepPlan(0, begin=begin(), rows=(Row(1, 0, PROMPT, True, DEVICE_BLOCKS),), swaps=(PARKED,)))
     with pytest.raises(RuntimeFailure, match=r"a step of 10 tokens does not fit"):
         executor.collect(None)
@@ -254,7 +251,7 @@ def test_a_step_that_finds_no_memory_leaves_nothing_waiting(decoder: Decoder, po
 
 
 def test_whatever_a_step_fails_with_the_executor_can_be_closed(decoder: Decoder, pool: HostPool) -> None:
-    executor = executor_of(decoder, pool, run_layer=failing_in_layer(1, ValueError("no layer today")))
+    executor = executor_of(decoder, pool, layers=failing_in_layer(1, ValueError("no layer today")))
     executor.submit(StepPlan(0, begin=begin(), rows=(Row(1, 0, PROMPT, True, DEVICE_BLOCKS),), swaps=(PARKED,)))
     with pytest.raises(ValueError, match="no layer today"):
         executor.collect(None)

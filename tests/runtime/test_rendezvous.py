@@ -16,7 +16,7 @@ from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.processes.temporary import choose_directory, make_directory
 from nanoserve.runtime.launch import rendezvous as rendezvous_module
 from nanoserve.runtime.launch import torchrun
-from nanoserve.runtime.launch.rendezvous import Presence, SeveralMachines, SharedKeys, open_rendezvous, open_store
+from nanoserve.runtime.launch.rendezvous import Presence, Rendezvous, SharedKeys, open_store
 from nanoserve.runtime.launch.torchrun import TorchrunProcess, interface_of
 
 VARIABLES = {
@@ -37,7 +37,7 @@ FIRST = TorchrunProcess(0, 2, 0, 1, "127.0.0.1", 29500, "none/0")
 
 def test_on_one_machine_the_engine_starts_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")  # which others set, too
-    rendezvous = open_rendezvous(3, "storyteller")
+    rendezvous = Rendezvous.open(3, "storyteller")
 
     assert (rendezvous.spawned, rendezvous.workers_here) == ((0, 1, 2), 3)
     assert rendezvous.addresses(tmp_path).init_method == f"file://{tmp_path}/meeting"
@@ -65,7 +65,7 @@ def test_another_number_of_processes_than_workers_is_refused(monkeypatch: pytest
         monkeypatch.setenv(name, value)
 
     with pytest.raises(UsageError, match="torchrun started 4 processes, but there are 2 workers"):
-        open_rendezvous(2, "storyteller")
+        Rendezvous.open(2, "storyteller")
 
 
 def test_a_store_that_torchrun_does_not_share_is_refused() -> None:
@@ -120,7 +120,7 @@ def called(keys: SharedKeys, others: Presence | None) -> tuple[Any, NanoserveErr
     if others is not None:
         keys.set("1/present/1", msgspec.msgpack.encode(others))
     try:
-        return SeveralMachines.call(FIRST, "storyteller"), None
+        return Rendezvous.call(FIRST, "storyteller"), None
     except NanoserveError as error:
         return None, error
 
@@ -130,7 +130,7 @@ def test_a_meeting_hands_out_what_workers_start_with(keys: SharedKeys) -> None:
     meeting.hand_out(1, b'{"rank": 1}')
 
     assert keys.get("1/start/1") == b'{"rank": 1}'
-    assert meeting.init_method == "tcp://127.0.0.1:29500/nanoserve/none/0/1/group"
+    assert meeting.addresses(Path()).init_method == "tcp://127.0.0.1:29500/nanoserve/none/0/1/group"
     assert not keys.has("1/over")
     meeting.end()
     assert keys.has("1/over")
@@ -141,7 +141,7 @@ def test_a_second_meeting_is_another_one(keys: SharedKeys) -> None:
     keys.set("2/present/1", msgspec.msgpack.encode(Presence.here("storyteller")))
     second, _ = called(keys, None)
 
-    assert second.init_method != first.init_method
+    assert second.addresses(Path()).init_method != first.addresses(Path()).init_method
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,10 @@ import pytest
 
 from nanoserve.engine import Engine
 from nanoserve.request import Request, SamplingParams
-from nanoserve.runtime.local import LocalExecutor
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.replay import record_run, replay
-from tests.runtime.small_model import VOCAB_SIZE, small_config, small_decoder
+from tests.runtime.small_model import VOCAB_SIZE, local_executor, small_config, small_decoder
 
 
 def _scheduler(policy: str) -> Scheduler:
@@ -18,7 +17,7 @@ def _scheduler(policy: str) -> Scheduler:
 @pytest.mark.parametrize("policy", ["sarathi", "throttling", "adaptive"])
 def test_a_replay_makes_the_plans_of_a_real_run(policy: str) -> None:
     config = small_config()
-    executor = LocalExecutor(small_decoder(config), config, num_blocks=12, block_size=4, device="cpu")
+    executor = local_executor(small_decoder(config), num_blocks=12, block_size=4)
     began = executor.now()
     requests = [
         Request(

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.sampling.logprobs import LogprobColumns
 from nanoserve.runtime.sampling.sampler import SamplingRows, SamplingState, keep_likely, sample
+from nanoserve.runtime.step.answers import LogprobColumns
 from nanoserve.scheduler.plan import Begin
 from tests.runtime.staged_rows import sampling_rows
 

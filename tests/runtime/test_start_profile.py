@@ -18,12 +18,11 @@ from nanoserve.runtime.host.host_attention import HostAttentionLost
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch import start_profile
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_predictor, profile_at_start
-from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.host_pool import HostPool
 from nanoserve.runtime.profiling.parts import ProfileSizes
 from nanoserve.runtime.profiling.rounds import Effort
 from tests.costs.profiles import made_up_profile
-from tests.runtime.small_model import small_config, small_decoder
+from tests.runtime.small_model import local_executor, small_config, small_decoder
 from triton_ops.cpu import cpu_operators
 
 BLOCK_SIZE = 4
@@ -50,12 +49,10 @@ def engine() -> Iterator[StartingEngine]:
         small_decoder(),
         HostPool.of_one_process(small_config(), num_blocks=8, block_size=BLOCK_SIZE, dtype=torch.float32),
     )
-    executor = LocalExecutor(
+    executor = local_executor(
         decoder,
-        small_config(),
         num_blocks=32,
         block_size=BLOCK_SIZE,
-        device="cpu",
         host_pool=pool,
         processor=processor,
     )

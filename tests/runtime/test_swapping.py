@@ -161,7 +161,7 @@ def test_each_layer_goes_out_when_it_is_computed(layout: str) -> None:
     moved = 0
     for number, (mover, shard) in enumerate(zip(workers.movers, workers.shards, strict=True)):
         step = StepWithin(workers, number, blocks, values)
-        moved += mover.out_by_layer(blocks, targets, step)  # type: ignore[arg-type]
+        moved += mover.out(blocks, targets, marks=step)  # type: ignore[arg-type]
         assert step.waited_for == (list(range(len(shard.layers))) if pool.part(shard).writes else [])
     assert moved == values.nbytes
     assert torch.equal(pool.blocks[:, :, targets], values)

@@ -71,7 +71,7 @@ def test_no_innocent_request_fails(policy: str, life: dict, poisoned: set[int], 
     assert failed <= killers
     assert engine.losses <= 3 * len(killers), "nobody kills a fourth time"
     assert engine.failure is None
-    assert scheduler.pool.free_blocks == life["num_blocks"] and not len(scheduler.held)
+    assert scheduler.pool.free_blocks == life["num_blocks"] and not scheduler.waiting
 
 
 # ------------------------------------------------------------------------------------------------- one by one
@@ -207,7 +207,7 @@ def test_workers_that_die_without_a_culprit_three_times_are_given_up() -> None:
     bench.add("b")
     bench.step()
     bench.step()
-    assert bench.engine.failure is None and not len(bench.scheduler.held)
+    assert bench.engine.failure is None and bench.scheduler.table.quarantine.suspect is None
     bench.step()
     assert bench.errors == dict.fromkeys("ab", str(bench.engine.failure))
     assert str(bench.engine.failure).endswith(f"the last time {CAUSE}")

@@ -1,6 +1,7 @@
 """Every operator against an independent float64 reference, on ragged batches with poison in every unused slot."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.triton_ops.batches import Batch, Row, build, reference
+from nanoserve.benchmarks.gpu.attention import AttentionCall
+from nanoserve.benchmarks.gpu.attention import AttentionRow as Row
+from tests.triton_ops.batches import build, inputs, poisoned_out, reference
 from triton_ops import cache_write, copy_blocks, paged_attention
 
 pytestmark = pytest.mark.usefixtures("implementation")
@@ -16,9 +19,9 @@ pytestmark = pytest.mark.usefixtures("implementation")
 HEAD_DIM = 8
 
 
-def attend(batch: Batch, scale: float, window: int) -> Tensor:
-    out = batch.poisoned_out()
-    paged_attention(out, *batch.inputs, scale=scale, sliding_window=window)
+def attend(batch: AttentionCall, scale: float, window: int) -> Tensor:
+    out = poisoned_out(batch)
+    paged_attention(out, *inputs(batch), scale=scale, sliding_window=window)
     return out
 
 
@@ -59,15 +62,13 @@ def test_attention_is_the_definition_of_attention(
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     rows = [Row(1, 30), Row(7, 20), Row(1, 3)]
     together = build(rows, num_heads=4, num_kv_heads=2, block_size=4, head_dim=HEAD_DIM, seed=3)
-    alone = Batch(
+    alone = replace(
+        together,
+        out=together.out[:1],
         query=together.query[:1],
-        key_cache=together.key_cache,
-        value_cache=together.value_cache,
         block_tables=together.block_tables[:1],
         query_starts=together.query_starts[:2],
         context_lengths=together.context_lengths[:1],
-        keys=together.keys[:1],
-        values=together.values[:1],
     )
     torch.testing.assert_close(attend(together, 0.3, 0)[:1], attend(alone, 0.3, 0), atol=1e-6, rtol=1e-6)
 

@@ -3,7 +3,8 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -11,14 +12,16 @@ from typing import Any, cast
 import torch
 
 from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
-from nanoserve.benchmarks.gpu.engines import EngineSettings, EngineShelf, TimedEngine
+from nanoserve.benchmarks.gpu.engines import EngineShelf, TimedEngine
 from nanoserve.benchmarks.gpu.model_checks import FAMILIES
 from nanoserve.benchmarks.gpu.results import CannotRun, GpuCase
 from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.benchmarks.gpu.step_traces import trace_decode
-from nanoserve.benchmarks.gpu.timing import TimeSpread
-from nanoserve.measures.metrics import BatchRates
+from nanoserve.benchmarks.gpu.timing import DeviceTimer, TimeSpread
+from nanoserve.benchmarks.report import Report
+from nanoserve.measures.metrics import BatchRates, RequestTiming
 from nanoserve.measures.workloads import PRESETS, Preset, RequestShape, random_prompts
+from nanoserve.models.dtypes import format_name
 from nanoserve.models.shapes import SHAPES
 
 SMALL, MIDDLE, LARGE = "qwen3-0.6b", "llama-3.1-8b", "qwen2.5-14b"
@@ -26,6 +29,7 @@ PRESET = "nano-vllm"
 LONGEST_PROMPT = 8192
 _REPEATS = 3
 _TRANSFORMERS_SECONDS = 70.0
+_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +67,12 @@ class EngineBench:
         longest = max(sizes.long_prompt, sizes.preset.input_range[1] + sizes.preset.output_range[1])
         dry = self.setting.dry_run
         return self.shelf.get(
-            EngineSettings(
-                shape=self.shelf.config_file(model, FAMILIES["qwen3"]) if dry else model,
-                dtype=str(self.setting.dtype).removeprefix("torch."),
-                max_model_len=longest + sizes.output + 256,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=sizes.long_prompt,
-                kv_cache_memory=16 * 2**20 if dry else None,
-            )
+            shape=self.shelf.config_file(model, FAMILIES["qwen3"]) if dry else model,
+            dtype=format_name(self.setting.dtype),
+            max_model_len=longest + sizes.output + 256,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=sizes.long_prompt,
+            kv_cache_memory=16 * 2**20 if dry else None,
         )
 
     def cost(self, engine: TimedEngine) -> ModelCost:
@@ -78,8 +80,10 @@ class EngineBench:
         return ModelCost(engine.llm.config, self.setting.dtype.itemsize)
 
 
-def engine_cases(bench: EngineBench) -> Iterator[GpuCase]:
+def part_cases(setting: GpuSetting, report: Report, stack: ExitStack) -> Iterator[GpuCase]:
     """The small model in every way, then the larger ones; transformers before the largest, in case time runs out."""
+    limits = DeviceTimer.on(setting, report).limits
+    bench = EngineBench(setting, limits, EngineShelf(setting, stack))
     many = bench.sizes.batch
     yield from _model_cases(bench, SMALL, many)
     yield GpuCase(f"{SMALL}: steps of a full batch", partial(_trace, bench, SMALL, many, many))
@@ -102,7 +106,7 @@ def _measure_opening(bench: EngineBench, model: str, max_num_seqs: int) -> dict[
     engine = bench.open(model, max_num_seqs=max_num_seqs)
     fields: dict[str, Any] = {
         "open_seconds": round(time.perf_counter() - began, 1),
-        "dtype": engine.settings.dtype,
+        "dtype": engine.llm.engine_config.dtype,
         "max_model_len": engine.llm.max_model_len,
         "overlaps": engine.overlaps,
     }
@@ -117,42 +121,34 @@ def _measure_opening(bench: EngineBench, model: str, max_num_seqs: int) -> dict[
 def _measure_decode(bench: EngineBench, model: str, max_num_seqs: int) -> dict[str, Any]:
     """One request; the floor is that of a step in the middle of its answer."""
     engine, sizes = bench.open(model, max_num_seqs=max_num_seqs), bench.sizes
-    seconds = []
-    for repeat in range(_REPEATS + 1):
-        prompts = random_prompts([sizes.prompt], engine.llm.config.vocab_size, repeat)
-        seconds.append(engine.driver.run(prompts, [sizes.output]).timings[0].tpot or 0.0)
+    tpot = TimeSpread.of([timing.tpot or 0.0 for timing in _run_alone(engine, sizes.prompt, sizes.output)])
     context = sizes.prompt + sizes.output // 2
     step = StepShape(sequences=1, tokens=1, decoding=1, sampled=1, context=context, attended=context)
-    tpot = TimeSpread.of(seconds[1:])  # the first run warms up
-    floor = bench.cost(engine).floor_seconds(step, bench.limits)
-    return {
-        "tokens_per_s": 1e6 / tpot.us,
-        "tpot_us": tpot,
-        "bytes": bench.cost(engine).step_bytes(step),
-        "floor_us": floor * 1e6,
-        "of_floor": floor * 1e6 / tpot.us,
-    }
+    fields = {"tokens_per_s": 1e6 / tpot.us, "tpot_us": tpot, "bytes": bench.cost(engine).step_bytes(step)}
+    return fields | _floor_fields(bench, engine, step, tpot)
 
 
 def _measure_prefill(bench: EngineBench, model: str, max_num_seqs: int) -> dict[str, Any]:
     """One long prompt in one step, from its issue to its first token."""
     engine, length = bench.open(model, max_num_seqs=max_num_seqs), bench.sizes.long_prompt
-    seconds = []
-    for repeat in range(_REPEATS + 1):
-        prompts = random_prompts([length], engine.llm.config.vocab_size, repeat)
-        seconds.append(engine.driver.run(prompts, [1]).timings[0].ttft)
+    ttft = TimeSpread.of([timing.ttft for timing in _run_alone(engine, length, 1)])
     pairs = length * (length + 1) // 2
     step = StepShape(sequences=1, tokens=length, decoding=0, sampled=1, context=length, attended=pairs)
-    ttft = TimeSpread.of(seconds[1:])
+    fields = {"tokens": length, "tokens_per_s": length * 1e6 / ttft.us, "ttft_us": ttft}
+    fields["operations"] = bench.cost(engine).step_operations(step)
+    return fields | _floor_fields(bench, engine, step, ttft)
+
+
+def _run_alone(engine: TimedEngine, prompt: int, output: int) -> list[RequestTiming]:
+    """One request after another; the first one warms up and is left out."""
+    vocabulary = engine.llm.config.vocab_size
+    runs = [engine.driver.run(random_prompts([prompt], vocabulary, seed), [output]) for seed in range(_REPEATS + 1)]
+    return [run.timings[0] for run in runs[1:]]
+
+
+def _floor_fields(bench: EngineBench, engine: TimedEngine, step: StepShape, spread: TimeSpread) -> dict[str, float]:
     floor = bench.cost(engine).floor_seconds(step, bench.limits)
-    return {
-        "tokens": length,
-        "tokens_per_s": length * 1e6 / ttft.us,
-        "ttft_us": ttft,
-        "operations": bench.cost(engine).step_operations(step),
-        "floor_us": floor * 1e6,
-        "of_floor": floor * 1e6 / ttft.us,
-    }
+    return {"floor_us": floor * 1e6, "of_floor": floor * 1e6 / spread.us}
 
 
 def _trace(bench: EngineBench, model: str, max_num_seqs: int, batch: int) -> dict[str, Any]:
@@ -182,44 +178,28 @@ def _measure_preset(bench: EngineBench) -> dict[str, Any]:
 
 
 def _measure_transformers(bench: EngineBench) -> dict[str, Any]:
-    bench.shelf.clear()  # both engines take what memory there is
-    config = FAMILIES["qwen3"] if bench.setting.dry_run else SHAPES[SMALL]
-    shapes, prompts = _preset(bench, config["vocab_size"])
-    return run_transformers(
-        config, prompts, shapes, device=bench.setting.device, dtype=bench.setting.dtype, patience=_TRANSFORMERS_SECONDS
-    )
+    """The preset by transformers' continuous batching, on a random model of this shape, warmed up.
 
-
-_POLL_SECONDS = 0.2
-
-
-def run_transformers(
-    config: Mapping[str, Any],
-    prompts: Sequence[tuple[int, ...]],
-    shapes: Sequence[RequestShape],
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    patience: float,
-) -> dict[str, Any]:
-    """Output tokens per second of a random model of this shape, warmed up; each request has its own output length.
-
-    What is left after `patience` seconds is given up: the rate is then that of the requests that ended until then, too
-    low by what others had begun, and `cut` is true.
+    What is left after `_TRANSFORMERS_SECONDS` is given up: the rate is then that of the requests that ended until then,
+    too low by what others had begun, and `cut` is true.
 
     Raises:
         CannotRun: where transformers cannot be imported, or knows no continuous batching.
     """
-    if device.type != "cuda":
+    bench.shelf.clear()  # both engines take what memory there is
+    config = dict(FAMILIES["qwen3"] if bench.setting.dry_run else SHAPES[SMALL])
+    shapes, prompts = _preset(bench, config["vocab_size"])
+    if bench.setting.device.type != "cuda":
         raise CannotRun("needs a GPU")
     try:
         import transformers
     except ImportError as error:
         raise CannotRun(f"transformers is not importable ({error})") from error
-    settings, library = dict(config), cast(Any, transformers)  # which is typed in part
-    hf_config = library.AutoConfig.for_model(settings.pop("model_type"), **settings)
-    with device:
-        model = library.AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa").eval()
+    library = cast(Any, transformers)  # which is typed in part
+    hf_config = library.AutoConfig.for_model(config.pop("model_type"), **config)
+    from_config = library.AutoModelForCausalLM.from_config
+    with bench.setting.device:
+        model = from_config(hf_config, dtype=bench.setting.dtype, attn_implementation="sdpa").eval()
     if not hasattr(model, "continuous_batching_context_manager"):
         raise CannotRun("this version of transformers has no continuous batching")
     longest = max(shape.output_tokens for shape in shapes)
@@ -227,9 +207,9 @@ def run_transformers(
     with model.continuous_batching_context_manager(
         generation_config=generation, block=True, timeout=10, workload_hints=_hints(shapes)
     ) as manager:
-        _collect(manager, prompts[:8], [8] * len(prompts[:8]), patience)
+        _collect(manager, prompts[:8], [8] * len(prompts[:8]))
         began = time.perf_counter()
-        lengths = _collect(manager, prompts, [shape.output_tokens for shape in shapes], patience)
+        lengths = _collect(manager, prompts, [shape.output_tokens for shape in shapes])
         seconds = time.perf_counter() - began
         if len(lengths) < len(prompts):
             manager.stop(block=True, timeout=10, hard_stop=True)  # leaving would wait for all requests
@@ -254,9 +234,9 @@ def _hints(shapes: Sequence[RequestShape]) -> Any:
     )
 
 
-def _collect(manager: Any, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], patience: float) -> list[int]:
+def _collect(manager: Any, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> list[int]:
     """How many tokens each request that ended in time was given."""
-    deadline = time.perf_counter() + patience
+    deadline = time.perf_counter() + _TRANSFORMERS_SECONDS
     for prompt, length in zip(prompts, lengths, strict=True):
         manager.add_request(list(prompt), max_new_tokens=length, eos_token_id=-1)
     done: list[int] = []

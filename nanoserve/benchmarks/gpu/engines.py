@@ -2,44 +2,27 @@
 
 import json
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
-
-import msgspec
+from contextlib import ExitStack
+from typing import Any
 
 from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.llm import LLM
 from nanoserve.models.shapes import DUMMY_PREFIX
-from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
-
-
-class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Which model with random weights, and how it runs."""
-
-    shape: str
-    """A name in SHAPES, or the path of a config.json."""
-    dtype: str
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    kv_cache_memory: int | None = None
-    eager: bool = False
+from nanoserve.processes.temporary import temporary_directory
 
 
 class TimedEngine:
     """An LLM that is ready to be timed, and what drives it."""
 
-    def __init__(self, setting: GpuSetting, settings: EngineSettings) -> None:
-        self.settings = settings
-        fields = {name: getattr(settings, name) for name in settings.__struct_fields__ if name != "shape"}
-        fields["eager"] |= setting.dry_run  # compiling for a CPU takes a minute and proves nothing about a GPU
+    def __init__(self, setting: GpuSetting, shape: str, *, eager: bool = False, **settings: Any) -> None:
         self.llm = LLM(
-            DUMMY_PREFIX + settings.shape,
+            DUMMY_PREFIX + shape,
             device=str(setting.device),
             seed=0,
             enable_prefix_caching=False,
-            **fields,
+            eager=eager or setting.dry_run,  # compiling for a CPU takes a minute and proves nothing about a GPU
+            **settings,
         )
         self.llm.prepare()
         self.driver = EngineDriver(self.llm.engine)
@@ -56,20 +39,23 @@ class TimedEngine:
 
 
 class EngineShelf:
-    """Holds at most one engine, so that each has the device's memory for itself."""
+    """Holds at most one engine, so that each has the device's memory for itself; `closing` closes it."""
 
-    def __init__(self, setting: GpuSetting) -> None:
+    def __init__(self, setting: GpuSetting, closing: ExitStack) -> None:
         self._setting = setting
-        self._open: TimedEngine | None = None
-        make_directory(directory := choose_directory())
-        self._configs = directory
+        self._open: tuple[dict[str, Any], TimedEngine] | None = None
+        self._configs = closing.enter_context(temporary_directory())
+        closing.callback(self.clear)
 
-    def get(self, settings: EngineSettings) -> TimedEngine:
-        """The engine of these settings; any other is closed first."""
-        if self._open is None or self._open.settings != settings:
+    def get(self, **settings: Any) -> TimedEngine:
+        """The engine of these settings of LLM; any other is closed first.
+
+        `shape` names the model with random weights: a name in SHAPES, or the path of a config.json.
+        """
+        if self._open is None or self._open[0] != settings:
             self.clear()
-            self._open = TimedEngine(self._setting, settings)
-        return self._open
+            self._open = settings, TimedEngine(self._setting, **settings)
+        return self._open[1]
 
     def config_file(self, name: str, config: Mapping[str, Any]) -> str:
         """A config.json of that name with this in it, as the `shape` of settings."""
@@ -80,13 +66,6 @@ class EngineShelf:
     def clear(self) -> None:
         """Give the engine's memory back, and what torch keeps for others that are gone: an engine asks what is free."""
         if self._open is not None:
-            self._open.llm.close()
+            self._open[1].llm.close()
             self._open = None
         self._setting.give_back()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.clear()
-        remove_directory(self._configs)

@@ -1,7 +1,7 @@
 """The kernels against the floor of the same run and against their peers, in turns."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.attention import AttentionRow, PagedAttentionShape, decode_rows, make_batch, moved_bytes
-from nanoserve.benchmarks.gpu.peers import AttentionWork, find_peers, gather_call
+from nanoserve.benchmarks.gpu.peers import AttentionWork, find_peers
 from nanoserve.benchmarks.gpu.results import GpuCase
 from nanoserve.benchmarks.gpu.setting import GpuSetting
-from nanoserve.benchmarks.gpu.timing import Clock, TimeSpread, make_clock, take_turns
+from nanoserve.benchmarks.gpu.timing import DeviceTimer, TimeSpread
+from nanoserve.benchmarks.report import Report
 from triton_ops import cache_write, copy_blocks, gather_blocks, scatter_blocks
 
 OURS = "nanoserve"
@@ -21,7 +22,8 @@ GATHER = "gathering alone"
 INDEXING = "torch indexing"
 BLOCK_SIZE = 16
 HEAD_DIM = 128
-GROUPS = {4: (32, 8), 8: (32, 4)}
+KV_HEADS = 8
+GROUPS = {4: (32, KV_HEADS), 8: (32, 4)}
 """Query heads of one key-value head: how many heads of each kind there are."""
 DECODES = ((64, 4096, 4), (64, 4096, 8), (1, 32768, 4), (1, 2048, 4), (16, 2048, 4))
 """Batch, context and group."""
@@ -31,23 +33,7 @@ MOVED_TOKENS = 8192
 MOVED_BLOCKS = 2048
 STAGED_BLOCKS, STAGED_LAYERS = 256, 8
 _SMALLER_BY = 64
-"""EngineSizes of a dry run, divided."""
-
-
-@dataclass(frozen=True, slots=True)
-class KernelBench:
-    """What every row needs: a device, its clock, and what it can do at best."""
-
-    setting: GpuSetting
-    clock: Clock
-    limits: Limits
-
-    @classmethod
-    def on(cls, setting: GpuSetting, limits: Limits) -> "KernelBench":
-        return cls(setting, make_clock(setting), limits)
-
-    def times(self, routes: Mapping[str, Callable[[], object]]) -> dict[str, TimeSpread]:
-        return take_turns(routes, self.clock, dry_run=self.setting.dry_run)
+"""Sizes are divided by this in a dry run."""
 
 
 def attention_name(kind: str, size: str, group: int) -> str:
@@ -55,58 +41,44 @@ def attention_name(kind: str, size: str, group: int) -> str:
     return f"{kind} {size}, GQA {group}, head_dim {HEAD_DIM}"
 
 
-def kernel_cases(bench: KernelBench) -> Iterator[GpuCase]:
+def part_cases(setting: GpuSetting, report: Report, stack: ExitStack) -> Iterator[GpuCase]:
+    """Each kernel against the limits of the device."""
+    return kernel_cases(DeviceTimer.on(setting, report))
+
+
+def kernel_cases(timer: DeviceTimer) -> Iterator[GpuCase]:
     """The moves, then attention as in prompts, in decoding, and mixed.
 
     The moves take a moment. For each shape of prompts and of decoding torch recompiles a peer (flex_attention),
     which may use up the budget, so what has a target comes before what has none.
     """
-    yield from _move_cases(bench)
-    scale = _scale(bench)
-    for length in PREFILLS:
-        prompt = (AttentionRow(length // scale, length // scale),)
-        yield _attention_case(bench, attention_name("prefill", str(length), 4), prompt, 4)
+    scale = _SMALLER_BY if timer.setting.dry_run else 1
+    for name, make in _moves(scale).items():
+        yield GpuCase(name, partial(_measure_move, timer, make))
+    batches = {("prefill", str(length), 4): (AttentionRow(length // scale, length // scale),) for length in PREFILLS}
     for batch, context, group in DECODES:
-        rows = decode_rows(max(1, batch // scale), context // scale)
-        yield _attention_case(bench, attention_name("decode", f"{batch} x {context}", group), rows, group)
-    mixed = tuple(AttentionRow(max(1, row.queries // scale), max(1, row.context // scale)) for row in MIXED)
-    yield _attention_case(bench, attention_name("mixed", "32 x 2048 + 512 of 2048 + 1024", 4), mixed, 4)
-
-
-def _move_cases(bench: KernelBench) -> Iterator[GpuCase]:
-    scale = _scale(bench)
-    yield GpuCase(f"cache_write {MOVED_TOKENS} tokens", partial(_measure_cache_write, bench, MOVED_TOKENS // scale))
-    yield GpuCase("cache_write 64 tokens", partial(_measure_cache_write, bench, 64))
-    yield GpuCase(f"copy_blocks {MOVED_BLOCKS} blocks", partial(_measure_copy_blocks, bench, MOVED_BLOCKS // scale))
-    for name in ("gather_blocks", "scatter_blocks"):
-        yield GpuCase(
-            f"{name} {STAGED_BLOCKS} blocks of {STAGED_LAYERS} layers",
-            partial(_measure_staging, bench, name, STAGED_BLOCKS // scale),
-        )
-
-
-def _scale(bench: KernelBench) -> int:
-    return _SMALLER_BY if bench.setting.dry_run else 1
-
-
-def _attention_case(bench: KernelBench, name: str, rows: tuple[AttentionRow, ...], group: int) -> GpuCase:
-    heads, kv_heads = GROUPS[group]
-    shape = PagedAttentionShape(rows=rows, num_heads=heads, num_kv_heads=kv_heads, head_dim=HEAD_DIM)
-    return GpuCase(name, partial(_measure_attention, bench, shape))
+        batches["decode", f"{batch} x {context}", group] = decode_rows(max(1, batch // scale), context // scale)
+    batches["mixed", "32 x 2048 + 512 of 2048 + 1024", 4] = tuple(
+        AttentionRow(max(1, row.queries // scale), max(1, row.context // scale)) for row in MIXED
+    )
+    for (kind, size, group), rows in batches.items():
+        heads, kv_heads = GROUPS[group]
+        shape = PagedAttentionShape(rows=rows, num_heads=heads, num_kv_heads=kv_heads, head_dim=HEAD_DIM)
+        yield GpuCase(attention_name(kind, size, group), partial(_measure_attention, timer, shape))
 
 
 @torch.inference_mode()
-def _measure_attention(bench: KernelBench, shape: PagedAttentionShape) -> dict[str, Any]:
-    batch = make_batch(shape, block_size=BLOCK_SIZE, dtype=bench.setting.dtype, device=bench.setting.device)
-    work = AttentionWork.of(bench.setting, shape, batch)
+def _measure_attention(timer: DeviceTimer, shape: PagedAttentionShape) -> dict[str, Any]:
+    batch = make_batch(shape, block_size=BLOCK_SIZE, dtype=timer.setting.dtype, device=timer.setting.device)
+    work = AttentionWork.of(shape, batch)
     peers, absent = find_peers(work)
     expected = batch.attend().clone()
     differences = {name: _difference(call(), expected) for name, call in peers.items()}
     routes: dict[str, Callable[[], object]] = {OURS: batch.attend, **peers}
-    if work.key is not None:
-        routes[GATHER] = gather_call(work)
+    if work.gathered is not None:  # what torch's attention would have to be preceded by
+        routes[GATHER] = partial(batch.gathered, shape.rows[0].context)
     fields = measured_fields(
-        bench.times(routes), bench.limits, shape.num_bytes(bench.setting.dtype.itemsize), shape.operations
+        timer.times(routes), timer.limits, shape.num_bytes(timer.setting.dtype.itemsize), shape.operations
     )
     return fields | {"differences": differences, "absent": absent}
 
@@ -137,18 +109,40 @@ def measured_fields(times: Mapping[str, TimeSpread], limits: Limits, num_bytes: 
     }
 
 
+_Routes = Mapping[str, Callable[[], object]]
+_Move = Callable[[GpuSetting], tuple[_Routes, int]]
+"""Ours and torch's own indexing, and of how many tokens they move the keys and values."""
+
+
+def _moves(scale: int) -> Mapping[str, _Move]:
+    staged = f"{STAGED_BLOCKS} blocks of {STAGED_LAYERS} layers"
+    staging = {
+        name: partial(_staging_routes, name, STAGED_BLOCKS // scale) for name in ("gather_blocks", "scatter_blocks")
+    }
+    return {
+        f"cache_write {MOVED_TOKENS} tokens": partial(_cache_write_routes, MOVED_TOKENS // scale),
+        "cache_write 64 tokens": partial(_cache_write_routes, 64),
+        f"copy_blocks {MOVED_BLOCKS} blocks": partial(_copy_blocks_routes, MOVED_BLOCKS // scale),
+        **{f"{name} {staged}": make for name, make in staging.items()},
+    }
+
+
+@torch.inference_mode()
+def _measure_move(timer: DeviceTimer, make: _Move) -> dict[str, Any]:
+    routes, tokens = make(timer.setting)
+    num_bytes = moved_bytes(tokens, KV_HEADS, HEAD_DIM, timer.setting.dtype.itemsize)
+    return measured_fields(timer.times(routes), timer.limits, num_bytes, 0)
+
+
 def _caches(setting: GpuSetting, num_blocks: int) -> tuple[Tensor, Tensor]:
-    shape = (num_blocks, GROUPS[4][1], BLOCK_SIZE, HEAD_DIM)
+    shape = (num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     key, value = (torch.randn(shape, device=setting.device).to(setting.dtype) for _ in range(2))
     return key, value
 
 
-@torch.inference_mode()
-def _measure_cache_write(bench: KernelBench, tokens: int) -> dict[str, Any]:
-    """Beside torch's own indexed assignment."""
-    setting, kv_heads = bench.setting, GROUPS[4][1]
+def _cache_write_routes(tokens: int, setting: GpuSetting) -> tuple[_Routes, int]:
     key_cache, value_cache = _caches(setting, 2 * -(-tokens // BLOCK_SIZE))
-    key, value = torch.randn(2, tokens, kv_heads, HEAD_DIM, device=setting.device).to(setting.dtype).unbind()
+    key, value = torch.randn(2, tokens, KV_HEADS, HEAD_DIM, device=setting.device).to(setting.dtype).unbind()
     slots = torch.randperm(key_cache.shape[0] * BLOCK_SIZE, device=setting.device)[:tokens]
     blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
 
@@ -156,33 +150,26 @@ def _measure_cache_write(bench: KernelBench, tokens: int) -> dict[str, Any]:
         key_cache[blocks, :, offsets] = key
         value_cache[blocks, :, offsets] = value
 
-    routes = {OURS: lambda: cache_write(key, value, key_cache, value_cache, slots), INDEXING: assign}
-    num_bytes = moved_bytes(tokens, kv_heads, HEAD_DIM, setting.dtype.itemsize)
-    return measured_fields(bench.times(routes), bench.limits, num_bytes, 0)
+    return {OURS: lambda: cache_write(key, value, key_cache, value_cache, slots), INDEXING: assign}, tokens
 
 
-@torch.inference_mode()
-def _measure_copy_blocks(bench: KernelBench, blocks: int) -> dict[str, Any]:
-    """Beside torch's own indexing."""
-    key_cache, value_cache = _caches(bench.setting, 2 * blocks)
-    pairs = torch.randperm(2 * blocks, device=bench.setting.device).view(2, blocks).t().contiguous()
+def _copy_blocks_routes(blocks: int, setting: GpuSetting) -> tuple[_Routes, int]:
+    key_cache, value_cache = _caches(setting, 2 * blocks)
+    pairs = torch.randperm(2 * blocks, device=setting.device).view(2, blocks).t().contiguous()
     sources, targets = pairs.unbind(1)
 
     def index() -> None:
         key_cache[targets] = key_cache[sources]
         value_cache[targets] = value_cache[sources]
 
-    routes = {OURS: lambda: copy_blocks(key_cache, value_cache, pairs), INDEXING: index}
-    num_bytes = moved_bytes(blocks * BLOCK_SIZE, GROUPS[4][1], HEAD_DIM, bench.setting.dtype.itemsize)
-    return measured_fields(bench.times(routes), bench.limits, num_bytes, 0)
+    return {OURS: lambda: copy_blocks(key_cache, value_cache, pairs), INDEXING: index}, blocks * BLOCK_SIZE
 
 
-@torch.inference_mode()
-def _measure_staging(bench: KernelBench, name: str, blocks: int) -> dict[str, Any]:
-    """Blocks of several layers into one buffer on the device, or back; beside torch's indexing, layer by layer."""
-    caches = [_caches(bench.setting, 2 * blocks) for _ in range(STAGED_LAYERS)]
+def _staging_routes(name: str, blocks: int, setting: GpuSetting) -> tuple[_Routes, int]:
+    """Blocks of several layers into one buffer on the device, or back; torch indexes layer by layer."""
+    caches = [_caches(setting, 2 * blocks) for _ in range(STAGED_LAYERS)]
     keys, values = [key for key, _ in caches], [value for _, value in caches]
-    chosen = torch.randperm(2 * blocks, device=bench.setting.device)[:blocks]
+    chosen = torch.randperm(2 * blocks, device=setting.device)[:blocks]
     staged = torch.stack([torch.stack((key[chosen], value[chosen])) for key, value in caches])
 
     def gather() -> None:
@@ -195,10 +182,8 @@ def _measure_staging(bench: KernelBench, name: str, blocks: int) -> dict[str, An
             key[chosen] = buffer[0]
             value[chosen] = buffer[1]
 
-    routes: dict[str, dict[str, Callable[[], object]]] = {
+    routes: dict[str, _Routes] = {
         "gather_blocks": {OURS: lambda: gather_blocks(staged, keys, values, chosen), INDEXING: gather},
         "scatter_blocks": {OURS: lambda: scatter_blocks(keys, values, staged, chosen), INDEXING: scatter},
     }
-    tokens = STAGED_LAYERS * blocks * BLOCK_SIZE
-    num_bytes = moved_bytes(tokens, GROUPS[4][1], HEAD_DIM, bench.setting.dtype.itemsize)
-    return measured_fields(bench.times(routes[name]), bench.limits, num_bytes, 0)
+    return routes[name], STAGED_LAYERS * blocks * BLOCK_SIZE

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoserve.benchmarks.gpu.engines import EngineSettings, EngineShelf
+from nanoserve.benchmarks.gpu.engines import EngineShelf, TimedEngine
 from nanoserve.benchmarks.gpu.results import GpuCase
 from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.config import ModelConfig
 from nanoserve.measures.workloads import random_prompts
 from nanoserve.models.attention import AttentionBatch, PagedAttention
 from nanoserve.models.decoder import Decoder
+from nanoserve.models.dtypes import format_name
 from nanoserve.models.loading import empty_decoder
 from triton_ops import reference_operators
 
@@ -75,6 +76,7 @@ BFLOAT16_TOLERANCE = 0.05
 CHUNKS = (17, 17, 11, 1, 1, 1, 1)
 """Tokens of each step: a prompt in three pieces, then single tokens."""
 _BLOCK_SIZE = 16
+_CPU = torch.device("cpu")
 
 
 def model_cases(setting: GpuSetting) -> Iterator[GpuCase]:
@@ -82,18 +84,21 @@ def model_cases(setting: GpuSetting) -> Iterator[GpuCase]:
     families = list(FAMILIES)
     for family in families[:: len(families) - 1] if setting.dry_run else families:
         for dtype in (torch.float32, torch.bfloat16):
-            name = str(dtype).removeprefix("torch.")
-            yield GpuCase(f"family {family}, {name}", partial(_check_family, setting, family, dtype))
+            yield GpuCase(f"family {family}, {format_name(dtype)}", partial(_check_family, setting, family, dtype))
 
 
 def _check_family(setting: GpuSetting, family: str, dtype: torch.dtype) -> dict[str, Any]:
     config = ModelConfig.from_hf(FAMILIES[family], source=family)
-    cpu = torch.device("cpu")
-    weights = _random_decoder(config).state_dict()
+    reference = empty_decoder(config, torch.float32, _CPU)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in reference.named_parameters():
+        parameter.normal_(1.0 if "norm" in name else 0.0, WEIGHT_STANDARD_DEVIATION, generator=generator)
+    decoder = empty_decoder(config, dtype, setting.device)
+    decoder.load_state_dict(reference.state_dict())
     tokens = torch.randint(0, VOCAB_SIZE, (sum(CHUNKS),), generator=torch.Generator().manual_seed(1))
     with reference_operators():
-        expected = stepwise_logits(_with_weights(config, weights, torch.float32, cpu), tokens, cpu)
-    found = stepwise_logits(_with_weights(config, weights, dtype, setting.device), tokens, setting.device).cpu()
+        expected = stepwise_logits(reference, tokens, _CPU)
+    found = stepwise_logits(decoder, tokens, setting.device).cpu()
     difference = (found - expected).abs() / expected.std()
     exact = dtype == torch.float32
     measured = float(difference.max() if exact else difference.median())
@@ -107,21 +112,6 @@ def _check_family(setting: GpuSetting, family: str, dtype: torch.dtype) -> dict[
         "unwanted_nans": unwanted,
         "ok": unwanted == 0 and measured <= tolerance,
     }
-
-
-def _random_decoder(config: ModelConfig) -> Decoder:
-    decoder = empty_decoder(config, torch.float32, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in decoder.named_parameters():
-        centre = 1.0 if "norm" in name else 0.0
-        parameter.normal_(centre, WEIGHT_STANDARD_DEVIATION, generator=generator)
-    return decoder
-
-
-def _with_weights(config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> Decoder:
-    decoder = empty_decoder(config, dtype, device)
-    decoder.load_state_dict(weights)
-    return decoder
 
 
 @torch.inference_mode()
@@ -154,8 +144,6 @@ PROMPT_LENGTHS = tuple(5 + 9 * place % 83 for place in range(20))
 OUTPUT_LENGTHS = tuple(3 + 7 * place % 29 for place in range(20))
 """Requests come and go in the midst of others, so that batches grow, shrink, and mix prompts with single tokens."""
 
-Tokens = tuple[tuple[int, ...], ...]
-
 
 def engine_check_cases(shelf: EngineShelf, families: Sequence[str]) -> Iterator[GpuCase]:
     """In float32, where rounding does not decide between tokens."""
@@ -164,23 +152,10 @@ def engine_check_cases(shelf: EngineShelf, families: Sequence[str]) -> Iterator[
         yield GpuCase(f"overlapped against plain, {family}", partial(_check_overlap, shelf, family))
 
 
-def _settings(shelf: EngineShelf, family: str, *, eager: bool) -> EngineSettings:
-    return EngineSettings(
-        shape=shelf.config_file(family, FAMILIES[family]),
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        kv_cache_memory=32 * 2**20,
-        eager=eager,
-    )
-
-
 def _check_graphs(shelf: EngineShelf, family: str) -> dict[str, Any]:
-    eager = _generate(shelf, _settings(shelf, family, eager=True), overlapped=False)
-    settings = _settings(shelf, family, eager=False)
-    captured = _generate(shelf, settings, overlapped=False)
-    fields, facts = same_tokens("graph against eager", captured, eager), shelf.get(settings).llm.gpu
+    eager, _ = _generate(shelf, family, eager=True, overlapped=False)
+    captured, engine = _generate(shelf, family, eager=False, overlapped=False)
+    fields, facts = same_tokens("graph against eager", captured, eager), engine.llm.gpu
     if facts is None:  # a dry run has no graphs
         return fields
     # Experts in float32 wait to learn how many tokens each gets: such steps are compiled, and cannot be captured.
@@ -189,10 +164,9 @@ def _check_graphs(shelf: EngineShelf, family: str) -> dict[str, Any]:
 
 
 def _check_overlap(shelf: EngineShelf, family: str) -> dict[str, Any]:
-    settings = _settings(shelf, family, eager=False)
-    plain = _generate(shelf, settings, overlapped=False)
-    overlapped = _generate(shelf, settings, overlapped=True)
-    fields, engine = same_tokens("overlapped against plain", overlapped, plain), shelf.get(settings)
+    plain, _ = _generate(shelf, family, eager=False, overlapped=False)
+    overlapped, engine = _generate(shelf, family, eager=False, overlapped=True)
+    fields = same_tokens("overlapped against plain", overlapped, plain)
     as_meant = engine.overlaps or engine.llm.gpu is None  # a CPU has nothing to gain by it
     in_flight = engine.llm.engine.executor.max_in_flight
     return _as_meant(fields, "" if as_meant else "steps were not overlapped") | {"in_flight": in_flight}
@@ -203,11 +177,21 @@ def _as_meant(fields: dict[str, Any], problem: str) -> dict[str, Any]:
     return fields | {"ok": False, "problem": problem} if problem else fields
 
 
-def _generate(shelf: EngineShelf, settings: EngineSettings, *, overlapped: bool) -> Tokens:
-    engine = shelf.get(settings)
+def _generate(
+    shelf: EngineShelf, family: str, *, eager: bool, overlapped: bool
+) -> tuple[Sequence[tuple[int, ...]], TimedEngine]:
+    engine = shelf.get(
+        shape=shelf.config_file(family, FAMILIES[family]),
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        kv_cache_memory=32 * 2**20,
+        eager=eager,
+    )
     engine.overlap(steps=overlapped)
     prompts = random_prompts(PROMPT_LENGTHS, VOCAB_SIZE, seed=0)
-    return engine.driver.run(prompts, OUTPUT_LENGTHS).tokens
+    return engine.driver.run(prompts, OUTPUT_LENGTHS).tokens, engine
 
 
 def same_tokens(what: str, found: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> dict[str, Any]:

@@ -15,50 +15,45 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanoserve.benchmarks.gpu.attention import AttentionCall, PagedAttentionShape, contiguous
+from nanoserve.benchmarks.gpu.attention import AttentionCall, PagedAttentionShape
 from nanoserve.benchmarks.gpu.results import CannotRun, reason
-from nanoserve.benchmarks.gpu.setting import GpuSetting
-from nanoserve.benchmarks.gpu.timing import Call
 
 FLASHINFER_WORKSPACE = 256 * 2**20
-ROUTE_FLASH = "SDPA flash"
-ROUTE_CUDNN = "SDPA cuDNN"
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
     """One case of attention, paged and, where all rows are alike, also gathered."""
 
-    setting: GpuSetting
     shape: PagedAttentionShape
     batch: AttentionCall
-    query: Tensor | None
-    """[rows, num_heads, queries, head_dim], or None for ragged rows."""
-    key: Tensor | None
-    value: Tensor | None
-    """[rows, num_kv_heads, context, head_dim], or None."""
+    gathered: tuple[Tensor, Tensor, Tensor] | None
+    """[rows, num_heads, queries, head_dim], and twice [rows, num_kv_heads, context, head_dim]; None for ragged rows."""
 
     @classmethod
-    def of(cls, setting: GpuSetting, shape: PagedAttentionShape, batch: AttentionCall) -> "AttentionWork":
+    def of(cls, shape: PagedAttentionShape, batch: AttentionCall) -> "AttentionWork":
         if len(set(shape.rows)) > 1:
-            return cls(setting, shape, batch, None, None, None)
+            return cls(shape, batch, None)
         query = batch.query.view(len(shape.rows), shape.rows[0].queries, shape.num_heads, shape.head_dim)
-        key, value = contiguous(batch, shape.rows[0].context)
-        return cls(setting, shape, batch, query.transpose(1, 2).contiguous(), key, value)
+        return cls(shape, batch, (query.transpose(1, 2).contiguous(), *batch.gathered(shape.rows[0].context)))
+
+    @property
+    def device(self) -> torch.device:
+        return self.batch.query.device
 
     @property
     def is_decode(self) -> bool:
         return self.shape.tokens == len(self.shape.rows)
 
-    def gathered(self) -> tuple[Tensor, Tensor, Tensor]:
+    def dense(self) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value.
 
         Raises:
             CannotRun: for ragged rows.
         """
-        if self.query is None or self.key is None or self.value is None:
+        if self.gathered is None:
             raise CannotRun("takes no rows of different lengths")
-        return self.query, self.key, self.value
+        return self.gathered
 
     def flat(self, attended: Tensor) -> Tensor:
         """[rows, num_heads, queries, head_dim] as our operator gives it: [tokens, num_heads * head_dim]."""
@@ -74,7 +69,8 @@ def find_peers(work: AttentionWork) -> tuple[dict[str, Callable[[], Tensor]], di
             call = make(work)
             with torch.inference_mode():
                 call()
-            work.setting.synchronize()
+            if work.device.type == "cuda":
+                torch.cuda.synchronize(work.device)
         except CannotRun as error:
             absent[name] = str(error)
         except Exception as error:  # a peer's failure is its own: torch says no kernel, a package misses its compiler
@@ -84,19 +80,12 @@ def find_peers(work: AttentionWork) -> tuple[dict[str, Callable[[], Tensor]], di
     return ready, absent
 
 
-def gather_call(work: AttentionWork) -> Call:
-    """Gathering keys and values out of the paged cache: what torch's attention would have to be preceded by."""
-    work.gathered()
-    return partial(contiguous, work.batch, work.shape.rows[0].context)
-
-
 def _sdpa(backend: SDPBackend, work: AttentionWork) -> Callable[[], Tensor]:
-    query, key, value = work.gathered()
-    if work.setting.device.type != "cuda":
+    query, key, value = work.dense()
+    if work.device.type != "cuda":
         backend = SDPBackend.MATH
-    if work.is_decode:
-        return partial(_sdpa_decode, backend, work, query, key, value)
-    return partial(_sdpa_prefill, backend, work, query, key, value)
+    attend = _sdpa_decode if work.is_decode else _sdpa_prefill
+    return partial(attend, backend, work, query, key, value)
 
 
 def _sdpa_decode(backend: SDPBackend, work: AttentionWork, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -118,8 +107,8 @@ def _sdpa_prefill(backend: SDPBackend, work: AttentionWork, query: Tensor, key: 
 def _flex(work: AttentionWork) -> Callable[[], Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    query, key, value = work.gathered()
-    if work.setting.device.type != "cuda":
+    query, key, value = work.dense()
+    if work.device.type != "cuda":
         raise CannotRun("is compiled for GPUs only")
     mask = None
     if not work.is_decode:
@@ -128,7 +117,7 @@ def _flex(work: AttentionWork) -> Callable[[], Tensor]:
         def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return key <= query + context - length
 
-        mask = create_block_mask(is_seen, None, None, length, context, device=str(work.setting.device))
+        mask = create_block_mask(is_seen, None, None, length, context, device=str(work.device))
     attend: Any = torch.compile(flex_attention, dynamic=False)
     return lambda: work.flat(attend(query, key, value, block_mask=mask, enable_gqa=True))
 
@@ -142,7 +131,7 @@ def _flashinfer(work: AttentionWork) -> Callable[[], Tensor]:
     indices = torch.cat([batch.block_tables[row, :count] for row, count in enumerate(counts)])
     ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     last = torch.tensor([(context - 1) % block_size + 1 for context in contexts], dtype=torch.int32)
-    device = work.setting.device
+    device = work.device
     workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device)
     heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, block_size)
     pages = (ends.to(device), indices, last.to(device))
@@ -158,7 +147,7 @@ def _flashinfer(work: AttentionWork) -> Callable[[], Tensor]:
 
 def _flash_attention(work: AttentionWork) -> Callable[[], Tensor]:
     library = _import("flash_attn", work)
-    query, key, value = (one.transpose(1, 2).contiguous() for one in work.gathered())
+    query, key, value = (one.transpose(1, 2).contiguous() for one in work.dense())
     if work.is_decode:
         lengths = work.batch.context_lengths
         return lambda: (
@@ -168,7 +157,7 @@ def _flash_attention(work: AttentionWork) -> Callable[[], Tensor]:
 
 
 def _import(name: str, work: AttentionWork) -> Any:
-    if work.setting.device.type != "cuda":
+    if work.device.type != "cuda":
         raise CannotRun("needs a GPU")
     try:
         return import_module(name)
@@ -177,8 +166,8 @@ def _import(name: str, work: AttentionWork) -> Any:
 
 
 _MAKERS: Mapping[str, Callable[[AttentionWork], Callable[[], Tensor]]] = {
-    ROUTE_FLASH: partial(_sdpa, SDPBackend.FLASH_ATTENTION),
-    ROUTE_CUDNN: partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "SDPA flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
+    "SDPA cuDNN": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
     "flex_attention": _flex,
     "FlashInfer": _flashinfer,
     "flash-attn": _flash_attention,

@@ -33,11 +33,6 @@ def part_file(directory: Path, part: str) -> Path:
     return directory / f"{part}.json"
 
 
-def part_kind(part: str) -> str:
-    """What a part's report calls itself."""
-    return f"gpu {part}"
-
-
 def open_part(directory: Path, part: str, settings: dict[str, Any]) -> Report:
     """The report of a part, which goes on where an earlier run ended: what was skipped there is not done.
 
@@ -45,11 +40,11 @@ def open_part(directory: Path, part: str, settings: dict[str, Any]) -> Report:
         UsageError: if the directory holds the part of another commit or of other settings: those would not mix.
         RuntimeFailure: if the file cannot be written.
     """
-    path = part_file(directory, part)
+    path, kind = part_file(directory, part), f"gpu {part}"
     if not path.exists():
-        return Report(part_kind(part), settings, path)
+        return Report(kind, settings, path)
     earlier = read_report(path)
-    report = Report(part_kind(part), settings, None)
+    report = Report(kind, settings, None)
     different = [name for name in _SAME_RUN if earlier.get(name) != report.document[name]]
     if different:
         raise UsageError(f"{path} holds results of another run ({', '.join(different)} differ); give another --out")
@@ -66,7 +61,7 @@ def read_results(path: Path) -> dict[str, Any]:
         UsageError: if there are none.
     """
     if not path.is_dir():
-        return _read_together(path)
+        return read_report(path, schema=SCHEMA, content="a result of nanoserve bench gpu")
     parts = {part: read_report(part_file(path, part)) for part in PARTS if part_file(path, part).exists()}
     if not parts:
         raise UsageError(f"{path} holds none of {', '.join(f'{part}.json' for part in PARTS)}")
@@ -98,19 +93,6 @@ def write_together(directory: Path) -> Path | None:
     return path
 
 
-def _read_together(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from error
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise UsageError(f"{path} is no result of nanoserve bench gpu ({SCHEMA})")
-    return document
-
-
-Measure = Callable[[], dict[str, Any]]
 _LONGEST_REASON = 300
 
 
@@ -123,7 +105,7 @@ class GpuCase:
     """Something to measure or to check, and how; `measure` gives the fields of its row."""
 
     name: str
-    measure: Measure
+    measure: Callable[[], dict[str, Any]]
 
 
 def run_cases(

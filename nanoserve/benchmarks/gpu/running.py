@@ -1,25 +1,33 @@
-"""Runs the parts, each in a process of its own, and watches them: what hangs or dies costs one row."""
+"""Runs the parts of ``bench gpu``, each in a child process: what hangs or dies costs one row.
 
+The child is ``python -m nanoserve.benchmarks.gpu.running DIR PART SECONDS [--dry-run]``. Its exit codes are those of
+`results`.
+"""
+
+import argparse
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 
 from nanoserve.benchmarks.gpu.results import (
     EXIT_DEVICE_LOST,
     EXIT_INTERRUPTED,
     EXIT_OK,
+    PARTS,
     TUNING,
     open_part,
     part_file,
+    run_cases,
     write_together,
 )
 from nanoserve.benchmarks.report import read_report
-from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 
 BUDGETS: Mapping[str, float] = {"correctness": 130.0, "kernels": 70.0, "engine": 230.0, TUNING: 480.0}
 """Seconds of each part; without tuning, and with every part's overtime, together less than eight minutes."""
@@ -30,105 +38,110 @@ OVERTIME_SECONDS = 15.0
 _POLL_SECONDS = 0.2
 _FAREWELL_SECONDS = 20.0
 
+_MODULES = {"correctness": "checks", "kernels": "kernels", "engine": "engine_rows", TUNING: "tuning"}
+"""Modules whose `part_cases` gives the cases of a part. A child imports only its own: the kernels can be timed where
+the engine's packages are missing."""
+
 Command = Callable[[str, float], Sequence[str]]
 """The command line that measures a part within a number of seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    """How a measuring process ended."""
-
-    code: int | None
-    """Exit code; None if the process was ended because it took too long."""
-    case: str | None
-    """Case that was being measured; None if there was none."""
-    seconds: float = 0.0
-    """Time since that case began."""
-    cut_off: bool = False
-    """Ended because the budget was spent, before the case took too long by itself."""
+def child_command(directory: Path, *, dry_run: bool) -> Command:
+    """Python, running this module."""
+    flags = ["--dry-run"] if dry_run else []
+    return lambda part, seconds: [sys.executable, "-m", __name__, str(directory), part, f"{seconds:.1f}", *flags]
 
 
-def worker_command(directory: Path, *, dry_run: bool) -> Command:
-    """Python, running the worker."""
-
-    def words(part: str, seconds: float) -> Sequence[str]:
-        module = "nanoserve.benchmarks.gpu.worker"
-        flags = ["--dry-run"] if dry_run else []
-        return [sys.executable, "-m", module, str(directory), part, f"{seconds:.1f}", *flags]
-
-    return words
-
-
-class PartRunner:
-    """Runs parts into a directory.
+def run_parts(
+    directory: Path,
+    parts: Sequence[str],
+    budgets: Mapping[str, float],
+    *,
+    dry_run: bool,
+    command: Command | None = None,
+    case_seconds: float = CASE_SECONDS,
+) -> Path | None:
+    """Run the parts one after another; the file in which the results of all parts were put together, if any.
 
     Args:
-        command: what measures a part.
+        command: measures a part; by default this module does.
         case_seconds: the longest that one case may take.
+
+    Raises:
+        UsageError: if the directory holds results of another run, or the child refuses to begin.
+        RuntimeFailure: if a part ends between two cases, after the other parts were run.
     """
-
-    def __init__(self, directory: Path, command: Command, *, dry_run: bool, case_seconds: float = CASE_SECONDS) -> None:
-        self._directory = directory
-        self._command = command
-        self._settings = {"dry_run": dry_run}
-        self._case_seconds = case_seconds
-
-    def run(self, parts: Sequence[str], budgets: Mapping[str, float]) -> Path | None:
-        """The parts one after another; the file in which the results of all parts were put together, if any.
-
-        Raises:
-            UsageError: if the directory holds results of another run, or the worker refuses to begin.
-            RuntimeFailure: if a part ends between two cases, after the other parts were run.
-        """
+    settings = {"dry_run": dry_run}
+    for part in parts:
+        # Refused before anything is measured; and what an interrupted run was at is no longer going on.
+        report = open_part(directory, part, settings)
+        report.put("running", None)
+        report.put("notes", [])
+    children = _Children(directory, command or child_command(directory, dry_run=dry_run), settings, case_seconds)
+    failures = []
+    try:
         for part in parts:
-            # Refused before anything is measured; and what an interrupted run was at is no longer going on.
-            report = open_part(self._directory, part, self._settings)
-            report.put("running", None)
-            report.put("notes", [])
-        failures = []
-        try:
-            for part in parts:
-                try:
-                    self._run_part(part, budgets[part])
-                except RuntimeFailure as failure:
-                    failures.append(str(failure))
-        finally:
-            together = write_together(self._directory)
-        if failures:
-            raise RuntimeFailure("; ".join(failures))
-        return together
+            try:
+                children.run(part, time.monotonic() + budgets[part])
+            except RuntimeFailure as failure:
+                failures.append(str(failure))
+    finally:
+        together = write_together(directory)
+    if failures:
+        raise RuntimeFailure("; ".join(failures))
+    return together
 
-    def _run_part(self, part: str, budget: float) -> None:
-        deadline = time.monotonic() + budget
+
+class _Children:
+    """Runs child processes for a part until one of them has come to its end."""
+
+    def __init__(self, directory: Path, command: Command, settings: dict[str, bool], case_seconds: float) -> None:
+        self._directory, self._command = directory, command
+        self._settings, self._case_seconds = settings, case_seconds
+
+    def run(self, part: str, deadline: float) -> None:
         offline = {**os.environ, "HF_HUB_OFFLINE": "1"}  # or transformers asks a hub for kernels, again and again
         while True:
-            left = max(0.0, deadline - time.monotonic())
-            process = subprocess.Popen(self._command(part, left), env=offline)
-            ending = self._watch(part, process, deadline + OVERTIME_SECONDS)
-            if ending.code == EXIT_OK:
+            words = self._command(part, max(0.0, deadline - time.monotonic()))
+            process = subprocess.Popen(words, env=offline)
+            code, case, note = self._watch(part, process, deadline + OVERTIME_SECONDS)
+            if code == EXIT_OK:
                 return
-            if ending.code == UsageError.exit_code:
+            if code == UsageError.exit_code:
                 raise UsageError(f"{part} was refused (see the line above)")
-            if ending.code == EXIT_INTERRUPTED:
+            if code == EXIT_INTERRUPTED:
                 raise KeyboardInterrupt
-            if ending.case is None and ending.code != EXIT_DEVICE_LOST:
-                ended = "took too long" if ending.code is None else f"ended with exit code {ending.code}"
+            if case is None and code != EXIT_DEVICE_LOST:
+                ended = "took too long" if code is None else f"ended with exit code {code}"
                 raise RuntimeFailure(f"{part}: the measuring process {ended} outside of any case")
-            self._take_note(part, ending)
+            case = self._running(part)  # None if it had its row a moment before the process was ended
+            report = open_part(self._directory, part, self._settings)
+            if case is not None and note:  # a new process calls it skipped, and another run measures it
+                report.note(f"{case}: {note}")
+            elif case is not None:
+                ended = "was ended: it took too long" if code is None else f"died (exit code {code})"
+                report.add({"case": case, "error": f"its process {ended}"})
+            report.put("running", None)
 
-    def _watch(self, part: str, process: "subprocess.Popen[bytes]", until: float) -> _Ending:
-        """Wait for its end, and bring it about if a case takes too long, or goes on after `until`."""
+    def _watch(
+        self, part: str, process: "subprocess.Popen[bytes]", until: float
+    ) -> tuple[int | None, str | None, str | None]:
+        """Wait for its end, and bring it about if a case takes too long, or goes on after `until`.
+
+        Returns the exit code, which is None if the process had to be ended; the case that ran last; and a note if only
+        the budget cut that case off.
+        """
         case, began = self._running(part), time.monotonic()
         try:
             while (code := _ended(process, _POLL_SECONDS)) is None:
-                now, now_running = time.monotonic(), self._running(part)
-                if now_running != case:
-                    case, began = now_running, now
+                now, running = time.monotonic(), self._running(part)
+                if running != case:
+                    case, began = running, now
                 elif now > began + self._case_seconds:
-                    return _Ending(None, case, now - began)
+                    return None, case, None
                 elif case is not None and now > until:  # what has not begun yet, or is putting away, is no case
-                    return _Ending(None, case, now - began, cut_off=True)
-            return _Ending(code, self._running(part))
+                    return None, case, f"cut off after {now - began:.0f} s, as the time budget was spent"
+            return code, self._running(part), None
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
             _ended(process, _FAREWELL_SECONDS)
@@ -144,20 +157,6 @@ class PartRunner:
         name = report.get("running")
         return name if isinstance(name, str) and all(row["case"] != name for row in report["rows"]) else None
 
-    def _take_note(self, part: str, ending: _Ending) -> None:
-        """Keep a row for the case in which a process ended, or only a remark if the budget cut it off.
-
-        A new process calls what was cut off skipped, like all that is left then, and another run measures it.
-        """
-        case = self._running(part)  # None if it had its row a moment before the process was ended
-        report = open_part(self._directory, part, self._settings)
-        if case is not None and ending.cut_off:
-            report.note(f"{case}: cut off after {ending.seconds:.0f} s, as the time budget was spent")
-        elif case is not None:
-            ended = "was ended: it took too long" if ending.code is None else f"died (exit code {ending.code})"
-            report.add({"case": case, "error": f"its process {ended}"})
-        report.put("running", None)
-
 
 def _ended(process: "subprocess.Popen[bytes]", seconds: float) -> int | None:
     """The exit code if the process ends within ``seconds`` seconds; else None."""
@@ -165,3 +164,51 @@ def _ended(process: "subprocess.Popen[bytes]", seconds: float) -> int | None:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
         return None
+
+
+def measure_part(directory: Path, part: str, *, seconds: float, dry_run: bool) -> bool:
+    """Go on with a part until all of its cases have rows, or until its budget is spent; False if the device failed.
+
+    The budget of `seconds` begins here: to import torch, to open the device and to measure its limits is part of it.
+
+    Raises:
+        UsageError: without a GPU, or if the directory holds something else.
+        RuntimeFailure: if the rows cannot be written.
+    """
+    began = time.monotonic()
+    from nanoserve.benchmarks.gpu.setting import find_setting
+
+    setting = find_setting(dry_run=dry_run)
+    report = open_part(directory, part, {"dry_run": dry_run})
+    report.put("device", setting.facts())
+    cases = import_module(f"nanoserve.benchmarks.gpu.{_MODULES[part]}").part_cases
+    with ExitStack() as stack:
+        return run_cases(
+            cases(setting, report, stack),
+            report,
+            seconds=seconds - (time.monotonic() - began),
+            device_works=setting.give_back,
+            announce=lambda name: print(f"{part}: {name}", file=sys.stderr, flush=True),
+        )
+
+
+def main() -> int:
+    """The child: read the command line, measure, return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("part", choices=(*PARTS, TUNING))
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("--dry-run", action="store_true")
+    asked = parser.parse_args()
+    try:
+        done = measure_part(asked.directory, asked.part, seconds=asked.seconds, dry_run=asked.dry_run)
+    except NanoserveError as error:
+        print(f"nanoserve: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return EXIT_OK if done else EXIT_DEVICE_LOST
+
+
+if __name__ == "__main__":
+    sys.exit(main())

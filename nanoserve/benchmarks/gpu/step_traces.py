@@ -57,7 +57,7 @@ class _Work(NamedTuple):
 
 
 def summarize_trace(events: Iterable[Mapping[str, Any]]) -> StepTrace | None:
-    """Summarize the events of a trace; None unless at least two of its steps launched kernels.
+    """Summarize the events of a trace; None unless at least two of its steps launched kernels, as on a CPU.
 
     A kernel belongs to the step whose mark its launch lies in, by the correlation that the profiler gives both; those
     of a CUDA graph have the one of the graph's launch.
@@ -69,10 +69,8 @@ def summarize_trace(events: Iterable[Mapping[str, Any]]) -> StepTrace | None:
     starts = [min(work.start for work in step if work.is_kernel) for step in steps]
     total = starts[-1] - starts[0]
     whole = sorted(work for step in steps for work in step)
-    between = 0.0
-    for step, following in zip(steps, starts[1:], strict=False):
-        ended = max(work.end for work in step)
-        between += _idle(whole, ended, following)
+    ends = [max(work.end for work in step) for step in steps[:-1]]
+    between = sum(_idle(whole, ended, following) for ended, following in zip(ends, starts[1:], strict=True))
     idle = _idle(whole, starts[0], starts[-1])
     kernels = [work for step in steps[:-1] for work in step if work.is_kernel]
     return StepTrace(
@@ -93,18 +91,15 @@ def _work_of_steps(events: Sequence[Mapping[str, Any]]) -> list[list[_Work]]:
         for event in events
         if event.get("name") == STEP_MARK and event.get("cat") == "user_annotation"
     )
-    launches = {
+    launched = {
         _correlation(event): event["ts"] for event in events if event.get("cat") in _LAUNCH_KINDS and "dur" in event
     }
     steps: list[list[_Work]] = [[] for _ in marks]
     for event in events:
-        launched = launches.get(_correlation(event)) if event.get("cat") in _DEVICE_KINDS else None
-        if launched is None:
-            continue
-        for place, (began, ended) in enumerate(marks):
-            if began <= launched <= ended:
-                work = _Work(event["ts"], event["ts"] + event["dur"], event["cat"] == "kernel")
-                steps[place].append(work)
+        at = launched.get(_correlation(event)) if event.get("cat") in _DEVICE_KINDS else None
+        for step, (began, ended) in zip(steps, marks, strict=True):
+            if at is not None and began <= at <= ended:
+                step.append(_Work(event["ts"], event["ts"] + event["dur"], event["cat"] == "kernel"))
                 break
     return steps
 
@@ -135,7 +130,7 @@ def trace_decode(setting: GpuSetting, engine: TimedEngine, *, batch: int, contex
     with _decoding(engine, batch, context) as inner:
         _take(inner, _SETTLING_STEPS)
         seconds = _take(inner, _TIMED_STEPS)
-        found = _traced(setting, inner)
+        found = summarize_trace(_trace_events(setting, inner))
     fields: dict[str, Any] = {"unprofiled_step_us": TimeSpread.of(seconds), "overlaps": engine.overlaps}
     if found is None:
         return fields
@@ -176,8 +171,7 @@ def _take(engine: Engine, steps: int) -> list[float]:
     return seconds
 
 
-def _traced(setting: GpuSetting, engine: Engine) -> StepTrace | None:
-    """Trace some steps and summarize them; None if the trace holds no kernels, as on a CPU."""
+def _trace_events(setting: GpuSetting, engine: Engine) -> list[dict[str, Any]]:
     activities = [ProfilerActivity.CPU]
     if setting.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -190,5 +184,5 @@ def _traced(setting: GpuSetting, engine: Engine) -> StepTrace | None:
     with temporary_directory() as directory:
         path = directory / "trace.json"
         profiler.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    return summarize_trace(trace["traceEvents"])
+        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+        return events

@@ -4,13 +4,16 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
 
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.setting import GpuSetting
+from nanoserve.benchmarks.report import Report
+from nanoserve.benchmarks.rounds import rotated
 
 FLUSH_BYTES = 2**30
 """Read before every timed call, once and more: many times the largest level-2 cache."""
@@ -42,24 +45,23 @@ class TimeSpread(msgspec.Struct, frozen=True):
         return cls(statistics.median(ordered), min(ordered), max(ordered), len(ordered))
 
 
-class Clock(Protocol):
-    """Starts a call, and tells its seconds once asked: until then the host need not wait for the device."""
-
-    name: str
+class HostClock:
+    """Starts a call, and tells its seconds once asked. This one tells wall-clock time on the CPU, for dry runs."""
 
     def start(self, call: Call, *, launch_seconds: float = 0.0) -> Callable[[], float]:
         """launch_seconds: what the host takes for the call, where that is known."""
-        ...
+        began = time.perf_counter()
+        call()
+        ended = time.perf_counter()
+        return lambda: ended - began
 
 
-class EventClock:
+class EventClock(HostClock):
     """CUDA events around the call, whose inputs no cache holds, and which the host has launched by then.
 
     A call of many small kernels (blocks of several layers, one after another) takes the host longer than the device:
     timed from an idle device it would show the host. So the device first reads for longer than the launching takes.
     """
-
-    name = "CUDA events"
 
     def __init__(self, device: torch.device) -> None:
         self._numbers = torch.zeros(FLUSH_BYTES // 4, device=device)
@@ -94,25 +96,8 @@ def _between_events(call: Call) -> Callable[[], float]:
     return seconds
 
 
-class HostClock:
-    """Wall-clock time on the CPU: for dry runs."""
-
-    name = "perf_counter (dry run)"
-
-    def start(self, call: Call, *, launch_seconds: float = 0.0) -> Callable[[], float]:
-        began = time.perf_counter()
-        call()
-        ended = time.perf_counter()
-        return lambda: ended - began
-
-
-def make_clock(setting: GpuSetting) -> Clock:
-    """The clock of a setting's device."""
-    return HostClock() if setting.dry_run else EventClock(setting.device)
-
-
 @torch.inference_mode()
-def take_turns(routes: Mapping[str, Call], clock: Clock, *, dry_run: bool) -> dict[str, TimeSpread]:
+def take_turns(routes: Mapping[str, Call], clock: HostClock, *, dry_run: bool) -> dict[str, TimeSpread]:
     """A B C, B C A, C A B ...: each route's times, after calls that warm it up and are not counted."""
     estimate, launch_seconds = 0.0, {}
     for name, call in routes.items():
@@ -123,40 +108,45 @@ def take_turns(routes: Mapping[str, Call], clock: Clock, *, dry_run: bool) -> di
         launch_seconds[name] = time.perf_counter() - began
         estimate += seconds()
     turns = max(_FEWEST_TURNS, min(_MOST_TURNS, round(_SECONDS / max(estimate, 1e-6))))
-    names = list(routes)
-    pending: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
+    pending: dict[str, list[Callable[[], float]]] = {name: [] for name in routes}
     for turn in range(_DRY_TURNS if dry_run else turns):
-        first = turn % len(names)
-        for name in [*names[first:], *names[:first]]:
+        for name in rotated(routes, turn):
             pending[name].append(clock.start(routes[name], launch_seconds=launch_seconds[name]))
     return {name: TimeSpread.of([seconds() for seconds in started]) for name, started in pending.items()}
 
 
-COPY_BYTES = 2**31
-PRODUCT_SIZE = 8192
-_DRY_COPY_BYTES = 2**20
-_DRY_PRODUCT_SIZE = 64
+COPY_BYTES, PRODUCT_SIZE = 2**31, 8192
+_DRY_COPY_BYTES, _DRY_PRODUCT_SIZE = 2**20, 64
 
 
-def measure_limits(setting: GpuSetting) -> Limits:
-    """The fastest copy within the device's memory (bytes read plus bytes written, per second), and the fastest product
-    of two square matrices of random 16-bit numbers (two operations for each multiply-add, per second)."""
-    copied = _DRY_COPY_BYTES if setting.dry_run else COPY_BYTES
-    size = _DRY_PRODUCT_SIZE if setting.dry_run else PRODUCT_SIZE
-    source = torch.ones(copied // 4, device=setting.device)
-    target = torch.empty_like(source)
-    factor = torch.randn(size, size, device=setting.device).to(setting.dtype)
-    routes = {"copy": lambda: target.copy_(source), "product": lambda: factor @ factor}
-    times = take_turns(routes, make_clock(setting), dry_run=setting.dry_run)
-    return Limits(
-        bytes_per_second=2 * copied / (times["copy"].low / 1e6),
-        operations_per_second=2 * size**3 / (times["product"].low / 1e6),
-    )
+@dataclass(frozen=True, slots=True)
+class DeviceTimer:
+    """A device, its clock, and what it can do at best."""
 
+    setting: GpuSetting
+    clock: HostClock
+    limits: Limits
 
-def limit_fields(limits: Limits) -> dict[str, Any]:
-    """The limits in a report's units: 10^9 bytes and 10^12 operations per second."""
-    return {
-        "copy_gb_per_s": limits.bytes_per_second / 1e9,
-        "matmul_tflops": limits.operations_per_second / 1e12,
-    }
+    @classmethod
+    def on(cls, setting: GpuSetting, report: Report) -> "DeviceTimer":
+        """Measure the limits of the device, and report them in 10^9 bytes and 10^12 operations per second.
+
+        They are the fastest copy within its memory (bytes read plus bytes written), and the fastest product of two
+        square matrices of random numbers (two operations for each multiply-add).
+        """
+        clock = HostClock() if setting.dry_run else EventClock(setting.device)
+        copied = _DRY_COPY_BYTES if setting.dry_run else COPY_BYTES
+        size = _DRY_PRODUCT_SIZE if setting.dry_run else PRODUCT_SIZE
+        source = torch.ones(copied // 4, device=setting.device)
+        target = torch.empty_like(source)
+        factor = torch.randn(size, size, device=setting.device).to(setting.dtype)
+        routes = {"copy": lambda: target.copy_(source), "product": lambda: factor @ factor}
+        times = take_turns(routes, clock, dry_run=setting.dry_run)
+        limits = Limits(2 * copied / (times["copy"].low / 1e6), 2 * size**3 / (times["product"].low / 1e6))
+        fields = {"copy_gb_per_s": limits.bytes_per_second / 1e9, "matmul_tflops": limits.operations_per_second / 1e12}
+        report.put("limits", fields)
+        return cls(setting, clock, limits)
+
+    def times(self, routes: Mapping[str, Call]) -> dict[str, TimeSpread]:
+        """Times of these routes, which take turns."""
+        return take_turns(routes, self.clock, dry_run=self.setting.dry_run)

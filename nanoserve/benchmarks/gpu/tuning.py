@@ -3,8 +3,9 @@ run time (`triton_ops/gpu/configurations.py`)."""
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -13,10 +14,18 @@ from typing import Any
 import msgspec
 import torch
 
-from nanoserve.benchmarks.gpu.attention import AttentionCall, AttentionRow, PagedAttentionShape, decode_rows, make_batch
-from nanoserve.benchmarks.gpu.kernels import BLOCK_SIZE, GROUPS, KernelBench
-from nanoserve.benchmarks.gpu.operator_checks import TOLERANCES, compared
+from nanoserve.benchmarks.gpu.attention import (
+    TOLERANCES,
+    AttentionRow,
+    PagedAttentionShape,
+    compared,
+    decode_rows,
+    make_batch,
+)
+from nanoserve.benchmarks.gpu.kernels import BLOCK_SIZE, GROUPS
 from nanoserve.benchmarks.gpu.results import TUNED_FILE, GpuCase
+from nanoserve.benchmarks.gpu.setting import GpuSetting
+from nanoserve.benchmarks.gpu.timing import DeviceTimer
 from nanoserve.benchmarks.report import Report
 from nanoserve.errors import UsageError
 from nanoserve.processes.files import replace_file
@@ -24,7 +33,6 @@ from triton_ops.gpu import configurations
 from triton_ops.gpu.attention import attend
 from triton_ops.gpu.configurations import (
     ATTENTION,
-    AttentionConfiguration,
     DecodeConfiguration,
     PrefillConfiguration,
 )
@@ -51,10 +59,16 @@ Rows = Sequence[Mapping[str, Any]]
 Configuration = DecodeConfiguration | PrefillConfiguration
 
 
+def part_cases(setting: GpuSetting, report: Report, stack: ExitStack) -> Iterator[GpuCase]:
+    """Every candidate; the table is written at the end, whatever has been measured until then."""
+    stack.callback(write_table, report)
+    return Tuner(DeviceTimer.on(setting, report), report.rows).cases()
+
+
 def decode_tiles(now: DecodeConfiguration) -> list[DecodeConfiguration]:
     """What is tried first: how a row's keys are read. The present configuration is among what is tried."""
     tried = [
-        DecodeConfiguration(tile, warps, stages, now.keys_per_split, now.programs_per_multiprocessor)
+        replace(now, keys_per_tile=tile, num_warps=warps, num_stages=stages)
         for tile, warps, stages in product((32, 64, 128), (4, 8), (2, 3, 4))
         if now.keys_per_split % tile == 0
     ]
@@ -63,12 +77,12 @@ def decode_tiles(now: DecodeConfiguration) -> list[DecodeConfiguration]:
 
 def decode_splits(best: DecodeConfiguration) -> list[DecodeConfiguration]:
     """What is tried with the best of those: among how many programs a row's keys are shared out."""
-    measured = (best.keys_per_split, best.programs_per_multiprocessor)
-    return [
-        DecodeConfiguration(best.keys_per_tile, best.num_warps, best.num_stages, keys, programs)
+    tried = [
+        replace(best, keys_per_split=keys, programs_per_multiprocessor=programs)
         for keys, programs in product((128, 256, 512), (2, 4, 8, 16))
-        if keys % best.keys_per_tile == 0 and (keys, programs) != measured
+        if keys % best.keys_per_tile == 0
     ]
+    return [one for one in tried if one != best]
 
 
 def prefill_tiles(now: PrefillConfiguration) -> list[PrefillConfiguration]:
@@ -82,14 +96,14 @@ def prefill_tiles(now: PrefillConfiguration) -> list[PrefillConfiguration]:
 
 @dataclass(frozen=True, slots=True)
 class Tuner:
-    """The cases of tuning for the device of a bench; `rows` are those that were measured, as they come."""
+    """The cases of tuning for a device; `rows` are those that were measured, as they come."""
 
-    bench: KernelBench
+    timer: DeviceTimer
     rows: Rows
 
     @property
     def generation(self) -> int:
-        return gpu_of(self.bench.setting.device).generation
+        return gpu_of(self.timer.setting.device).generation
 
     def cases(self) -> Iterator[GpuCase]:
         """Every candidate, for each head_dim. What is tried later may depend on what was best until then.
@@ -117,29 +131,20 @@ class Tuner:
 
     @torch.inference_mode()
     def _try(self, key: Key, program: str, candidate: Configuration) -> dict[str, Any]:
-        now = ATTENTION[key]
-        if isinstance(candidate, DecodeConfiguration):
-            tried = AttentionConfiguration(candidate, now.prefill)
-        else:
-            tried = AttentionConfiguration(now.decode, candidate)
+        tried = replace(ATTENTION[key], **{program: candidate})
         heads, kv_heads = GROUPS[4]
-        times, ok = {}, True
+        processors, times, ok = gpu_of(self.timer.setting.device).multiprocessors, {}, True
         for name, rows in WORK[program].items():
             shape = PagedAttentionShape(rows=rows, num_heads=heads, num_kv_heads=kv_heads, head_dim=key[2])
-            setting = self.bench.setting
+            setting = self.timer.setting
             batch = make_batch(shape, block_size=BLOCK_SIZE, dtype=setting.dtype, device=setting.device)
             expected = batch.attend().clone()
-            call = self._call(tried, batch)
+            call = partial(attend, tried, processors, batch.tensors, scale=batch.scale, sliding_window=0)
             batch.out.fill_(torch.nan)  # so that what the candidate leaves unwritten shows
             call()
             ok = ok and compared(program, batch.out, expected, TOLERANCES[setting.dtype])["ok"]
-            times[name] = self.bench.times({name: call})[name]
+            times[name] = self.timer.times({name: call})[name]
         return {"key": key, "program": program, "candidate": candidate, "times": times, "ok": ok}
-
-    def _call(self, configuration: AttentionConfiguration, batch: AttentionCall) -> Callable[[], None]:
-        multiprocessors = gpu_of(self.bench.setting.device).multiprocessors
-        scale = batch.query.shape[2] ** -0.5
-        return lambda: attend(configuration, multiprocessors, batch.tensors, scale=scale, sliding_window=0)
 
 
 def best_configurations(rows: Rows) -> dict[tuple[Key, str], Configuration]:
@@ -163,13 +168,17 @@ def tuned_source(source: str, rows: Rows) -> str:
     """The text of configurations.py with the entries replaced for which something was measured."""
     best = best_configurations(rows)
     for key in dict.fromkeys(key for key, _ in best):
-        now = ATTENTION[key]
-        decode, prefill = best.get((key, DECODE), now.decode), best.get((key, PREFILL), now.prefill)
+        found = [best.get((key, program), getattr(ATTENTION[key], program)) for program in (DECODE, PREFILL)]
+        inner = ", ".join(
+            f"{type(one).__name__}({', '.join(map(str, msgspec.to_builtins(one).values()))})" for one in found
+        )
+        text = f"    {key}: AttentionConfiguration({inner}),"  # in the formatter's layout
+        if len(text) > _LINE_LENGTH:
+            text = f"    {key}: AttentionConfiguration(\n        {inner}\n    ),"
         entry = re.compile(
             rf"^    {re.escape(str(key))}: AttentionConfiguration\((?:[^\n]+\),|\n(?: {{8}}[^\n]*\n)+ {{4}}\),)$",
             re.MULTILINE,
         )
-        text = _entry(key, f"{_written(decode)}, {_written(prefill)}")
         source, replaced = entry.subn(text, source)
         if replaced != 1:
             raise ValueError(f"configurations.py has {replaced} entries for {key}")
@@ -185,13 +194,3 @@ def write_table(report: Report) -> None:
     source = Path(configurations.__file__).read_text(encoding="utf-8")
     if report.path is not None:
         replace_file(report.path.with_name(TUNED_FILE), tuned_source(source, report.rows))
-
-
-def _entry(key: Key, inner: str) -> str:
-    """One entry of the table, in the formatter's layout."""
-    line = f"    {key}: AttentionConfiguration({inner}),"
-    return line if len(line) <= _LINE_LENGTH else f"    {key}: AttentionConfiguration(\n        {inner}\n    ),"
-
-
-def _written(configuration: Configuration) -> str:
-    return f"{type(configuration).__name__}({', '.join(map(str, msgspec.to_builtins(configuration).values()))})"

@@ -59,7 +59,7 @@ def _profiled(llm: LLM, config: EngineConfig, progress: ProgressCallback | None)
     """With the profile that such an engine makes at its start, of layers as they run now: compiled, if they are."""
     executor = llm.engine.executor
     assert isinstance(executor, LocalExecutor), "one device in this process"
-    runner, processor = executor.runner, executor.processor
+    runner, processor = executor.runner, executor.stage.processor
     assert processor is not None, "the policy that it was opened with attends on the host"
     starting = StartingEngine(
         runner=runner,

@@ -7,40 +7,24 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from typing import Any, BinaryIO, TypeVar
+from importlib import import_module
+from typing import Any, BinaryIO
 
 import msgspec
 
 from nanoserve.benchmarks.peers.protocol import Batch, BatchResult, Opening, Peer
 from nanoserve.errors import NanoserveError, RuntimeFailure
+from nanoserve.processes.children import follow_parent
 
 _LONGEST_COMPLAINT = 300
-_WATCH_SECONDS = 1.0
-
-T = TypeVar("T")
 
 
-class Description(msgspec.Struct, frozen=True, tag=True):
-    """The child's first answer: the peer is open."""
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The child's answer: what an opened peer is, the result of a batch, or what went wrong. It ends after the last."""
 
-    facts: dict[str, Any]
-
-
-class Complaint(msgspec.Struct, frozen=True, tag=True):
-    """The child's answer when something went wrong; it ends then."""
-
-    message: str
-
-
-class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The child's answer to a batch."""
-
-    result: BatchResult
-
-
-_ANSWERS = msgspec.json.Decoder(Description | Complaint | Answer)
+    facts: dict[str, Any] | None = None
+    result: BatchResult | None = None
+    complaint: str | None = None
 
 
 class PeerProcess:
@@ -64,7 +48,7 @@ class PeerProcess:
             start_new_session=True,  # Ctrl-C is for the benchmark, which then ends its peers
         )
         try:
-            self.description = self._ask(opening, Description).facts
+            self.description = self._ask(opening).facts or {}
         except BaseException:
             self.close()
             raise
@@ -75,23 +59,23 @@ class PeerProcess:
         return self._child.pid
 
     def run(self, batch: Batch) -> BatchResult:
-        return self._ask(batch, Answer).result
+        result = self._ask(batch).result
+        if result is None:
+            raise RuntimeFailure(f"{self.name} answered without a result")
+        return result
 
-    def _ask(self, question: Any, kind: type[T]) -> T:
+    def _ask(self, question: Any) -> Reply:
         stdin, stdout = self._child.stdin, self._child.stdout
         assert stdin is not None and stdout is not None
         try:
             stdin.write(msgspec.json.encode(question) + b"\n")
             stdin.flush()
-            line = stdout.readline()
-            answer = _ANSWERS.decode(line)
+            reply = msgspec.json.decode(stdout.readline(), type=Reply)
         except (OSError, msgspec.DecodeError):
             raise RuntimeFailure(f"{self.name} died: {self._last_words()}") from None
-        if isinstance(answer, Complaint):
-            raise RuntimeFailure(f"{self.name}: {answer.message}")
-        if not isinstance(answer, kind):
-            raise RuntimeFailure(f"{self.name} answered {type(answer).__name__} where {kind.__name__} was due")
-        return answer
+        if reply.complaint is not None:
+            raise RuntimeFailure(f"{self.name}: {reply.complaint}")
+        return reply
 
     def _last_words(self) -> str:
         self._complaints.seek(0)
@@ -105,55 +89,44 @@ class PeerProcess:
         self._complaints.close()
 
 
+_ENGINES = {
+    "nanoserve": ("engine_peers", "NanoservePeer"),
+    "transformers": ("engine_peers", "TransformersPeer"),
+    "llama.cpp": ("llama_cpp_peer", "LlamaCppPeer"),
+    "server": ("server_peer", "ServerPeer"),
+}
+
+
 def open_engine(opening: Opening) -> Peer:
     """The engine of that name, in this process."""
-    if opening.engine == "transformers":
-        from nanoserve.benchmarks.peers.transformers_peer import TransformersPeer
-
-        return TransformersPeer(opening)
-    if opening.engine == "llama.cpp":
-        from nanoserve.benchmarks.peers.llama_cpp_peer import LlamaCppPeer
-
-        return LlamaCppPeer(opening)
-    if opening.engine == "server":
-        from nanoserve.benchmarks.peers.server_peer import ServerPeer
-
-        return ServerPeer(opening)
-    from nanoserve.benchmarks.peers.nanoserve_peer import NanoservePeer
-
-    return NanoservePeer(opening)
+    module, kind = _ENGINES[opening.engine]
+    peer: Peer = getattr(import_module(f"nanoserve.benchmarks.peers.{module}"), kind)(opening)
+    return peer
 
 
 def serve(stdin: BinaryIO, stdout: BinaryIO, opener: Any = open_engine) -> None:
     """The child's life: open the engine, run batches until stdin ends."""
     try:
         peer = opener(msgspec.json.decode(stdin.readline(), type=Opening))
-        _say(stdout, Description(peer.description))
+        _say(stdout, Reply(facts=peer.description))
         while line := stdin.readline():
-            _say(stdout, Answer(peer.run(msgspec.json.decode(line, type=Batch))))
+            _say(stdout, Reply(result=peer.run(msgspec.json.decode(line, type=Batch))))
         peer.close()
     except NanoserveError as error:
-        _say(stdout, Complaint(str(error)))
+        _say(stdout, Reply(complaint=str(error)))
     except Exception as error:
         # Whatever a peer's library comes up with is for the parent to tell: this process has no one to tell it to.
         reason = (str(error).strip().splitlines() or [""])[0]
-        _say(stdout, Complaint(f"{type(error).__name__}: {reason[:_LONGEST_COMPLAINT]}"))
+        _say(stdout, Reply(complaint=f"{type(error).__name__}: {reason[:_LONGEST_COMPLAINT]}"))
 
 
-def _say(stdout: BinaryIO, message: Any) -> None:
+def _say(stdout: BinaryIO, message: Reply) -> None:
     stdout.write(msgspec.json.encode(message) + b"\n")
     stdout.flush()
 
 
-def end_with(parent: int) -> None:
-    """Watch, and end this process with its parent: a benchmark that is killed takes with it what it has started."""
-    while os.getppid() == parent:
-        time.sleep(_WATCH_SECONDS)
-    os._exit(1)
-
-
 if __name__ == "__main__":
-    threading.Thread(target=end_with, args=(int(sys.argv[1]),), daemon=True).start()
+    follow_parent(int(sys.argv[1]))
     # What libraries print must not come between the answers: from here on their stdout is stderr.
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)

@@ -15,7 +15,7 @@ from nanoserve.benchmarks.machine import cache_directory
 from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.decoder import Decoder
-from nanoserve.models.dtypes import DTYPES
+from nanoserve.models.dtypes import DTYPES, format_name, resolve_dtype
 from nanoserve.models.dummy import DUMMY_SEED, make_dummy_model, save_dummy_checkpoint
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.loading import load_model
@@ -104,6 +104,4 @@ def dtype_name(dtype: str, config: ModelConfig) -> str:
     Raises:
         UsageError: for an unknown name.
     """
-    from nanoserve.models.dtypes import resolve_dtype
-
-    return str(resolve_dtype(dtype, torch.device("cpu"), config.dtype)).removeprefix("torch.")
+    return format_name(resolve_dtype(dtype, torch.device("cpu"), config.dtype))

@@ -15,7 +15,7 @@ import torch
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.machine import describe_machine, describe_run
 from nanoserve.benchmarks.roofline import BandwidthProbe, machine_limits
-from nanoserve.benchmarks.settling import settle_operators
+from nanoserve.benchmarks.settling import settle
 from nanoserve.costs.calibration import calibrate
 from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, Reached
 from nanoserve.engine import Engine
@@ -24,9 +24,9 @@ from nanoserve.llm import LLM
 from nanoserve.request import Request, SamplingParams
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.local import LocalExecutor
-from nanoserve.runtime.profiling.attention import Stopwatch
 from nanoserve.runtime.profiling.parts import ProfileSizes, cache_limits, fields_of, open_probes
 from nanoserve.runtime.profiling.rounds import Effort, curve_of, take_rounds
+from nanoserve.runtime.profiling.timers import Stopwatch
 
 _PROMPT, _ANSWER = 4, 10
 
@@ -90,8 +90,7 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
     runner, pool = executor.runner, llm.engine.scheduler.pool
     engine = EngineTimer(llm.engine)
     sizes = _sizes(llm, engine)
-    operators = settle_operators(announce)
-    llm.prepare(lambda stage, done, _: None if done else announce(f"{stage}, once on this machine ..."))
+    facts = settle(llm, announce)
     announce("reading and multiplying, to know what the machine does at best ...")
     dtype = runner.decoder.dtype
     host = _processor(dtype)
@@ -106,14 +105,9 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
         about=describe_run(),
         foreign_cores=busy,
         settings={
-            "model": llm.model_name,
-            "dtype": str(dtype).removeprefix("torch."),
-            "operators": operators,
-            "layers": "compiled" if llm.compiled else "eager",
-            "threads": torch.get_num_threads(),
+            **facts,
             "host_threads": processor.threads,
             "rounds": len(found["copy"][sizes.copies[:1]]),
-            "policy": config.policy_name,
         },
         model=llm.config,
         bits=8 * dtype.itemsize,

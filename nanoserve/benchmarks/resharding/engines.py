@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from nanoserve.assembly import choose_num_host_blocks, make_predictors
+from nanoserve.assembly import make_predictors
 from nanoserve.benchmarks.pipeline.engines import compile_layers
 from nanoserve.benchmarks.resharding.policies import Workers
 from nanoserve.config import ModelConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.models.hub import ResolvedModel
+from nanoserve.runtime.moves.host_pool import choose_host_blocks
 from nanoserve.runtime.workers.executor import WorkersExecutor
 
 Progress = Callable[[str, int, int], None]
@@ -45,7 +46,7 @@ def open_alone(
 def _open(
     name: str, resolved: ResolvedModel, config: EngineConfig, model: ModelConfig, progress: Progress | None
 ) -> Workers:
-    host_blocks = choose_num_host_blocks(model, config)
+    host_blocks = choose_host_blocks(model, config)
     executor = WorkersExecutor(
         resolved, config, model=model, host_blocks=host_blocks, progress=progress, observe_times=True
     )

@@ -13,12 +13,12 @@ from nanoserve.benchmarks.serving.records import LoadRun, figures
 from nanoserve.benchmarks.serving.requests import (
     PreparedRequest,
     RequestStyle,
+    Work,
     offered_rate,
     poisson_arrivals,
     trace_arrivals,
 )
 from nanoserve.benchmarks.serving.sending import RequestLoad, Sender
-from nanoserve.benchmarks.serving.work import Work
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.slo import Slo
 from nanoserve.measures.workloads import RequestShape

@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 from typing import Self
 
-from nanoserve.benchmarks.peers.process import end_with
 from nanoserve.client.address import ServerAddress, parse_url
 from nanoserve.client.connection import ApiClient, ServerLost, ServerRefused
 from nanoserve.client.models import served_model
 from nanoserve.errors import RuntimeFailure
+from nanoserve.processes.children import follow_parent
 
 _CHILD = (sys.executable, "-m", "nanoserve.benchmarks.serving.own_server")
 _COMMAND = "nanoserve"
@@ -113,7 +113,7 @@ def _serve_for(parent: int, command: str) -> None:
     """The child's life: the command with the words that follow, for as long as its parent lives."""
     import runpy
 
-    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+    follow_parent(parent)
     runpy.run_module(command, run_name="__main__", alter_sys=True)
 
 

@@ -5,8 +5,6 @@ operators and compiled layers are there, and prints what runs; the benchmark its
 """
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import fields
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import msgspec
 
 from nanoserve.engine_config import EngineConfig
-from nanoserve.errors import RuntimeFailure
+from nanoserve.processes.children import run_module
 
 
 def prepare_elsewhere(model: str | None, settings: dict[str, Any], threads: int | None) -> dict[str, Any]:
@@ -23,38 +21,18 @@ def prepare_elsewhere(model: str | None, settings: dict[str, Any], threads: int 
     Raises:
         RuntimeFailure: in the process's own words, if the model cannot be opened.
     """
-    words = [sys.executable, "-m", "nanoserve.benchmarks.serving.preparing", json.dumps(model)]
-    words.append(msgspec.json.encode(settings).decode())  # a layout is a dataclass
-    environment = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise RuntimeFailure(lines[-1])
-    facts: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return facts
+    words = json.dumps(model), msgspec.json.encode(settings).decode()  # a layout is a dataclass
+    environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return run_module("nanoserve.benchmarks.serving.preparing", *words, environment=environment)
 
 
 def main(model: str | None, settings: dict[str, Any]) -> dict[str, Any]:
     """The child's work."""
-    import torch
-
-    from nanoserve.benchmarks.settling import settle_operators
+    from nanoserve.benchmarks.settling import settle
     from nanoserve.llm import LLM
-    from nanoserve.models.dtypes import resolve_dtype
 
     with LLM(model, **settings) as llm:
-        llm.prepare()
-        config = llm.engine_config
-        dtype = resolve_dtype(config.dtype, torch.device(config.device), llm.config.dtype)
-        return {
-            "model": llm.model_name,
-            "dtype": str(dtype).removeprefix("torch."),
-            "operators": settle_operators(lambda _: None),
-            "layers": "compiled" if llm.compiled else "eager",
-            "threads": torch.get_num_threads(),
-            "policy": config.policy_name,
-            "max_num_seqs": config.max_num_seqs,
-        }
+        return settle(llm) | {"max_num_seqs": llm.engine_config.max_num_seqs}
 
 
 if __name__ == "__main__":

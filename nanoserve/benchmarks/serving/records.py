@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from nanoserve.measures.metrics import MILLISECONDS, Distribution
+from nanoserve.measures.metrics import MILLISECONDS, in_milliseconds, mean_of_known, request_distributions
 from nanoserve.measures.slo import SLO_NAMES, Slo
 
 
@@ -88,11 +88,17 @@ def figures(runs: Sequence[LoadRun], slo: Slo | None) -> dict[str, Any]:
         "failed": sum(failures.values()),
         "failures": dict(failures.most_common()),
         "unfinished": sum(run.unfinished for run in runs),
-        "seconds": _mean([run.seconds for run in runs]),
-        **_rates(runs),
+        "seconds": mean_of_known(run.seconds for run in runs),
+        **{name: mean_of_known(_rates(run)[name] for run in runs) for name in _rates(runs[0])},
         "peak_concurrency": max(peak_concurrency(run.records) for run in runs),
-        **_tokens(complete),
-        **_latencies(complete),
+        "input_tokens": sum(record.input_tokens for record in complete),
+        "output_tokens": sum(record.output_tokens for record in complete),
+        "cached_tokens": sum(record.cached_tokens for record in complete),
+        "uncounted": sum(not record.counted for record in complete),
+        "of_other_length": sum(record.output_tokens != record.wanted_tokens for record in complete),
+        "without_text": sum(not record.text_times for record in complete),
+        **request_distributions(complete),
+        "send_delay_ms": in_milliseconds(record.started - record.scheduled for record in complete),
         "goodput": None if slo is None else _goodput(runs, slo),
         "samples": _samples(runs, slo),
     }
@@ -108,40 +114,14 @@ def peak_concurrency(records: Sequence[RequestRecord]) -> int:
     return peak
 
 
-def _rates(runs: Sequence[LoadRun]) -> dict[str, float]:
+def _rates(run: LoadRun) -> dict[str, float]:
     """Requests and tokens of complete answers, per second."""
-    outputs = [sum(record.output_tokens for record in run.complete) for run in runs]
-    inputs = [sum(record.input_tokens for record in run.complete) for run in runs]
-    each = [
-        (len(run.complete) / run.seconds, output / run.seconds, (given + output) / run.seconds)
-        for run, given, output in zip(runs, inputs, outputs, strict=True)
-    ]
-    names = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s")
-    return {name: _mean(values) for name, values in zip(names, zip(*each, strict=True), strict=True)}
-
-
-def _tokens(complete: Sequence[RequestRecord]) -> dict[str, int]:
+    outputs = sum(record.output_tokens for record in run.complete)
+    inputs = sum(record.input_tokens for record in run.complete)
     return {
-        "input_tokens": sum(record.input_tokens for record in complete),
-        "output_tokens": sum(record.output_tokens for record in complete),
-        "cached_tokens": sum(record.cached_tokens for record in complete),
-        "uncounted": sum(not record.counted for record in complete),
-        "of_other_length": sum(record.output_tokens != record.wanted_tokens for record in complete),
-        "without_text": sum(not record.text_times for record in complete),
-    }
-
-
-def _latencies(complete: Sequence[RequestRecord]) -> dict[str, Distribution | None]:
-    values: dict[str, list[float | None]] = {
-        "ttft_ms": [record.ttft for record in complete],
-        "tpot_ms": [record.tpot for record in complete],
-        "itl_ms": [gap for record in complete for gap in record.itls],
-        "e2el_ms": [record.e2el for record in complete],
-        "send_delay_ms": [record.started - record.scheduled for record in complete],
-    }
-    return {
-        name: Distribution.of(None if value is None else value * MILLISECONDS for value in times)
-        for name, times in values.items()
+        "requests_per_s": len(run.complete) / run.seconds,
+        "output_tokens_per_s": outputs / run.seconds,
+        "total_tokens_per_s": (inputs + outputs) / run.seconds,
     }
 
 
@@ -151,7 +131,7 @@ def _goodput(runs: Sequence[LoadRun], slo: Slo) -> dict[str, Any]:
     requests = sum(len(run.records) for run in runs)
     return {
         "slo_ms": slo,
-        "requests_per_s": _mean([count / run.seconds for count, run in zip(good, runs, strict=True)]),
+        "requests_per_s": mean_of_known(count / run.seconds for count, run in zip(good, runs, strict=True)),
         "attainment": sum(good) / requests if requests else None,
     }
 
@@ -160,18 +140,13 @@ def _samples(runs: Sequence[LoadRun], slo: Slo | None) -> dict[str, list[float]]
     """The metrics of each whole run in which an answer came, for ``bench diff``."""
     full = [run for run in runs if run.complete and not run.unfinished]
     samples = {
-        f"{name}_ms": [MILLISECONDS * _mean([getattr(one, name) for one in run.complete]) for run in full]
+        f"{name}_ms": [MILLISECONDS * mean_of_known(getattr(one, name) for one in run.complete) for run in full]
         for name in SLO_NAMES
     }
-    samples["output_tokens_per_s"] = [_rates([run])["output_tokens_per_s"] for run in full]
+    samples["output_tokens_per_s"] = [_rates(run)["output_tokens_per_s"] for run in full]
     if slo is not None:
         samples["goodput_requests_per_s"] = [_goodput([run], slo)["requests_per_s"] for run in full]
     return samples
-
-
-def _mean(values: Sequence[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else 0.0
 
 
 _LATE_MS = 50.0

@@ -1,4 +1,4 @@
-"""What is asked and when: bodies of requests with prompts that no server has seen before, and their arrival times."""
+"""What is asked and when: lengths, bodies with prompts that no server has seen before, and arrival times."""
 
 import json
 import math
@@ -23,6 +23,31 @@ _WORDS = (
 """In most vocabularies a token each, with the blank before it."""
 _BIASED_TOKENS = range(300, 332)
 _STRONGEST_BIAS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is asked in every run."""
+
+    name: str
+    shapes: Sequence[RequestShape]
+    """The lengths of the requests."""
+    times: Sequence[float] | None = None
+    """When the requests of a trace came, one for each."""
+
+    def fitting(self, context: int | None) -> "Work":
+        """The requests that fit into a context of ``context`` tokens; all requests if it is None.
+
+        Raises:
+            UsageError: if none does.
+        """
+        if context is None:
+            return self
+        places = [place for place, shape in enumerate(self.shapes) if shape.total_tokens <= context]
+        if not places:
+            raise UsageError(f"every request of {self.name} is longer than the context of {context} tokens")
+        times = None if self.times is None else [self.times[place] for place in places]
+        return Work(self.name, [self.shapes[place] for place in places], times)
 
 
 @dataclass(frozen=True, slots=True)

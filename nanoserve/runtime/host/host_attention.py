@@ -1,8 +1,8 @@
-"""Attention on the CPU for sequences whose KV is in host memory, beside a device that computes on (APEX).
+"""Attention on the CPU for sequences whose KV is in host memory, beside the computing device (APEX).
 
 The device hands over the queries, keys and values of some rows in one layer and goes on; a thread with cores of its own
-writes the keys and values into the host pool and attends. It depends on no other thread, and the device never has to
-wait for it. If it fails or hangs, the next question about a task says so, and the engine goes on without it.
+writes the keys and values into the host pool and attends. It depends on no other thread, and the device need not wait
+for it. If it fails or hangs, the next question about a task says so, and the engine goes on without it.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,78 +20,54 @@ from torch import Tensor
 from nanoserve.config import ModelConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.attention import AttentionBatch
-from nanoserve.runtime.launch.core_division import default_host_threads as default_host_threads
 from nanoserve.scheduler.plan import HostWork
 from triton_ops import cache_write, paged_attention
 from triton_ops.cpu import cpu_operators
 
 
-class QkvTransfer(Protocol):
-    """One layer's attention of some rows. Made by the thread that runs the device, behind what it issued before."""
+class QkvTransfer:
+    """Queries, keys and values of some rows in one layer on their way to the CPU, and the result on its way back.
+
+    From a GPU they pass through pinned memory: copied on the stream that computed them, with an event behind that the
+    CPU waits for. From a device that is a CPU too, nothing is copied.
+
+    Args:
+        query: [n, num_heads, head_dim] on the device, key and value [n, num_kv_heads, head_dim]. They must not be
+            written to until the result is asked for. Their copies are issued at once, behind earlier work.
+    """
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> None:
+        self._device = device
+        self._on_host = query, key, value
+        self._copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            self._computed = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._copied = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._computed.record(stream)
+            self._on_host = _to_pinned(query), _to_pinned(key), _to_pinned(value)
+            self._copied.record(stream)
+        self.began = time.monotonic()
+        """After `take`: when the CPU's part began. The time in which the device computed the queries is no part."""
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [n, num_heads, head_dim], key and value [n, num_kv_heads, head_dim] on the CPU; waits for the device
-        to have them there. For the thread that attends."""
-
-    @property
-    def began(self) -> float:
-        """After `take`: when the CPU's part of it began, in monotonic seconds. What it waited for the device to compute
-        them is no part of it."""
+        """The three on the CPU; waits for the device to have them there. For the thread that attends."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self.began = time.monotonic() - self._computed.elapsed_time(self._copied) / 1000
+        return self._on_host
 
     def make_room(self) -> Tensor:
         """[n, num_heads * head_dim] on the CPU, for the result."""
+        query = self._on_host[0]
+        rows, heads, head_dim = query.shape
+        return torch.empty(rows, heads * head_dim, dtype=query.dtype, pin_memory=self._copied is not None)
 
     def bring_back(self, result: Tensor) -> Tensor:
         """What `make_room` gave, filled now, on the device. For the thread that runs the device: its later work comes
         behind it."""
-
-
-def hand_over(query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> QkvTransfer:
-    """Begin; returns at once. The tensors are left as they are until the result is asked for."""
-    return FromGpu(query, key, value, device) if device.type == "cuda" else FromCpu(query, key, value)
-
-
-class FromCpu:
-    """The device is a CPU too: nothing is copied."""
-
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        self._given = query, key, value
-        self.began = time.monotonic()
-
-    def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self._given
-
-    def make_room(self) -> Tensor:
-        return _room(self._given[0])
-
-    def bring_back(self, result: Tensor) -> Tensor:
-        return result
-
-
-class FromGpu:
-    """Through pinned memory: copied on the stream that computed them, with an event behind that the CPU waits for."""
-
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> None:
-        self._device = device
-        stream = torch.cuda.current_stream(device)
-        self._computed = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._copied = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._computed.record(stream)
-        self._pinned = _to_pinned(query), _to_pinned(key), _to_pinned(value)
-        self._copied.record(stream)
-        self.began = time.monotonic()
-
-    def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        self._copied.synchronize()
-        self.began = time.monotonic() - self._computed.elapsed_time(self._copied) / 1000
-        return self._pinned
-
-    def make_room(self) -> Tensor:
-        return _room(self._pinned[0], pin_memory=True)
-
-    def bring_back(self, result: Tensor) -> Tensor:
         # torch keeps pinned memory from being used again until copies out of it are done.
-        return result.to(self._device, non_blocking=True)
+        return result if self._copied is None else result.to(self._device, non_blocking=True)
 
 
 def _to_pinned(tensor: Tensor) -> Tensor:
@@ -100,16 +75,10 @@ def _to_pinned(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor, non_blocking=True)
 
 
-def _room(query: Tensor, *, pin_memory: bool = False) -> Tensor:
-    rows, heads, head_dim = query.shape
-    return torch.empty(rows, heads * head_dim, dtype=query.dtype, pin_memory=pin_memory)
-
-
 PATIENCE = 10.0
-"""Seconds that one layer's attention may take: some hundred times what it ever does."""
+"""Seconds that one layer's attention may take: about a hundred times what it takes."""
 SECOND_LOOK = 1.0
-"""Seconds, at most, that it gets to go on once it was found too slow: where the whole process was stopped, the clock
-went on and nothing hangs."""
+"""Seconds, at most, that it gets once it was found too slow: if the whole process was stopped, nothing hangs."""
 _LOOK_EVERY = 0.05
 _CLOSING = 1.0
 
@@ -119,11 +88,8 @@ class HostAttentionLost(RuntimeError):
 
 
 class HostTask:
-    """One layer's attention of some rows, under way.
-
-    Raises:
-        HostAttentionLost: from `ready` and `wait`, if there will be no result.
-    """
+    """One layer's attention of some rows, under way. `ready` and `wait` raise HostAttentionLost if there will be no
+    result."""
 
     def __init__(
         self, layer: int, transfer: QkvTransfer, batch: AttentionBatch, problem: Callable[[], str | None]
@@ -136,7 +102,7 @@ class HostTask:
         self._result: Tensor | None = None
 
     def finish(self, result: Tensor) -> None:
-        """For the thread that attends: what `QkvTransfer.make_room` gave, filled."""
+        """Give the result, in the room of `QkvTransfer.make_room`; for the thread that attends."""
         self._result = result
         self._done.set()
 
@@ -164,16 +130,12 @@ class HostTask:
         return self.transfer.bring_back(self._result)
 
 
-class HostAttention:
-    """A thread that attends for host sequences, one task after the other in the order in which they are given.
-
-    Waits for the CPU's operators first, if they are being built. Everything but the attention itself is for the one
-    thread that runs the device.
+class HostAttentionThread:
+    """A thread that attends for host sequences, one task after the other. Its methods are for the one thread that runs
+    the device. It waits first for the CPU's operators, if they are being built.
 
     Args:
-        config: of the model whose layers they are.
-        keys, values: per layer [num_host_blocks, num_kv_heads, block_size, head_dim], in host memory; layers are
-            numbered as in the decoder.
+        keys, values: per layer of the decoder [num_host_blocks, num_kv_heads, block_size, head_dim], in host memory.
         device: where queries come from and results go.
         threads: that share each task.
         cores: numbers of the processors that they run on; None leaves that to the system.
@@ -215,11 +177,11 @@ class HostAttention:
         """Write n new keys and values and attend for n queries, one of each row; returns at once.
 
         Args:
-            query: [n, num_heads, head_dim] on the device, key and value [n, num_kv_heads, head_dim]; views of larger
-                tensors will do. They must not be written to before the task is ready.
+            query: [n, num_heads, head_dim] on the device, key and value [n, num_kv_heads, head_dim]; maybe views of
+                larger tensors. They must not be written to before the task is ready.
             batch: of these rows, on the CPU.
         """
-        task = HostTask(layer, hand_over(query, key, value, self._device), batch, lambda: self.problem)
+        task = HostTask(layer, QkvTransfer(query, key, value, self._device), batch, lambda: self.problem)
         if self._given == self._ended:
             self._since = time.monotonic()
         self._given += 1
@@ -227,12 +189,12 @@ class HostAttention:
         return task
 
     def take_work(self) -> tuple[HostWork, ...]:
-        """What was done since the last call, in order."""
+        """Finished work since the last call, in order."""
         return tuple([self._work.popleft() for _ in range(len(self._work))])
 
     @property
     def problem(self) -> str | None:
-        """Why there will be no more results: it failed, or hangs, or was closed; None while all is well."""
+        """Why there will be no more results, because it failed, hangs or was closed; None while all is well."""
         if self._problem is None:
             self._problem = self._trouble()
             if self._problem is not None:
@@ -264,10 +226,8 @@ class HostAttention:
             return None
         return f"attention on the CPU has hung for {now - self._since:.0f} s"
 
-    # ------------------------------------------------------------------------------------------- the thread's part
-
     def _start(self, threads: int, cores: Sequence[int] | None) -> None:
-        """Return when it takes tasks."""
+        """Start the thread; returns when it takes tasks."""
         settled: SimpleQueue[OSError | None] = SimpleQueue()
         arguments = threads, cores, settled
         self._thread = threading.Thread(target=self._run, args=arguments, name="host-attention", daemon=True)
@@ -297,20 +257,21 @@ class HostAttention:
     def _attend(self, task: HostTask) -> bool:
         """Carry a task out; False once it was given up, and nothing may be written."""
         query, key, value = task.transfer.take()
-        batch, keys, values = task.batch, self._keys[task.layer], self._values[task.layer]
+        keys, values = self._keys[task.layer], self._values[task.layer]
+        block_tables, query_starts, contexts, slots = task.batch.tensors
         with self._writing:
             if self._given_up:
                 return False
-            cache_write(key, value, keys, values, batch.slot_mapping)
+            cache_write(key, value, keys, values, slots)
         result = task.transfer.make_room()
         paged_attention(
             result,
             query,
             keys,
             values,
-            batch.block_tables,
-            batch.query_starts,
-            batch.context_lengths,
+            block_tables,
+            query_starts,
+            contexts,
             scale=self._config.head_dim**-0.5,
             sliding_window=self._config.sliding_window(task.layer),
         )
@@ -321,7 +282,7 @@ class HostAttention:
     def _count(self, task: HostTask) -> None:
         now = time.monotonic()
         seconds = now - max(task.transfer.began, self._last_end)  # in the queue it costs nothing
-        contexts = task.batch.context_lengths
+        _, _, contexts, _ = task.batch.tensors
         self._work.append(HostWork(contexts.shape[0], int(contexts.sum()), seconds))
         self.busy_seconds += seconds
         self._last_end = self._since = now
@@ -329,10 +290,8 @@ class HostAttention:
 
 
 def set_threads_of_this_thread(threads: int) -> None:
-    """Set how many threads share what the calling thread alone computes with torch.
-
-    `torch.set_num_threads` would also change what threads get that begin to compute later.
-    """
+    """Set how many threads share the torch work of the calling thread alone; `torch.set_num_threads` would also change
+    threads that begin to compute later."""
     torch.get_num_threads()  # the first call in a thread sets the number that all have
     with contextlib.suppress(OSError, AttributeError):  # a torch without OpenMP has the same threads for everyone
         ctypes.CDLL(torch._C.__file__).omp_set_num_threads(threads)

@@ -1,7 +1,7 @@
-"""The forward pass of a step in which the CPU attends for some sequences: those whose KV is in host memory.
+"""The forward pass of a step in which the CPU attends for the sequences whose KV is in host memory.
 
-Their linear layers run on the device, together with those of the rows whose KV is there. What they wait for is their
-attention, which the CPU computes beside the steps (APEX, section 3.3) or in turn with the device (NEO).
+Their linear layers run on the device, together with the rows whose KV is there. They wait for their attention, which
+the CPU computes beside the steps (APEX, section 3.3) or in turn with the device (NEO).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from nanoserve.models.attention import AttentionBatch, PagedAttention
-from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
+from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.runtime.compile.layer_runner import LayerRunner
-from nanoserve.runtime.host.host_attention import HostAttention, HostAttentionLost, HostTask
+from nanoserve.runtime.host.host_attention import HostAttentionLost, HostAttentionThread, HostTask
 from nanoserve.runtime.step.forward_pass import LayerComputed
 from nanoserve.scheduler.plan import CohortProgress, HostWork, Row
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """Attention that the CPU was asked to compute, or some rows of it."""
+    """A task of the CPU's attention, or some rows of it."""
 
     task: HostTask
     places: Tensor | None = None
@@ -44,14 +44,14 @@ class HostGroup:
     step: int
     """The plan in which they began."""
     rows: Sequence[Row]
-    """Their rows in that plan; one token each."""
+    """Their rows in that plan, of one token each."""
     batch: AttentionBatch
     """Where their keys and values are in host memory; its tensors are on the CPU."""
     hidden: Tensor
     """[n, hidden_size], what enters `layer`; while its attention is pending, that layer's residual."""
     cos: Tensor
     sin: Tensor
-    """Rotary tables of the rows' positions, as the layers take them."""
+    """Rotary tables of the rows' positions, [n, 1, rotary_dim / 2]."""
     layer: int = 0
     """The next one of this stage, counted from 0."""
     pending: _Pending | None = None
@@ -81,7 +81,7 @@ class DeviceRows:
     """[T, hidden_size], what enters the first layer of the stage."""
     cos: Tensor
     sin: Tensor
-    """Rotary tables of the rows' positions, as the layers take them."""
+    """Rotary tables of the tokens' positions, [T, 1, rotary_dim / 2]."""
     attention: PagedAttention
     computed: LayerComputed | None = None
     """Called after each layer in which they have written their keys and values; None if nothing waits for that."""
@@ -91,21 +91,17 @@ class HybridPass:
     """Walks over the layers of a stage with the rows of a step and with the host sequences that take part.
 
     Args:
+        layers: runs layers, in pieces where host sequences take part.
         make_host: starts the CPU's part; again when it has failed.
-        run_layer: for layers in which no host sequence takes part.
-        pieces: for the others.
     """
 
-    def __init__(
-        self, decoder: Decoder, make_host: Callable[[], HostAttention], *, run_layer: LayerFunction, pieces: LayerRunner
-    ) -> None:
+    def __init__(self, decoder: Decoder, layers: LayerRunner, make_host: Callable[[], HostAttentionThread]) -> None:
         self.pending: list[HostGroup] = []  # groups whose attention the CPU was asked for, in this order
         self._layers = list(cast(Iterable[DecoderLayer], decoder.layers))
         self._first_layer = decoder.shard.layers.start
         self._make_host = make_host
         self._host = make_host()
-        self._run_layer = run_layer
-        self._pieces = pieces
+        self._run_layer = layers
         self._loss: str | None = None
         # An event in front of the newest attention: how far a GPU has come, which lags behind what is issued.
         self._mark = torch.cuda.Event() if decoder.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -127,17 +123,15 @@ class HybridPass:
         return self._host.take_work()
 
     def take_loss(self) -> str | None:
-        """Why the CPU's part failed, if it did since the last call: no group is under way any more then.
-
-        To be asked in every step: it is how a CPU that does not come back is noticed.
-        """
+        """Why the CPU's part failed, if it did since the last call; then no group is under way any more. Call it in
+        every step, to notice a CPU that hangs."""
         if self._loss is None and self.pending and self._host.problem is not None:
             self._lose(self._host.problem)
         loss, self._loss = self._loss, None
         return loss
 
     def forget(self) -> None:
-        """No group is under way any more, nor does the CPU write anything for one."""
+        """Drop all groups under way; the CPU writes nothing more for one."""
         self._wait(self.pending)
         self.pending.clear()
 
@@ -147,10 +141,8 @@ class HybridPass:
         self._host.close()
 
     def take(self, sequences: Sequence[int]) -> list[HostGroup]:
-        """Take some sequences out of the groups that are under way, as groups of their own.
-
-        Those that are not under way in this stage are passed over: another one has them.
-        """
+        """Take some sequences out of the groups that are under way, as groups of their own; those that another stage has
+        are left out."""
         wanted, taken, left = set(sequences), list[HostGroup](), list[HostGroup]()
         for group in self.pending:
             places = [place for place, row in enumerate(group.rows) if row.sequence in wanted]
@@ -171,16 +163,15 @@ class HybridPass:
     ) -> tuple[Tensor | None, list[HostGroup]]:
         """A step of Asynchronous Overlap (APEX, section 3.3).
 
-        A group whose attention in a layer is done when the step has come to that layer's second half joins it and the
-        first half of the next layer, whose attention is then the CPU's next task. One that is not done tries again in
-        the next step: the device never waits, unless it has nothing else to do. No group advances by more than a layer.
+        A group whose attention in a layer is done when the step reaches that layer's second half joins it and the first
+        half of the next layer, whose attention is then the CPU's next task. Other groups try again in the next step:
+        the device waits only if it has nothing else to do. No group advances by more than a layer.
 
         Args:
-            entering: groups that come to the first layer of this stage.
+            entering: groups at the first layer of this stage.
 
         Returns:
-            hidden states of the device's rows behind the last layer, [T, hidden_size]; and the groups that have left
-            that layer.
+            hidden states of the device's rows after the last layer, [T, hidden_size]; and the groups that passed it.
         """
         hidden = None if device is None else device.hidden
         if device is None and not entering and self.pending:
@@ -202,7 +193,7 @@ class HybridPass:
         return hidden, groups
 
     def _ready(self, groups: Sequence[HostGroup]) -> list[HostGroup]:
-        """The groups whose attention is done when the device has come here; none if the CPU's part has failed."""
+        """The groups whose attention is done when the device reaches this point; none if the CPU's part failed."""
         if self._mark is not None and groups:
             self._mark.synchronize()  # meanwhile the device attends
         try:
@@ -218,15 +209,15 @@ class HybridPass:
     ) -> tuple[Tensor | None, list[HostGroup]]:
         """A step of Asymmetric Pipelining (NEO, arXiv:2411.01142, as APEX, section 2.3, describes it).
 
-        Two sub-batches alternate: while the CPU attends for the one, the device computes the linear layers of the
-        other. Both end the stage. If the CPU's part fails, the device's rows do so alone.
+        Two sub-batches alternate: while the CPU attends for one, the device computes the linear layers of the other.
+        Both end the stage. If the CPU's part fails, the device's rows end it alone.
 
         Args:
             device: rows of the first sub-batch.
             first, second: groups of each, either at the first layer of the stage or taken from those under way.
 
         Returns:
-            hidden states of the device's rows behind the last layer, [T, hidden_size]; and the groups.
+            hidden states of the device's rows after the last layer, [T, hidden_size]; and the groups.
         """
         hidden = None if device is None else device.hidden
         halves = [list(first), list(second)]
@@ -245,8 +236,7 @@ class HybridPass:
         self._second_half(layer, None, None, self._done(halves, 1, layer.index))
 
     def _done(self, halves: list[list[HostGroup]], number: int, layer: int) -> list[HostGroup]:
-        """Groups of a sub-batch whose attention in a layer was pending, once it is done; none is left of either
-        sub-batch if it never will be."""
+        """Wait for the pending groups of a sub-batch in a layer; if that fails, both sub-batches lose all groups."""
         groups = [group for group in halves[number] if group.layer == layer and group.pending is not None]
         if not self._wait(groups):
             halves[0], halves[1] = [], []
@@ -258,18 +248,15 @@ class HybridPass:
     def _first_half(
         self, layer: DecoderLayer, device: DeviceRows | None, hidden: Tensor | None, groups: Sequence[HostGroup]
     ) -> Tensor | None:
-        """Queries, keys and values of all rows; the CPU is asked for the groups' attention, then the device attends.
-
-        Returns:
-            the attention of the device's rows, [T, num_heads * head_dim].
-        """
+        """Queries, keys and values of all rows; the groups' attention is handed to the CPU, then the device attends.
+        Returns the attention of the device's rows, [T, num_heads * head_dim]."""
         parts = [(group.hidden, group.cos, group.sin) for group in groups]
         if device is not None:
             assert hidden is not None
             parts.insert(0, (hidden, device.cos, device.sin))
         if not parts:
             return None
-        query, key, value = self._pieces.pre_attention(layer, *(_joined(part) for part in zip(*parts, strict=True)))
+        query, key, value = self._run_layer.pre_attention(layer, *(_joined(part) for part in zip(*parts, strict=True)))
         end = 0 if hidden is None or device is None else len(hidden)
         own = slice(0, end)
         for group in groups:
@@ -287,17 +274,14 @@ class HybridPass:
     def _second_half(
         self, layer: DecoderLayer, attended: Tensor | None, hidden: Tensor | None, groups: Sequence[HostGroup]
     ) -> Tensor | None:
-        """Output and feed-forward part of all rows; the groups come to the next layer.
-
-        Returns:
-            hidden states of the device's rows.
-        """
+        """Output and feed-forward part of all rows; the groups advance to the next layer. Returns the hidden states of
+        the device's rows."""
         parts = [(group.pending.result(), group.hidden) for group in groups if group.pending is not None]
         if attended is not None and hidden is not None:
             parts.insert(0, (attended, hidden))
         if not parts:
             return hidden
-        output = self._pieces.post_attention(layer, *(_joined(part) for part in zip(*parts, strict=True)))
+        output = self._run_layer.post_attention(layer, *(_joined(part) for part in zip(*parts, strict=True)))
         end = 0 if attended is None or hidden is None else len(hidden)
         own = output[:end] if end else hidden
         for group in groups:
@@ -305,10 +289,8 @@ class HybridPass:
             group.layer, group.pending = layer.index + 1, None
         return own
 
-    # ---- when the CPU does not come back ----------------------------------------------------------------------
-
     def _wait(self, groups: Sequence[HostGroup]) -> bool:
-        """Until the attention of these is done; False if it never will be."""
+        """Wait until the groups' attention is done; False if it failed."""
         try:
             return all(group.pending is None or group.pending.task.wait() for group in groups)
         except HostAttentionLost as error:
@@ -316,7 +298,7 @@ class HybridPass:
             return False
 
     def _lose(self, problem: str) -> None:
-        """Nothing under way will be answered; a new thread takes over what comes."""
+        """Drop all groups under way; a new thread takes later ones."""
         self._loss = problem
         self.pending.clear()
         self._host.close()
@@ -324,17 +306,16 @@ class HybridPass:
 
 
 def _entering(groups: Sequence[HostGroup], layer: int) -> list[HostGroup]:
-    """The groups that come to that layer's first half."""
+    """The groups at that layer's first half."""
     return [group for group in groups if group.layer == layer and group.pending is None]
 
 
 def _mark(device: DeviceRows, layer: DecoderLayer) -> None:
-    """Mark that the rows' keys and values of this layer are in the cache."""
     if device.computed is not None:
         device.computed(layer.index)
 
 
 def _joined(tensors: Iterable[Tensor]) -> Tensor:
-    """One behind the other, along the first dimension."""
+    """The tensors, concatenated along the first dimension."""
     parts = list(tensors)
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,8 +1,8 @@
 """A ModelRunner of a stage in which the CPU attends for host sequences, those whose KV is in host memory.
 
 In a pipeline, a group of host sequences is under way in a stage while plans pass through it, and leaves its last layer
-with one of them: with that plan its hidden states travel to the next stage. So stages behind learn from the header of
-each plan which groups follow. Where these have their keys and values they know from the plan in which they began.
+with one of them: with that plan its hidden states travel to the next stage. A header tells later stages which groups
+follow a plan. The plan in which a group began says where its keys and values are.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from nanoserve.models.attention import PagedAttention
-from nanoserve.models.decoder import Decoder, LayerFunction
+from nanoserve.models.decoder import Decoder
 from nanoserve.runtime.compile.layer_runner import LayerRunner
-from nanoserve.runtime.host.host_attention import HostAttention
+from nanoserve.runtime.host.host_attention import HostAttentionThread
 from nanoserve.runtime.host.hybrid_pass import DeviceRows, HostGroup, HybridPass
+from nanoserve.runtime.step.answers import SampledRows
 from nanoserve.runtime.step.forward_pass import InputBuilder, StepInputs, row_ends
-from nanoserve.runtime.step.launched_step import LaunchedStep, SampledRows
 from nanoserve.runtime.step.model_runner import ModelRunner, PreparedStep
 from nanoserve.runtime.step.staging import DeviceToHostCopy, Staging
 from nanoserve.scheduler.plan import CohortProgress, HostWork, Row, StepPlan
@@ -35,10 +35,10 @@ class Leaving(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """Which groups have left a stage with a plan, and what the last stage reports of those that are under way.
+    """Which groups have left a stage with a plan, and the progress of those that are under way.
 
-    It goes ahead of hidden states, as the plan alone does not say how many come: which groups leave is known only where
-    they are under way, for it depends on how far the CPU has come.
+    It goes ahead of hidden states, because the plan alone does not say how many come: which groups leave depends on how
+    far the CPU is.
     """
 
     leaving: tuple[Leaving, ...] = ()
@@ -46,7 +46,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     cohorts: tuple[CohortProgress, ...] = ()
     """Progress of the host sequences that are under way in this stage and in those before it."""
     host_work: tuple[HostWork, ...] = ()
-    """What the CPU did there since the last such plan."""
+    """Work that the CPU finished there since the last such plan."""
 
     @property
     def num_rows(self) -> int:
@@ -64,12 +64,12 @@ class Beginning:
     """Token ids and positions are on the device, the AttentionBatch on the CPU."""
 
     def group(self, decoder: Decoder) -> HostGroup:
-        """The sequences as they come to the first layer of the first stage."""
+        """The sequences at the first layer of the first stage."""
         hidden, cos, sin = decoder.enter(self.inputs.token_ids, self.inputs.positions)
         return HostGroup(self.step, self.rows, self.inputs.batch, hidden, cos, sin)
 
     def arrive(self, decoder: Decoder, sequences: Sequence[int], hidden: Tensor) -> HostGroup:
-        """Some of them as they come to the first layer of a later stage, with hidden states [n, hidden_size]."""
+        """Some of them at the first layer of a later stage, with hidden states [n, hidden_size]."""
         place_of = {row.sequence: place for place, row in enumerate(self.rows)}
         chosen = [place_of[sequence] for sequence in sequences]
         hidden, cos, sin = decoder.enter(hidden, self.inputs.positions[chosen])
@@ -90,26 +90,22 @@ class HybridStep(PreparedStep):
 
 
 class HybridRunner(ModelRunner):
-    """A ModelRunner with a HybridPass, for the steps in which host sequences take part.
-
-    Computing such a step may wait: for the CPU under asymmetric pipelining, and for the device where it has to be seen
-    how far the CPU has come.
-    """
+    """A ModelRunner with a HybridPass, for the steps in which host sequences take part. Computing such a step may wait:
+    for the CPU under asymmetric pipelining, and for the device to see how far the CPU is."""
 
     def __init__(
         self,
         decoder: Decoder,
+        layers: LayerRunner,
+        make_host: Callable[[], HostAttentionThread],
         *,
         block_size: int,
         device: torch.device,
-        run_layer: LayerFunction,
-        pieces: LayerRunner,
-        make_host: Callable[[], HostAttention],
         **settings: Any,
     ) -> None:
-        """pieces, make_host: as HybridPass has them; settings: others of the ModelRunner."""
-        super().__init__(decoder, block_size=block_size, device=device, run_layer=run_layer, **settings)
-        self.hybrid = HybridPass(decoder, make_host, run_layer=run_layer, pieces=pieces)
+        """layers, make_host: as HybridPass has them; settings: others of the ModelRunner."""
+        super().__init__(decoder, block_size=block_size, device=device, run_layer=layers, **settings)
+        self.hybrid = HybridPass(decoder, layers, make_host)
         self._block_size = block_size
         # Apart from the staging of the next plan, which may be prepared at the same moment.
         self._late_staging = Staging(device)
@@ -120,7 +116,7 @@ class HybridRunner(ModelRunner):
         self.forget_host()
 
     def forget_host(self) -> None:
-        """No host sequence is under way any more, in any stage; nothing more is written for one."""
+        """Drop all host sequences under way, in any stage; nothing more is written for one."""
         self._coming.clear()
         self.hybrid.forget()
         self.hybrid.take_loss()  # it is not waited for any more
@@ -138,21 +134,15 @@ class HybridRunner(ModelRunner):
         return step
 
     def compute(self, step: PreparedStep, entering: Tensor | None = None) -> Tensor | None:
-        """As ModelRunner has it.
-
-        Args:
-            entering: for a HybridStep behind the first stage, hidden states of its tokens on the device and then of the
-                groups that its header names, [T + rows of the groups, hidden_size].
-
-        Returns:
-            the same for a HybridStep and the groups that have passed the last layer, which are in the step now.
-        """
+        """As ModelRunner has it. Behind the hidden states of a HybridStep's tokens on the device follow those of groups:
+        the groups that its header names enter, and those that passed the last layer leave. The latter are in the step
+        then."""
         if not isinstance(step, HybridStep):
             return super().compute(step, entering)
         with torch.inference_mode():
             return self._compute_hybrid(step, entering)
 
-    def sample(self, step: PreparedStep, hidden: Tensor | None) -> LaunchedStep:
+    def sample(self, step: PreparedStep, hidden: Tensor | None) -> PreparedStep:
         if isinstance(step, HybridStep):
             with torch.inference_mode():
                 step.sampled = self._stage_with_groups(step)
@@ -205,7 +195,7 @@ class HybridRunner(ModelRunner):
     def _arrive(
         self, step: HybridStep, header: Header, entering: Tensor | None, halves: Sequence[list[HostGroup]]
     ) -> Tensor | None:
-        """Put the groups that the header names into their sub-batches; the hidden states that are left."""
+        """Put the groups that the header names into their sub-batches; returns the other hidden states."""
         for beginning in step.beginning:
             if beginning is not None:
                 self._coming |= dict.fromkeys((row.sequence for row in beginning.rows), beginning)
@@ -225,7 +215,7 @@ class HybridRunner(ModelRunner):
         return entering[: step.num_tokens] if step.num_tokens else None
 
     def _stage_with_groups(self, step: HybridStep) -> SampledRows | None:
-        """What is sampled of a step's rows on the device and of the groups behind them."""
+        """The sampling of a step's rows on the device and of the groups behind them."""
         rows = [row for row in step.plan.rows if row.tier == "device"]
         rows += [row for group in step.groups for row in group.rows]
         if not rows:

@@ -19,13 +19,14 @@ from nanoserve.request import SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.launch.devices import compiler_errors
 from nanoserve.runtime.launch.memory import memory_errors, out_of_memory
-from nanoserve.runtime.sampling.logprobs import rows_per_chunk
 from nanoserve.runtime.sampling.sampler import SamplingRows, SamplingState, sample
+from nanoserve.runtime.step.answers import rows_per_chunk
 from nanoserve.runtime.step.decode_graphs import CudaRecorder, DecodeGraphs, StaticInputs, bucket_sizes
-from nanoserve.runtime.step.forward_pass import Caches, ForwardPass, StepInputs
+from nanoserve.runtime.step.forward_pass import ForwardPass, StepInputs, make_caches
 from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.runtime.step.staging import Staging
 from nanoserve.scheduler.plan import Begin
+from triton_ops.cache import SKIPPED_SLOT
 from triton_ops.gpu.experts import never_waits
 
 COMPILING, WARMING_UP = "compiling layers", "warming up"
@@ -170,8 +171,12 @@ class MemoryProfileRun:
         All positions read the same block of a cache of one block, and nothing is written: the tokens mean nothing.
         """
         with torch.inference_mode():
-            forward = ForwardPass(decoder, self._caches(decoder), run_layer)
-            hidden = forward(self._inputs(decoder))
+            caches = make_caches(
+                decoder.config, num_blocks=1, block_size=self.block_size, dtype=decoder.dtype, device=decoder.device
+            )
+            for cache in (*caches.keys, *caches.values):
+                cache.zero_()
+            hidden = ForwardPass(decoder, caches, run_layer)(self._inputs(decoder))
             if not decoder.shard.is_last:
                 return None
             vocab_size = decoder.config.vocab_size
@@ -185,37 +190,23 @@ class MemoryProfileRun:
             logits = decoder.compute_logits(hidden[last_tokens])
             return sample(logits, settings).tokens if len(logits) else None  # another rank gathered them
 
-    def _caches(self, decoder: Decoder) -> Caches:
-        config = decoder.config
-        shape = (1, config.num_kv_heads, self.block_size, config.head_dim)
-        keys, values = (
-            [torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in range(config.num_layers)]
-            for _ in range(2)
-        )
-        return Caches(keys, values)
-
     def _inputs(self, decoder: Decoder) -> StepInputs:
         device = decoder.device
         longest = self.num_tokens - (self.num_rows - 1)
         lengths = torch.tensor([longest] + [1] * (self.num_rows - 1), dtype=torch.int32, device=device)
         starts = torch.zeros(self.num_rows + 1, dtype=torch.int32, device=device)
         starts[1:] = lengths.cumsum(0)
-        batch = AttentionBatch(
-            block_tables=torch.zeros(self.num_rows, -(-longest // self.block_size), dtype=torch.int32, device=device),
-            query_starts=starts,
-            context_lengths=lengths,
-            slot_mapping=torch.full((self.num_tokens,), -1, device=device),
-        )
+        tables = torch.zeros(self.num_rows, -(-longest // self.block_size), dtype=torch.int32, device=device)
+        slots = torch.full((self.num_tokens,), SKIPPED_SLOT, device=device)
+        entering = None
+        if not decoder.shard.is_first:
+            entering = torch.zeros(self.num_tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=device)
         return StepInputs(
             token_ids=torch.zeros(self.num_tokens, dtype=torch.int64, device=device),
             positions=torch.arange(self.num_tokens, device=device),
-            batch=batch,
-            entering=None if decoder.shard.is_first else self._entering(decoder),
+            batch=AttentionBatch(tables, starts, lengths, slots),
+            entering=entering,
         )
-
-    def _entering(self, decoder: Decoder) -> Tensor:
-        shape = (self.num_tokens, decoder.config.hidden_size)
-        return torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
 
 
 def measured_memory(device: torch.device, step: Callable[[], object]) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from nanoserve.config import ModelConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.processes.sizes import format_size
 
@@ -70,67 +71,25 @@ def _room(limit: Path, usage: Path, statistics: Path, reclaimable: str) -> int |
         return None
 
 
-def choose_num_blocks(
-    config: ModelConfig,
-    *,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    kv_cache_memory: int | None,
-    max_model_len: int | None,
-    max_num_seqs: int,
-    reserved: int = 0,
-) -> int:
-    """How many blocks the KV cache gets.
+def choose_num_blocks(per_block: int, free: int, longest: int, config: EngineConfig) -> int:
+    """How many blocks of `per_block` bytes the KV cache gets out of `free` bytes.
+
+    Without ``--kv-cache-memory`` it is a share of what is free, but no more than ``--max-num-seqs`` requests of full
+    length can use. Without ``--max-model-len``, such a cache may be smaller than the longest request: the caller lowers
+    the limit to ``blocks * block_size``.
 
     Args:
-        kv_cache_memory: bytes asked for (``--kv-cache-memory``), or None: a share of what is free, but no more than
-            `max_num_seqs` requests of full length can use.
-        max_model_len: the longest request, asked for; None stands for the model's own limit, and then a default cache
-            may be smaller than that: the caller lowers the limit to ``blocks * block_size``.
-        reserved: bytes of what is free that steps need, where that was measured.
+        longest: the model's own limit, in tokens.
 
     Raises:
         UsageError: if one request of full length does not fit, or more is asked for than is free.
     """
-    share = CPU_SHARE if torch.device(device).type == "cpu" else CUDA_SHARE
-    return blocks_that_fit(
-        kv_bytes_per_block(config, block_size, dtype),
-        max(0, available_memory(device) - reserved),
-        share=share,
-        block_size=block_size,
-        longest=config.max_position_embeddings,
-        kv_cache_memory=kv_cache_memory,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-    )
-
-
-def blocks_that_fit(
-    per_block: int,
-    free: int,
-    *,
-    share: float,
-    block_size: int,
-    longest: int,
-    kv_cache_memory: int | None,
-    max_model_len: int | None,
-    max_num_seqs: int,
-) -> int:
-    """How many blocks of `per_block` bytes the KV cache gets out of `free` bytes.
-
-    Args:
-        share: of what is free, for a cache whose size was not asked for.
-        longest: the model's own limit.
-        kv_cache_memory, max_model_len, max_num_seqs: as in `choose_num_blocks`.
-
-    Raises:
-        UsageError: as it does.
-    """
+    block_size, max_model_len = config.block_size, config.max_model_len
+    share = CPU_SHARE if config.device == "cpu" else CUDA_SHARE
     length = max_model_len or longest
     per_request = -(-length // block_size)
-    if kv_cache_memory is not None:
-        return _explicit(kv_cache_memory, free, per_block, per_request, length, block_size)
+    if config.kv_cache_memory is not None:
+        return _explicit(config.kv_cache_memory, free, per_block, per_request, length, block_size)
     affordable = int(free * share) // per_block
     if max_model_len is not None:
         affordable = max(affordable, per_request)  # asked for by name: more than the usual share, if it is there
@@ -140,7 +99,7 @@ def blocks_that_fit(
             f"one request of {length} tokens needs {needed} of KV cache, but only {format_size(free)} of memory"
             " is free; lower --max-model-len or free some memory"
         )
-    return min(affordable, per_request * max_num_seqs)
+    return min(affordable, per_request * config.max_num_seqs)
 
 
 def _explicit(asked: int, free: int, per_block: int, per_request: int, length: int, block_size: int) -> int:
@@ -157,12 +116,6 @@ def _explicit(asked: int, free: int, per_block: int, per_request: int, length: i
             f" {length}; raise it to {format_size(per_request * per_block)}{shorter}"
         )
     return blocks
-
-
-def weights_do_not_fit(directory: Path | None) -> str:
-    """The problem, for `memory_errors`, when the model of a directory is loaded, or one without a directory."""
-    size = 0 if directory is None else sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    return f"a checkpoint of {format_size(size)} does not fit" if size else "the weights do not fit"
 
 
 @contextmanager

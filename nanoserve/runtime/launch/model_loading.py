@@ -1,8 +1,8 @@
 """A model on its device: what the engine's own process and a worker do alike."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -17,10 +17,9 @@ from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shapes import dummy_config
 from nanoserve.models.shards import Shard
 from nanoserve.processes.files import unreadable_as_model_error
+from nanoserve.processes.sizes import format_size
 from nanoserve.runtime.launch.devices import check_model, use_writable_triton_cache
-from nanoserve.runtime.launch.memory import memory_errors, weights_do_not_fit
-
-_LESS_MEMORY = "choose a smaller model or --dtype, or free some memory"
+from nanoserve.runtime.launch.memory import memory_errors
 
 
 def read_config(resolved: ResolvedModel) -> ModelConfig:
@@ -51,10 +50,7 @@ def load_decoder(
         UsageError: if a setting makes no sense for it.
         RuntimeFailure: if the memory does not suffice.
     """
-    if device.type == "cuda":
-        _prepare(device, read_config(resolved), config)
-    problem = weights_do_not_fit(resolved.directory)
-    with unreadable_as_model_error(), memory_errors(device, problem, _LESS_MEMORY):
+    with _loading(resolved, config, device):
         if resolved.directory is None:
             return make_dummy_model(resolved.name, config.dtype, device, shard=shard, group=group)
         told = None if progress is None else partial(progress, "load")
@@ -62,37 +58,43 @@ def load_decoder(
 
 
 def load_layouts(
-    directory: Path,
+    resolved: ResolvedModel,
     config: EngineConfig,
     device: torch.device,
     progress: ProgressCallback | None,
     *,
     shards: Sequence[Shard],
     groups: Sequence[TensorParallelGroup | None],
-) -> tuple[ReshardableWeights, ModelConfig]:
-    """A worker's decoders under several layouts, the first of which is in place, and the config of the whole model.
+) -> ReshardableWeights:
+    """A worker's decoders under several layouts, the first of which is in place.
 
     Args:
-        directory: of the model; a dummy is written to one first.
+        resolved: in a directory; a dummy is written to one first.
         shards, groups: of this worker, for each layout.
 
     Raises:
         ModelError, UsageError, RuntimeFailure: as `load_decoder`.
     """
-    with unreadable_as_model_error():
-        model = ModelConfig.from_directory(directory)
-    if device.type == "cuda":
-        _prepare(device, model, config)
+    model, directory = read_config(resolved), resolved.directory
+    assert directory is not None, "weights that are read more than once are in files"
     told = None if progress is None else partial(progress, "load")
-    dtype = resolve_dtype(config.dtype, device, model.dtype)
-    with unreadable_as_model_error(), memory_errors(device, weights_do_not_fit(directory), _LESS_MEMORY):
-        weights = ReshardableWeights(
+    with _loading(resolved, config, device):
+        dtype = resolve_dtype(config.dtype, device, model.dtype)
+        return ReshardableWeights(
             directory, model, dtype=dtype, device=device, shards=shards, groups=groups, progress=told
         )
-    return weights, model
 
 
-def _prepare(device: torch.device, model: ModelConfig, config: EngineConfig) -> None:
-    torch.cuda.set_device(device)  # kernels of our own are launched on the current one
-    use_writable_triton_cache()
-    check_model(device, model, config.dtype, config.block_size)
+@contextmanager
+def _loading(resolved: ResolvedModel, config: EngineConfig, device: torch.device) -> Iterator[None]:
+    """Check that a GPU can run the model, and say in one line what keeps it from being loaded."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels of our own are launched on the current one
+        use_writable_triton_cache()
+        check_model(device, read_config(resolved), config.dtype, config.block_size)
+    files = () if resolved.directory is None else resolved.directory.glob("*.safetensors")
+    size = sum(file.stat().st_size for file in files)
+    problem = f"a checkpoint of {format_size(size)} does not fit" if size else "the weights do not fit"
+    advice = "choose a smaller model or --dtype, or free some memory"
+    with unreadable_as_model_error(), memory_errors(device, problem, advice):
+        yield

@@ -26,7 +26,7 @@ import msgspec
 
 from nanoserve import __version__
 from nanoserve.errors import RuntimeFailure, first_line
-from nanoserve.processes.sockets import SocketKeys, local_address
+from nanoserve.processes.sockets import local_address
 from nanoserve.runtime.launch.torchrun import CONNECT_SECONDS, TorchrunProcess
 
 PRESENT_SECONDS = 600.0
@@ -36,10 +36,7 @@ _POLL_SECONDS = 0.1
 
 
 class Presence(msgspec.Struct, frozen=True):
-    """What a process says of itself when it comes to a rendezvous.
-
-    Later versions may add fields, but this version must still understand them.
-    """
+    """What a process says of itself when it comes to a rendezvous. Later versions may add fields."""
 
     nanoserve: str
     torch: str
@@ -64,11 +61,7 @@ class Presence(msgspec.Struct, frozen=True):
         return f"nanoserve {self.nanoserve} with torch {self.torch}"
 
     def check_fits(self, other: "Presence") -> None:
-        """Check that the two can work together.
-
-        Raises:
-            RuntimeFailure: if not; both sides say the same.
-        """
+        """Raise RuntimeFailure if the two cannot work together; both sides say the same."""
         if other.problem is not None:
             raise RuntimeFailure(f"on {other.host}: {other.problem}")
         if self.versions != other.versions:
@@ -84,21 +77,14 @@ class Presence(msgspec.Struct, frozen=True):
 
 
 class SharedKeys:
-    """A part of torchrun's store, of torch.distributed's Store type.
-
-    Every method raises RuntimeFailure if the store is gone.
-    """
+    """A part of torchrun's store. Every method raises RuntimeFailure if the store is gone."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
     @classmethod
     def of_torchrun(cls, process: TorchrunProcess) -> Self:
-        """The keys of one start of torchrun.
-
-        Raises:
-            RuntimeFailure: if the store cannot be reached.
-        """
+        """The keys of one start of torchrun; raises RuntimeFailure if the store cannot be reached."""
         process.wait_for_store()  # torch's own attempts print a line each
         try:
             store = _tcp_store(process.master_address, process.master_port)
@@ -145,59 +131,42 @@ class Addresses:
     """ZeroMQ address that the engine binds as PULL."""
     init_method: str
     """Where the workers meet each other, for `open_store`."""
-    keys: SocketKeys
-    """The engine's key pair."""
 
 
 @dataclass(frozen=True, slots=True)
-class OneMachine:
-    """All workers are children of the engine."""
+class Rendezvous:
+    """How one life of an engine's workers finds together: all as its children, or under torchrun worker 0 alone, and
+    the others as children of torchrun's other processes."""
 
     num_workers: int
+    torchrun: TorchrunProcess | None = None
+    """The engine's process; None if torchrun did not start it."""
+    keys: SharedKeys | None = None
+    number: int = 0
+    """Under torchrun: its store, and which rendezvous of this start of torchrun it is."""
 
-    @property
-    def spawned(self) -> tuple[int, ...]:
-        """Ranks of the workers that the engine starts."""
-        return tuple(range(self.num_workers))
+    @classmethod
+    def open(cls, num_workers: int, model: str) -> Self:
+        """For the workers of a new engine, or for new workers after a loss. Under torchrun this waits until the
+        processes of all other workers are there.
 
-    @property
-    def workers_here(self) -> int:
-        """How many share this machine's threads."""
-        return self.num_workers
-
-    def addresses(self, directory: Path) -> Addresses:
-        """Addresses of files in a private, new directory.
+        Args:
+            model: its name, which must be the same on all machines.
 
         Raises:
-            RuntimeFailure: if the directory's name is too long for a socket.
+            UsageError: if torchrun started another number of processes.
+            RuntimeFailure: if another process does not come, cannot take part or does not fit.
         """
-        plans, reports = local_address(directory), local_address(directory)
-        return Addresses(plans, reports, f"file://{directory / 'meeting'}", SocketKeys.random())
-
-    def hand_out(self, rank: int, start: bytes) -> None:
-        """Never called: all workers are children of the engine."""
-        raise AssertionError(f"worker {rank} is a child of the engine")
-
-    def end(self) -> None:
-        """The engine ends its children itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class SeveralMachines:
-    """torchrun started a process for each worker. The engine starts worker 0; the other processes keep the others."""
-
-    process: TorchrunProcess
-    keys: SharedKeys
-    number: int
-    """Which rendezvous of this start of torchrun."""
+        process = TorchrunProcess.from_environment()
+        if process is None:
+            return cls(num_workers)
+        process.check_num_workers(num_workers)
+        process.use_interface()
+        return cls.call(process, model)
 
     @classmethod
     def call(cls, process: TorchrunProcess, model: str) -> Self:
-        """Call all other processes together, and wait for them.
-
-        Raises:
-            RuntimeFailure: if one does not come, cannot take part or does not fit.
-        """
+        """Call all other processes of torchrun together, and wait for them; arguments and errors as for `open`."""
         mine, keys = Presence.here(model), SharedKeys.of_torchrun(process)
         number = keys.count("meetings", 1)
         keys.set(f"{number}/engine", msgspec.msgpack.encode(mine))
@@ -211,76 +180,46 @@ class SeveralMachines:
                     )
                 time.sleep(_POLL_SECONDS)
             mine.check_fits(msgspec.msgpack.decode(keys.get(f"{number}/present/{rank}"), type=Presence))
-        return cls(process, keys, number)
+        return cls(process.world_size, process, keys, number)
 
     @property
     def spawned(self) -> tuple[int, ...]:
         """Ranks of the workers that the engine starts."""
-        return (self.process.rank,)
+        return tuple(range(self.num_workers)) if self.torchrun is None else (self.torchrun.rank,)
 
     @property
     def workers_here(self) -> int:
         """How many share this machine's threads."""
-        return self.process.local_world_size
-
-    @property
-    def init_method(self) -> str:
-        """Where the workers meet each other, for `open_store`."""
-        place = f"{_prefix(self.process)}/{self.number}/group"
-        return f"tcp://{self.process.master_address}:{self.process.master_port}/{place}"
+        return self.num_workers if self.torchrun is None else self.torchrun.local_world_size
 
     def addresses(self, directory: Path) -> Addresses:
-        """Addresses on the interface that leads to the other machines; the directory is not used.
+        """New addresses: on one machine in a private, new directory, else on the interface to the other machines.
 
         Raises:
-            RuntimeFailure: if no port is free.
+            RuntimeFailure: if the directory's name is too long for a socket, or no port is free.
         """
-        plans, reports = self.process.free_addresses(2)
-        return Addresses(plans, reports, self.init_method, SocketKeys.random())
+        process = self.torchrun
+        if process is None:
+            return Addresses(local_address(directory), local_address(directory), f"file://{directory / 'meeting'}")
+        plans, reports = process.free_addresses(2)
+        place = f"{_prefix(process)}/{self.number}/group"
+        return Addresses(plans, reports, f"tcp://{process.master_address}:{process.master_port}/{place}")
 
     def hand_out(self, rank: int, start: bytes) -> None:
-        """Tell a worker elsewhere what it starts with: a WorkerStart, in JSON.
-
-        Raises:
-            RuntimeFailure: if torchrun's store is gone.
-        """
+        """Tell a worker elsewhere what it starts with: a WorkerStart, in JSON."""
+        assert self.keys is not None, "without torchrun all workers are children of the engine"
         self.keys.set(f"{self.number}/start/{rank}", start)
 
     def end(self) -> None:
         """Let the workers elsewhere go."""
-        with suppress(RuntimeFailure):  # gone with torchrun
-            self.keys.set(f"{self.number}/over", b"")
-
-
-Rendezvous = OneMachine | SeveralMachines
-
-
-def open_rendezvous(num_workers: int, model: str) -> Rendezvous:
-    """Open the rendezvous for the workers of a new engine, or for new workers after a loss.
-
-    Under torchrun this waits until the processes of all other workers are there.
-
-    Args:
-        model: its name, which must be the same on all machines.
-
-    Raises:
-        UsageError: if torchrun started another number of processes.
-        RuntimeFailure: if others do not come, or do not fit.
-    """
-    process = TorchrunProcess.from_environment()
-    if process is None:
-        return OneMachine(num_workers)
-    process.check_num_workers(num_workers)
-    process.use_interface()
-    return SeveralMachines.call(process, model)
+        if self.keys is not None:
+            with suppress(RuntimeFailure):  # the store is gone with torchrun
+                self.keys.set(f"{self.number}/over", b"")
 
 
 def open_store(init_method: str, world_size: int) -> Any:
-    """The torch.distributed Store in which workers meet: a file's, or a part of torchrun's.
-
-    Raises:
-        RuntimeError: torch's, if it cannot be reached.
-    """
+    """The torch.distributed Store in which workers meet: a file's, or a part of torchrun's. Raises torch's RuntimeError
+    if it cannot be reached."""
     if init_method.startswith("file://"):
         from torch.distributed import FileStore  # type: ignore[attr-defined]  # exported, but not by name
 

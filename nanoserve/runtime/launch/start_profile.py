@@ -30,7 +30,7 @@ from nanoserve.runtime.launch.memory import memory_errors
 from nanoserve.runtime.profiling.parts import ProfileSizes, cache_limits, fields_of, open_probes
 from nanoserve.runtime.profiling.rounds import Effort, take_rounds
 from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
-from nanoserve.runtime.profiling.steps import linear_pieces
+from nanoserve.runtime.profiling.timers import linear_pieces
 from nanoserve.runtime.step.model_runner import ModelRunner
 from triton_ops.cpu import CannotBuild, cache_directory, cpu_operators
 
@@ -145,9 +145,9 @@ class StartingEngine:
         return ProfileSetting.of_engine(self.runner, self.processor, self.model)
 
     @property
-    def cache_tokens(self) -> int:
-        """Tokens that its KV cache holds."""
-        return cache_limits(self.runner, self.config.block_size)[0]
+    def code(self) -> tuple[str, str]:
+        """What computes: the CPU's operators, and the layers as they run now."""
+        return "C++" if cpu_operators().loaded else "plain torch", "compiled" if self.compiled else "eager"
 
     def sizes(self) -> ProfileSizes:
         """The sizes at which it is measured.
@@ -180,22 +180,18 @@ def hybrid_profile(engine: StartingEngine, progress: ProgressCallback | None = N
         UsageError: if the file is no profile, or one of another setting.
     """
     if engine.config.profile is not None:
-        return _given(Path(engine.config.profile), engine.setting)
+        profile = read_profile(path := Path(engine.config.profile))
+        if (other := engine.setting.difference(profile)) is not None:
+            raise UsageError(
+                f"{path} is a profile of {other}: leave --profile out, or make one with nanoserve"
+                f" profile --host-threads {engine.setting.host_threads}"
+            )
+        return profile
     try:
         return profile_at_start(engine, progress)
     except (NanoserveError, HostAttentionLost) as reason:
         _LOG.warning("nanoserve: the device does everything alone: no profile of this machine can be made (%s)", reason)
         return None
-
-
-def _given(path: Path, setting: ProfileSetting) -> Profile:
-    profile = read_profile(path)
-    if (other := setting.difference(profile)) is not None:
-        raise UsageError(
-            f"{path} is a profile of {other}: leave --profile out, or make one with nanoserve profile --host-threads"
-            f" {setting.host_threads}"
-        )
-    return profile
 
 
 def profile_at_start(engine: StartingEngine, progress: ProgressCallback | None = None) -> Profile:
@@ -215,15 +211,19 @@ def profile_at_start(engine: StartingEngine, progress: ProgressCallback | None =
     """
     sizes = engine.sizes()
     path = _cache_file(engine, sizes)
-    if path is not None and (kept := _kept(path, engine.setting)) is not None:
-        return kept
+    if path is not None:
+        with suppress(UsageError):  # it is not there, or damaged
+            kept = read_profile(path)
+            if engine.setting.difference(kept) is None:
+                return kept
     if progress is not None:
         progress(STAGE, 0, 1)
     profile = measure_shortly(engine, sizes)
     if progress is not None:
         progress(STAGE, 1, 1)
     if path is not None and profile.about["undisturbed"] >= _MOSTLY:
-        _keep(profile, path)
+        with suppress(RuntimeFailure):  # the next start measures again
+            write_profile(profile, path)
     return profile
 
 
@@ -235,6 +235,7 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
         HostAttentionLost: if attention in host memory fails.
     """
     runner, setting, speeds = engine.runner, engine.setting, engine.speeds
+    cache_tokens, _ = cache_limits(runner, engine.config.block_size)
     began, computed = time.perf_counter(), time.thread_time()
     with (
         memory_errors(runner.device, "measuring this machine does not fit", "lower --kv-cache-memory"),
@@ -242,6 +243,7 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
     ):
         found = take_rounds(probes, lambda _: None, EFFORT)
     seconds, computed = time.perf_counter() - began, time.thread_time() - computed
+    operators, layers = engine.code
     reached = Reached(
         name=setting.device,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -260,8 +262,8 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
         settings={
             "model": runner.config.family,
             "dtype": setting.dtype,
-            "operators": _operators(),
-            "layers": _layers(engine),
+            "operators": operators,
+            "layers": layers,
             "threads": torch.get_num_threads(),
             "host_threads": setting.host_threads,
             "rounds": len(found["copy"][sizes.copies[:1]]),
@@ -271,7 +273,7 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
         bits=8 * runner.decoder.dtype.itemsize,
         device=reached,
         host=msgspec.structs.replace(reached, name=setting.host),
-        memory=KvMemory(kv_tokens=engine.cache_tokens),
+        memory=KvMemory(kv_tokens=cache_tokens),
         engine=_scheduling(runner.decoder),
         **fields_of(found, engine.processor),
     )
@@ -294,21 +296,10 @@ def _scheduling(decoder: Decoder) -> MeasuredCurve:
     return MeasuredCurve(sizes=_SCHEDULED_ROWS, seconds=seconds, low=seconds, high=seconds)
 
 
-def _operators() -> str:
-    return "C++" if cpu_operators().loaded else "plain torch"
-
-
-def _layers(engine: StartingEngine) -> str:
-    return "compiled" if engine.compiled else "eager"
-
-
-# ---------------------------------------------------------------------------------------------------- the cache folder
-
-
 def _cache_file(engine: StartingEngine, sizes: ProfileSizes) -> Path | None:
     """The file for the profile; None, after a warning, if no folder can be written."""
     versions, block_size = (SCHEMA, __version__, str(torch.__version__)), engine.config.block_size
-    measured = engine.runner.config.num_layers, _operators(), _layers(engine)
+    measured = engine.runner.config.num_layers, *engine.code
     depends_on = [versions, engine.setting, sizes, block_size, physical_cores(), *measured]
     key = hashlib.sha256(msgspec.json.encode(depends_on, order="deterministic")).hexdigest()[:24]
     try:
@@ -316,18 +307,3 @@ def _cache_file(engine: StartingEngine, sizes: ProfileSizes) -> Path | None:
     except CannotBuild as reason:
         _LOG.warning("nanoserve: this machine is measured at every start: %s", reason)
         return None
-
-
-def _kept(path: Path, setting: ProfileSetting) -> Profile | None:
-    """The kept profile, if the file is whole and of this setting."""
-    with suppress(UsageError):
-        profile = read_profile(path)
-        if setting.difference(profile) is None:
-            return profile
-    return None
-
-
-def _keep(profile: Profile, path: Path) -> None:
-    """Write the whole profile or nothing. If that fails, the next start measures again."""
-    with suppress(RuntimeFailure):
-        write_profile(profile, path)

@@ -62,11 +62,7 @@ class TorchrunProcess:
         )
 
     def check_num_workers(self, num_workers: int) -> None:
-        """Check that every worker has its process.
-
-        Raises:
-            UsageError: if torchrun started another number.
-        """
+        """Raise UsageError if torchrun started another number of processes than there are workers."""
         if self.world_size != num_workers:
             raise UsageError(
                 f"torchrun started {self.world_size} processes, but there are {num_workers} workers "
@@ -74,11 +70,7 @@ class TorchrunProcess:
             )
 
     def wait_for_store(self) -> None:
-        """Wait until the first machine's port listens.
-
-        Raises:
-            RuntimeFailure: if it does not within the time for it.
-        """
+        """Wait until the first machine's port listens; raises RuntimeFailure after `CONNECT_SECONDS`."""
         host, port = self.master_address, self.master_port
         until = time.monotonic() + CONNECT_SECONDS
         while True:
@@ -96,11 +88,7 @@ class TorchrunProcess:
         return RuntimeFailure(f"cannot reach torchrun's store at {host} port {port}: {reason}; check --master-addr")
 
     def local_address(self) -> str:
-        """This machine's IPv4 address on the route to the first one; on the first machine, its own address.
-
-        Raises:
-            RuntimeFailure: if there is no route.
-        """
+        """This machine's IPv4 address on the route to the first one; raises RuntimeFailure if there is no route."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect((self.master_address, self.master_port))  # chooses a route and sends nothing
@@ -109,11 +97,7 @@ class TorchrunProcess:
             return str(probe.getsockname()[0])
 
     def free_addresses(self, number: int) -> list[str]:
-        """ZeroMQ addresses with free ports, on the interface that leads to the first machine.
-
-        Raises:
-            RuntimeFailure: if there are none.
-        """
+        """ZeroMQ addresses with free ports, on the interface to the first machine; raises RuntimeFailure if none is."""
         host = self.local_address()
         with ExitStack() as opened:
             try:

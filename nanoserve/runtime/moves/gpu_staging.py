@@ -1,8 +1,7 @@
-"""A GPU's KV blocks on their way to the host pool or back: through pinned memory, which alone it reads and writes at
-full speed.
+"""A GPU's KV blocks on their way to the host pool or back, through pinned memory for full speed.
 
-Some blocks at a time, and two such chunks in turn: while the device fills or empties one on a stream of its own, beside
-the computing, the thread that called copies the other between pinned memory and the pool (Seesaw, section 5.2).
+Two chunks of some blocks take turns: while the device fills or empties one on a stream of its own, beside the
+computing, the calling thread copies the other between pinned memory and the pool (Seesaw, section 5.2).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,7 +35,7 @@ def as_blocks(cache: Tensor) -> np.ndarray:
 
 
 def block_arrays(caches: Iterable[tuple[Tensor, Tensor] | Tensor]) -> BlockArrays:
-    """Arrays of each layer\'s keys and values: in pairs, or [layers, 2, num_blocks, kv heads, block_size, head_dim]."""
+    """Arrays of each layer's keys and values: in pairs, or [layers, 2, num_blocks, kv heads, block_size, head_dim]."""
     return [(as_blocks(keys), as_blocks(values)) for keys, values in caches]
 
 
@@ -73,7 +72,7 @@ class _Chunk:
         size = num_blocks * block_shape.numel()
         self._device = torch.empty(size, dtype=dtype, device=device)
         self._pinned = torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
-        # a mark on the stream behind the last copy between the two.
+        # An event behind the last copy between the two.
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def views(self, num_layers: int, num_blocks: int) -> tuple[Tensor, Tensor]:
@@ -108,13 +107,13 @@ class GpuStaging:
         self._chunks = [_Chunk(self._blocks_per_chunk, shape, dtype, device) for _ in range(2)]
 
     def out(self, device_blocks: Sequence[int], pool: BlockArrays, host_blocks: Sequence[int], ready: Ready) -> None:
-        """The device fills a chunk while this thread empties the one before into the pool."""
+        """Copy out: the device fills a chunk while this thread empties the one before into the pool."""
         filled: tuple[_Chunk, Sequence[int], BlockArrays] | None = None
         chunks = cycle(self._chunks)
         with self._issuing():
             numbers = torch.tensor(device_blocks, dtype=torch.int64, device=self._device)
             for layers, after in ready:
-                self._come_behind(after)
+                self._wait_for(after)
                 keys, values = self._key_caches[layers], self._value_caches[layers]
                 for places in self._parts(len(device_blocks), len(keys)):
                     chunk, targets = next(chunks), host_blocks[places]
@@ -135,14 +134,11 @@ class GpuStaging:
         host_blocks: Sequence[int],
         after: "torch.cuda.Event | None",
     ) -> None:
-        """This thread fills a chunk from the pool while the device empties the one before into its caches.
-
-        Args:
-            after: what the device must have passed before it writes.
-        """
+        """Copy in: this thread fills a chunk from the pool while the device empties the one before into its caches.
+        The device must have passed `after` before it writes."""
         chunks = cycle(self._chunks)
         with self._issuing():
-            self._come_behind(after)
+            self._wait_for(after)
             numbers = torch.tensor(device_blocks, dtype=torch.int64, device=self._device)
             for places in self._parts(len(device_blocks), self._num_layers):
                 chunk, sources = next(chunks), host_blocks[places]
@@ -156,14 +152,14 @@ class GpuStaging:
 
     @contextmanager
     def _issuing(self) -> Iterator[None]:
-        """What is issued inside goes to the stream of this direction."""
+        """Issue work within to the stream of this direction."""
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             yield
 
-    def _come_behind(self, mark: "torch.cuda.Event | None") -> None:
-        """What is issued from now on waits for another stream's mark."""
-        if mark is not None:
-            self._stream.wait_event(mark)
+    def _wait_for(self, event: "torch.cuda.Event | None") -> None:
+        """Have work that is issued from now on wait for an event of another stream."""
+        if event is not None:
+            self._stream.wait_event(event)
 
     def _parts(self, num_blocks: int, num_layers: int) -> Iterator[slice]:
         """Ranges of blocks that fit in a chunk, where each has `num_layers` layers."""
@@ -173,7 +169,7 @@ class GpuStaging:
 
 
 def _empty(chunk: _Chunk, targets: Sequence[int], pool: BlockArrays) -> None:
-    """Into these layers of the pool, as soon as the device has filled it."""
+    """Copy a chunk into these layers of the pool, as soon as the device has filled it."""
     chunk.copied.synchronize()
     _, pinned = chunk.views(len(pool), len(targets))
     copy_blocks_between(block_arrays(pinned), range(len(targets)), pool, targets)

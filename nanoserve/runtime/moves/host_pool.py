@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.shards import Shard
 from nanoserve.processes.sizes import format_size
 from nanoserve.runtime.launch.memory import available_memory, kv_bytes_per_block, memory_errors
 
 HOST_SHARE = 0.25
-"""Share of free memory for a pool whose size was not asked for: the rest is for the KV cache of
-workers that compute on the CPU, and for the page cache, which is where weights wait to be loaded again."""
+"""Share of free memory for a pool whose size was not asked for: the rest is for the KV cache of workers on the CPU, and
+for the page cache, where weights wait to be loaded again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,51 +50,36 @@ class HostPool:
         self._num_kv_heads = num_kv_heads
 
     @classmethod
-    def create(
-        cls, path: Path, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype
-    ) -> "HostPool":
-        """A pool in an empty file, every byte of which is reserved now: no write into it can fail later.
-
-        Others open it by its path. When they have, the file may be removed: the pool goes with its last user.
+    def create(cls, path: Path, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> Self:
+        """A pool in an empty file, every byte of which is reserved now: no write into it can fail later. When others
+        have opened it, the file may be removed: the pool goes with its last user.
 
         Raises:
             RuntimeFailure: if the memory for it is not there.
         """
-        shape = _shape(config, num_blocks, block_size)
-        size = prod(shape) * dtype.itemsize
-        _check_memory(size)
-        descriptor = _open_file(path)
+        return cls._map(path, config, _shape(config, num_blocks, block_size), dtype, create=True)
+
+    @classmethod
+    def open(cls, path: Path, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> Self:
+        """The pool that another process of this machine has created with the same arguments; raises RuntimeFailure if
+        it is not there."""
+        return cls._map(path, config, _shape(config, num_blocks, block_size), dtype, create=False)
+
+    @classmethod
+    def _map(cls, path: Path, config: ModelConfig, shape: tuple[int, ...], dtype: torch.dtype, *, create: bool) -> Self:
+        descriptor, size = _open_file(path), prod(shape) * dtype.itemsize
         try:
-            _reserve(descriptor, size)
+            if create:
+                _reserve(descriptor, size)
+            elif os.fstat(descriptor).st_size != size:
+                raise RuntimeFailure(f"the host pool {path} has another size than this engine's; run one version only")
             return cls(_mapped(descriptor, shape, dtype), config.num_kv_heads)
         finally:
             os.close(descriptor)  # the mapping stays
 
     @classmethod
-    def open(
-        cls, path: Path, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype
-    ) -> "HostPool":
-        """The pool that another process of this machine has created with the same arguments.
-
-        Raises:
-            RuntimeFailure: if it is not there.
-        """
-        shape = _shape(config, num_blocks, block_size)
-        descriptor = _open_file(path)
-        try:
-            if os.fstat(descriptor).st_size != prod(shape) * dtype.itemsize:
-                raise RuntimeFailure(f"the host pool {path} has another size than this engine's; run one version only")
-            return cls(_mapped(descriptor, shape, dtype), config.num_kv_heads)
-        finally:
-            os.close(descriptor)
-
-    @classmethod
     def of_one_process(cls, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> Self:
-        """A pool in memory of this process, which no other process can open.
-
-        Raises:
-            RuntimeFailure: if the memory for it is not there.
-        """
+        """A pool in memory of this process alone; raises RuntimeFailure if the memory for it is not there."""
         shape = _shape(config, num_blocks, block_size)
         _check_memory(size := prod(shape) * dtype.itemsize)
         with memory_errors(torch.device("cpu"), f"a host pool of {format_size(size)} does not fit", _LOWER):
@@ -111,58 +98,49 @@ class HostPool:
 
 
 def check_within_reach(path: Path) -> None:
-    """Check that the file of a pool can be opened here, before a model is loaded in vain.
-
-    Raises:
-        RuntimeFailure: if not.
-    """
+    """Raise RuntimeFailure if the file of a pool cannot be opened here, before a model is loaded in vain."""
     os.close(_open_file(path))
 
 
-def choose_host_blocks(
-    config: ModelConfig,
-    *,
-    block_size: int,
-    dtype: torch.dtype,
-    host_kv_memory: int | None,
-    max_model_len: int | None,
-    max_num_seqs: int,
-    engines: int = 1,
-    reserved: int = 0,
-) -> int:
-    """How many blocks one engine's host pool gets.
+def choose_host_blocks(model: ModelConfig, config: EngineConfig, reserved: int = 0) -> int:
+    """How many blocks one engine's host pool gets: 0, unless asked for or needed by two layouts or the policy.
+
+    ``--host-kv-memory`` is that of all engines of this machine together, in equal shares. Without it they get a share
+    of what is free, but each no more than ``--max-num-seqs`` sequences of full length can use.
 
     Args:
-        config: of the whole model.
-        host_kv_memory: bytes asked for (``--host-kv-memory``), of all engines of this machine together; None: a share
-            of what is free, but no more than `max_num_seqs` sequences of full length can use.
-        max_model_len: the longest sequence, where it was asked for: the pool must hold one.
-        engines: how many share what is asked for or free, equally.
+        model: the whole one.
         reserved: bytes of free memory that something else is going to take.
 
     Raises:
         UsageError: if more is asked for than is free, or the pool is too small to be of use.
     """
-    per_block = kv_bytes_per_block(config, block_size, dtype)
+    if not config.uses_host_memory:
+        return 0
+    block_size, engines, asked = config.block_size, config.data_parallel, config.host_kv_memory
+    dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
+    per_block = kv_bytes_per_block(model, block_size, dtype)
     memory = max(0, available_memory("cpu") - reserved)
-    if host_kv_memory is None:
+    most = config.max_model_len or model.max_position_embeddings
+    if asked is None:
         size = int(memory * HOST_SHARE) // engines
-        longest = -(-(max_model_len or config.max_position_embeddings) // block_size)
-        blocks = min(size // per_block, max_num_seqs * longest)
+        blocks = min(size // per_block, config.max_num_seqs * -(-most // block_size))
         told = f"a host pool of {format_size(size)}, {HOST_SHARE:.0%} of what is free,"
     else:
-        size = host_kv_memory // engines
+        size = asked // engines
         blocks = size // per_block
-        told = f"--host-kv-memory {format_size(host_kv_memory)}" + (f" for {engines} engines" if engines > 1 else "")
+        told = f"--host-kv-memory {format_size(asked)}" + (f" for {engines} engines" if engines > 1 else "")
         if size > memory:
             raise UsageError(
                 f"{told} is more than the {format_size(memory)} of memory that is left for it; ask for less"
             )
-    if blocks < (needed := -(-(max_model_len or 1) // block_size)):
-        one = f"one sequence may have {max_model_len}" if max_model_len else f"blocks are of {block_size}"
-        shorter = f", or lower --max-model-len to {blocks * block_size}" if max_model_len and blocks else ""
+    # With two layouts every sequence passes through a pool that was asked for.
+    one = most if config.max_model_len or (asked is not None and config.decode_layout is not None) else None
+    if blocks < (needed := -(-(one or 1) // block_size)):
+        wanted = f"one sequence may have {one}" if one else f"blocks are of {block_size}"
+        shorter = f", or lower --max-model-len to {blocks * block_size}" if one and blocks else ""
         raise UsageError(
-            f"{told} holds {blocks * block_size} tokens of an engine, but {one}: set --host-kv-memory to"
+            f"{told} holds {blocks * block_size} tokens of an engine, but {wanted}: set --host-kv-memory to"
             f" {format_size(needed * per_block * engines)} at least{shorter}"
         )
     return blocks
@@ -195,14 +173,11 @@ def _check_memory(size: int) -> None:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Give the file its size and all the memory for it.
+    """Give the file its size and all the memory for it, or raise RuntimeFailure.
 
-    A file that merely has its size gets memory when it is written, and where there is none left the writer dies of
-    SIGBUS.
-
-    Raises:
-        RuntimeFailure: if there is not so much.
+    A file that merely has its size gets memory when it is written; where none is left, the writer dies of SIGBUS.
     """
+    _check_memory(size)
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
@@ -212,7 +187,7 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 def _mapped(descriptor: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The file as a tensor, which keeps it mapped; a process that is forked later shares it too."""
+    """The file as a tensor, which keeps it mapped."""
     try:
         memory = mmap.mmap(descriptor, size := prod(shape) * dtype.itemsize)
     except OSError as error:  # a limit on addresses, say

@@ -1,16 +1,15 @@
-"""Carries out swaps beside the computing: KV blocks between a device's cache and the host pool.
+"""Swaps KV blocks between a device's cache and the host pool, beside the computing.
 
-A thread for each direction, so that blocks come in while others still go out. On the CPU a block is copied straight
-from cache to pool or back. On a GPU it passes through staging, see `gpu_staging`.
-
-What a step fills and is to leave the device at once goes out layer by layer, while later layers are computed.
+Each direction has a thread, so that blocks come in while others still go out. On the CPU a block is copied straight
+from cache to pool or back. On a GPU it passes through staging, see `gpu_staging`. Blocks that a step fills and that
+leave the device at once go out layer by layer, while later layers are computed.
 """
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +20,10 @@ from nanoserve.scheduler.plan import Swap
 
 
 class LayerMarks:
-    """One thread computes a step and says which layers are `computed`; another waits for them, one by one.
-
-    Args:
-        issued: makes a mark behind all work issued so far, in the computing thread; None on the CPU, whose work is
-            done when it is issued.
-    """
+    """One thread computes a step and says which layers are `computed`; another waits for them, one by one."""
 
     def __init__(self, issued: Callable[[], "torch.cuda.Event | None"]) -> None:
+        """issued: as `BlockMover.issued`; called in the computing thread."""
         self._issued = issued
         self._changed = threading.Condition()
         self._marks: dict[int, torch.cuda.Event | None] = {}
@@ -42,20 +37,14 @@ class LayerMarks:
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """No more layers of this step will be computed: whatever waits for them fails."""
+        """Fail what waits for layers: no more of them will be computed."""
         with self._changed:
             self._given_up = True
             self._changed.notify_all()
 
     def wait(self, layer: int) -> "torch.cuda.Event | None":
-        """Until that layer is computed.
-
-        Returns:
-            what a GPU must have passed before its blocks are read.
-
-        Raises:
-            RuntimeError: if it never will be.
-        """
+        """Wait until that layer is computed. Returns the event that a GPU must have passed before its blocks are read;
+        raises RuntimeError if the step was given up."""
         with self._changed:
             self._changed.wait_for(lambda: layer in self._marks or self._given_up)
             if layer not in self._marks:
@@ -66,15 +55,11 @@ class LayerMarks:
 class BlockMover:
     """Moves blocks between one layout's KV caches on a device and a worker's part of the host pool.
 
-    `out` or `out_by_layer` and `into` may run at the same time, each in one thread.
+    `out` and `into` may run at the same time, each in one thread.
 
     Args:
         key_caches, value_caches: one per layer, [num_device_blocks, kv heads, block_size, head_dim].
-        part: of the pool, with the same layers and heads.
-        device: of the caches.
-
-    Raises:
-        ValueError: if the part does not fit the caches.
+        part: of the pool, with the same layers and heads; ValueError if they do not fit.
     """
 
     def __init__(
@@ -96,7 +81,7 @@ class BlockMover:
             self._caches = block_arrays(zip(key_caches, value_caches, strict=True))
 
     def issued(self) -> "torch.cuda.Event | None":
-        """A mark behind all work issued so far; None on the CPU, whose work is done when it is issued."""
+        """An event behind all work issued so far; None on the CPU, whose work is done when it is issued."""
         if self._device.type != "cuda":
             return None
         mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -104,32 +89,25 @@ class BlockMover:
         return mark
 
     def out(
-        self, device_blocks: Sequence[int], host_blocks: Sequence[int], after: "torch.cuda.Event | None" = None
+        self,
+        device_blocks: Sequence[int],
+        host_blocks: Sequence[int],
+        after: "torch.cuda.Event | None" = None,
+        marks: LayerMarks | None = None,
     ) -> int:
-        """Copy device blocks into host blocks, pairwise, and return when they are there.
-
-        Where another rank writes the same heads there is nothing to do.
+        """Copy device blocks into host blocks, pairwise, and return the bytes moved: none where another rank writes the
+        same heads.
 
         Args:
             after: what the device must have passed before it reads.
-
-        Returns:
-            bytes moved.
+            marks: of a step that fills the blocks: each layer is copied as soon as it is computed. Raises RuntimeError
+                if the step is given up before.
         """
-        return self._out(device_blocks, host_blocks, [(slice(None), after)])
-
-    def out_by_layer(self, device_blocks: Sequence[int], host_blocks: Sequence[int], marks: LayerMarks) -> int:
-        """As `out`, while a step fills the blocks: those of each layer as soon as the marks say that it is computed.
-
-        Raises:
-            RuntimeError: if the step is given up before.
-        """
-        layers = range(len(self._pool))
-        return self._out(device_blocks, host_blocks, ((slice(layer, layer + 1), marks.wait(layer)) for layer in layers))
-
-    def _out(self, device_blocks: Sequence[int], host_blocks: Sequence[int], ready: Ready) -> int:
         if not self._writes:
             return 0
+        ready: Ready = [(slice(None), after)]
+        if marks is not None:
+            ready = ((slice(layer, layer + 1), marks.wait(layer)) for layer in range(len(self._pool)))
         if self._device.type == "cuda":
             self._leaving.out(device_blocks, self._pool, host_blocks, ready)
         else:
@@ -140,8 +118,7 @@ class BlockMover:
     def into(
         self, device_blocks: Sequence[int], host_blocks: Sequence[int], after: "torch.cuda.Event | None" = None
     ) -> int:
-        """The way back: copy host blocks into device blocks, which every rank does. Arguments and result as for
-        `out`."""
+        """Copy host blocks into device blocks, which every rank does; as `out`."""
         if self._device.type == "cuda":
             self._coming.into(device_blocks, self._pool, host_blocks, after)
         else:
@@ -149,8 +126,7 @@ class BlockMover:
         return len(device_blocks) * self._block_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(NamedTuple):
     """Swaps of one direction that are carried out together."""
 
     swaps: Sequence[Swap]
@@ -164,20 +140,19 @@ class _Job:
         """Bytes moved."""
         device_blocks = [block for swap in self.swaps for block in swap.device_blocks]
         host_blocks = [block for swap in self.swaps for block in swap.host_blocks]
-        if self.marks is not None:
-            return self.mover.out_by_layer(device_blocks, host_blocks, self.marks)
-        move = self.mover.out if self.swaps[0].direction == "out" else self.mover.into
-        return move(device_blocks, host_blocks, self.after)
+        if self.swaps[0].direction == "out":
+            return self.mover.out(device_blocks, host_blocks, self.after, self.marks)
+        return self.mover.into(device_blocks, host_blocks, self.after)
 
 
 class Swapper:
     """Two threads, one for each direction, that carry out swaps in the order in which they begin.
 
+    They call both arguments.
+
     Args:
         done: called with each swap that is done, the bytes moved, and when it began and ended (monotonic seconds).
         failed: called with the error of each swap that failed; the others go on.
-
-    Both are called in these threads.
     """
 
     def __init__(
@@ -193,9 +168,8 @@ class Swapper:
             thread.start()
 
     def begin(self, swaps: Sequence[Swap], mover: BlockMover) -> LayerMarks | None:
-        """Have a plan's swaps carried out; returns at once.
-
-        Call it in the thread that runs the plans, in their order: swaps come behind all that was computed before them.
+        """Have a plan's swaps carried out, behind all work issued before; returns at once. Call it in the thread that
+        runs the plans, in their order.
 
         Returns:
             marks to set as the layers of the plan's step are computed, or to give up with the step, if swaps follow its
@@ -250,11 +224,7 @@ class LocalSwaps(Swapper):
 
     def take_done(self, until: float | None) -> tuple[int, ...]:
         """Ids of swaps that are done since the last call. Waits for the first at most to that monotonic time, or as
-        long as it takes; with none under way, not at all.
-
-        Raises:
-            BaseException: what one of them failed with.
-        """
+        long as it takes; with none under way, not at all. Raises the error of one that failed."""
         done: list[int] = []
         while self._under_way:
             timeout = 0.0 if done else None if until is None else max(0.0, until - time.monotonic())
@@ -269,15 +239,15 @@ class LocalSwaps(Swapper):
         return tuple(done)
 
     def abandon(self) -> None:
-        """Wait for the swaps under way and drop their ids: they end before their blocks are used for anything else. A
-        step whose layers are waited for is given up too."""
+        """Wait for the swaps under way and drop their ids, because their blocks may be used again. Give up a step whose
+        layers are waited for."""
         self._give_up_step()
         while self._under_way:
             self._ended.get()
             self._under_way -= 1
 
     def close(self) -> None:
-        """End the threads, and what is under way first."""
+        """End the threads once what is under way is done."""
         self._give_up_step()
         super().close()
 

@@ -11,7 +11,6 @@ import torch
 
 from nanoserve.errors import UsageError
 from nanoserve.runtime.host.host_processor import HostProcessor
-from nanoserve.runtime.profiling.attention import AttentionCall, AttentionTimer, HostAttentionTimer, KvRegions
 from nanoserve.runtime.profiling.rounds import (
     Point,
     Samples,
@@ -21,7 +20,15 @@ from nanoserve.runtime.profiling.rounds import (
     quartiles,
     seconds_of,
 )
-from nanoserve.runtime.profiling.steps import StepTimer, copy_probe, linear_pieces
+from nanoserve.runtime.profiling.timers import (
+    AttentionSize,
+    AttentionTimer,
+    HostAttentionTimer,
+    KvRegions,
+    StepTimer,
+    copy_probe,
+    linear_pieces,
+)
 from nanoserve.runtime.step.model_runner import ModelRunner
 
 _PAUSE = 1e-4
@@ -90,7 +97,7 @@ def open_probes(
     """
     config, device = runner.config, runner.device
     steps = StepTimer(runner, block_size=block_size)
-    shapes = [AttentionCall(sizes.batches[-1], 1, sizes.contexts[-1]), AttentionCall(1, 1, sizes.prompts[-1])]
+    shapes = [AttentionSize(sizes.batches[-1], 1, sizes.contexts[-1]), AttentionSize(1, 1, sizes.prompts[-1])]
     shapes += [steps.attention_shape(tokens) for tokens in sizes.tokens]
     regions = partial(
         KvRegions,
@@ -112,9 +119,9 @@ def open_probes(
             "layer": _over(sizes.tokens, steps.layer_seconds),
             "its attention": _over(sizes.tokens, lambda size: attention.seconds(steps.attention_shape(size))),
             "decode attention": _cells(
-                sizes, lambda batch, context: attention.seconds(AttentionCall(batch, 1, context))
+                sizes, lambda batch, context: attention.seconds(AttentionSize(batch, 1, context))
             ),
-            "prefill attention": _over(sizes.prompts, lambda size: attention.seconds(AttentionCall(1, size, size))),
+            "prefill attention": _over(sizes.prompts, lambda size: attention.seconds(AttentionSize(1, size, size))),
             "host attention": _cells(sizes, host.seconds),
             "host exchange": _over(sizes.batches, lambda batch: host.seconds(batch, 1)),
             "inputs": _over(sizes.rows, steps.inputs_seconds),

@@ -6,8 +6,6 @@ which a step is padded, and all read their inputs where `StaticInputs` keeps the
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,10 +42,10 @@ class StaticInputs:
         self._token_ids = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._batch = AttentionBatch(
-            block_tables=torch.zeros(most_rows, most_blocks, dtype=torch.int32, device=device),
-            query_starts=torch.arange(most_rows + 1, dtype=torch.int32, device=device),
-            context_lengths=torch.ones(most_rows, dtype=torch.int32, device=device),
-            slot_mapping=torch.full((most_rows,), SKIPPED_SLOT, dtype=torch.int64, device=device),
+            torch.zeros(most_rows, most_blocks, dtype=torch.int32, device=device),
+            torch.arange(most_rows + 1, dtype=torch.int32, device=device),
+            torch.ones(most_rows, dtype=torch.int32, device=device),
+            torch.full((most_rows,), SKIPPED_SLOT, dtype=torch.int64, device=device),
         )
 
     def first(self, rows: int) -> StepInputs:
@@ -59,34 +57,18 @@ class StaticInputs:
 
 def fill(static: StepInputs, inputs: StepInputs) -> None:
     """Copy a decode step into a bucket's inputs, and make padding of the rows behind it."""
-    rows, width = inputs.batch.block_tables.shape
+    new_tables, _, new_contexts, new_slots = inputs.batch.tensors
     tables, _, contexts, slots = static.batch.tensors
+    rows, width = new_tables.shape
     torch._foreach_copy_(
         [static.token_ids[:rows], static.positions[:rows], slots[:rows]],
-        [inputs.token_ids, inputs.positions, inputs.batch.slot_mapping],
+        [inputs.token_ids, inputs.positions, new_slots],
     )
-    tables[:rows, :width].copy_(inputs.batch.block_tables)
-    contexts[:rows].copy_(inputs.batch.context_lengths)
+    tables[:rows, :width].copy_(new_tables)
+    contexts[:rows].copy_(new_contexts)
     if rows < len(contexts):
         slots[rows:].fill_(SKIPPED_SLOT)
         contexts[rows:].fill_(1)
-
-
-class GraphRecorder(Protocol):
-    """Makes graphs."""
-
-    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Run a step whose tensors never move. Returns what replays it, and the tensor that then holds its result."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """inputs, hidden: the tensors that `replay` reads and writes."""
-
-    inputs: StepInputs
-    replay: Callable[[], None]
-    hidden: Tensor
 
 
 class DecodeGraphs:
@@ -97,17 +79,18 @@ class DecodeGraphs:
         self._forward = forward
         self._static = static
         self._buckets = tuple(buckets)
-        self._graphs: dict[int, _Graph] = {}
+        # By bucket: the inputs that a graph reads, what replays it, and the hidden states that it writes.
+        self._graphs: dict[int, tuple[StepInputs, Callable[[], None], Tensor]] = {}
 
     @torch.inference_mode()
-    def capture(self, recorder: GraphRecorder, progress: ProgressCallback | None = None) -> None:
+    def capture(self, recorder: "CudaRecorder", progress: ProgressCallback | None = None) -> None:
         """Record all buckets, the largest first: the smaller ones find room in the memory that it took."""
         for done, rows in enumerate(reversed(self._buckets)):
             if progress is not None:
                 progress(STAGE, done, len(self._buckets))
             inputs = self._static.first(rows)
             replay, hidden = recorder.record(lambda inputs=inputs: self._forward(inputs))  # type: ignore[misc]
-            self._graphs[rows] = _Graph(inputs, replay, hidden)
+            self._graphs[rows] = inputs, replay, hidden
         if progress is not None:
             progress(STAGE, len(self._buckets), len(self._buckets))
 
@@ -117,10 +100,10 @@ class DecodeGraphs:
         replayable = len(inputs.token_ids) == rows and inputs.computed is None
         if not replayable or rows > self._buckets[-1] or width > self._static.most_blocks:
             return self._forward(inputs)
-        graph = self._graphs[self._buckets[bisect_left(self._buckets, rows)]]
-        fill(graph.inputs, inputs)
-        graph.replay()
-        return graph.hidden[:rows]
+        static, replay, hidden = self._graphs[self._buckets[bisect_left(self._buckets, rows)]]
+        fill(static, inputs)
+        replay()
+        return hidden[:rows]
 
 
 class CudaRecorder:
@@ -132,6 +115,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Run a step whose tensors never move. Returns what replays it, and the tensor that then holds its result."""
         usual = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(usual)
         with torch.cuda.stream(self._stream):

@@ -15,7 +15,7 @@ from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.scheduler.plan import Row
 
 LayerComputed = Callable[[int], None]
-"""Called with each layer of a stage, in turn: its keys and values are written, or will be by work that is issued."""
+"""Called with each layer of a stage, once its keys and values are written or the work that writes them is issued."""
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class StepInputs:
     entering: Tensor | None = None
     """[T, hidden_size], hidden states from the stage before; None in the first stage."""
     computed: LayerComputed | None = None
-    """Called after each layer, while later ones are still computed; None if nobody waits for that."""
+    """Called after each layer, while later ones are still computed; None if nothing waits for that."""
 
     @property
     def first(self) -> Tensor:
@@ -40,7 +40,7 @@ class StepInputs:
 
 
 ForwardFunction = Callable[[StepInputs], Tensor]
-"""Hidden states of all tokens of a step, one row after another: [T, hidden_size]. They are good until the next call."""
+"""Hidden states of all tokens of a step, one row after another: [T, hidden_size], valid until the next call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ def make_caches(
     device: torch.device,
     storage: Tensor | None = None,
 ) -> Caches:
-    """A KV cache. It holds anything at first: memory that is never touched costs no time.
+    """A KV cache with any content: memory that is never touched costs no time.
 
     Args:
-        storage: uint8, of that device, that the caches are laid out in, one behind the other; None takes new memory.
-            What is written through one cache over a storage overwrites the others over it.
+        storage: uint8 on that device, in which the caches are laid out one after another; several caches may share it
+            in turn. None takes new memory.
     """
     shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
     with torch.inference_mode():  # as steps run: compiled code is made for tensors of one mode
@@ -151,13 +151,10 @@ class InputBuilder:
         """The inputs of a step.
 
         Args:
-            ends: of each row's tokens in the step, as by `row_ends`.
-            tables: each row's block table, long enough for its last position.
+            ends: as by `row_ends`.
+            tables: each row's block table; RuntimeError if it is too short for the row's last position.
             add: has an array moved to the device before the next step is built.
-            add_batch: the same for the AttentionBatch, which may be wanted elsewhere.
-
-        Raises:
-            RuntimeError: if a table is too short, which is a mistake of the plan.
+            add_batch: the same for the AttentionBatch, which may be needed elsewhere.
         """
         starts = np.array([row.start for row in rows], np.int32)
         blocks = [table.blocks for table in tables]

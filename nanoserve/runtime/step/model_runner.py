@@ -1,14 +1,15 @@
 """Runs plans on one device: keeps the sequences' records and the KV cache, computes rows, samples.
 
-A plan is prepared, computed, sampled, then answered. None of the first three asks the device anything, so that on a GPU
-the next plan can be launched while this one computes; only its answers wait. Preparing is the host's work alone: in a
-pipeline another thread does it while the plan before is computed.
+A plan is prepared, computed, sampled, then answered. Only the answers wait for the device, so that on a GPU the next
+plan can be launched while this one computes. In a pipeline another thread prepares a plan while the one before it is
+computed.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.runtime.sampling.grammars import SequenceGrammar
 from nanoserve.runtime.sampling.sampler import SamplingState
+from nanoserve.runtime.step.answers import SampledRows, ScoredPrompt
 from nanoserve.runtime.step.forward_pass import (
     BlockTable,
     ForwardFunction,
@@ -26,7 +28,6 @@ from nanoserve.runtime.step.forward_pass import (
     make_caches,
     row_ends,
 )
-from nanoserve.runtime.step.launched_step import LaunchedStep, SampledRows, ScoredPrompt
 from nanoserve.runtime.step.staging import DeviceToHostCopy, Staging
 from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan
 from triton_ops import copy_blocks
@@ -43,11 +44,8 @@ class SequenceRecord:
         self.sampling = SamplingState(begin, vocab_size, grammar)
 
     def take(self, row: Row) -> None:
-        """Take note of a row that is about to be computed. What it samples counts as known: the device will know it.
-
-        Raises:
-            RuntimeError: if it has tokens that are neither of Begin nor sampled: guesses are not verified here.
-        """
+        """Note a row that is about to be computed. What it samples counts as known: the device will know it. Raises
+        RuntimeError for tokens that are neither of Begin nor sampled: guesses are not verified here."""
         end = row.start + len(row.tokens)
         if end > self.num_known:
             raise RuntimeError(f"sequence {row.sequence}: a row goes beyond its {self.num_known} known tokens")
@@ -63,7 +61,7 @@ class SequenceRecord:
 
 @dataclass(slots=True)
 class PreparedStep:
-    """A plan whose inputs are on their way to the device."""
+    """A plan whose inputs are on their way to the device, and what comes of it."""
 
     plan: StepPlan
     results: DeviceToHostCopy
@@ -75,11 +73,30 @@ class PreparedStep:
     """int64 [2, F], for each fed row the place of its token in this step, and of its sample in the step before."""
     prompts: list[ScoredPrompt] = field(default_factory=list)
     sampled: SampledRows | None = None
+    launch_seconds: float = 0.0
+    """How long the host took to prepare the step and to issue its work."""
 
     @property
     def num_tokens(self) -> int:
         """T, the tokens of all its rows on the device."""
         return 0 if self.inputs is None else len(self.inputs.token_ids)
+
+    def answers(self) -> tuple[Answer, ...]:
+        """Wait for the device, then answer for each row that has a result. Call it once, after `sample`."""
+        self.results.wait()
+        answers = {scored.sequence: scored.answer() for scored in self.prompts}
+        if self.sampled is not None:
+            for answer in self.sampled.answers():
+                earlier = answers.get(answer.sequence)
+                answers[answer.sequence] = _joined(earlier, answer) if earlier else answer
+        return tuple(answers.values())
+
+
+def _joined(prompt: Answer, sampled: Answer) -> Answer:
+    """One answer of a row that has prompt log probabilities and a sampled token; an error of either is the error."""
+    if error := prompt.error or sampled.error:
+        return Answer(sampled.sequence, error=error)
+    return msgspec.structs.replace(sampled, prompt_logprobs=prompt.prompt_logprobs)
 
 
 class ModelRunner:
@@ -104,46 +121,35 @@ class ModelRunner:
         self.decoder = decoder
         self.config = config
         self.device = device
-        # keys and values.
         self.caches = make_caches(
             config, num_blocks=num_blocks, block_size=block_size, dtype=decoder.dtype, device=device, storage=storage
         )
-        # computes the rows of a step; a faster way to do so may take its place.
+        # Computes the rows of a step; DecodeGraphs may take its place.
         self.forward: ForwardFunction = ForwardPass(decoder, self.caches, run_layer)
         self._grammars = grammars
         self._inputs = cycle((InputBuilder(block_size), InputBuilder(block_size)))
         self._staging = Staging(device)
         self._records: dict[int, SequenceRecord] = {}
-        # what the last plan with rows sampled: its sequences, and their tokens on the device, int64.
+        # The sequences that the last plan with rows sampled, and their tokens on the device, int64.
         self._last_sampled: tuple[Sequence[int], Tensor | None] = ((), None)
 
     def forget(self) -> None:
-        """Forget all sequences: what is in the caches is of no use from now on."""
+        """Forget all sequences: the content of the caches is of no use from now on."""
         self._records.clear()
 
     def execute(self, plan: StepPlan) -> tuple[Answer, ...]:
-        """Launch one plan and wait for its answers.
-
-        Raises:
-            RuntimeError: as `launch` does.
-        """
+        """Launch one plan and wait for its answers; raises as `prepare` does."""
         return self.launch(plan).answers()
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Hand one plan to the device without waiting for it; on the CPU it is done then.
-
-        Raises:
-            RuntimeError: as `prepare` does.
-        """
+    def launch(self, plan: StepPlan) -> PreparedStep:
+        """Hand one plan to the device without waiting for it; on the CPU it is done then. Raises as `prepare` does."""
         step = self.prepare(plan)
         return self.sample(step, self.compute(step))
 
     @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> PreparedStep:
-        """The host's part of a plan: what its rows need is on its way to the device when this returns.
-
-        Another thread may do so while the step prepared before is being computed, but not any that comes before that:
-        two sets of buffers take turns.
+        """The host's part of a plan: its inputs are on their way to the device when this returns. Another thread may
+        prepare the next step while this one is computed, but none beyond it: two sets of buffers take turns.
 
         Raises:
             RuntimeError: if the plan has rows in host memory or grammars where there are none, or sequences or tokens
@@ -162,34 +168,25 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, step: PreparedStep, entering: Tensor | None = None) -> Tensor | None:
-        """Issue the work of a step's layers.
-
-        Args:
-            entering: hidden states of its tokens, [T, hidden_size], from the stage before; None in the first stage.
-
-        Returns:
-            hidden states of its tokens, [T, hidden_size], which are good until the next step; None without rows.
-        """
+        """Issue the work of a step's layers: from the hidden states of the stage before, [T, hidden_size], None in the
+        first stage, to those of this stage, valid until the next step; None without rows."""
         inputs = self._issue_inputs(step, entering)
         return None if inputs is None else self.forward(inputs)
 
     @torch.inference_mode()
-    def sample(self, step: PreparedStep, hidden: Tensor | None) -> LaunchedStep:
+    def sample(self, step: PreparedStep, hidden: Tensor | None) -> PreparedStep:
         """Issue the work behind the last layer: logits and samples of what `compute` returned in the last stage.
 
-        All ranks of a tensor-parallel group do so; the first one alone has the answers.
+        All ranks of a tensor-parallel group do so; the first one alone has the answers. Returns the step.
         """
-        launched = LaunchedStep(step.results)
         if hidden is not None:
             for prompt in step.prompts:
                 prompt.score(self.decoder, hidden, step.results)
             sampled, self._last_sampled = step.sampled, ((), None)
             if sampled is not None:
-                tokens = sampled.sample(self.decoder, hidden, step.results)
-                self._last_sampled = sampled.sequences, tokens
-            launched = LaunchedStep(step.results, step.prompts, sampled)
+                self._last_sampled = sampled.sequences, sampled.sample(self.decoder, hidden, step.results)
         step.results.end()
-        return launched
+        return step
 
     def _begin_and_end(self, plan: StepPlan) -> None:
         """Forget the sequences that end with a plan, and begin those that begin."""
@@ -215,11 +212,8 @@ class ModelRunner:
         return [record.sampling for record in records], ends
 
     def _stage_fed(self, rows: Sequence[Row], ends: np.ndarray) -> Tensor | None:
-        """Which tokens the device puts in before the host knows them, as PreparedStep has it.
-
-        Raises:
-            RuntimeError: if the last plan did not sample a token for one of the fed rows.
-        """
+        """Which tokens the device fills in before the host knows them, as `PreparedStep.fed`. Raises RuntimeError if
+        the last plan did not sample one of them."""
         fed = [place for place, row in enumerate(rows) if row.fed]
         if not fed:
             return None
@@ -262,8 +256,7 @@ class ModelRunner:
 
     def _grammar(self, begin: Begin) -> SequenceGrammar | None:
         schema = begin.params.json_schema
-        shard = self.decoder.shard
-        if schema is None or not (shard.is_last and shard.rank == 0):  # the others do not sample
+        if schema is None or not self.decoder.shard.answers:  # the others do not sample
             return None
         if self._grammars is None:
             raise RuntimeError("this executor has no grammars")

@@ -15,8 +15,8 @@ _FIRST_SIZE = 64 * 1024
 class Staging:
     """Collects the arrays of one step, then moves all of them to the device in one copy, without waiting for it.
 
-    `add` returns the tensor that will hold an array; work that is issued behind `transfer` finds it filled. On the CPU
-    nothing is moved: the tensor is a view of the array, which must stay as it is until the step is done.
+    `add` returns the tensor that will hold an array; work issued after `transfer` finds it filled. On the CPU nothing
+    is moved: the tensor is a view of the array, which must not change until the step is done.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,10 +41,7 @@ class Staging:
 
 
 class HostBuffer:
-    """Memory of the host that its device can read by itself (pinned, for a GPU), and where it goes on the device.
-
-    It grows to the size of the largest step so far.
-    """
+    """Host memory (pinned, for a GPU) and its target on the device. It grows to the size of the largest step so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -90,11 +87,8 @@ class HostBuffer:
 
 
 class DeviceToHostCopy:
-    """The results of one step on their way to the host.
-
-    On a GPU they are copied to pinned memory, and an event behind the copies tells when they are there. On the CPU a
-    tensor is its own copy, and there is nothing to wait for.
-    """
+    """The results of one step on their way to the host: on a GPU through pinned memory, with an event behind the
+    copies; on the CPU a tensor is its own copy, and there is nothing to wait for."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -106,7 +100,7 @@ class DeviceToHostCopy:
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """The step's work is issued from here on."""
+        """Mark the beginning of the step's work."""
         if self._began is not None:
             self._began.record(self._stream)
 
@@ -118,19 +112,18 @@ class DeviceToHostCopy:
         return copy.copy_(tensor, non_blocking=True)
 
     def end(self) -> None:
-        """All of the step's work has been issued, and all its results are fetched."""
+        """Mark the end of the step's work, after all its results are fetched."""
         if self._ended is not None:
             self._ended.record(self._stream)
 
     def wait(self) -> None:
-        """Return when the device has come to the end."""
+        """Wait until the device has reached the end."""
         if self._ended is not None:
             self._ended.synchronize()
 
     @property
     def device_seconds(self) -> float | None:
-        """After `wait`: from the beginning to the end of the step on the device. None on the CPU, which does not know
-        its work from the host's."""
+        """After `wait`: how long the step took on a GPU; None on the CPU, where the host's time is the device's."""
         if self._began is None or self._ended is None:
             return None
         return float(self._began.elapsed_time(self._ended)) / 1000

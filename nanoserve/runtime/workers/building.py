@@ -3,7 +3,6 @@
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,15 +13,13 @@ from nanoserve.config import ModelConfig
 from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.engine_config import EngineConfig
 from nanoserve.grammar.compiler import GrammarCompiler
-from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction, RMSNorm
-from nanoserve.models.hub import ResolvedModel
+from nanoserve.models.decoder import Decoder, DecoderLayer, RMSNorm
 from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shards import shards_of_layouts
 from nanoserve.processes.sizes import format_size
 from nanoserve.processes.threads import cores_in_use
 from nanoserve.runtime.compile.layer_runner import LayerRunner
-from nanoserve.runtime.host.host_processor import HostProcessor
-from nanoserve.runtime.launch.core_division import default_host_threads
+from nanoserve.runtime.host.host_processor import HostProcessor, default_host_threads
 from nanoserve.runtime.launch.devices import usable_device
 from nanoserve.runtime.launch.gpu_start import GpuStart
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
@@ -31,14 +28,12 @@ from nanoserve.runtime.launch.model_loading import load_decoder, load_layouts, r
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile
 from nanoserve.runtime.moves.gpu_staging import staging_memory
 from nanoserve.runtime.moves.host_pool import HostPool, check_within_reach
-from nanoserve.runtime.stage import Stage
+from nanoserve.runtime.stage import Stage, compiled_layers
 from nanoserve.runtime.step.model_runner import ModelRunner
-from nanoserve.runtime.workers.activations import Activations
+from nanoserve.runtime.workers.distributed import Activations, join_workers
 from nanoserve.runtime.workers.messages import Allocate, Loaded, Loading, Ready, WorkerStart
 from nanoserve.runtime.workers.process import WorkerEndpoint
-from nanoserve.runtime.workers.ranks import Ranks, meet
 from nanoserve.runtime.workers.worker import Worker, WorkerLayout
-from triton_ops.cpu import cpu_operators
 
 
 def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
@@ -53,16 +48,17 @@ def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
     if start.host_pool is not None:
         check_within_reach(Path(start.host_pool[0]))
     processor = _set_apart(start, device) if config.attends_on_host else None
-    loaded = _load(start, endpoint, device)
-    gpus = [GpuStart(decoder, config, device) for decoder in loaded.decoders] if device.type == "cuda" else []
-    longest = config.max_model_len or loaded.model.max_position_embeddings
-    block_bytes = tuple(_block_bytes(decoder, config) for decoder in loaded.decoders)
+    model = read_config(start.resolved)
+    decoders, weights = _load(start, model, endpoint, device)
+    gpus = [GpuStart(decoder, config, device) for decoder in decoders] if device.type == "cuda" else []
+    longest = config.max_model_len or model.max_position_embeddings
+    block_bytes = tuple(kv_bytes_per_block(one.config, config.block_size, one.dtype) for one in decoders)
     reserved = max((gpu.measure(longest, None) for gpu in gpus), default=0)
     if gpus and start.host_pool is not None:
         reserved += sum(map(staging_memory, block_bytes))
     speeds = None
     if start.host_pool is not None:
-        speeds = measure_speeds(device, loaded.decoders[0].dtype, dist.group.WORLD)
+        speeds = measure_speeds(device, decoders[0].dtype, dist.group.WORLD)
     endpoint.report(
         Loaded(
             start.rank,
@@ -74,29 +70,27 @@ def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
     )
     allocate = endpoint.hear()
     assert isinstance(allocate, Allocate), "nothing else can be said to a worker without a cache"
-    storage = _make_storage(start, loaded, allocate.num_blocks, device)
-    layouts = _make_layouts(start, loaded, allocate.num_blocks, storage, gpus, processor)
+    # The KV cache of each layout is laid out in the same storage.
+    size = max(blocks * each for blocks, each in zip(allocate.num_blocks, block_bytes, strict=True))
+    problem = f"a KV cache of {format_size(size)} does not fit"
+    with memory_errors(device, problem, "lower --kv-cache-memory"), torch.inference_mode():
+        storage = torch.empty(size, dtype=torch.uint8, device=device)
+    layers = [gpu.layers for gpu in gpus] or [compiled_layers(decoder, config) for decoder in decoders]
+    layouts = _make_layouts(start, model, decoders, layers, allocate.num_blocks, storage, processor)
     for layout in layouts:
         layout.activations.connect()
     profile = None
     if start.profiles and start.rank == 0:
         assert processor is not None and speeds is not None, "only policies that attend in host memory ask for it"
         measured = starting_engine(
-            layouts[0].stage.runner,
-            layouts[0].stage.layers or _layer_function(gpus, 0),
-            storage=storage,
-            processor=processor,
-            config=config,
-            model=loaded.model,
-            speeds=speeds,
-            compiled=layouts[0].stage.compiled,
+            layouts[0].stage, storage=storage, processor=processor, config=config, model=model, speeds=speeds
         )
         profile = hybrid_profile(measured, lambda *progress: endpoint.report(Loading(start.rank, *progress)))
     worker = Worker(
         endpoint,
         layouts,
         current=start.layout,
-        weights=loaded.weights,
+        weights=weights,
         coupled=start.coupled,
         observe_times=start.observe_times,
     )
@@ -116,119 +110,62 @@ def _set_apart(start: WorkerStart, device: torch.device) -> HostProcessor:
     return HostProcessor.set_apart(max(1, threads), device)
 
 
-@dataclass(frozen=True, slots=True)
-class _LoadedModel:
-    """What a worker has of the model."""
-
-    model: ModelConfig
-    """The whole one's config."""
-    ranks: list[Ranks]
-    decoders: Sequence[Decoder]
-    """By layout."""
-    weights: ReshardableWeights | None
-    """Weights of all layouts; None where there is one."""
-
-
-def _load(start: WorkerStart, endpoint: WorkerEndpoint, device: torch.device) -> _LoadedModel:
-    """The worker's parts of the decoder; those of the layout to begin in are filled."""
+def _load(
+    start: WorkerStart, model: ModelConfig, endpoint: WorkerEndpoint, device: torch.device
+) -> tuple[Sequence[Decoder], ReshardableWeights | None]:
+    """The worker's decoders by layout, that of the layout to begin in filled; and the weights of all layouts, None
+    where there is one."""
     config = start.config
-    directory = None if start.model_directory is None else Path(start.model_directory)
-    resolved = ResolvedModel(start.name, directory, Path(start.tokenizer_directory))
-    model = read_config(resolved)
     shards = [of_layout[start.rank] for of_layout in shards_of_layouts(model, config)]
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before NCCL takes the one that is set
-    ranks = [Ranks(start.rank, layout.pipeline_parallel, layout.tensor_parallel) for layout in config.layouts]
-    groups = meet(ranks, start.init_method, device, headers=config.attends_on_host)
-
-    def report_progress(stage: str, done: int, total: int) -> None:
-        endpoint.report(Loading(start.rank, stage, done, total))
-
+    groups = join_workers(shards, start.init_method, device, headers=config.attends_on_host)
+    arguments = start.resolved, config, device, lambda *progress: endpoint.report(Loading(start.rank, *progress))
     if len(shards) == 1:
-        decoder, _ = load_decoder(resolved, config, device, report_progress, shard=shards[0], group=groups[0])
-        return _LoadedModel(model, ranks, [decoder], None)
-    assert directory is not None, "weights that are read more than once are in files"
-    weights, _ = load_layouts(directory, config, device, report_progress, shards=shards, groups=groups)
+        return [load_decoder(*arguments, shard=shards[0], group=groups[0])[0]], None
+    weights = load_layouts(*arguments, shards=shards, groups=groups)
     if start.layout != 0:
         weights.fill(start.layout)
-    return _LoadedModel(model, ranks, weights.decoders, weights)
-
-
-def _make_storage(
-    start: WorkerStart, loaded: _LoadedModel, num_blocks: Sequence[int], device: torch.device
-) -> torch.Tensor:
-    """Storage of the KV cache, which is another one in each layout: uint8, as large as the largest of them."""
-    config = start.config
-    sizes = [blocks * _block_bytes(one, config) for blocks, one in zip(num_blocks, loaded.decoders, strict=True)]
-    problem = f"a KV cache of {format_size(max(sizes))} does not fit"
-    with memory_errors(device, problem, "lower --kv-cache-memory"), torch.inference_mode():
-        return torch.empty(max(sizes), dtype=torch.uint8, device=device)
+    return weights.decoders, weights
 
 
 def _make_layouts(
     start: WorkerStart,
-    loaded: _LoadedModel,
+    model: ModelConfig,
+    decoders: Sequence[Decoder],
+    layers: Sequence[LayerRunner | None],
     num_blocks: Sequence[int],
-    storage: torch.Tensor,
-    gpus: Sequence[GpuStart],
+    storage: Tensor,
     processor: HostProcessor | None,
 ) -> list[WorkerLayout]:
     """What is made once for each layout, so that changing it makes nothing."""
-    config, device = start.config, storage.device
-    pool = _open_pool(start, loaded)
+    config, pool = start.config, None
+    if start.host_pool is not None:
+        path, blocks = start.host_pool
+        dtype = decoders[0].dtype
+        pool = HostPool.open(Path(path), model, num_blocks=blocks, block_size=config.block_size, dtype=dtype)
     layouts = list[WorkerLayout]()
-    for number, (ranks, decoder) in enumerate(zip(loaded.ranks, loaded.decoders, strict=True)):
+    for number, decoder in enumerate(decoders):
         stage = Stage.build(
             decoder,
             num_blocks=num_blocks[number],
             block_size=config.block_size,
-            device=device,
-            layers=_compiled_layers(decoder, config, ranks) if device.type == "cpu" else None,
-            run_layer=_layer_function(gpus, number),
-            pieces=gpus[number].layers if gpus else None,
-            grammars=GrammarCompiler(Path(start.tokenizer_directory), decoder.config.vocab_size),
-            storage=storage,
+            device=storage.device,
+            layers=layers[number],
             part=None if pool is None else pool.part(decoder.shard),
             processor=processor,
+            grammars=GrammarCompiler(Path(start.tokenizer_directory), decoder.config.vocab_size),
+            storage=storage,
         )
-        activations = _activations(decoder, ranks, config, device)
-        layouts.append(WorkerLayout(ranks, stage, activations))
+        activations = Activations(
+            decoder.shard,
+            hidden_size=decoder.config.hidden_size,
+            num_tokens=config.max_num_batched_tokens,
+            dtype=decoder.dtype,
+            device=storage.device,
+        )
+        layouts.append(WorkerLayout(decoder.shard, stage, activations))
     return layouts
-
-
-def _open_pool(start: WorkerStart, loaded: _LoadedModel) -> HostPool | None:
-    if start.host_pool is None:
-        return None
-    path, num_blocks = start.host_pool
-    dtype, block_size = loaded.decoders[0].dtype, start.config.block_size
-    return HostPool.open(Path(path), loaded.model, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
-
-
-def _layer_function(gpus: Sequence[GpuStart], layout: int) -> LayerFunction:
-    return gpus[layout].layers if gpus else DecoderLayer.__call__
-
-
-def _compiled_layers(decoder: Decoder, config: EngineConfig, ranks: Ranks) -> LayerRunner | None:
-    """None where sums over ranks stand in the way."""
-    if config.eager or ranks.degree > 1:
-        return None
-    return LayerRunner.ahead_of_time(
-        decoder, block_size=config.block_size, operators=cpu_operators(), with_pieces=config.attends_on_host
-    )
-
-
-def _activations(decoder: Decoder, ranks: Ranks, config: EngineConfig, device: torch.device) -> Activations:
-    return Activations(
-        ranks,
-        hidden_size=decoder.config.hidden_size,
-        num_tokens=config.max_num_batched_tokens,
-        dtype=decoder.dtype,
-        device=device,
-    )
-
-
-def _block_bytes(decoder: Decoder, config: EngineConfig) -> int:
-    return kv_bytes_per_block(decoder.config, config.block_size, decoder.dtype)
 
 
 def keep_to_own_cores(number: int, workers: int) -> None:
@@ -252,40 +189,37 @@ def part_of(cores: Sequence[tuple[int, ...]], number: int, workers: int) -> Sequ
 
 
 def starting_engine(
-    stage: ModelRunner,
-    run_layer: LayerFunction,
+    stage: Stage,
     *,
     storage: Tensor,
     processor: HostProcessor,
     config: EngineConfig,
     model: ModelConfig,
     speeds: MachineSpeeds,
-    compiled: bool,
 ) -> StartingEngine:
-    """The first stage as an engine that can be measured, over the cache that the stage will have.
+    """The first stage as an engine that can be measured, over the cache that the stage has.
 
     Args:
-        run_layer: runs the stage's layers.
         storage: of its cache.
         model: the whole one.
-        speeds, compiled: as in StartingEngine.
+        speeds: as in StartingEngine.
     """
-    block_size, num_blocks = config.block_size, len(stage.caches.keys[0])
-    whole = as_whole_model(stage.decoder)
+    block_size, num_blocks = config.block_size, len(stage.runner.caches.keys[0])
+    runner = ModelRunner(
+        as_whole_model(stage.runner.decoder),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        device=stage.runner.device,
+        run_layer=stage.layers or DecoderLayer.__call__,
+        storage=storage,
+    )
     return StartingEngine(
-        runner=ModelRunner(
-            whole,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            device=stage.device,
-            run_layer=run_layer,
-            storage=storage,
-        ),
+        runner=runner,
         processor=processor,
         config=config,
         max_model_len=min(config.max_model_len or model.max_position_embeddings, num_blocks * block_size),
         speeds=speeds,
-        compiled=compiled,
+        compiled=stage.compiled,
         whole_model=model,
     )
 

@@ -4,10 +4,10 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import zmq
+from msgspec.structs import replace
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.measured_machine import MachineSpeeds
@@ -16,8 +16,8 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.record.times import ReshardTimes, SwapTimes, Times
-from nanoserve.runtime.launch.memory import CPU_SHARE, CUDA_SHARE, blocks_that_fit
-from nanoserve.runtime.workers.group import WorkerGroup, WorkersDied, WorkerSettings
+from nanoserve.runtime.launch.memory import choose_num_blocks
+from nanoserve.runtime.workers.group import WorkerGroup, WorkersDied
 from nanoserve.runtime.workers.messages import (
     Allocate,
     Answered,
@@ -34,6 +34,7 @@ from nanoserve.runtime.workers.messages import (
     Ready,
     RunPlan,
     StepObserved,
+    WorkerStart,
 )
 from nanoserve.runtime.workers.outstanding import HostLosses, Moves
 from nanoserve.runtime.workers.remote_layers import RemoteLayers
@@ -78,19 +79,27 @@ class WorkersExecutor:
     ) -> None:
         self.max_in_flight = max(layout.pipeline_parallel for layout in config.layouts)
         self.feeds_tokens = False
+        self.num_workers = config.num_workers
         self.capacities: tuple[LayoutCapacity, ...] = ()  # KV blocks and plans in flight, by layout
         self.layout = 0  # number of the one that runs, or that new workers begin in
         # what each worker reaches while the others do the same; None where that was not measured.
         self.speeds: MachineSpeeds | None = None
         self.profile: Profile | None = None  # what the first worker has found out
         self.deaths = 0  # how often the workers died and were started again
-        self.layers = RemoteLayers(config.num_workers, self._have_prepared, self._wait_for_layers)
+        self.layers = RemoteLayers([self])
         self._config = config
-        self._longest = model.max_position_embeddings
         self._progress = progress
         self._coupled = metadata == "coupled"
-        self._settings = WorkerSettings(
-            resolved, config, model, host_blocks, self._coupled, observe_times, engine, profiles
+        self._model, self._host_blocks = model, host_blocks
+        self._start = WorkerStart(
+            name=resolved.name,
+            model_directory=None if resolved.directory is None else str(resolved.directory),
+            tokenizer_directory=str(resolved.tokenizer_directory),
+            config=config,
+            local_rank=engine * config.num_workers,  # each engine takes the GPUs behind those of the one before
+            coupled=self._coupled,
+            observe_times=observe_times,
+            profiles=profiles,
         )
         self._in_flight: set[int] = set()
         self._results: deque[StepResult] = deque()
@@ -100,7 +109,7 @@ class WorkersExecutor:
         self._failure: WorkersFailed | None = None
         self._forget_life()
         self._ended_by: WorkersDied | None = None
-        self._group: WorkerGroup | None = WorkerGroup(self._settings, self.layout)
+        self._group: WorkerGroup | None = self._new_group()
         if wait:
             self.wait_until_ready()
 
@@ -115,7 +124,7 @@ class WorkersExecutor:
                 raise error.error or RuntimeFailure(f"{error} while it was starting") from None
             raise
         self._progress = None  # a second start is not shown
-        self._settings = replace(self._settings, profiles=False)
+        self._start = replace(self._start, profiles=False)
 
     # ---- plans ------------------------------------------------------------------------------------------------
 
@@ -197,6 +206,24 @@ class WorkersExecutor:
             self._group = None
         self._ended_by = None
 
+    # ---- what makes them faster -------------------------------------------------------------------------------
+
+    def prepare_next(self, *, waited: bool) -> None:
+        """Have the next worker prepare its layers, unless it does already; for RemoteLayers."""
+        # One that is starting would take it for how large its cache is; `_go` comes back to it.
+        if self._running and self._asked < len(self.prepared):
+            self._asked = len(self.prepared)
+            self._open_group().send(Prepare(waited), [self._asked])
+
+    def wait_for(self, known: Callable[[], bool]) -> None:
+        """Until that holds, or a worker is dead, which the next `collect` alone can say."""
+        try:
+            self._wait(known)
+        except WorkersDied as death:
+            self._death = death
+
+    # ---- workers ----------------------------------------------------------------------------------------------
+
     def _send(self, plan: StepPlan) -> None:
         group = self._open_group()
         if not self._coupled or plan.transition is not None:
@@ -204,9 +231,7 @@ class WorkersExecutor:
             return
         first = range(self._config.layouts[self.layout].tensor_parallel)
         group.send(RunPlan(plan), first)
-        group.send(Follow(), range(len(first), self._config.num_workers))
-
-    # ---- workers ----------------------------------------------------------------------------------------------
+        group.send(Follow(), range(len(first), self.num_workers))
 
     def _forget_life(self) -> None:
         """No worker has said anything yet; `_take` follows them until they run."""
@@ -219,7 +244,8 @@ class WorkersExecutor:
         self._results.clear()
         self._moves.forget()
         self._host_losses.forget()
-        self.layers.forget()
+        self._asked = -1  # rank of the worker that was asked last to prepare its layers
+        self.prepared: dict[int, bool] = {}  # workers that are done with their layers: whether these run compiled
         self._transitions: dict[int | None, int] = {}  # by step, those that are not answered yet
         self._running_since: float | None = None
 
@@ -230,7 +256,7 @@ class WorkersExecutor:
 
     @property
     def _running(self) -> bool:
-        return len(self._ready) == self._config.num_workers
+        return len(self._ready) == self.num_workers
 
     def _lost(self, death: WorkersDied) -> StepResult:
         """Everything in flight is; new workers are started with the next call, unless that is in vain."""
@@ -270,7 +296,8 @@ class WorkersExecutor:
         elif isinstance(message, Moved):
             self._take_move(message.times)
         elif isinstance(message, Prepared):
-            self.layers.take(message)
+            self.prepared[message.rank] = message.compiled
+            self.layers.go_on()
         elif isinstance(message, Loading):
             if self._progress is not None and message.rank == 0:
                 self._progress(message.stage, message.done, message.total)
@@ -289,7 +316,7 @@ class WorkersExecutor:
 
     def _take_move(self, times: ReshardTimes | SwapTimes) -> None:
         """A worker has done its part of a move."""
-        if self._settings.observe_times:
+        if self._start.observe_times:
             self._times.append(times)
         result = self._moves.end_part(times)
         if result is None:
@@ -299,24 +326,23 @@ class WorkersExecutor:
         self._results.append(result)
 
     def _show_start(self) -> None:
-        """How many workers run. Each imports torch long before it loads, and this says so."""
+        """Show how many workers run: each imports torch long before it loads."""
         if self._progress is not None:
-            self._progress("start workers", len(self._ready), self._config.num_workers)
+            self._progress("start workers", len(self._ready), self.num_workers)
 
     def _allocate(self) -> None:
-        """Once all have loaded, tell them how large the KV cache is, the same in every life.
-
-        Their first word comes another way, and until it has come nothing can be sent to them.
-        """
-        if min(len(self._introduced), len(self._loaded)) < self._config.num_workers:
+        """Once all have loaded, tell them how large the KV cache is, the same in every life. Nothing can be sent to a
+        worker before its Hello, which comes another way."""
+        if min(len(self._introduced), len(self._loaded)) < self.num_workers:
             return
         workers = [self._loaded[rank] for rank in sorted(self._loaded)]
         if not self.capacities:
             self.speeds = workers[0].speeds  # which are the same in all of them
-            layouts = self._config.layouts
-            blocks = [common_num_blocks(workers, self._config, self._longest, layout) for layout in range(len(layouts))]
-            depths = [layout.pipeline_parallel for layout in layouts]
-            self.capacities = tuple(map(LayoutCapacity, blocks, depths))
+            longest = self._model.max_position_embeddings
+            self.capacities = tuple(
+                LayoutCapacity(common_num_blocks(workers, self._config, longest, number), layout.pipeline_parallel)
+                for number, layout in enumerate(self._config.layouts)
+            )
         self._open_group().send(Allocate(tuple(capacity.num_blocks for capacity in self.capacities)))
 
     def _go(self) -> None:
@@ -328,16 +354,8 @@ class WorkersExecutor:
         for plan in held:
             self._send(plan)
 
-    def _have_prepared(self, rank: int) -> None:
-        if self._running:  # one that is starting would take it for how large its cache is; `_go` comes back to it
-            self._open_group().send(Prepare(self.layers.waited), [rank])
-
-    def _wait_for_layers(self, known: Callable[[], bool]) -> None:
-        """Until that holds, or a worker is dead: which can be said by the next `collect` alone."""
-        try:
-            self._wait(known)
-        except WorkersDied as death:
-            self._death = death
+    def _new_group(self) -> WorkerGroup:
+        return WorkerGroup(replace(self._start, layout=self.layout), self._model, self._host_blocks)
 
     def _open_group(self) -> WorkerGroup:
         """The workers, or new ones if those before are dead."""
@@ -345,7 +363,7 @@ class WorkersExecutor:
             raise self._failure
         if self._ended_by is not None:
             try:
-                self._group = WorkerGroup(self._settings, self.layout)
+                self._group = self._new_group()
             except NanoserveError as error:  # the file that a dummy model has its shape from is gone, say
                 self._failure = WorkersFailed(f"{self._ended_by}, and {error}")
                 raise self._failure from None
@@ -376,13 +394,4 @@ def common_num_blocks(workers: Sequence[Loaded], config: EngineConfig, longest: 
     together = min(free[memory] * total // per_block[memory] for memory in free)
     if config.device == "cpu":  # the engines beside this one load at the same time, and take as much
         together //= config.data_parallel
-    return blocks_that_fit(
-        total,
-        together,
-        share=CPU_SHARE if config.device == "cpu" else CUDA_SHARE,
-        block_size=config.block_size,
-        longest=longest,
-        kv_cache_memory=config.kv_cache_memory,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-    )
+    return choose_num_blocks(total, together, longest, config)

@@ -5,25 +5,23 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
 import zmq
+from msgspec.structs import replace
 
 from nanoserve.config import ModelConfig
-from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, RuntimeFailure, error_of
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.dummy import save_dummy_checkpoint
-from nanoserve.models.hub import ResolvedModel
-from nanoserve.processes.sockets import listen
+from nanoserve.processes.sockets import SocketKeys, listen
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 from nanoserve.processes.threads import threads_of_each
 from nanoserve.processes.watchdog import GRACE_SECONDS, TiedChild
 from nanoserve.runtime.launch.memory import available_memory
-from nanoserve.runtime.launch.rendezvous import Addresses, Rendezvous, open_rendezvous
+from nanoserve.runtime.launch.rendezvous import Rendezvous
 from nanoserve.runtime.moves.host_pool import HostPool
 from nanoserve.runtime.workers.messages import FromWorker, ToWorker, WorkerFailed, WorkerStart
 from nanoserve.runtime.workers.process import identity, prepare_socket, start_worker
@@ -78,42 +76,23 @@ class WorkersDied(Exception):
         self.error = error  # what it said of it, if it said anything
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """What all workers of an engine start with."""
-
-    resolved: ResolvedModel
-    config: EngineConfig
-    model: ModelConfig
-    """Its shape."""
-    host_blocks: int
-    """KV blocks of the host tier; 0 where there is none."""
-    coupled: bool
-    observe_times: bool
-    engine: int = 0
-    """Number of the engine, of `data_parallel`: each takes the GPUs behind those of the one before."""
-    profiles: bool = False
-    """``coupled``, ``observe_times``, ``profiles``: as in WorkerStart."""
-
-
 class WorkerGroup:
     """Processes and sockets; ``end`` it in any case.
 
     Args:
-        layout: number of the parallel layout to begin in.
+        start: what all workers start with; each is told its ranks and addresses besides.
+        model: shape of the model.
+        host_blocks: KV blocks of the host tier; 0 where there is none.
 
     Raises:
         UsageError: if torchrun started another number of processes.
         RuntimeFailure: if no process can be started, there is no place for the sockets, or no memory for the host tier.
     """
 
-    def __init__(self, settings: WorkerSettings, layout: int) -> None:
-        self._settings = settings
-        self._layout = layout
+    def __init__(self, start: WorkerStart, model: ModelConfig, host_blocks: int) -> None:
+        self._config = start.config
         self._children: dict[int, TiedChild] = {}  # by rank
         self._directory: Path | None = None
-        self._pool: tuple[str, int] | None = None
-        self._saved_model: Path | None = None
         self._shared = SharedFiles()
         self._rendezvous: Rendezvous | None = None
         self._context = zmq.Context(io_threads=1)
@@ -127,14 +106,14 @@ class WorkerGroup:
         self._loading = True
         self.quiet = False  # whether a worker gave no sign of life for a while, when `hear` looked last
         try:
-            self._start()
+            self._start(start, model, host_blocks)
         except BaseException:
             self.end()
             raise
 
-    def _start(self) -> None:
-        config = self._settings.config
-        rendezvous = self._rendezvous = open_rendezvous(config.num_workers, self._settings.resolved.name)
+    def _start(self, start: WorkerStart, model: ModelConfig, host_blocks: int) -> None:
+        config = start.config
+        rendezvous = self._rendezvous = Rendezvous.open(config.num_workers, start.name)
         threads = threads_of_each(rendezvous.workers_here * config.data_parallel)
         directory = self._directory = choose_directory()
         try:
@@ -143,66 +122,56 @@ class WorkerGroup:
         except OSError as error:
             raise RuntimeFailure(f"the workers cannot be started: {error.strerror or error}") from error
         make_directory(directory)
-        self._share(directory)
-        addresses = rendezvous.addresses(directory)
+        start = self._share(start, model, host_blocks, directory)
+        addresses, keys = rendezvous.addresses(directory), SocketKeys.random()
         for socket, address in ((self._plans, addresses.plans), (self._reports, addresses.reports)):
             prepare_socket(socket)
-            listen(socket, address, addresses.keys)
+            listen(socket, address, keys)
             self._poller.register(socket, zmq.POLLIN)
+        # For a worker of this machine; another machine puts the places of its own files in.
+        starts = [
+            replace(
+                start,
+                rank=rank,
+                local_rank=start.local_rank + rank,
+                plans=addresses.plans,
+                reports=addresses.reports,
+                engine_key=keys.public,
+                init_method=addresses.init_method,
+            )
+            for rank in range(config.num_workers)
+        ]
         for rank, child in self._children.items():
             self._poller.register(child.pulse, zmq.POLLIN)
             self._beat_at[rank] = time.monotonic()
-            child.tell(msgspec.json.encode(self._start_of(rank, addresses)))
+            child.tell(msgspec.json.encode(starts[rank]))
         for rank in set(range(config.num_workers)).difference(rendezvous.spawned):
-            rendezvous.hand_out(rank, msgspec.json.encode(self._start_of(rank, addresses)))
+            rendezvous.hand_out(rank, msgspec.json.encode(starts[rank]))
 
-    def _share(self, directory: Path) -> None:
+    def _share(self, start: WorkerStart, model: ModelConfig, host_blocks: int, directory: Path) -> WorkerStart:
         """Put into memory what all workers use: the blocks of the host tier, and weights that are in no files, where
-        workers read them more than once."""
-        settings, config = self._settings, self._settings.config
-        dtype = resolve_dtype(config.dtype, torch.device(config.device), settings.model.dtype)
+        workers read them more than once. Returns the start with their places."""
+        config = start.config
+        dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
         try:
-            if settings.host_blocks:
+            if host_blocks:
                 self._shared.make(path := directory / "blocks")
-                HostPool.create(
-                    path, settings.model, num_blocks=settings.host_blocks, block_size=config.block_size, dtype=dtype
-                )
-                self._pool = str(path), settings.host_blocks
-            if len(config.layouts) > 1 and settings.resolved.directory is None:
-                self._saved_model = directory / "model"
-                self._saved_model.mkdir()
+                HostPool.create(path, model, num_blocks=host_blocks, block_size=config.block_size, dtype=dtype)
+                start = replace(start, host_pool=(str(path), host_blocks))
+            if len(config.layouts) > 1 and start.model_directory is None:
+                saved = directory / "model"
+                saved.mkdir()
                 free = available_memory("cpu")
-                name, make = settings.resolved.name, self._shared.make
-                save_dummy_checkpoint(name, dtype, self._saved_model, make_file=make, free=free)
+                save_dummy_checkpoint(start.name, dtype, saved, make_file=self._shared.make, free=free)
+                start = replace(start, model_directory=str(saved))
         except OSError as error:
             raise RuntimeFailure(f"workers cannot share memory: {error.strerror or error}") from error
+        return start
 
     def end_of_loading(self) -> None:
         """All workers are ready: from now on silence is suspicious, and what they share needs no name any more."""
         self._loading = False
         self._shared.close()
-
-    def _start_of(self, rank: int, addresses: Addresses) -> WorkerStart:
-        """For a worker of this machine; another machine puts the places of its own files in."""
-        resolved = self._settings.resolved
-        directory = self._saved_model or resolved.directory
-        return WorkerStart(
-            rank=rank,
-            local_rank=self._settings.engine * self._settings.config.num_workers + rank,
-            plans=addresses.plans,
-            reports=addresses.reports,
-            engine_key=addresses.keys.public,
-            init_method=addresses.init_method,
-            name=resolved.name,
-            model_directory=None if directory is None else str(directory),
-            tokenizer_directory=str(resolved.tokenizer_directory),
-            config=self._settings.config,
-            layout=self._layout,
-            host_pool=self._pool,
-            coupled=self._settings.coupled,
-            observe_times=self._settings.observe_times,
-            profiles=self._settings.profiles,
-        )
 
     @property
     def sources(self) -> "list[zmq.Socket[bytes] | int]":
@@ -212,7 +181,7 @@ class WorkerGroup:
     def send(self, message: ToWorker, ranks: Iterable[int] | None = None) -> None:
         """Put a message on its way to these workers, or to all; each has been heard of. Never waits."""
         data = self._encoder.encode(message)
-        for rank in range(self._settings.config.num_workers) if ranks is None else ranks:
+        for rank in range(self._config.num_workers) if ranks is None else ranks:
             with contextlib.suppress(zmq.ZMQError):  # its pulse says when a peer is gone
                 self._plans.send_multipart((identity(rank), data), zmq.NOBLOCK, copy=False)
 

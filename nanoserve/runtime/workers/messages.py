@@ -1,35 +1,38 @@
 """The words between the engine and its workers: typed msgpack, never pickle."""
 
+from pathlib import Path
+
 import msgspec
 
 from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.costs.profile import Profile
 from nanoserve.engine_config import EngineConfig
+from nanoserve.models.hub import ResolvedModel
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.scheduler.plan import StepPlan, StepResult
 
 # ------------------------------------------------------------------------------------------------ to a worker
 
 
-class WorkerStart(msgspec.Struct, frozen=True):
+class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     """The first message to a worker: as one line of JSON on the stdin of one that the engine starts."""
 
-    rank: int
-    """Which worker it is."""
-    local_rank: int
-    """Which of those on its machine."""
-    plans: str
-    reports: str
-    """ZeroMQ addresses of the engine: plans come from the first, reports go to the second."""
-    engine_key: str
-    """Public key of the engine behind these addresses."""
-    init_method: str
-    """Where the workers meet, as `Addresses` has it."""
     name: str
     model_directory: str | None
     tokenizer_directory: str
     """Where the model is, as in `ResolvedModel`."""
     config: EngineConfig
+    rank: int = 0
+    """Which worker it is."""
+    local_rank: int = 0
+    """Which of those on its machine. Engines beside each other have their workers in a row."""
+    plans: str = ""
+    reports: str = ""
+    """ZeroMQ addresses of the engine: plans come from the first, reports go to the second."""
+    engine_key: str = ""
+    """Public key of the engine behind these addresses."""
+    init_method: str = ""
+    """Where the workers meet, as `Addresses` has it."""
     layout: int = 0
     """Number of the parallel layout to begin in."""
     host_pool: tuple[str, int] | None = None
@@ -40,6 +43,12 @@ class WorkerStart(msgspec.Struct, frozen=True):
     """Whether to report what was done when."""
     profiles: bool = False
     """Whether the first worker is to find out what policies that attend in host memory predict by."""
+
+    @property
+    def resolved(self) -> ResolvedModel:
+        """The model, where this machine has it."""
+        directory = None if self.model_directory is None else Path(self.model_directory)
+        return ResolvedModel(self.name, directory, Path(self.tokenizer_directory))
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):

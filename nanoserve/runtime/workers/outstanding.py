@@ -1,4 +1,4 @@
-"""What workers owe in common: host sequences whose attention fails in one stage, swaps and changes of layout."""
+"""Work that several workers share: host sequences whose attention fails in one stage, swaps, changes of layout."""
 
 from collections.abc import Iterable
 
@@ -10,17 +10,17 @@ from nanoserve.scheduler.plan import StepPlan, StepResult
 
 
 class HostLosses:
-    """Knows which host sequences are under way, and drops what is answered for them after a loss was reported.
+    """Host sequences under way. After a loss it drops what plans sent before still answer for them.
 
     A loss in one stage is a loss of the whole engine. Once it is reported, all stages are sent ForgetHost ahead of the
-    next plan; but plans that were sent before may still answer host sequences which other stages had passed on.
+    next plan; but earlier plans may still answer host sequences that other stages had passed on.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """The workers are gone, and new ones know of nothing."""
+        """Reset: the workers are gone, and new ones know nothing."""
         self._told = 0
         self._reason: str | None = None
         self._under_way: set[int] = set()
@@ -32,12 +32,12 @@ class HostLosses:
         return self._reason is not None
 
     def sent(self, plan: StepPlan) -> None:
-        """A plan goes to the workers."""
+        """Note the host sequences of a plan that is sent to the workers."""
         if plan.strategy != "device":
             self._under_way.update(row.sequence for row in plan.rows if row.tier == "host")
 
     def answered(self, result: StepResult) -> StepResult:
-        """A plan's result without the host sequences that are lost."""
+        """A plan's result, without answers for lost host sequences."""
         if result.step in self._silenced:
             silenced = self._silenced.pop(result.step)
             heard = tuple(answer for answer in result.answers if answer.sequence not in silenced)
@@ -47,16 +47,13 @@ class HostLosses:
         return result
 
     def heard(self, lost: HostLost) -> None:
-        """A worker says so. If it has not heard of the last loss yet, this one is a part of that."""
+        """Note a loss. If the worker has not heard of the last one yet, it is the same loss."""
         if lost.forgotten == self._told and self._reason is None:
             self._reason = f"worker {lost.rank}: {lost.reason}"
 
     def tell(self, in_flight: Iterable[int]) -> StepResult:
-        """Report the loss. All workers are to be sent ForgetHost ahead of the next plan.
-
-        Args:
-            in_flight: plans that have not ended.
-        """
+        """The loss as a result; `in_flight` are the plans that have not ended. Send all workers ForgetHost ahead of the
+        next plan."""
         result = StepResult(None, host_lost=self._reason)
         self._told += 1
         self._reason = None
@@ -67,16 +64,12 @@ class HostLosses:
 
 
 class Moves:
-    """The swaps and the change of layout that are under way.
-
-    Args:
-        num_workers: that all take part.
-    """
+    """The swaps and the change of layout that are under way; all workers take part in each."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
-        self._swaps: dict[int, int] = {}  # how many workers are not done with each
-        self._resharded: list[ReshardTimes] = []  # by those that are done with the change of layout
+        self._swaps: dict[int, int] = {}  # by swap: how many workers are not done with it
+        self._resharded: list[ReshardTimes] = []  # times of the workers that are done with the change of layout
 
     @property
     def swapping(self) -> bool:
@@ -84,12 +77,12 @@ class Moves:
         return bool(self._swaps)
 
     def begin(self, plan: StepPlan) -> None:
-        """The plan's swaps are."""
+        """Note a plan's swaps."""
         for swap in plan.swaps:
             self._swaps[swap.swap] = self._num_workers
 
     def end_part(self, times: ReshardTimes | SwapTimes) -> StepResult | None:
-        """A worker has done its part; the result, if it was the last one."""
+        """Note that a worker has done its part; returns the result if it was the last one."""
         if isinstance(times, ReshardTimes):
             self._resharded.append(times)
             if len(self._resharded) < self._num_workers:
@@ -104,6 +97,6 @@ class Moves:
         return StepResult(None, swapped=(times.swap,))
 
     def forget(self) -> None:
-        """The workers are gone, and what they were about."""
+        """Reset: the workers are gone."""
         self._swaps.clear()
         self._resharded.clear()

@@ -1,4 +1,4 @@
-"""What comes to a worker from the engine, received by a thread of its own that prepares the next step meanwhile."""
+"""A worker's thread that receives messages of the engine, and prepares the next step while this one is computed."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ import torch
 import zmq
 
 from nanoserve.runtime.step.model_runner import PreparedStep
-from nanoserve.runtime.workers.activations import Expected
+from nanoserve.runtime.workers.distributed import Expected
 from nanoserve.runtime.workers.messages import ForgetHost, RunPlan, ToWorker
 from nanoserve.scheduler.plan import StepPlan
 
@@ -37,10 +37,9 @@ class PrefetchThread:
     """A thread between the engine's socket and the worker's loop.
 
     Args:
-        socket: from now on the thread's.
+        socket: used by the thread alone from now on.
         prepare: prepares a plan that came at that time; called in the thread, one step ahead of the loop. None
             leaves plans to the loop, as changes of layout always are.
-        device: that inputs are prepared for.
     """
 
     def __init__(
@@ -57,11 +56,7 @@ class PrefetchThread:
         threading.Thread(target=self._receive, name=THREAD_NAME, daemon=True).start()
 
     def next(self, seconds: float | None) -> PrefetchedStep | ToWorker | None:
-        """What came next; waits for it for `seconds`, or without limit.
-
-        Raises:
-            BaseException: what preparing it raised.
-        """
+        """What came next; waits for it for `seconds`, or without limit. Raises what preparing it raised."""
         try:
             arrived = self._arrived.get(timeout=seconds)
         except Empty:
@@ -71,11 +66,11 @@ class PrefetchThread:
         return arrived
 
     def fail(self, error: BaseException) -> None:
-        """Another thread of the worker has failed: the loop is to raise what it raised."""
+        """Have the loop raise the error of another thread."""
         self._arrived.put(error)
 
     def done(self) -> None:
-        """The loop is through with a turn: its buffers may be used again."""
+        """Free the buffers of a step that the loop has ended."""
         self._places.release()
 
     def _receive(self) -> None:
@@ -97,5 +92,5 @@ class PrefetchThread:
                     self._places.release(_STEPS)
                 else:
                     self._arrived.put(message)
-        except BaseException as error:  # whatever it is, it is the loop's to tell
+        except BaseException as error:  # the loop reports it
             self._arrived.put(error)

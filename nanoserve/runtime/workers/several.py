@@ -1,4 +1,4 @@
-"""The workers of several engines together: starting, compiling for all of them, and waiting for any of them."""
+"""The workers of several engines together: starting all of them, and waiting for any of them."""
 
 import math
 import time
@@ -11,6 +11,7 @@ import zmq
 from nanoserve.engine_config import EngineConfig
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.runtime.workers.executor import WorkersExecutor
+from nanoserve.runtime.workers.remote_layers import RemoteLayers
 
 _WATCH_SECONDS = 1.0
 """How long to wait at most, so that workers that are silent are noticed."""
@@ -36,6 +37,9 @@ def start_workers(
             executors.append(executor)
         for executor in executors:
             executor.wait_until_ready()
+        layers = RemoteLayers(executors)
+        for executor in executors:
+            executor.layers = layers
         failing.pop_all()  # their engines close them
     return executors
 
@@ -54,51 +58,3 @@ def wait_for_news(executors: Sequence[WorkersExecutor], until: float | None) -> 
         for source in executor.sources:
             poller.register(source, zmq.POLLIN)
     poller.poll(math.ceil(1000 * seconds))
-
-
-class LayersOfAll:
-    """The compiled layers of all engines: one engine after the other, so that each finds what the first has made.
-
-    Args:
-        executors: of one model.
-    """
-
-    def __init__(self, executors: Sequence[WorkersExecutor]) -> None:
-        self._executors = tuple(executors)
-        self._wanted = self._waited = False
-        self._begun = 0  # engines that have
-
-    @property
-    def loaded(self) -> bool:
-        """Whether all layers run compiled."""
-        return all(executor.layers.loaded for executor in self._executors)
-
-    @property
-    def pending(self) -> bool:
-        """Whether some are being compiled, or are to be."""
-        return self._wanted and (self._begun < len(self._executors) or any(map(_compiles, self._executors)))
-
-    def start(self, *, waited: bool = False) -> None:
-        """Begin to load them, or to compile what is missing; `waited` as for one library."""
-        self._wanted, self._waited = True, waited
-        self.go_on()
-
-    def go_on(self) -> None:
-        """Begin with the next engine once those before are through; to be called now and then."""
-        while self._wanted and self._begun < len(self._executors) and not any(map(_compiles, self._executors)):
-            executor = self._executors[self._begun]
-            self._begun += 1
-            if not executor.failed:
-                executor.layers.start(waited=self._waited)
-
-    def wait(self) -> None:
-        """Wait for what has been started, as long as the workers live; between two runs, when no plan is in flight."""
-        for executor in self._executors:
-            self.go_on()
-            if not executor.failed:
-                executor.layers.wait()
-
-
-def _compiles(executor: WorkersExecutor) -> bool:
-    """Whether its workers compile, or will once they are started again."""
-    return executor.layers.pending and not executor.failed

@@ -9,11 +9,12 @@ import msgspec
 from torch import Tensor
 
 from nanoserve.models.resharding import ReshardableWeights
+from nanoserve.models.shards import Shard
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.runtime.host.hybrid_runner import HybridStep
 from nanoserve.runtime.moves.swapping import Swapper
 from nanoserve.runtime.stage import Stage
-from nanoserve.runtime.workers.activations import Activations
+from nanoserve.runtime.workers.distributed import Activations
 from nanoserve.runtime.workers.messages import (
     Answered,
     Follow,
@@ -27,7 +28,6 @@ from nanoserve.runtime.workers.messages import (
 )
 from nanoserve.runtime.workers.prefetch import PrefetchedStep, PrefetchThread
 from nanoserve.runtime.workers.process import WorkerEndpoint
-from nanoserve.runtime.workers.ranks import Ranks
 from nanoserve.scheduler.plan import StepPlan, StepResult, Swap
 
 _BUILDING_SECONDS = 0.5
@@ -38,7 +38,7 @@ _BUILDING_SECONDS = 0.5
 class WorkerLayout:
     """What a worker is in one parallel layout."""
 
-    ranks: Ranks
+    shard: Shard
     """Its place among the others."""
     stage: Stage
     activations: Activations
@@ -47,15 +47,13 @@ class WorkerLayout:
 class Worker:
     """Runs plans in the order in which they come.
 
-    A plan's swaps begin when its turn comes and are copied beside its step and those behind it, by a Swapper's threads.
-    Not sooner: a block that the plan before copies from may be free already, and one that comes in may go there.
+    A plan's swaps begin when its turn comes, and a Swapper's threads copy them beside its step and later ones. They
+    cannot begin sooner: the plan before may copy from a block that is free already, and a swap may fill that block.
 
     Args:
-        layouts: by number.
-        current: the one to begin in.
+        current: number of the layout to begin in.
         weights: of all layouts; None where there is one.
         coupled: plans come from the stage before.
-        observe_times: report what was done when.
     """
 
     def __init__(
@@ -111,10 +109,8 @@ class Worker:
                 self._make_faster(message)
 
     def _prepare(self, plan: StepPlan, received: float) -> PrefetchedStep:
-        """The host's part of a step, and a place for its hidden states.
-
-        Where the plan does not say how many come, this waits until the stage before does.
-        """
+        """The host's part of a step, and a place for its hidden states. If the plan does not say how many come, this
+        waits for the header of the stage before."""
         step, activations = self._current.stage.runner.prepare(plan), self._current.activations
         prepared, num_tokens = time.monotonic(), step.num_tokens
         if isinstance(step, HybridStep):
@@ -137,7 +133,7 @@ class Worker:
         if self._observe_times:
             times = StageTimes(
                 step=step.plan.step,
-                rank=self._current.ranks.rank,
+                rank=self._current.shard.worker,
                 tokens=step.num_tokens,
                 received=turn.received,
                 prepared=turn.prepared,
@@ -152,11 +148,11 @@ class Worker:
 
     def _compute(self, turn: PrefetchedStep, entering: Tensor | None) -> tuple[float, StepResult | None]:
         """Run its layers, and pass on or sample what comes of it; when the device was done, and what to answer."""
-        ranks, stage, activations = self._current.ranks, self._current.stage, self._current.activations
+        shard, stage, activations = self._current.shard, self._current.stage, self._current.activations
         step = turn.step
         hidden = stage.runner.compute(step, entering)
         header = stage.header_behind(step)  # which host sequences go on shows only now
-        if ranks.behind is not None:
+        if not shard.is_last:
             computed = time.monotonic()
             if header is not None:
                 activations.send_with_header(header, hidden)
@@ -165,7 +161,7 @@ class Worker:
             return computed, None
         answers = stage.runner.sample(step, hidden).answers()
         computed = time.monotonic()
-        if not ranks.answers:
+        if not shard.answers:
             return computed, None
         result = StepResult(step.plan.step, answers, seconds=computed - turn.received)
         if header is not None:
@@ -174,7 +170,7 @@ class Worker:
 
     def _tell_host_loss(self) -> None:
         if (reason := self._current.stage.take_loss()) is not None:
-            self._endpoint.report(HostLost(self._current.ranks.rank, reason, self._forgotten))
+            self._endpoint.report(HostLost(self._current.shard.worker, reason, self._forgotten))
 
     def _forget_host(self) -> None:
         """Host sequences under way were lost, here or in another stage."""
@@ -182,9 +178,9 @@ class Worker:
         self._current.stage.forget_host()
 
     def _take_coupled(self, plan: StepPlan) -> None:
-        """Take a plan that comes with its hidden states: pass it on, then prepare its inputs."""
+        """Run a plan that comes with its hidden states: pass it on, then prepare its inputs."""
         received = time.monotonic()
-        if self._current.ranks.behind is not None:
+        if not self._current.shard.is_last:
             self._current.activations.send_plan(msgspec.msgpack.encode(plan))
         self._take(self._prepare(plan, received), received)
 
@@ -192,18 +188,18 @@ class Worker:
 
     def _swapped(self, swap: Swap, num_bytes: int, began: float, ended: float) -> None:
         """A thread has moved a sequence's blocks."""
-        rank = self._current.ranks.rank
+        rank = self._current.shard.worker
         times = SwapTimes(swap.swap, rank, swap.direction, num_bytes, began, ended, swap.after_row)
         self._endpoint.report(Moved(times))
 
     def _reshard(self, step: int, layout: int) -> None:
-        """Change the layout, with nothing in flight: put the parameters that it needs in the place of the others."""
+        """Change the layout, with nothing in flight: exchange the parameters."""
         assert self._weights is not None, "no change of layout where there is one"
         began = time.monotonic()
         self._current.stage.runner.forget()
         num_bytes = self._weights.fill(layout)
         self._current = self._layouts[layout]
-        times = ReshardTimes(step, self._current.ranks.rank, layout, num_bytes, began, time.monotonic())
+        times = ReshardTimes(step, self._current.shard.worker, layout, num_bytes, began, time.monotonic())
         self._endpoint.report(Moved(times))
 
     # ---- what makes it faster ---------------------------------------------------------------------------------
@@ -220,4 +216,4 @@ class Worker:
         if self._preparing and not any(stage.pending for stage in self._stages):
             self._preparing = False
             compiled = all(stage.compiled for stage in self._stages)
-            self._endpoint.report(Prepared(self._current.ranks.rank, compiled))
+            self._endpoint.report(Prepared(self._current.shard.worker, compiled))

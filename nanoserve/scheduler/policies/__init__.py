@@ -10,7 +10,7 @@ from nanoserve.scheduler.policies.apex import ApexAlgorithm1, AsynchronousOverla
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill, DecodeFirst, PrefillFirst
 from nanoserve.scheduler.policies.hybrid import HybridByPrediction
 from nanoserve.scheduler.policies.neo import AsymmetricPipelining
-from nanoserve.scheduler.policies.placement import PreemptingBySwap
+from nanoserve.scheduler.policies.placement import HybridPolicy, PreemptingBySwap
 from nanoserve.scheduler.policies.token_throttling import AdaptiveThrottling, TokenThrottling
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 
@@ -27,8 +27,11 @@ class PolicyEntry:
     """What it is good for, in one line."""
     budget: str = "token_budget"
     """The parameter that is the token budget of a step, ``--max-num-batched-tokens``."""
-    attends_on_host: bool = False
-    """Whether the CPU attends to KV in host memory, so that a host tier is needed."""
+
+    @property
+    def attends_on_host(self) -> bool:
+        """Whether the CPU attends to KV in host memory, so that a host tier is needed."""
+        return issubclass(self.kind, HybridPolicy)
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -44,45 +47,34 @@ POLICIES: dict[str, PolicyEntry] = {
     "decode-first": PolicyEntry(DecodeFirst, "FasterTransformer", "equal requests in closed batches, to compare with"),
     "sarathi": PolicyEntry(ChunkedPrefill, "Sarathi-Serve, OSDI 2024", "one device, or tensor parallel: even steps"),
     "throttling": PolicyEntry(
-        TokenThrottling,
-        "gLLM, sections 3.1, 3.2",
-        "pipeline parallel: equal micro-batches, no bubbles",
-        budget="max_prefill",
+        TokenThrottling, "gLLM, sections 3.1, 3.2", "pipeline parallel: equal micro-batches, no bubbles", "max_prefill"
     ),
     "adaptive": PolicyEntry(
         AdaptiveThrottling,
         "ours, after gLLM",
         "as throttling, where KV memory is short or first tokens shall come soon",
-        budget="max_prefill",
+        "max_prefill",
     ),
     "seesaw": PolicyEntry(
-        TransitionMinimizing,
-        "Seesaw, section 4.2",
-        "offline work with two parallel layouts and KV memory on the host",
+        TransitionMinimizing, "Seesaw, section 4.2", "offline work with two parallel layouts and KV memory on the host"
     ),
     "neo": PolicyEntry(
         AsymmetricPipelining,
         "NEO, as in APEX, section 2",
         "KV memory on the host, many prompts: the CPU attends in turn with the device",
-        attends_on_host=True,
     ),
     "overlap": PolicyEntry(
         AsynchronousOverlap,
         "APEX, section 3.3",
         "KV memory on the host, long answers: the CPU attends beside the steps",
-        attends_on_host=True,
     ),
     "apex": PolicyEntry(
-        ApexAlgorithm1,
-        "APEX, algorithm 1",
-        "as printed, to compare with: neo or overlap by inequality 5",
-        attends_on_host=True,
+        ApexAlgorithm1, "APEX, algorithm 1", "as printed, to compare with: neo or overlap by inequality 5"
     ),
     "hybrid": PolicyEntry(
         HybridByPrediction,
         "ours, after APEX",
         "KV memory on the host: the device alone, neo or overlap, whichever is predicted best",
-        attends_on_host=True,
     ),
 }
 """Choices of ``--policy``."""

@@ -1,9 +1,13 @@
-"""APEX: asynchronous overlap, and the algorithm that chooses between it and NEO's asymmetric pipelining."""
+"""APEX: asynchronous overlap, and the algorithm that chooses between it and NEO's asymmetric pipelining.
+
+Symbols: NG and NC, sequences whose decode attention the device and the CPU compute per second; the others as in
+placement.py.
+"""
 
 from dataclasses import dataclass, replace
 
 from nanoserve.scheduler.load import Alternative, Decision, Load, check_parameter
-from nanoserve.scheduler.policies.placement import DeviceStep, HybridPolicy, device_first, overlapped
+from nanoserve.scheduler.policies.placement import DeviceStep, HybridPolicy, device_first
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,15 @@ class AsynchronousOverlap(HybridPolicy):
 
     def decide(self, load: Load) -> Decision:
         plan = device_first(load, self.token_budget)
-        return plan if load.predictor is None else overlapped(load, plan, self.cohorts)
+        return plan if load.predictor is None else _overlapped(load, plan, self.cohorts)
+
+
+def _overlapped(load: Load, plan: Decision, cohorts: int) -> Decision:
+    """The plan with host tokens beside it: cohorts go on, and another begins if there are fewer than ``cohorts``."""
+    begin = load.ready_host - plan.swap_in if len(load.cohorts) < cohorts else 0
+    if begin == 0 and not load.cohorts:
+        return plan
+    return replace(plan, strategy="overlap", host_decodes=(begin, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +70,10 @@ class ApexAlgorithm1(HybridPolicy):
             return plan
         tlin, tgatt = step.tlin, step.tgatt
         window = step.tlin_pref + tlin + step.tgatt_pref if step.prefill else 2 * tlin + tgatt
-        pipelined, alone = pipelined_rate(step.ng, step.nc, tlin, tgatt, window), device_rate(step.ng, tlin, tgatt)
+        ng = step.decodes / tgatt if step.decodes else 0.0
+        # Host sequences count as long as the mean decode: the inequality compares processors, not lengths.
+        nc = step.host / step.predictor.host_attention_seconds(step.host, step.host * step.mean_keys)
+        pipelined, alone = pipelined_rate(ng, nc, tlin, tgatt, window), device_rate(ng, tlin, tgatt)
         layers = step.predictor.num_layers  # the inequality's rates are those of a model of one layer
         weighed = (
             Alternative("device", step.decode_only_seconds, alone / layers),
@@ -66,10 +81,10 @@ class ApexAlgorithm1(HybridPolicy):
         )
         plan = replace(plan, alternatives=weighed)
         if pipelined > alone:
-            sizes, _ = step.pipelined()
+            sizes, _ = step.pipelined(step.host)
             if sum(sizes) > 0:
                 return replace(plan, strategy="asymmetric", host_decodes=sizes)
-        return overlapped(load, plan, cohorts=1)
+        return _overlapped(load, plan, cohorts=1)
 
 
 def device_rate(ng: float, tlin: float, tgatt: float) -> float:

@@ -13,11 +13,11 @@ _COHORTS = 4
 class HybridByPrediction(HybridPolicy):
     """Takes the strategy that is predicted to advance most sequences per second.
 
-    A prompt counts as the number of sequences that the device could decode in its time. If it counted as one, a host
-    sequence would seem worth a large part of a step with a prompt. The host's part counts the sequences that are there,
-    not what the CPU could compute, and weighs them by their keys: a token of a short sequence is cheap on the device
-    too and frees little of its memory. Otherwise the host would take the cheap beginnings of all answers and leave
-    their costly ends to the device::
+    A prompt counts as the number of sequences that the device could decode in its time; if it counted as one, a host
+    sequence would seem worth a large part of a step with a prompt. Host sequences are those that are there, not what
+    the CPU could compute, and are weighed by their keys: a token of a short sequence is cheap on the device too and
+    frees little of its memory. Otherwise the host would take the cheap beginnings of all answers and leave their costly
+    ends to the device::
 
         work = the step's seconds on the device alone / seconds of one of its decodes without prompts
         worth = keys of a host sequence / keys of a decode, on average
@@ -29,11 +29,10 @@ class HybridByPrediction(HybridPolicy):
     layers: cohorts begin whenever the CPU can serve one layer of each within a step. A sequence under way cannot come
     back to the device, where it would be L + 1 times as fast, so a small gain counts as none.
 
-    A prompt for which the device has no room is computed and parked if the CPU could serve one more sequence under
-    overlap without prompts: it costs no more now than later, and yields tokens meanwhile. Otherwise prompts wait for
-    room on the device. If even all host sequences that the CPU can serve would gain too little, prompts and decodes
-    stay on the device as if there were no host, because parked prompts take room from decodes. Preempted sequences
-    still move to the host and come back.
+    A prompt for which the device has no room is parked if the CPU could serve one more sequence under overlap without
+    prompts: it costs no more now than later, and yields tokens meanwhile. Otherwise it waits for room on the device. If
+    even all host sequences that the CPU can serve would gain too little, prompts and decodes stay on the device as if
+    there were no host, because parked prompts take room from decodes. Preempted sequences still move and come back.
     """
 
     least_gain: float = 0.02
@@ -59,16 +58,17 @@ class HybridByPrediction(HybridPolicy):
             step = replace(step, prefill=plan.prefill_tokens)
         if step.host == 0:
             return plan
-        advanced = step.step_seconds / step.token_seconds
+        advanced = step.step_seconds / _token_seconds(step)
+        worth = step.host_keys / max(1, step.mean_keys)
         beside, overlap_seconds, overlap_tokens = self._overlap(load, plan, step)
         if step.rows == 0:
             # A host sequence that begins a token cannot come back before it is there, so none begins while others move.
             return plan if not load.cohorts and (plan.swap_in or load.moving) else beside
-        sizes, asymmetric_seconds = step.pipelined()
+        sizes, asymmetric_seconds = step.pipelined(step.host)
         weighed = (
             Alternative("device", step.step_seconds, advanced / step.step_seconds),
-            Alternative("overlap", overlap_seconds, (advanced + step.worth * overlap_tokens) / overlap_seconds),
-            Alternative("asymmetric", asymmetric_seconds, (advanced + step.worth * sum(sizes)) / asymmetric_seconds),
+            Alternative("overlap", overlap_seconds, (advanced + worth * overlap_tokens) / overlap_seconds),
+            Alternative("asymmetric", asymmetric_seconds, (advanced + worth * sum(sizes)) / asymmetric_seconds),
         )
         alone, overlap, pipelined = (one.per_second for one in weighed)
         if pipelined > max(overlap, (1 + self.worthwhile) * alone):
@@ -88,10 +88,10 @@ class HybridByPrediction(HybridPolicy):
         waiting = load.waiting_tokens // max(load.first_waiting_tokens, step.host_keys)
         served = step.hidden(alone, min(load.host_decodes + waiting, load.host_blocks // load.first_parked_blocks))
         sizes, seconds = step.pipelined(served)
-        asymmetric = (step.step_seconds + sum(sizes) * step.token_seconds) / seconds
+        asymmetric = (step.step_seconds + sum(sizes) * _token_seconds(step)) / seconds
         joining = step.linear_seconds(step.decodes + served) - step.linear_seconds(step.decodes)
         # Sequences come and go: half of so many are there on average.
-        gained = served / 2 / (predictor.num_layers + 1) * step.token_seconds
+        gained = served / 2 / (predictor.num_layers + 1) * _token_seconds(step)
         overlap = (alone + gained) / ((alone + joining) * predictor.slowdown("overlap"))
         return max(asymmetric, overlap) > 1 + self.worthwhile
 
@@ -102,12 +102,12 @@ class HybridByPrediction(HybridPolicy):
         would advance in every second step only.
         """
         predictor = step.predictor
-        busy = sum(predictor.host_attention_seconds(cohort.sequences, cohort.context_tokens) for cohort in load.cohorts)
         begin = ready = load.ready_host - plan.swap_in
+        under_way = sum(cohort.sequences for cohort in load.cohorts)
         if step.rows:
+            busy = sum(predictor.host_attention_seconds(one.sequences, one.context_tokens) for one in load.cohorts)
             window = step.step_seconds / load.pipeline_depth  # of P plans in flight, one ends P times as often
             ready = step.hidden(window - busy, ready)
-            under_way = sum(cohort.sequences for cohort in load.cohorts)
             if under_way + ready < self.least_gain * step.decodes * (predictor.num_layers + 1):
                 ready = 0
             begin = min(ready, max(1, step.hidden(window / _COHORTS, ready)))
@@ -117,6 +117,10 @@ class HybridByPrediction(HybridPolicy):
         seconds = step.step_seconds + sum(step.linear_seconds(step.rows + size) - alone for size in sizes)
         seconds *= predictor.slowdown("overlap")
         tokens = sum(sizes) / (predictor.num_layers + 1)
-        if tokens == 0:
-            return plan, seconds, tokens
-        return replace(plan, strategy="overlap", host_decodes=(begin, 0)), seconds, tokens
+        beside = replace(plan, strategy="overlap", host_decodes=(begin, 0)) if tokens else plan
+        return beside, seconds, tokens
+
+
+def _token_seconds(step: DeviceStep) -> float:
+    """One decode's share of a step without prompts."""
+    return step.decode_only_seconds / max(1, step.decodes)

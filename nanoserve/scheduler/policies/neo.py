@@ -26,9 +26,8 @@ class AsymmetricPipelining(HybridPolicy):
         step = DeviceStep.of(load, plan)
         if step is None or step.host == 0 or step.rows == 0:
             return plan
-        prompts = step.prefill / max(1, load.first_waiting_tokens)
-        advanced = step.decodes + prompts
-        sizes, seconds = step.pipelined()
+        advanced = step.decodes + step.prefill / max(1, load.first_waiting_tokens)
+        sizes, seconds = step.pipelined(step.host)
         alone, pipelined = advanced / step.step_seconds, (advanced + sum(sizes)) / seconds
         weighed = Alternative("device", step.step_seconds, alone), Alternative("asymmetric", seconds, pipelined)
         if pipelined > alone:

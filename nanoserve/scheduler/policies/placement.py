@@ -1,8 +1,7 @@
 """Where sequences are placed with a host tier: what the hybrid policies share, and preemption by swapping.
 
 Symbols, as in APEX, section 3.2, seconds of one layer: Tlin = T_glinear and Tgatt = T_gatt, the device's linear and
-attention time for its decodes; Tlin_pref, Tgatt_pref, the same with prompts in the step; NG and NC, sequences whose
-decode attention the device and the CPU compute per second; L = ``predictor.num_layers``.
+attention time for its decodes; Tlin_pref, Tgatt_pref, the same with prompts in the step; L = ``predictor.num_layers``.
 
 All hybrid policies are GPU-first (APEX, section 3.4, rule 1). Prompts go to device memory while it can hold them beside
 the expected growth of running sequences. Host sequences come back as soon as it has room, oldest first. Only what then
@@ -29,25 +28,21 @@ class PreemptingBySwap(Policy):
 
         2 T_swap(t)  <  L (T_linear(t) + T_prefill_attention(t)) + T_overhead
 
-    The right side is one step that recomputes it. Without a predictor it is recomputed. A moved sequence comes back as
-    soon as the device has room beside the expected growth, and before any new prompt begins: it is older than most that
-    wait. Partly computed prompts go on. The inner policy sees no new prompts while sequences are on the host or moving.
+    The right side is one step that recomputes it. A moved sequence comes back as soon as the device has room beside the
+    expected growth, and before any new prompt begins: it is older than most that wait. Partly computed prompts go on.
+    The inner policy sees no new prompts while sequences are on the host or moving.
     """
 
     inner: Policy
     reads_forecast: ClassVar[bool] = True
 
     def decide(self, load: Load) -> Decision:
+        unfinished, is_cheaper = load.first_waiting_tokens if load.ready_prefills else 0, _swapping_is_cheaper(load)
         if load.host_decodes == load.moving == 0:
-            return replace(self.inner.decide(load), preempt_to_host=_swapping_is_cheaper(load))
-        unfinished = load.first_waiting_tokens if load.ready_prefills else 0
+            return replace(self.inner.decide(load), preempt_to_host=is_cheaper)
         decision = self.inner.decide(replace(load, waiting_tokens=unfinished, first_waiting_tokens=unfinished))
-        return replace(
-            decision,
-            prefill_tokens=min(decision.prefill_tokens, unfinished),
-            swap_in=load.fitting_host,
-            preempt_to_host=_swapping_is_cheaper(load),
-        )
+        prefill = min(decision.prefill_tokens, unfinished)
+        return replace(decision, prefill_tokens=prefill, swap_in=load.fitting_host, preempt_to_host=is_cheaper)
 
 
 def _swapping_is_cheaper(load: Load) -> bool:
@@ -94,8 +89,7 @@ def device_first(load: Load, token_budget: int) -> Decision:
     if load.running_decodes:
         bay = prompt if host_has_room else 0
         reserve = load.expected_growth if load.waiting_tokens else load.running_decodes
-        spare = max(0, load.free_blocks - reserve - bay)
-        plan = replace(plan, swap_in=min(load.ready_host, spare // (load.host_sequence_blocks + 1)))
+        plan = replace(plan, swap_in=_returning(load, load.free_blocks - reserve - bay))
     left = load.free_blocks - plan.swap_in * load.host_sequence_blocks
     room = left - load.expected_growth
     park = prompt + bay > room
@@ -110,10 +104,8 @@ def device_first(load: Load, token_budget: int) -> Decision:
 
 def device_alone(load: Load, token_budget: int) -> Decision:
     """ChunkedPrefill, while host sequences come back until one block is left for each decode."""
-    decodes = min(load.ready_decodes, token_budget)
-    spare = max(0, load.free_blocks - load.running_decodes)
-    back = max(load.fitting_host, min(load.ready_host, spare // (load.host_sequence_blocks + 1)))
-    plan = Decision(0, decodes, swap_in=back, preempt_to_host=True)
+    back = max(load.fitting_host, _returning(load, load.free_blocks - load.running_decodes))
+    plan = Decision(0, min(load.ready_decodes, token_budget), swap_in=back, preempt_to_host=True)
     return replace(plan, prefill_tokens=fitting_tokens(load, token_budget, plan))
 
 
@@ -122,10 +114,8 @@ def fitting_tokens(load: Load, token_budget: int, plan: Decision) -> int:
 
     A prompt that does not fit would not begin, so it must not count in the step's predicted time.
     """
-    if load.first_waiting_tokens == 0:
-        return 0
     room = max(0, load.free_blocks - plan.swap_in * load.host_sequence_blocks - load.running_decodes)
-    if load.first_waiting_blocks > room and not load.ready_prefills:
+    if load.first_waiting_tokens == 0 or (load.first_waiting_blocks > room and not load.ready_prefills):
         return 0
     return _prompt_tokens(load, token_budget - plan.decodes, room)
 
@@ -135,20 +125,17 @@ def _prompt_tokens(load: Load, budget: int, room: int) -> int:
     return min(budget, load.waiting_tokens, (room + load.ready_prefills) * load.block_size)
 
 
+def _returning(load: Load, spare: int) -> int:
+    """How many ready host sequences fit into the spare blocks, each with one to grow into."""
+    return min(load.ready_host, max(0, spare) // (load.host_sequence_blocks + 1))
+
+
 def _leaving(load: Load, blocks: int) -> int:
     """How many decodes, at most all but one, hold this many blocks; 0 if the host has no room or others are moving."""
     if load.moving or load.first_parked_blocks > load.host_free_blocks:
         return 0
     held = max(1, load.context_tokens // (load.block_size * max(1, load.running_decodes)))
     return max(0, min(-(-blocks // held), load.ready_decodes - 1))
-
-
-def overlapped(load: Load, plan: Decision, cohorts: int) -> Decision:
-    """The plan with host tokens beside it: cohorts go on, and another begins if there are fewer than ``cohorts``."""
-    begin = load.ready_host - plan.swap_in if len(load.cohorts) < cohorts else 0
-    if begin == 0 and not load.cohorts:
-        return plan
-    return replace(plan, strategy="overlap", host_decodes=(begin, 0))
 
 
 @dataclass(frozen=True)
@@ -189,6 +176,11 @@ class DeviceStep:
     def rows(self) -> int:
         return self.decodes + self.prefill
 
+    @property
+    def mean_keys(self) -> int:
+        """Mean keys of a decode on the device; of a host sequence if nothing decodes."""
+        return self.keys // self.decodes if self.decodes else self.host_keys
+
     @cached_property
     def tlin(self) -> float:
         """Tlin; of one row where nothing decodes."""
@@ -206,29 +198,6 @@ class DeviceStep:
     def tgatt_pref(self) -> float:
         return self.tgatt + (self.predictor.prefill_attention_seconds(self.prefill) if self.prefill else 0.0)
 
-    @property
-    def ng(self) -> float:
-        """NG, for these decodes."""
-        return self.decodes / self.tgatt if self.decodes else 0.0
-
-    @property
-    def nc(self) -> float:
-        """NC, for as many sequences as the host has, each as long as the mean decode on the device.
-
-        Both rates are for equal sequences: the inequality compares processors, not short sequences with long ones.
-        """
-        return self.host / self.predictor.host_attention_seconds(self.host, self.host * self.mean_keys)
-
-    @property
-    def mean_keys(self) -> int:
-        """Mean keys of a decode on the device; of a host sequence if nothing decodes."""
-        return self.keys // self.decodes if self.decodes else self.host_keys
-
-    @property
-    def worth(self) -> float:
-        """The value of a token on the host, in decodes on the device: the ratio of their keys."""
-        return self.host_keys / max(1, self.mean_keys)
-
     @cached_property
     def step_seconds(self) -> float:
         """The whole step."""
@@ -238,11 +207,6 @@ class DeviceStep:
     def decode_only_seconds(self) -> float:
         """The whole step without its prompts."""
         return self.whole_seconds(self.tlin + self.tgatt)
-
-    @cached_property
-    def token_seconds(self) -> float:
-        """One decode's share of a step without prompts."""
-        return self.decode_only_seconds / max(1, self.decodes)
 
     def whole_seconds(self, layer_seconds: float) -> float:
         """A whole step whose layers take this long each."""
@@ -264,13 +228,8 @@ class DeviceStep:
         """How many host sequences, at most ``most``, the CPU serves within the window."""
         return bisect_right(range(1, most + 1), window, key=self.cpu_seconds)
 
-    def pipelined(self, host: int | None = None) -> tuple[tuple[int, int], float]:
-        """NEO's greedy choice: host sequences of sub-batches 0 and 1, and the seconds of the whole step.
-
-        Args:
-            host: how many there are to choose from; None for all.
-        """
-        most = self.host if host is None else host
+    def pipelined(self, most: int) -> tuple[tuple[int, int], float]:
+        """NEO's greedy choice: host sequences of sub-batches 0 and 1, ``most`` in all, and the whole step's seconds."""
         second = self.hidden(self.tlin_pref + self.tgatt_pref, most) if self.rows else 0
         tlin_second = self.linear_seconds(second)
         first = self.hidden(tlin_second, most - second) if second else 0

@@ -79,13 +79,7 @@ class TransitionMinimizing(Policy):
         pool_is_empty = load.host_decodes == load.moving == 0
         if pool_is_empty and load.first_waiting_tokens > 0 and (load.running_decodes == 0 or self._turns_back(load)):
             return Decision(prefill_tokens=0, decodes=0, layout=_PREFILL)
-        return Decision(
-            prefill_tokens=0,
-            decodes=load.decode_share,
-            swap_in=load.fitting_host,
-            preempt_to_host=True,
-            layout=_DECODE,
-        )
+        return Decision(0, load.decode_share, swap_in=load.fitting_host, preempt_to_host=True, layout=_DECODE)
 
     def _pool_room(self, load: Load) -> int:
         """Blocks for further prompts."""
@@ -109,15 +103,15 @@ def _wasted_seconds(load: Load, predictor: "Predictor") -> float:
 
     All B pass through the pool, the present decodes included, so the pool must hold them.
     """
+
+    def round_seconds(times: float) -> float:
+        """One token for each of so many times as many decodes: PP micro-batches through L / PP layers each."""
+        share = times / load.pipeline_depth
+        linear = predictor.linear_seconds(round(load.running_decodes * share))
+        attention = predictor.attention_seconds(round(load.context_tokens * share))
+        return predictor.num_layers * (linear + attention) + predictor.step_overhead_seconds()
+
     tokens = max(1, load.context_tokens)
     most = min(load.total_blocks, load.host_blocks) * load.block_size
     fuller = max(1.0, min(most, tokens + load.waiting_tokens) / tokens)
-    return _round_seconds(load, predictor, 1.0) - _round_seconds(load, predictor, fuller) / fuller
-
-
-def _round_seconds(load: Load, predictor: "Predictor", times: float) -> float:
-    """One token for each decode, if there were so many times as many: PP micro-batches through L / PP layers each."""
-    share = times / load.pipeline_depth
-    linear = predictor.linear_seconds(round(load.running_decodes * share))
-    attention = predictor.attention_seconds(round(load.context_tokens * share))
-    return predictor.num_layers * (linear + attention) + predictor.step_overhead_seconds()
+    return round_seconds(1.0) - round_seconds(fuller) / fuller

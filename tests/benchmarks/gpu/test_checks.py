@@ -1,6 +1,7 @@
 """A check fails when something is wrong."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoserve.benchmarks.gpu.attention import AttentionRow, PagedAttentionShape, make_batch
+from nanoserve.benchmarks.gpu.attention import AttentionRow, PagedAttentionShape, compared, make_batch
+from nanoserve.benchmarks.gpu.checks import operator_cases
 from nanoserve.benchmarks.gpu.engines import EngineShelf
 from nanoserve.benchmarks.gpu.markdown import to_markdown
 from nanoserve.benchmarks.gpu.model_checks import engine_check_cases, same_tokens
-from nanoserve.benchmarks.gpu.operator_checks import compared, operator_cases
 from nanoserve.benchmarks.gpu.setting import GpuSetting, find_setting
 from nanoserve.runtime.launch.gpu_start import GpuFacts
 from nanoserve.runtime.local import LocalExecutor
@@ -57,7 +58,8 @@ def test_steps_can_be_overlapped_and_not_with_the_same_engine(monkeypatch: pytes
         return LocalExecutor(*arguments, **{**settings, "feeds_tokens": True})
 
     monkeypatch.setattr("nanoserve.assembly.LocalExecutor", feeding)
-    with EngineShelf(find_setting(dry_run=True)) as shelf:
+    with ExitStack() as closing:
+        shelf = EngineShelf(find_setting(dry_run=True), closing)
         _, case = engine_check_cases(shelf, ["qwen3"])
         fields = case.measure()
     assert (fields["ok"], fields["in_flight"], fields["requests"]) == (True, 2, 20)
@@ -85,7 +87,7 @@ def check_on_a_gpu(
 ) -> dict[str, Any]:
     """What the check of that number says of such an engine."""
     engine = Engine(GpuFacts(True, 1.0, 1, graphs=graphs), overlaps=overlaps, differing=differing)
-    shelf: Any = SimpleNamespace(config_file=lambda name, config: name, get=lambda settings: engine)
+    shelf: Any = SimpleNamespace(config_file=lambda name, config: name, get=lambda **settings: engine)
     return list(engine_check_cases(shelf, [family]))[number].measure()
 
 
@@ -131,12 +133,11 @@ def test_what_must_not_be_read_is_poison() -> None:
 def test_attention_that_sees_one_key_too_few_is_found(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(*tensors: Tensor, **settings: float) -> None:
         *others, contexts = tensors
-        less = (contexts == longest).int() if tensors[0].dtype == torch.bfloat16 else 0  # the reference has 64 bits
-        operator(*others, contexts - less, **settings)
+        operator(*others, contexts - (contexts == longest).int(), **settings)
 
     operator: Any = paged_attention
     rows = {"decode": (AttentionRow(1, longest), AttentionRow(1, 20))}
-    monkeypatch.setattr("nanoserve.benchmarks.gpu.operator_checks._DRY_ROWS", rows)
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.checks._DRY_ROWS", rows)
     case = next(operator_cases(find_setting(dry_run=True)))
     assert case.measure()["ok"]
     monkeypatch.setattr("nanoserve.benchmarks.gpu.attention.paged_attention", forgetful)

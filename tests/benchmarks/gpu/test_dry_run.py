@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from nanoserve.benchmarks.floors import Limits
-from nanoserve.benchmarks.gpu.kernels import KernelBench, kernel_cases
+from nanoserve.benchmarks.gpu.kernels import kernel_cases
 from nanoserve.benchmarks.gpu.markdown import to_markdown
 from nanoserve.benchmarks.gpu.results import part_file, read_results
+from nanoserve.benchmarks.gpu.running import measure_part
 from nanoserve.benchmarks.gpu.setting import find_setting
-from nanoserve.benchmarks.gpu.timing import HostClock
-from nanoserve.benchmarks.gpu.worker import measure_part
+from nanoserve.benchmarks.gpu.timing import DeviceTimer, HostClock
 from nanoserve.benchmarks.report import read_report
 from nanoserve.commands.main import main
 from nanoserve.errors import UsageError
@@ -58,8 +58,8 @@ def test_the_command_checks_and_says_that_it_is_a_dry_run(tmp_path: Path, capsys
 
 
 def test_what_has_to_be_compiled_for_comes_behind_what_takes_a_moment() -> None:
-    bench = KernelBench(find_setting(dry_run=True), HostClock(), Limits(1.0, 1.0))
-    kinds = list(dict.fromkeys(case.name.split()[0] for case in kernel_cases(bench)))
+    timer = DeviceTimer(find_setting(dry_run=True), HostClock(), Limits(1.0, 1.0))
+    kinds = list(dict.fromkeys(case.name.split()[0] for case in kernel_cases(timer)))
     assert kinds == ["cache_write", "copy_blocks", "gather_blocks", "scatter_blocks", "prefill", "decode", "mixed"]
 
 

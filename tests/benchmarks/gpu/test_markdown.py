@@ -37,7 +37,7 @@ PREFILL = "prefill 8192, GQA 4, head_dim 128"
 
 
 def verdicts(document: dict[str, Any]) -> dict[str, tuple[str, float | None]]:
-    return {one.target: (one.verdict, one.share) for one in outcomes(document)}
+    return {one["target"]: (one["verdict"], one["share"]) for one in outcomes(document)}
 
 
 def test_targets_are_met_missed_or_not_measured() -> None:

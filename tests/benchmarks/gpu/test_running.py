@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from nanoserve.benchmarks.gpu import worker
+from nanoserve.benchmarks.gpu import running
 from nanoserve.benchmarks.gpu.results import CannotRun, GpuCase, open_part, part_file, read_results, run_cases
-from nanoserve.benchmarks.gpu.running import PartRunner, worker_command
+from nanoserve.benchmarks.gpu.running import child_command, run_parts
 from nanoserve.benchmarks.gpu.setting import GpuSetting, find_setting
 from nanoserve.benchmarks.report import Report, read_report
 from nanoserve.errors import RuntimeFailure, UsageError
@@ -26,7 +26,6 @@ WORKER = """
 import os, signal, sys, time
 from pathlib import Path
 from typing import Any
-from nanoserve.benchmarks.gpu import worker
 from nanoserve.benchmarks.gpu.results import GpuCase, run_cases
 from nanoserve.benchmarks.gpu.results import open_part
 
@@ -43,14 +42,17 @@ sys.exit(0 if done else 4)
 """
 
 
-def runner(tmp_path: Path, middle: str, *, case_seconds: float = 600.0, before: str = "") -> PartRunner:
-    """A part of three cases, of which the second does what `middle` says."""
+def run_three(
+    tmp_path: Path, middle: str, *, budget: float = 600.0, case_seconds: float = 600.0, before: str = ""
+) -> Path | None:
+    """Run a part of three cases, of which the second does what `middle` says."""
     program = WORKER.replace("MIDDLE", middle).replace("BEFORE", before)
 
     def words(part: str, seconds: float) -> Sequence[str]:
         return [sys.executable, "-c", program, str(tmp_path), part, str(seconds)]
 
-    return PartRunner(tmp_path, words, dry_run=True, case_seconds=case_seconds)
+    budgets = {"kernels": budget}
+    return run_parts(tmp_path, ["kernels"], budgets, dry_run=True, command=words, case_seconds=case_seconds)
 
 
 def rows(tmp_path: Path) -> dict[str, dict[str, object]]:
@@ -109,7 +111,7 @@ def test_results_of_another_run_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_a_process_that_dies_costs_one_row(tmp_path: Path) -> None:
-    together = runner(tmp_path, "die").run(["kernels"], BUDGETS)
+    together = run_three(tmp_path, "die")
     found = rows(tmp_path)
     assert [found[case].get("us") for case in "abc"] == [1, None, 3]
     assert "exit code -11" in str(found["b"]["error"])
@@ -131,7 +133,7 @@ class LongNight:
 
 def test_a_case_that_hangs_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanoserve.benchmarks.gpu.running.time", LongNight(tmp_path))
-    runner(tmp_path, "lambda: time.sleep(600)").run(["kernels"], {"kernels": 1e6})
+    run_three(tmp_path, "lambda: time.sleep(600)", budget=1e6)
     found = rows(tmp_path)
     assert [found[case].get("us") for case in "abc"] == [1, None, 3]
     assert found["b"]["error"] == "its process was ended: it took too long"
@@ -141,7 +143,7 @@ def test_the_budget_cuts_a_case_off_and_another_run_measures_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nanoserve.benchmarks.gpu.running.time", LongNight(tmp_path))
-    together = runner(tmp_path, "lambda: time.sleep(600)", case_seconds=1e9).run(["kernels"], {"kernels": 600.0})
+    together = run_three(tmp_path, "lambda: time.sleep(600)", case_seconds=1e9)
     monkeypatch.undo()
     found = rows(tmp_path)
     assert found["a"]["us"] == 1
@@ -150,14 +152,14 @@ def test_the_budget_cuts_a_case_off_and_another_run_measures_it(
     part = read_results(together)["parts"]["kernels"]
     (note,) = part["notes"]
     assert part["complete"] and note.startswith("b: cut off after")
-    runner(tmp_path, "lambda: {'us': 2}").run(["kernels"], BUDGETS)
+    run_three(tmp_path, "lambda: {'us': 2}")
     assert [row["us"] for row in rows(tmp_path).values()] == [1, 2, 3]
     assert read_report(part_file(tmp_path, "kernels"))["notes"] == []
 
 
 def test_a_process_may_take_longer_to_begin_than_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanoserve.benchmarks.gpu.running.OVERTIME_SECONDS", 0.0)
-    runner(tmp_path, "lambda: {'us': 2}", before="time.sleep(0.5)").run(["kernels"], {"kernels": 0.0})
+    run_three(tmp_path, "lambda: {'us': 2}", before="time.sleep(0.5)", budget=0.0)
     assert [row["skipped"] for row in rows(tmp_path).values()] == ["the time budget was spent"] * 3
 
 
@@ -173,31 +175,35 @@ def test_to_begin_is_part_of_the_budget(tmp_path: Path, monkeypatch: pytest.Monk
         return True
 
     monkeypatch.setattr("nanoserve.benchmarks.gpu.setting.find_setting", slow)
-    monkeypatch.setattr("nanoserve.benchmarks.gpu.worker.run_cases", run_none)
-    assert worker.measure_part(tmp_path, "kernels", seconds=60.0, dry_run=True)
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.running.run_cases", run_none)
+    assert running.measure_part(tmp_path, "kernels", seconds=60.0, dry_run=True)
     assert given[0] <= 60.0 - 0.1
 
 
 def test_a_device_that_is_lost_gets_a_new_process(tmp_path: Path) -> None:
-    runner(tmp_path, "lambda: 1 / 0").run(["kernels"], BUDGETS)
+    run_three(tmp_path, "lambda: 1 / 0")
     found = rows(tmp_path)
     assert [found[case].get("us") for case in "abc"] == [1, None, 3]
     assert str(found["b"]["error"]).startswith("ZeroDivisionError")
 
 
 def test_a_part_that_cannot_begin_is_no_endless_loop(tmp_path: Path) -> None:
-    broken = PartRunner(tmp_path, lambda part, seconds: [sys.executable, "-c", "raise SystemExit(1)"], dry_run=True)
+    def broken(part: str, seconds: float) -> Sequence[str]:
+        return [sys.executable, "-c", "raise SystemExit(1)"]
+
     with pytest.raises(RuntimeFailure, match=r"kernels: .*exit code 1 outside of any case"):
-        broken.run(["kernels"], BUDGETS)
+        run_parts(tmp_path, ["kernels"], BUDGETS, dry_run=True, command=broken)
 
 
 @pytest.mark.parametrize(("code", "error"), [(2, UsageError), (130, KeyboardInterrupt)])
 def test_a_worker_that_refuses_or_is_interrupted_ends_the_run(
     tmp_path: Path, code: int, error: type[BaseException]
 ) -> None:
-    ended = PartRunner(tmp_path, lambda part, seconds: [sys.executable, "-c", f"exit({code})"], dry_run=True)
+    def ended(part: str, seconds: float) -> Sequence[str]:
+        return [sys.executable, "-c", f"exit({code})"]
+
     with pytest.raises(error):
-        ended.run(["kernels", "engine"], {**BUDGETS, "engine": 60.0})
+        run_parts(tmp_path, ["kernels", "engine"], {**BUDGETS, "engine": 60.0}, dry_run=True, command=ended)
     assert read_report(part_file(tmp_path, "engine"))["rows"] == []
 
 
@@ -217,16 +223,16 @@ def test_a_worker_ends_with_what_became_of_it(
             return outcome
         raise outcome
 
-    monkeypatch.setattr("nanoserve.benchmarks.gpu.worker.measure_part", measure)
-    monkeypatch.setattr("sys.argv", ["worker", *worker_command(tmp_path, dry_run=True)("kernels", 12.5)[3:]])
-    assert worker.main() == code
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.running.measure_part", measure)
+    monkeypatch.setattr("sys.argv", ["running", *child_command(tmp_path, dry_run=True)("kernels", 12.5)[3:]])
+    assert running.main() == code
     assert capsys.readouterr().err == ("nanoserve: no GPU\n" if code == 2 else "")
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from tests.benchmarks.gpu.test_running import runner\n"
-        f"runner(Path({str(tmp_path)!r}), 'lambda: time.sleep(600)').run(['kernels'], {BUDGETS!r})"
+        "import sys; from pathlib import Path; from tests.benchmarks.gpu.test_running import run_three\n"
+        f"run_three(Path({str(tmp_path)!r}), 'lambda: time.sleep(600)')"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
     path = part_file(tmp_path, "kernels")

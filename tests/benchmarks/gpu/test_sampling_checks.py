@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoserve.benchmarks.gpu.sampling_checks import ROWS, SETTINGS, draw, random_logits, sampling_cases
+from nanoserve.benchmarks.gpu.checks import SAMPLED_ROWS, SETTINGS, draw, random_logits, sampling_cases
 from nanoserve.benchmarks.gpu.setting import find_setting
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.sampling.sampler import Sampled, sample
@@ -16,15 +16,15 @@ def test_every_case_compares_all_of_its_rows() -> None:
     assert [case.name for case in cases[:2]] == ["sampling, greedy", "sampling, temperature"]
     fields = [case.measure() for case in cases]
     assert all(row["ok"] for row in fields)
-    assert [row["rows"] for row in fields] == [ROWS] * len(SETTINGS) + [ROWS * len(SETTINGS)]
+    assert [row["rows"] for row in fields] == [SAMPLED_ROWS] * len(SETTINGS) + [SAMPLED_ROWS * len(SETTINGS)]
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "temperature"])
 def test_every_setting_changes_what_is_drawn(name: str) -> None:
-    logits = random_logits(ROWS)
+    logits = random_logits(SAMPLED_ROWS)
     without = SamplingParams(temperature=0.0) if name == "penalties, greedy" else SETTINGS["temperature"]
-    tokens, others = (draw(logits, [params] * ROWS).tokens for params in (SETTINGS[name], without))
-    assert int((tokens != others).sum()) >= ROWS // 4
+    tokens, others = (draw(logits, [params] * SAMPLED_ROWS).tokens for params in (SETTINGS[name], without))
+    assert int((tokens != others).sum()) >= SAMPLED_ROWS // 4
 
 
 @pytest.mark.parametrize("broken", ["token", "verdict"])
@@ -45,6 +45,6 @@ def test_another_token_and_another_verdict_are_found(broken: str, monkeypatch: p
             valid[-1] = True
         return Sampled(tokens, valid)
 
-    monkeypatch.setattr("nanoserve.benchmarks.gpu.sampling_checks.sample", differing)
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.checks.sample", differing)
     fields = next(sampling_cases(find_setting(dry_run=True))).measure()
-    assert (fields["ok"], fields["different_rows"]) == (False, [3 if broken == "token" else ROWS - 1])
+    assert (fields["ok"], fields["different_rows"]) == (False, [3 if broken == "token" else SAMPLED_ROWS - 1])

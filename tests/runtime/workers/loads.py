@@ -15,7 +15,6 @@ from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.loading import load_model
 from nanoserve.request import FinishReason, Request, SamplingParams, Sequence, SequenceUpdate, TokenLogprob
-from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.workers.executor import WorkersExecutor
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Policy
@@ -23,6 +22,7 @@ from nanoserve.scheduler.plan import Executor, StepPlan
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.linear_predictor import LinearPredictor
+from tests.runtime.small_model import local_executor
 from tests.scheduler.lives import Arrival, live
 
 BLOCK_SIZE = 4
@@ -196,12 +196,10 @@ class Reference:
         decoder, config = load_model(resolved.directory, "float32")
         self.resolved, self.model, self.vocab_size = resolved, config, config.vocab_size
         self.requests = requests(config.vocab_size, schemas=schemas)
-        executor = LocalExecutor(
+        executor = local_executor(
             decoder,
-            config,
             num_blocks=ROOMY_BLOCKS,
             block_size=BLOCK_SIZE,
-            device="cpu",
             grammars=GrammarCompiler(resolved.tokenizer_directory, config.vocab_size),
         )
         case = Case("sarathi", token_budget=2048, prefix_caching=False)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanoserve.models.shards import Shard
 from nanoserve.runtime.host.hybrid_runner import Header, Leaving
-from nanoserve.runtime.workers.activations import Activations, Expected
-from nanoserve.runtime.workers.ranks import Ranks
+from nanoserve.runtime.workers.distributed import Activations, Expected
 from nanoserve.scheduler.plan import CohortProgress, HostWork
 
 HIDDEN_SIZE = 3
@@ -62,9 +62,8 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
 
 def link(rank: int, num_tokens: int = 4) -> Activations:
     """Activations of one rank of two stages."""
-    ranks = Ranks(rank, num_stages=2, degree=1)
-    cpu = torch.device("cpu")
-    return Activations(ranks, hidden_size=HIDDEN_SIZE, num_tokens=num_tokens, dtype=torch.float32, device=cpu)
+    shard, cpu = Shard(range(1), stage=rank, num_stages=2), torch.device("cpu")
+    return Activations(shard, hidden_size=HIDDEN_SIZE, num_tokens=num_tokens, dtype=torch.float32, device=cpu)
 
 
 def hidden(number: int, num_tokens: int = 2) -> Tensor:

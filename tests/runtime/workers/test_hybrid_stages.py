@@ -26,8 +26,8 @@ MAIN = "from nanoserve.runtime.workers.process import main"
 LOSE = "NANOSERVE_TEST_LOSE"
 DISTURBED = """
 import os, time
-from nanoserve.runtime.host.host_attention import HostAttention
-attend = HostAttention._attend
+from nanoserve.runtime.host.host_attention import HostAttentionThread
+attend = HostAttentionThread._attend
 
 def disturbed(self, task):
     try:  # the number of layers tells the stages apart
@@ -42,8 +42,8 @@ def disturbed(self, task):
         pass
     return attend(self, task)
 
-HostAttention._attend = disturbed
-HostAttention.__init__.__kwdefaults__["patience"] = 2.0
+HostAttentionThread._attend = disturbed
+HostAttentionThread.__init__.__kwdefaults__["patience"] = 2.0
 """
 """What workers do first: their attention on the CPU fails or hangs once a file says so."""
 

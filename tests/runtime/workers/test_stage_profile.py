@@ -12,14 +12,14 @@ from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.costs.profile import write_profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
-from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.decoder import Decoder
 from nanoserve.models.shards import make_shards
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch import start_profile
 from nanoserve.runtime.launch.memory import kv_bytes_per_block
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile
 from nanoserve.runtime.profiling.rounds import Effort
-from nanoserve.runtime.step.model_runner import ModelRunner
+from nanoserve.runtime.stage import Stage
 from nanoserve.runtime.workers.building import as_whole_model, starting_engine
 from tests.runtime.small_model import small_config
 from triton_ops.cpu import cpu_operators
@@ -64,18 +64,16 @@ def engine_of(decoder: Decoder, processor: HostProcessor, model: ModelConfig, **
     size = NUM_BLOCKS * kv_bytes_per_block(decoder.config, BLOCK_SIZE, decoder.dtype)
     with torch.inference_mode():
         storage = torch.empty(size, dtype=torch.uint8)
-    runner = ModelRunner(decoder, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, device=CPU, storage=storage)
+    stage = Stage.build(decoder, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, device=CPU, storage=storage)
     engine = starting_engine(
-        runner,
-        DecoderLayer.__call__,
+        stage,
         storage=storage,
         processor=processor,
         config=EngineConfig(policy="hybrid", pipeline_parallel=2, block_size=BLOCK_SIZE, **settings),
         model=model,
         speeds=SPEEDS,
-        compiled=False,
     )
-    caches = [(one.caches.keys[0].data_ptr(), len(one.caches.keys)) for one in (runner, engine.runner)]
+    caches = [(one.caches.keys[0].data_ptr(), len(one.caches.keys)) for one in (stage.runner, engine.runner)]
     assert caches[0] == caches[1], "the stage's own cache"
     return engine
 

@@ -10,15 +10,15 @@ import torch
 import zmq
 
 from nanoserve.errors import RuntimeFailure
+from nanoserve.models.shards import Shard
 from nanoserve.runtime.moves.swapping import LayerMarks
 from nanoserve.runtime.stage import Stage
 from nanoserve.runtime.step.forward_pass import StepInputs
 from nanoserve.runtime.step.model_runner import PreparedStep
 from nanoserve.runtime.step.staging import DeviceToHostCopy
-from nanoserve.runtime.workers.activations import Activations
+from nanoserve.runtime.workers.distributed import Activations
 from nanoserve.runtime.workers.messages import ForgetHost, HostLost, RunPlan
 from nanoserve.runtime.workers.prefetch import THREAD_NAME
-from nanoserve.runtime.workers.ranks import Ranks
 from nanoserve.runtime.workers.worker import Worker, WorkerLayout
 from nanoserve.scheduler.plan import Row, StepPlan, Swap
 
@@ -59,13 +59,13 @@ def make_worker(
     hybrid: "LosingRunner | None" = None,
 ) -> Worker:
     """That of the first stage, with one layout."""
-    ranks = Ranks(0, num_stages=num_stages, degree=1)
-    activations = Activations(ranks, hidden_size=1, num_tokens=1, dtype=torch.float32, device=CPU)
+    shard = Shard(range(1), num_stages=num_stages)
+    activations = Activations(shard, hidden_size=1, num_tokens=1, dtype=torch.float32, device=CPU)
     stage = Stage(runner)  # type: ignore[arg-type]
     stage.mover, stage.hybrid = mover, hybrid  # type: ignore[assignment]
     return Worker(
         connection,  # type: ignore[arg-type]
-        [WorkerLayout(ranks, stage, activations)],
+        [WorkerLayout(shard, stage, activations)],
         current=0,
         weights=None,
         coupled=False,
@@ -188,7 +188,7 @@ class LayeredMover(Mover):
     def __init__(self, left: list[threading.Event]) -> None:
         self._left = left
 
-    def out_by_layer(self, device_blocks: object, host_blocks: object, marks: LayerMarks) -> int:
+    def out(self, device_blocks: object, host_blocks: object, after: object, marks: LayerMarks) -> int:
         for layer, left in enumerate(self._left):
             marks.wait(layer)
             left.set()

@@ -1,18 +1,31 @@
-"""Every operator on the device against its plain implementation on the CPU in float64, or bit for bit where it only
-moves numbers."""
+"""The checks of the correctness part: operators and sampling on the device against the CPU.
 
-from collections.abc import Callable, Iterator, Sequence
+An operator is held against its definition or its plain implementation in float64, or bit for bit where it only moves
+numbers. Sampling draws the same tokens from the same logits and seeds: random numbers and sums are integers on both
+devices. Exponentials and logarithms may differ in their last bit, which hardly ever decides between two tokens.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanoserve.benchmarks.gpu.attention import AttentionRow, PagedAttentionShape, make_batch
+from nanoserve.benchmarks.gpu.attention import TOLERANCES, AttentionRow, PagedAttentionShape, compared, make_batch
+from nanoserve.benchmarks.gpu.engines import EngineShelf
+from nanoserve.benchmarks.gpu.model_checks import CHECKED, engine_check_cases, model_cases
 from nanoserve.benchmarks.gpu.results import GpuCase
 from nanoserve.benchmarks.gpu.setting import GpuSetting
+from nanoserve.benchmarks.report import Report
+from nanoserve.models.dtypes import format_name
+from nanoserve.request import SamplingParams
+from nanoserve.runtime.sampling.sampler import Sampled, SamplingRows, SamplingState, sample
+from nanoserve.runtime.step.staging import Staging
+from nanoserve.scheduler.plan import Begin
 from triton_ops import (
     cache_write,
     copy_blocks,
@@ -29,8 +42,6 @@ HEADS = ((8, 2), (16, 2), (8, 8), (14, 2))
 """Query and key-value heads: groups of 4, 8, 1 and 7."""
 BLOCK_SIZES = (16, 32)
 WINDOWS = (0, 48)
-TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-4}
-"""As `compared` reads them: probabilities and results are rounded to 8, 11 or 24 bits on their way."""
 
 ROWS = {
     "decode": tuple(AttentionRow(1, context) for context in (1, 16, 33, 700, 1500)),
@@ -41,21 +52,28 @@ _DRY_ROWS = {kind: tuple(row for row in rows if row.context <= 37) for kind, row
 _DRY_HEAD_DIMS = (64,)
 
 
+def part_cases(setting: GpuSetting, report: Report, stack: ExitStack) -> Iterator[GpuCase]:
+    """Everything that must be right. Triton may compile so long for the operators that the budget ends there."""
+    shelf = EngineShelf(setting, stack)
+    return chain(
+        engine_check_cases(shelf, CHECKED[:1]),
+        sampling_cases(setting),
+        operator_cases(setting),
+        model_cases(setting),
+        engine_check_cases(shelf, () if setting.dry_run else CHECKED[1:]),
+    )
+
+
 def operator_cases(setting: GpuSetting) -> Iterator[GpuCase]:
-    """Attention over a grid that meets each pair of neighbouring choices, then the moves, then the products."""
-    yield from _attention_cases(setting)
-    if not setting.dry_run:  # the plain implementation has no rows to pad with
-        yield GpuCase("paged_attention, padding rows", partial(_check_padding, setting))
-    for dtype, check in product(DTYPES, CHECKS):
-        yield GpuCase(f"{check.name}, {_dtype_name(dtype)}", partial(check.run, setting, dtype))
+    """Attention over a grid that meets each pair of neighbouring choices, then the moves, then the products.
 
-
-def _attention_cases(setting: GpuSetting) -> Iterator[GpuCase]:
-    """The commonest head size and format with all heads, then each head size and format, each time with every kind of
-    batch; blocks and windows take turns. Every further combination would cost the time to compile three programs."""
+    Attention takes the commonest head size and format with all heads, then each head size and format, each time with
+    every kind of batch; blocks and windows take turns. Every further combination would cost the time to compile three
+    programs.
+    """
     rows = _DRY_ROWS if setting.dry_run else ROWS
     head_dims = _DRY_HEAD_DIMS if setting.dry_run else HEAD_DIMS
-    common = list(product(HEADS, zip(BLOCK_SIZES, WINDOWS, strict=True)))
+    common = product(HEADS, zip(BLOCK_SIZES, WINDOWS, strict=True))
     chosen = [(head_dims[0], DTYPES[0], heads, *cut) for heads, cut in common]
     grid = list(product(HEADS, BLOCK_SIZES, WINDOWS))
     for place, (head_dim, dtype) in enumerate(product(head_dims, DTYPES)):
@@ -63,20 +81,21 @@ def _attention_cases(setting: GpuSetting) -> Iterator[GpuCase]:
     for (head_dim, dtype, heads, block_size, window), kind in product(dict.fromkeys(chosen), rows):
         shape = PagedAttentionShape(rows=rows[kind], num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim)
         name = (
-            f"paged_attention, {kind}, {_dtype_name(dtype)}, head_dim {head_dim}, {heads[0]}/{heads[1]} heads, "
+            f"paged_attention, {kind}, {format_name(dtype)}, head_dim {head_dim}, {heads[0]}/{heads[1]} heads, "
             f"blocks of {block_size}" + (f", window {window}" if window else "")
         )
         yield GpuCase(name, partial(_check_attention, setting, shape, dtype, block_size, window))
+    if not setting.dry_run:  # the plain implementation has no rows to pad with
+        yield GpuCase("paged_attention, padding rows", partial(_check_padding, setting))
+    for dtype, check in product(DTYPES, CHECKS):
+        yield GpuCase(f"{check.name}, {format_name(dtype)}", partial(check.run, setting, dtype))
 
 
 def _check_attention(
     setting: GpuSetting, shape: PagedAttentionShape, dtype: torch.dtype, block_size: int, window: int
 ) -> dict[str, Any]:
-    batch = make_batch(shape, block_size=block_size, dtype=dtype, device="cpu", sliding_window=window, poisoned=True)
-    with reference_operators():
-        expected = batch.moved("cpu", torch.float64).attend()
-    found = batch.moved(setting.device, dtype).attend()
-    return compared("paged_attention", found, expected, TOLERANCES[dtype])
+    batch = make_batch(shape, block_size=block_size, dtype=dtype, sliding_window=window, poisoned=True)
+    return compared("paged_attention", batch.moved(setting.device).attend(), batch.by_definition(), TOLERANCES[dtype])
 
 
 def _check_padding(setting: GpuSetting) -> dict[str, Any]:
@@ -176,26 +195,64 @@ CHECKS = (
 )
 
 
-def compared(what: str, found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:
-    """The fields of a check: NaN agrees with NaN, and nothing else with it.
+VOCAB_SIZE = 32003
+"""A prime number, as large as a small model's vocabulary."""
+SAMPLED_ROWS = 16
+"""Requests of each setting."""
+_PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+_PROMPT_LENGTH = 4
+_LIKELIEST = 8
+"""A row's likeliest tokens are what penalties and biases are about: anything else would hardly show."""
 
-    A number may differ by `tolerance` times the sum of its own size and the root mean square of its row (the last
-    dimension): results over many keys are small, and leaving out one of a thousand shall show.
-    """
-    here, there = found.detach().cpu().double(), expected.detach().cpu().double()
-    unwanted = int((here.isfinite() != there.isfinite()).sum())
-    difference, size = (here - there).abs().nan_to_num(0.0), there.abs().nan_to_num(0.0)
-    allowed = tolerance * (size + size.square().mean(-1, keepdim=True).sqrt())
-    share = float((difference / allowed).nan_to_num(0.0).max()) if tolerance else None
-    return {
-        "check": what,
-        "largest_difference": float(difference.max()),
-        "tolerance": tolerance,
-        "of_tolerance": share,
-        "unwanted_nans": unwanted,
-        "ok": unwanted == 0 and bool((difference <= allowed).all()),
-    }
+SETTINGS: Mapping[str, SamplingParams] = {
+    "greedy": SamplingParams(temperature=0.0),
+    "temperature": SamplingParams(temperature=0.8),
+    "top_k": SamplingParams(top_k=40),
+    "top_p": SamplingParams(top_p=0.9),
+    "top_k and top_p": SamplingParams(top_k=40, top_p=0.9),
+    "min_p": SamplingParams(min_p=0.05),
+    "penalties": SamplingParams(**_PENALTIES),
+    "penalties, greedy": SamplingParams(temperature=0.0, **_PENALTIES),
+    "logit_bias": SamplingParams(logit_bias={7: 14.0, 20011: 13.0}),
+    "min_tokens": SamplingParams(temperature=0.5, min_tokens=100),
+    "all of them": SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.05, min_tokens=100, **_PENALTIES),
+}
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def sampling_cases(setting: GpuSetting) -> Iterator[GpuCase]:
+    """Each setting alone, then all in one batch, whose rows are drawn in groups."""
+    for name, params in SETTINGS.items():
+        yield GpuCase(f"sampling, {name}", partial(_check_sampling, setting, [params] * SAMPLED_ROWS))
+    mixed = list(SETTINGS.values()) * SAMPLED_ROWS
+    yield GpuCase("sampling, in one batch", partial(_check_sampling, setting, mixed))
+
+
+@torch.inference_mode()
+def _check_sampling(setting: GpuSetting, batch: Sequence[SamplingParams]) -> dict[str, Any]:
+    """The last row's logits are no numbers, which is to be found out; its token may be any."""
+    logits = random_logits(len(batch))
+    logits[-1, VOCAB_SIZE // 2] = torch.nan
+    expected = draw(logits, batch)
+    found = draw(logits.to(setting.device), batch)
+    tokens, valid = found.tokens.cpu(), found.valid.cpu()
+    differs = (valid != expected.valid) | (expected.valid & (tokens != expected.tokens))
+    different = differs.nonzero()[:, 0].tolist()
+    return {"check": "sampling", "rows": len(batch), "different_rows": different, "ok": not different}
+
+
+def random_logits(rows: int) -> Tensor:
+    """float32 [rows, VOCAB_SIZE], of numbers that a bfloat16 model could give: the likeliest often tie."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, VOCAB_SIZE, generator=generator).mul(3.0).bfloat16().float()
+
+
+def draw(logits: Tensor, batch: Sequence[SamplingParams]) -> Sampled:
+    """One token for each row, on the device of the logits, behind tokens that were the row's likeliest."""
+    states, staging = [], Staging(logits.device)
+    for row, likely in enumerate(logits.nan_to_num().cpu().topk(_LIKELIEST).indices.tolist()):
+        tokens = (*likely[:_PROMPT_LENGTH], *likely[2:], *likely[4:6])
+        begin = Begin(row, tokens, _PROMPT_LENGTH, row % 3, 7919 * row, batch[row], tuple(likely[:2]))
+        states.append(SamplingState(begin, VOCAB_SIZE))
+    rows = SamplingRows.stage(states, [len(tokens) + row for row in range(len(states))], staging)
+    staging.transfer()
+    return sample(logits, rows)

@@ -1,21 +1,67 @@
-"""A plan whose work was handed to the device, and the answers that come of it once the results are on the host."""
+"""What comes of a step: sampled tokens and log probabilities, on the device, then on the host, then as answers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import TokenLogprob
-from nanoserve.runtime.sampling.logprobs import LogprobColumns, rows_per_chunk
-from nanoserve.runtime.sampling.sampler import SamplingRows, SamplingState, sample
+from nanoserve.runtime.sampling.sampler import SamplingRows, SamplingState, sample, top_tokens
 from nanoserve.runtime.step.staging import DeviceToHostCopy, Staging
 from nanoserve.scheduler.plan import Answer, Row
 
 NOT_NUMBERS = "the model's logits are not numbers (NaN or infinite), or no token was left to sample"
+
+
+ELEMENTS_PER_CHUNK = 1 << 24
+
+
+def rows_per_chunk(vocab_size: int) -> int:
+    """How many positions' logits to hold at once, so that a long prompt of a large vocabulary still fits: 64 MiB."""
+    return max(1, ELEMENTS_PER_CHUNK // vocab_size)
+
+
+class LogprobColumns(NamedTuple):
+    """What raw logits say of N tokens, as tensors that may still be on the device."""
+
+    tokens: Tensor
+    """int64 [N]."""
+    logprobs: Tensor
+    """float32 [N]; of logits that are not numbers, anything."""
+    ranks: Tensor
+    """int64 [N]."""
+    best: Tensor
+    """int64 [N, K], the likeliest tokens."""
+    best_logprobs: Tensor
+    """float32 [N, K]."""
+
+    @classmethod
+    def of(cls, logits: Tensor, tokens: Tensor, most: int) -> "LogprobColumns":
+        """The columns of logits, float32 [N, V], with the `most` likeliest tokens of each row; waits for nothing."""
+        normalizer = logits.logsumexp(dim=1, keepdim=True)
+        chosen = logits.gather(1, tokens[:, None])
+        best = top_tokens(logits, most) if most else tokens[:, None][:, :0]
+        return cls(
+            tokens=tokens,
+            logprobs=(chosen - normalizer)[:, 0],
+            ranks=(logits > chosen).sum(1) + 1,
+            best=best,
+            best_logprobs=logits.gather(1, best) - normalizer,
+        )
+
+    def through(self, move: Callable[[Tensor], Tensor]) -> "LogprobColumns":
+        """The same columns, each moved."""
+        return LogprobColumns(*map(move, self))
+
+    def rows(self, tops: Sequence[int]) -> Iterator[TokenLogprob]:
+        """One by one, on the host. tops: how many of the likeliest tokens to name for each."""
+        columns = [column.tolist() for column in self]
+        for token, logprob, rank, ids, values, top in zip(*columns, tops, strict=True):
+            yield TokenLogprob(token, logprob, rank, tuple(zip(ids[:top], values[:top], strict=True)))
 
 
 @dataclass(slots=True)
@@ -35,7 +81,7 @@ class ScoredPrompt:
     """bool [] for each part, whether its logits are numbers."""
 
     def score(self, decoder: Decoder, hidden: Tensor, results: DeviceToHostCopy) -> None:
-        """Have the logits of the step's hidden states judge the tokens, some positions at a time."""
+        """Compute the tokens' log probabilities from the step's hidden states, some positions at a time."""
         chunk = rows_per_chunk(decoder.config.vocab_size)
         for start in range(0, len(self.targets), chunk):
             part = self.targets[start : start + chunk]
@@ -78,13 +124,8 @@ class SampledRows:
     def stage(
         cls, rows: Sequence[Row], ends: np.ndarray, states: Sequence[SamplingState], staging: Staging
     ) -> "SampledRows | None":
-        """Have what sampling needs moved to the device; None if no row is to be sampled.
-
-        Args:
-            rows: all rows of the step.
-            ends: where the tokens of each end, as by `row_ends`.
-            states: of each.
-        """
+        """Have what sampling needs moved to the device, for all rows of the step with their `row_ends` and states; None
+        if no row is sampled."""
         places = [place for place, row in enumerate(rows) if row.sample]
         if not places:
             return None
@@ -134,29 +175,3 @@ class SampledRows:
             return {}
         rows = self.logprobs.rows([top for _, top in self.asked])
         return {place: (logprob,) for (place, _), logprob in zip(self.asked, rows, strict=True)}
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """What a plan asked for, while the device works on it."""
-
-    results: DeviceToHostCopy
-    prompts: Sequence[ScoredPrompt] = ()
-    sampled: SampledRows | None = None
-
-    def answers(self) -> tuple[Answer, ...]:
-        """Wait for the device, then answer for each row that has a result. Call it once."""
-        self.results.wait()
-        answers = {scored.sequence: scored.answer() for scored in self.prompts}
-        if self.sampled is not None:
-            for answer in self.sampled.answers():
-                earlier = answers.get(answer.sequence)
-                answers[answer.sequence] = _joined(earlier, answer) if earlier else answer
-        return tuple(answers.values())
-
-
-def _joined(prompt: Answer, sampled: Answer) -> Answer:
-    """One answer of a row that has prompt log probabilities and a sampled token; an error of either is the error."""
-    if error := prompt.error or sampled.error:
-        return Answer(sampled.sequence, error=error)
-    return msgspec.structs.replace(sampled, prompt_logprobs=prompt.prompt_logprobs)

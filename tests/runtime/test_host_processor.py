@@ -9,13 +9,13 @@ import torch
 
 from nanoserve.errors import UsageError
 from nanoserve.processes.threads import cores_in_use
-from nanoserve.runtime.launch import core_division
-from nanoserve.runtime.launch.core_division import CoreDivision, DeviceCores, default_host_threads, divide_cores
+from nanoserve.runtime.host import host_processor
+from nanoserve.runtime.host.host_processor import CoreDivision, DeviceCores, default_host_threads, divide_cores
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, cores: list[tuple[int, ...]], limit: int | None = None) -> None:
-    monkeypatch.setattr(core_division, "cores_in_use", lambda: cores)
-    monkeypatch.setattr(core_division, "physical_cores", lambda: min(len(cores), limit or len(cores)))
+    monkeypatch.setattr(host_processor, "cores_in_use", lambda: cores)
+    monkeypatch.setattr(host_processor, "physical_cores", lambda: min(len(cores), limit or len(cores)))
 
 
 def test_processors_of_a_core_are_found_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

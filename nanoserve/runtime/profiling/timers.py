@@ -1,23 +1,34 @@
-"""Timing decode and prompt attention alone, on the device and by the threads that attend in host memory."""
+"""Timing parts of steps: attention alone, on the device and in host memory; inputs, layers, logits with sampling."""
 
+import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
 from nanoserve.models.attention import AttentionBatch
+from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.request import SamplingParams
 from nanoserve.runtime.host.host_attention import HostTask
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.moves.host_pool import HostPart
 from nanoserve.runtime.profiling.rounds import seconds_of
+from nanoserve.runtime.step.model_runner import ModelRunner
+from nanoserve.scheduler.plan import Begin, Row, StepPlan
 from triton_ops import paged_attention
 
 _SAMPLE_SECONDS = 2e-3
 _MOST_CALLS = 50
+_GREEDY = SamplingParams(temperature=0.0)
+_BRIEF = 0.05
+"""Seconds. Shorter steps are run twice: in an engine a step finds its predecessor's data in the processor's caches."""
+_MOST_DECODES = 64
+_BUSY_ROWS = 8
 
 
 class Stopwatch:
@@ -33,8 +44,8 @@ class Stopwatch:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """Rows of equal length, each at the end of the same number of keys."""
+class AttentionSize:
+    """The size of one call: rows of equal length, each at the end of the same number of keys."""
 
     rows: int
     queries: int
@@ -74,7 +85,7 @@ class KvRegions:
         self.blocks = block.expand(-1, num_blocks, -1, -1, -1).contiguous()
         self._order = torch.randperm(num_blocks, dtype=torch.int32)
 
-    def tables(self, shape: AttentionCall) -> list[Tensor]:
+    def tables(self, shape: AttentionSize) -> list[Tensor]:
         """Block tables, int32 [rows, width] each, of one region after the other."""
         each = shape.blocks(self._block_size)
         regions = min(self._layers, len(self._order) // each)
@@ -94,7 +105,7 @@ class AttentionTimer:
         self._keys, self._values = regions.blocks.unbind()
         self._watch = Stopwatch(regions.blocks.device)
 
-    def seconds(self, shape: AttentionCall) -> float:
+    def seconds(self, shape: AttentionSize) -> float:
         """Seconds of one layer: the mean over a few milliseconds of calls."""
         calls = self._calls(shape)
         with torch.inference_mode():
@@ -107,7 +118,7 @@ class AttentionTimer:
                     break
         return passed / count
 
-    def _calls(self, shape: AttentionCall) -> Iterator[Callable[[], None]]:
+    def _calls(self, shape: AttentionSize) -> Iterator[Callable[[], None]]:
         config, device, dtype = self._config, self._keys.device, self._keys.dtype
         tokens, size = shape.rows * shape.queries, config.head_dim
         out = torch.empty(tokens, config.num_heads * size, dtype=dtype, device=device)
@@ -153,7 +164,7 @@ class HostAttentionTimer:
     def seconds(self, rows: int, keys: int) -> float:
         """Seconds of one layer for `rows` sequences of `keys` keys each, from handing over to the result: the mean over
         a few milliseconds of calls."""
-        calls = cycle(self._regions.tables(AttentionCall(rows, 1, keys)))
+        calls = cycle(self._regions.tables(AttentionSize(rows, 1, keys)))
         query, key, value = self._entering(rows)
         found: list[float] = []
         with torch.inference_mode():
@@ -166,7 +177,7 @@ class HostAttentionTimer:
 
     def device_seconds(self, rows: int, keys: int) -> float:
         """Seconds of a piece of the device's work while the host attends for `rows` sequences of `keys` keys."""
-        at = self._rows(self._regions.tables(AttentionCall(rows, 1, keys))[0], keys)
+        at = self._rows(self._regions.tables(AttentionSize(rows, 1, keys))[0], keys)
         entering, found = self._entering(rows), list[float]()
         with torch.inference_mode():
             task = self._host.attend(0, *entering, at)
@@ -204,3 +215,111 @@ class HostAttentionTimer:
         size = self._regions.blocks.shape[3]
         slots = tables[:, (keys - 1) // size].long() * size + (keys - 1) % size
         return AttentionBatch(tables, starts, contexts, slots)
+
+
+class StepTimer:
+    """Runs steps on an idle runner, in blocks whose content does not matter.
+
+    Args:
+        runner: computes the whole model. After `close` it has no sequences of the timer.
+        block_size: of its cache.
+    """
+
+    def __init__(self, runner: ModelRunner, *, block_size: int) -> None:
+        self._runner, self._block_size = runner, block_size
+        self._watch = Stopwatch(runner.device)
+        self._generator = random.Random(0)
+        self._begun: set[int] = set()
+
+    def layer_seconds(self, tokens: int) -> float:
+        """Seconds of a layer, with the small attention of ``attention_shape``. Embedding and last norm, which are much
+        smaller, are divided between all layers."""
+        shape = self.attention_shape(tokens)
+        sizes = [min(shape.queries, tokens - first) for first in range(0, tokens, shape.queries)]
+        seconds = self._forward_seconds(sizes)
+        if seconds < _BRIEF:
+            seconds = self._forward_seconds(sizes)
+        return seconds / self._runner.config.num_layers
+
+    def attention_shape(self, tokens: int) -> AttentionSize:
+        """The attention in ``layer_seconds``: few tokens are decodes of one key each, more are prompts of a block each,
+        the last one perhaps shorter."""
+        size = 1 if tokens <= min(_MOST_DECODES, len(self._runner.caches.keys[0])) else self._block_size
+        return AttentionSize(-(-tokens // size), size, size)
+
+    def inputs_seconds(self, rows: int) -> float:
+        """Seconds that an executor takes before the layers in a step of `rows` decodes, after those of another step,
+        which on a CPU displace these data from the processor's caches."""
+        plan = self._decode_plan(rows)
+        self._runner.compute(self._runner.prepare(plan))
+        began = self._watch.now()
+        self._runner.prepare(plan)
+        return self._watch.now() - began
+
+    def head_seconds(self, rows: int) -> float:
+        """Seconds after the layers in a step of `rows` decodes: logits, greedy sampling and fetching tokens."""
+        step = self._runner.prepare(self._decode_plan(rows))
+        hidden = self._runner.compute(step)
+        began = self._watch.now()
+        self._runner.sample(step, hidden).answers()
+        return self._watch.now() - began
+
+    def close(self) -> None:
+        """Have the runner forget the sequences."""
+        self._runner.execute(StepPlan(0, end=tuple(self._begun)))
+
+    def _forward_seconds(self, sizes: Sequence[int]) -> float:
+        """Seconds of the layers over prompts of these sizes, in a whole step: on a CPU what follows the layers takes
+        some of the processor's caches from the next ones."""
+        texts = [tuple(self._generator.randrange(self._runner.config.vocab_size) for _ in range(n)) for n in sizes]
+        rows = [Row(-1 - n, 0, text, sample=True, new_blocks=(n,)) for n, text in enumerate(texts)]
+        step = self._runner.prepare(StepPlan(0, begin=self._begin(texts), rows=tuple(rows)))
+        began = self._watch.now()
+        hidden = self._runner.compute(step)
+        seconds = self._watch.now() - began
+        self._runner.sample(step, hidden).answers()
+        return seconds
+
+    def _decode_plan(self, rows: int) -> StepPlan:
+        """A plan of decodes at the first position of sequences that have begun and have their block."""
+        first = [Row(-1 - n, 0, (0,), sample=True, new_blocks=(n,)) for n in range(rows)]
+        self._runner.prepare(StepPlan(0, begin=self._begin([(0,)] * rows), rows=tuple(first)))
+        return StepPlan(0, rows=tuple(Row(-1 - n, 0, (0,), sample=True) for n in range(rows)))
+
+    def _begin(self, texts: Sequence[tuple[int, ...]]) -> tuple[Begin, ...]:
+        """Begins for the timer's own sequences, numbered below 0. A second Begin replaces the first."""
+        begin = tuple(Begin(-1 - n, text, len(text), 0, 0, _GREEDY) for n, text in enumerate(texts))
+        self._begun.update(one.sequence for one in begin)
+        return begin
+
+
+def linear_pieces(decoder: Decoder) -> Callable[[], object]:
+    """The device's work beside attention in host memory: each call computes the products of the next layer for a few
+    rows."""
+    with torch.inference_mode():
+        hidden = torch.randn(_BUSY_ROWS, decoder.config.hidden_size, device=decoder.device).to(decoder.dtype)
+        cos, sin = decoder.rotary(torch.arange(_BUSY_ROWS, device=decoder.device))
+        cos, sin = cos.to(decoder.dtype), sin.to(decoder.dtype)
+    layers = cycle(cast(Sequence[DecoderLayer], decoder.layers))
+
+    def compute() -> None:
+        layer = next(layers)
+        with torch.inference_mode():
+            query, _, _ = layer.pre_attention(hidden, cos, sin)
+            layer.post_attention(query.flatten(1), hidden)
+
+    return compute
+
+
+def copy_probe(num_bytes: int, device: torch.device) -> Callable[[], float]:
+    """A probe that copies from the device's memory to the CPU's; on a CPU, from one place to another."""
+    watch = Stopwatch(device)
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def copy() -> float:
+        began = watch.now()
+        target.copy_(source, non_blocking=True)
+        return watch.now() - began
+
+    return copy

@@ -1,0 +1,182 @@
+"""What workers say to each other over torch.distributed: sums within a stage, hidden states from stage to stage.
+
+A plan whose rows are all on the device says how many hidden states come, so that a place for them is ready before they
+are computed. With host sequences a header says so, and the receiver waits for it first.
+"""
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanoserve.models.shards import Shard
+from nanoserve.runtime.host.hybrid_runner import Header
+from nanoserve.runtime.launch.rendezvous import open_store
+
+_CPU = torch.device("cpu")
+_UNSENT = 2
+"""Sends that may be on their way: the one before need not have left when the next step is computed."""
+_Sent = list[tuple[dist.Work, Tensor]]
+"""What was sent together: its tensors must stay until they have left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Hidden states [T, hidden_size] that are being received."""
+
+    work: dist.Work
+    hidden: Tensor
+
+    def wait(self) -> Tensor:
+        """On a GPU, work that is issued from here on waits for them; on a CPU this returns when they are there."""
+        self.work.wait()
+        return self.hidden
+
+
+class Activations:
+    """A worker's links to the stages before and behind it. Two buffers take turns to hold what is received.
+
+    Args:
+        shard: the worker's.
+        num_tokens: tokens that most steps do not exceed.
+    """
+
+    def __init__(
+        self, shard: Shard, *, hidden_size: int, num_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._before, self._behind = shard.worker_before, shard.worker_behind
+        self._shape = (num_tokens, hidden_size)
+        self._like = torch.empty(0, dtype=dtype, device=device)
+        self._buffers = [self._like.new_empty(0), self._like.new_empty(0)]
+        if self._before is not None:
+            with torch.inference_mode():  # as steps run
+                self._buffers = [self._like.new_empty(self._shape) for _ in range(2)]
+        self._turn = cycle((0, 1))
+        self._hidden_states: deque[_Sent] = deque()
+        self._plans: deque[_Sent] = deque()
+
+    def connect(self) -> None:
+        """Exchange a number with the stages before and behind: NCCL makes its communicators with the first message."""
+        number = self._like.new_zeros(1)
+        if self._before is not None:
+            dist.recv(number, self._before)
+        if self._behind is not None:
+            dist.send(number, self._behind)
+
+    @torch.inference_mode()
+    def expect(self, num_tokens: int) -> Expected | None:
+        """Begin to receive the hidden states of `num_tokens` tokens; None where none come. Those that came before these
+        stay valid, earlier ones do not."""
+        if self._before is None or num_tokens == 0:
+            return None
+        place = next(self._turn)
+        if num_tokens > len(self._buffers[place]):
+            self._buffers[place] = self._like.new_empty((2 * num_tokens, self._shape[1]))
+        hidden = self._buffers[place][:num_tokens]
+        return Expected(_started(dist.irecv(hidden, self._before)), hidden)
+
+    def send(self, hidden: Tensor) -> None:
+        """Send hidden states to the stage behind; waits only if earlier ones have not left."""
+        self._send(self._hidden_states, hidden.contiguous())
+
+    def send_with_header(self, header: Header, hidden: Tensor | None) -> None:
+        """Send a header that says how many hidden states come, then these; None for no hidden states."""
+        text = _as_tensors(msgspec.msgpack.encode(header), _CPU)
+        self._send(self._hidden_states, *text, *([] if hidden is None else [hidden.contiguous()]))
+
+    def receive_header(self) -> Header | None:
+        """Wait for a header, as long as the stage before computes; None in the first stage. Call it in the order of the
+        plans, in the thread that expects hidden states, before those of the same plan."""
+        if self._before is None:
+            return None
+        return msgspec.msgpack.decode(self._receive_text(_CPU), type=Header)
+
+    def send_plan(self, encoded: bytes) -> None:
+        """Send a plan ahead of its hidden states, as a coupled design does. Waits as `send` does: if it waited until
+        the stage behind receives, no two stages would ever compute at the same time."""
+        self._send(self._plans, *_as_tensors(encoded, self._like.device))
+
+    def _send(self, sending: deque[_Sent], *tensors: Tensor) -> None:
+        assert self._behind is not None
+        if len(sending) == _UNSENT:
+            for work, _ in sending.popleft():
+                work.wait()
+        sending.append([(_started(dist.isend(tensor, self._behind)), tensor) for tensor in tensors])
+
+    def receive_plan(self) -> bytes:
+        """Wait for what `send_plan` sends."""
+        return self._receive_text(self._like.device)
+
+    def _receive_text(self, device: torch.device) -> bytes:
+        assert self._before is not None
+        size = torch.zeros(1, dtype=torch.int64, device=device)
+        dist.recv(size, self._before)
+        data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+        dist.recv(data, self._before)
+        return bytes(data.cpu().numpy())
+
+
+def _as_tensors(text: bytes, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The number of bytes, int64 [1], and the bytes, uint8."""
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    return torch.tensor([len(data)], device=device), data
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this worker is a member of the group of all"
+    return work
+
+
+class RankGroup:
+    """A TensorParallelGroup of processes: the ranks of one stage. All workers make theirs at the same time."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        for stage in range(shard.num_stages):  # every process takes part in making every group
+            group = dist.new_group(list(range(stage * shard.degree, (stage + 1) * shard.degree)))
+            if stage == shard.stage:
+                self._group = group
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place of the argument."""
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor | None:
+        """[N, columns] of every rank -> [N, degree * columns] on rank 0; None elsewhere."""
+        shard = self._shard
+        parts = [torch.empty_like(tensor) for _ in range(shard.degree)] if shard.rank == 0 else None
+        dist.gather(tensor.contiguous(), parts, dst=shard.stage * shard.degree, group=self._group)
+        return None if parts is None else torch.cat(parts, dim=1)
+
+
+def join_workers(
+    shards: Sequence[Shard], init_method: str, device: torch.device, *, headers: bool = False
+) -> list[RankGroup | None]:
+    """Join the other workers. Returns this worker's tensor-parallel group in each layout, None where it has one rank.
+
+    All groups are made here: a change of layout makes none.
+
+    Args:
+        shards: this worker's, by layout.
+        headers: tensors of the CPU are to be sent too, whatever the device is.
+
+    Raises:
+        RuntimeError: torch's, if they cannot be reached.
+    """
+    # Workers of one machine that meet in a file talk over its own interface: a host name may lead nowhere.
+    if init_method.startswith("file:"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
+    backend = "gloo"
+    if device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl" if headers else "nccl"
+    world_size = shards[0].num_stages * shards[0].degree
+    store = open_store(init_method, world_size)
+    dist.init_process_group(backend, store=store, rank=shards[0].worker, world_size=world_size)
+    return [RankGroup(shard) if shard.degree > 1 else None for shard in shards]

@@ -1,0 +1,73 @@
+"""Host sequences whose token is under way, while plans come and go.
+
+Under asynchronous overlap (APEX) a cohort advances by about one layer with each plan, so that a token takes layers + 1
+plans.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nanoserve.request import Sequence
+from nanoserve.scheduler.load import Cohort
+from nanoserve.scheduler.plan import StepPlan
+
+
+@dataclass(slots=True)
+class _HostCohort:
+    """Host sequences that began a token in the same overlapped plan, and the layers that are behind them."""
+
+    members: dict[int, Sequence]
+    layers: int = 0
+
+
+class HostCohorts(dict[int, _HostCohort]):
+    """The cohorts by the plan in which they began; none is empty."""
+
+    def follow(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> None:
+        """Host sequences of an overlapped plan begin their token in it; any other plan finishes those that it names."""
+        on_host = [row.sequence for row in plan.rows if row.tier == "host"]
+        if plan.strategy != "overlap":
+            for sequence in on_host:
+                self.leave(sequence)
+        elif on_host:
+            self[plan.step] = _HostCohort({sequence: sequences[sequence] for sequence in on_host})
+
+    def advance(self, step: int, layers: int) -> None:
+        """The cohort that began in that plan has passed this many layers; all of it may have been answered before."""
+        if step in self:
+            self[step].layers = layers
+
+    def leave(self, sequence: int) -> None:
+        """It is answered, or a plan finishes it; it need not have been under way."""
+        for step, cohort in self.items():
+            if cohort.members.pop(sequence, None) is not None:
+                if not cohort.members:
+                    del self[step]
+                return
+
+    def _by_progress(self) -> list[tuple[int, _HostCohort]]:
+        return sorted(self.items(), key=lambda item: (-item[1].layers, item[0]))
+
+    @property
+    def most_advanced(self) -> list[Sequence]:
+        """All sequences under way, those nearest to their token first."""
+        return [sequence for _, cohort in self._by_progress() for sequence in cohort.members.values()]
+
+    @property
+    def under_way(self) -> dict[int, Cohort]:
+        """A snapshot of the cohorts, the most advanced first."""
+        return {
+            step: Cohort(cohort.layers, len(cohort.members), sum(one.computed for one in cohort.members.values()))
+            for step, cohort in self._by_progress()
+        }
+
+    def layers_behind(self, sequence: int) -> int:
+        """How far a sequence under way is.
+
+        Raises:
+            KeyError: if it is not under way.
+        """
+        for cohort in self.values():
+            if sequence in cohort.members:
+                return cohort.layers
+        raise KeyError(sequence)
