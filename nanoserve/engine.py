@@ -77,8 +77,9 @@ class Engine:
             ("logit_bias", params.logit_bias),
         )
         for name, tokens in named:
-            if outside := [token for token in tokens if not 0 <= token < self.vocab_size]:
-                raise UsageError(f"{name}: token id {outside[0]} is not in the vocabulary of {self.vocab_size}")
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+                outside = next(token for token in tokens if not 0 <= token < self.vocab_size)
+                raise UsageError(f"{name}: token id {outside} is not in the vocabulary of {self.vocab_size}")
         self.scheduler.add(request)
         self.recorder.on_request(request)
 

@@ -225,6 +225,8 @@ class FinishReason(Enum):
     ERROR = "error"
 
 
+_FINISHED = Status.FINISHED  # Enum lookup is slow in Python 3.11; hoist it.
+
 LEGAL_TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset({Status.PREFILL, Status.FINISHED}),
     Status.PREFILL: frozenset({Status.DECODE, Status.WAITING, Status.FINISHED}),
@@ -326,7 +328,7 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        return self.status is Status.FINISHED
+        return self.status is _FINISHED
 
     def keep_prompt_logprobs(self, start: int, logprobs: tuple[TokenLogprob, ...]) -> None:
         """Keep those of the positions after ``start``; a request's first sample keeps them for all."""
@@ -342,18 +344,17 @@ class Sequence:
         Returns:
             the tokens appended, and why the sequence ends with them, if it does.
         """
-        reason = None
+        reason, known, length = None, self.tokens, len(self.tokens)
         for count, token in enumerate(tokens, start=1):
-            self.tokens.append(token)
-            length = len(self.tokens)
-            if token in self.stop_tokens and length > self.min_length:
-                self.stop_token = token
-                reason = FinishReason.STOP
-            elif length == self.max_length:
+            known.append(token)
+            if token in self.stop_tokens and length + count > self.min_length:
+                self.stop_token, reason = token, FinishReason.STOP
+            elif length + count == self.max_length:
                 reason = FinishReason.LENGTH
-            if reason is not None:
-                tokens = tokens[:count]
-                break
+            else:
+                continue
+            tokens = tokens[:count]
+            break
         if logprobs:
             self.logprobs += logprobs[: len(tokens)]
         return tokens, reason
@@ -369,10 +370,11 @@ class Sequence:
         self.status = status
 
 
-class SequenceUpdate(msgspec.Struct, frozen=True):
+class SequenceUpdate(msgspec.Struct, frozen=True, gc=False):
     """What one sequence gained in one step, as the engine hands it to whoever asked.
 
-    ``sequence`` may be read (metrics, cached tokens) but not changed.
+    ``sequence`` may be read (metrics, cached tokens) but not changed. The garbage collector skips updates, which are
+    never in a cycle.
     """
 
     request_id: str
@@ -382,7 +384,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True):
 
     @property
     def finished(self) -> bool:
-        return self.sequence.finished
+        return self.sequence.status is _FINISHED
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,8 @@ from typing import Any
 from nanoserve.benchmarks.analysis_plot import plot_analysis
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import WORK_PANEL, ResultOptions
+from nanoserve.commands.bench_options import ResultOptions
 from nanoserve.commands.engine_options import MODEL_PANEL
-from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import Options, option
 from nanoserve.costs import ParallelLayout, Precision, StepCosts, load_machine, load_shape
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis, OperatorRow
@@ -55,7 +54,6 @@ class AnalyzeOptions(
     CountedModelOptions,
     CountedHardwareOptions,
     ResultOptions,
-    panel=WORK_PANEL,
     renamed={
         "--batch": "is now --batch-sizes",
         "--input": "is now part of --lengths, as 1024+256",
@@ -68,7 +66,7 @@ class AnalyzeOptions(
     lengths: str = option("1024+256", "Tokens of a prompt and of its answer.", metavar="IN+OUT")
 
 
-def run(options: AnalyzeOptions) -> int:
+def run(options: AnalyzeOptions) -> None:
     """For a prompt and for a step of decoding: what each operator computes and moves, what bounds it, and its share of
     the time. Then latency and throughput against batch size, up to what the KV cache can hold. No model is loaded and
     nothing is measured: docs/costs.md has the formulas and the few factors.
@@ -94,40 +92,26 @@ def run(options: AnalyzeOptions) -> int:
     settings |= {"input": shape.input_tokens, "output": shape.output_tokens}
     settings |= {"weight_bits": options.weight_bits, "kv_bits": options.kv_bits}
     report = options.open_report("analyze", settings)
-    for size in batches:
-        report.add(_batch_fields(analysis, size))
-    phases = _phases(analysis, batches)
-    report.put("operators", [row for rows in phases.values() for row in rows])
+    rows = [analysis.batch_row(size) for size in batches]
+    for row in rows:
+        fields = {"tpot_ms": row.tpot * 1e3, "tokens_per_s": row.tokens_per_second}
+        fields |= {"tokens_per_s_with_prefill": row.tokens_per_second_with_prefill}
+        report.add({"batch": row.batch, **fields, "kv_share": row.kv_share, "fits": row.fits})
+    # Decoding is shown at the largest of the batch sizes that fits.
+    shown = max((size for size in batches if size <= analysis.largest_batch), default=batches[0])
+    decode = analysis.decode_work(shown)
+    one_of = f" (a micro-batch of {decode.decodes:,})" if decode.decodes < shown else ""
+    phases = {
+        f"prefill of {analysis.input_tokens:,} tokens": analysis.operator_rows("prefill", analysis.prefill_work()),
+        f"decode of {shown:,} sequences{one_of}": analysis.operator_rows("decode", decode),
+    }
+    report.put("operators", [row for operators in phases.values() for row in operators])
     report.finish()
     tokens = f"{shape.input_tokens:,} + {shape.output_tokens:,} tokens"
     title = f"{options.model} on {options.hardware}, layout {layout.name}, {tokens}"
     if options.plot is not None:
-        plot_analysis(options.plot, title, analysis, phases, [analysis.batch_row(size) for size in batches])
+        plot_analysis(options.plot, title, analysis, phases, rows)
     _show(analysis, title, phases, report)
-    return EXIT_OK
-
-
-def _phases(analysis: Analysis, batches: Sequence[int]) -> dict[str, list[OperatorRow]]:
-    """The operators of a prompt, and of decoding at the largest of the batch sizes that fits."""
-    shown = max((size for size in batches if size <= analysis.largest_batch), default=batches[0])
-    prefill, decode = analysis.prefill_work(), analysis.decode_work(shown)
-    one_of = f" (a micro-batch of {decode.decodes:,})" if decode.decodes < shown else ""
-    return {
-        f"prefill of {analysis.input_tokens:,} tokens": analysis.operator_rows("prefill", prefill),
-        f"decode of {shown:,} sequences{one_of}": analysis.operator_rows("decode", decode),
-    }
-
-
-def _batch_fields(analysis: Analysis, batch: int) -> dict[str, Any]:
-    row = analysis.batch_row(batch)
-    return {
-        "batch": batch,
-        "tpot_ms": row.tpot * 1e3,
-        "tokens_per_s": row.tokens_per_second,
-        "tokens_per_s_with_prefill": row.tokens_per_second_with_prefill,
-        "kv_share": row.kv_share,
-        "fits": row.fits,
-    }
 
 
 def _operator_fields(row: OperatorRow) -> dict[str, Any]:
@@ -143,26 +127,22 @@ def _operator_fields(row: OperatorRow) -> dict[str, Any]:
 
 
 def _show(analysis: Analysis, title: str, phases: Mapping[str, Sequence[OperatorRow]], report: Report) -> None:
-    print(title)
-    _print_memory(analysis)
-    for phase, rows in phases.items():
-        total = sum(row.seconds for row in rows)
-        print_table(f"{phase}: {total * 1e3:,.2f} ms", _OPERATOR_COLUMNS, map(_operator_fields, rows))
-    marked = [row | {"mark": "yes" if row["fits"] else "no"} for row in report.rows]
-    print_table(f"decode at a context of {analysis.context:,} tokens", _BATCH_COLUMNS, marked)
-
-
-def _print_memory(analysis: Analysis) -> None:
     costs, memory = analysis.costs, analysis.costs.memory
     device = costs.machine.device
     fullest = max(range(costs.num_stages), key=memory.weight_bytes)
+    left, tokens = memory.kv_bytes(fullest) / GIBI, analysis.blocks * BLOCK_SIZE
+    print(title)
     print(
         f"{device.name}: {device.flops / 1e12:,.4g} TFLOPS, {device.memory_bandwidth / GIGA:,.4g} GB/s,"
         f" {device.intensity:.0f} FLOP/byte; {costs.machine.source}"
     )
-    left, tokens = memory.kv_bytes(fullest) / GIBI, analysis.blocks * BLOCK_SIZE
     print(
         f"each device: {memory.weight_bytes(fullest) / GIBI:.1f} GiB of weights, {left:.1f} GiB for keys and values:"
         f" {tokens:,} tokens, {analysis.largest_batch:,} sequences of"
         f" {analysis.input_tokens:,} + {analysis.output_tokens:,}"
     )
+    for phase, rows in phases.items():
+        total = sum(row.seconds for row in rows)
+        print_table(f"{phase}: {total * 1e3:,.2f} ms", _OPERATOR_COLUMNS, map(_operator_fields, rows))
+    marked = [row | {"mark": "yes" if row["fits"] else "no"} for row in report.rows]
+    print_table(f"decode at a context of {analysis.context:,} tokens", _BATCH_COLUMNS, marked)

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import nanoserve
 from nanoserve.costs import Machine, Precision
 from nanoserve.costs.counts import ModelCounts
 from nanoserve.costs.efficiency import Efficiency
@@ -15,15 +16,12 @@ from nanoserve.request import SamplingParams
 from nanoserve.simulator.advice import advise
 from nanoserve.simulator.planning import CacheLimits
 
-if TYPE_CHECKING:
-    from nanoserve.llm import LLM
-
 _SAMPLED_ROWS = 200
 """The most rows whose prompts are tokenized; the others are taken to be like them."""
 
 
 def advice_for(
-    llm: "LLM", layouts: Sequence[ParallelLayout], items: Sequence[tuple[Any, SamplingParams]]
+    llm: "nanoserve.LLM", layouts: Sequence[ParallelLayout], items: Sequence[tuple[Any, SamplingParams]]
 ) -> str | None:
     """A few lines for the user, or None where the speeds of workers were not measured.
 
@@ -57,7 +55,7 @@ def advice_for(
         return f"nothing can be predicted: {error}"
 
 
-def _shapes(llm: "LLM", items: Sequence[tuple[Any, SamplingParams]]) -> list[RequestShape]:
+def _shapes(llm: "nanoserve.LLM", items: Sequence[tuple[Any, SamplingParams]]) -> list[RequestShape]:
     """The lengths of all items, from the prompts of some, evenly over all. Answers are as long as they may become."""
     count = min(len(items), _SAMPLED_ROWS)
     sampled = [items[place * len(items) // count] for place in range(count)]
@@ -65,7 +63,7 @@ def _shapes(llm: "LLM", items: Sequence[tuple[Any, SamplingParams]]) -> list[Req
     return [shapes[place * len(shapes) // len(items)] for place in range(len(items))] if shapes else []
 
 
-def _shape(llm: "LLM", prompt: Any, params: SamplingParams) -> Iterator[RequestShape]:
+def _shape(llm: "nanoserve.LLM", prompt: Any, params: SamplingParams) -> Iterator[RequestShape]:
     """Nothing for a prompt that will be refused."""
     encode = llm.tokenizer.encode if isinstance(prompt, str) else llm.tokenizer.encode_chat
     try:
@@ -77,7 +75,7 @@ def _shape(llm: "LLM", prompt: Any, params: SamplingParams) -> Iterator[RequestS
         yield RequestShape(tokens, params.n * min(params.max_tokens or room, room))
 
 
-def _limits(llm: "LLM", item_bytes: int) -> CacheLimits:
+def _limits(llm: "nanoserve.LLM", item_bytes: int) -> CacheLimits:
     """What the engines' own caches take."""
     model, config, status = llm.config, llm.engine_config, llm.status
     block = 2 * model.num_layers * model.num_kv_heads * model.head_dim * config.block_size * item_bytes
@@ -86,7 +84,7 @@ def _limits(llm: "LLM", item_bytes: int) -> CacheLimits:
     )
 
 
-def _machine(llm: "LLM", speeds: MachineSpeeds, precision: Precision, limits: CacheLimits) -> Machine:
+def _machine(llm: "nanoserve.LLM", speeds: MachineSpeeds, precision: Precision, limits: CacheLimits) -> Machine:
     """This one: memory is what the engines hold, and on CPUs what is free: of a GPU workers have taken all they can."""
     from nanoserve.runtime.launch.memory import available_memory
 

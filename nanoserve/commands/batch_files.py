@@ -36,10 +36,18 @@ class PromptRow:
     error: str | None = None
     """Why it cannot be used; then there is no prompt."""
 
-    @property
-    def key(self) -> RowKey:
-        """What an answer is found again by: the id where there is one."""
-        return ("index", self.index) if self.id is None else ("id", self.id)
+
+class _Written(msgspec.Struct, frozen=True):
+    """The row that a line of results is about, and the error that it ended with."""
+
+    index: int
+    id: str | int | None = None
+    error: str | None = None
+
+
+def _key(index: int, identity: str | int | None) -> RowKey:
+    """What an answer is found again by: the id where there is one."""
+    return ("index", index) if identity is None else ("id", identity)
 
 
 def read_rows(path: Path) -> list[PromptRow]:
@@ -91,9 +99,9 @@ def _without_repeated_ids(rows: Iterable[PromptRow]) -> list[PromptRow]:
     seen: set[RowKey] = set()
     result = []
     for row in rows:
-        if row.key in seen and row.error is None:
+        if (key := _key(row.index, row.id)) in seen and row.error is None:
             row = PromptRow(row.index, row.id, error=_repeated(row.id))
-        seen.add(row.key)
+        seen.add(key)
         result.append(row)
     return result
 
@@ -152,7 +160,7 @@ class ResultFile:
 
     def holds(self, row: PromptRow) -> bool:
         """Whether an earlier run finished the row: answered it, or wrote an error for this line."""
-        if row.error is None and row.key in self._answered:
+        if row.error is None and _key(row.index, row.id) in self._answered:
             return True
         error = self._errors.get((row.index, row.id))
         # That an id is taken depends on other lines. When they have changed, the row is still to be answered.
@@ -161,19 +169,23 @@ class ResultFile:
     def _read_back(self) -> None:
         end = 0
         for number, line in enumerate(self._file, start=1):
-            result = _result(line)
-            if result is None and (line.endswith(b"\n") or not _is_torn(line)):
-                raise UsageError(f"{self._path} line {number} is not a result of a batch; choose another --output")
-            if result is not None:
-                if result.error is None:
-                    self._answered.add(result.key)
-                else:
-                    self._errors[result.index, result.id] = result.error
-                end += len(line)
-                if not line.endswith(b"\n"):  # cut off just before the line break: the row itself is whole
-                    self._file.seek(0, os.SEEK_END)
-                    self._file.write(b"\n")
-                    end += 1
+            try:
+                result = msgspec.json.decode(line, type=_Written)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                if not line.endswith(b"\n") and (line.startswith(_ROW_BEGINS) or _ROW_BEGINS.startswith(line)):
+                    break  # a killed run left half of its last row
+                raise UsageError(
+                    f"{self._path} line {number} is not a result of a batch; choose another --output"
+                ) from None
+            if result.error is None:
+                self._answered.add(_key(result.index, result.id))
+            else:
+                self._errors[result.index, result.id] = result.error
+            end += len(line)
+            if not line.endswith(b"\n"):  # cut off just before the line break: the row itself is whole
+                self._file.seek(0, os.SEEK_END)
+                self._file.write(b"\n")
+                end += 1
         self._file.seek(end)
         self._file.truncate()
 
@@ -195,21 +207,3 @@ def _lock(file: BinaryIO, path: Path) -> None:
         raise RuntimeFailure(f"another run is writing {path}: wait for it, or choose another --output") from None
     except OSError:
         return  # a file system that knows no locks
-
-
-def _result(line: bytes) -> PromptRow | None:
-    """The row that a line of results is about, with the error that it ended with."""
-    try:
-        fields = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    if not isinstance(fields, dict):
-        return None
-    index, identity, error = (fields.get(name) for name in ("index", "id", "error"))
-    if not (isinstance(index, int) and isinstance(identity, str | int | None) and isinstance(error, str | None)):
-        return None
-    return PromptRow(index, identity, error=error)
-
-
-def _is_torn(line: bytes) -> bool:
-    return line.startswith(_ROW_BEGINS) or _ROW_BEGINS.startswith(line)

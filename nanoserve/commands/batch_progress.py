@@ -8,6 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
 from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal
 from nanoserve.layout import ParallelLayout
 from nanoserve.record.counters import EngineStatus
@@ -95,27 +100,24 @@ class Phases:
         return 1 - self._status.free_host_blocks / self._status.total_host_blocks
 
     @property
-    def transitions(self) -> int:
-        """Transitions of all engines so far."""
-        return 0 if self._status is None else self._status.transitions
-
-    @property
-    def phase(self) -> str:
-        """In words; where engines differ, how many of them do what."""
-        counts = Counter(self._phases or [0])
-        if len(counts) == 1:
-            return self._name(next(iter(counts)))
-        return ", ".join(f"{counts[phase]} {self._name(phase)}" for phase in sorted(counts, reverse=True))
-
-    @property
     def state(self) -> str:
-        """Phase, rates, host memory and transitions: what is shown while they run."""
-        return f"{self.phase}, host pool {self.pool_share:.0%}, {_turns(self.transitions)}; {self._rates}"
+        """Phase, rates, host memory and transitions: what is shown while they run.
+
+        Where engines differ in their phases, it says how many of them are in which.
+        """
+        counts = Counter(self._phases or [0])
+        names = [
+            "moving" if phase == _MOVING else f"{('prefill', 'decode')[phase]} {self.layouts[phase].name}"
+            for phase in sorted(counts, reverse=True)
+        ]
+        if len(names) > 1:
+            names = [f"{counts[phase]} {name}" for phase, name in zip(sorted(counts, reverse=True), names, strict=True)]
+        return f"{', '.join(names)}, host pool {self.pool_share:.0%}, {self._turns}; {self._rates}"
 
     @property
     def summary(self) -> str:
         """The same, looking back."""
-        return f"{self._rates}, host pool at most {self.fullest:.0%}, {_turns(self.transitions)}"
+        return f"{self._rates}, host pool at most {self.fullest:.0%}, {self._turns}"
 
     def seconds_left(self, rows: int, finished: int, tokens: int) -> float | None:
         """Seconds until ``rows`` are done, at the pace so far; None before any is done.
@@ -150,28 +152,22 @@ class Phases:
             for phase, (layout, tokens) in enumerate(zip(self.layouts, done, strict=True))
         )
 
-    def _name(self, phase: int) -> str:
-        return "moving" if phase == _MOVING else f"{('prefill', 'decode')[phase]} {self.layouts[phase].name}"
-
-
-def _turns(number: int) -> str:
-    return f"{number} transition" + "s" * (number != 1)
+    @property
+    def _turns(self) -> str:
+        """Transitions of all engines so far."""
+        number = 0 if self._status is None else self._status.transitions
+        return f"{number} transition" + "s" * (number != 1)
 
 
 @contextmanager
 def progress_bar(tally: Tally, phases: Phases | None = None) -> Iterator[Callable[[], None]]:
-    """Draws rows, tokens/s and the time left on stderr, if someone watches, and below it what the phases are.
+    """Draw rows, tokens/s and the time left on stderr, if it is a terminal, and below it what the phases are.
 
-    What it yields is to be called often, by the thread that runs the engine; most calls draw nothing.
+    The thread that runs the engine calls what it yields after every step; most calls draw nothing.
     """
     if not is_terminal(sys.stderr):
         yield lambda: None
         return
-    from rich.console import Console, Group
-    from rich.live import Live
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.text import Text
-
     left = TimeRemainingColumn() if phases is None else TextColumn("{task.fields[left]}")
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]} tokens/s, left"), left
     bars = Progress(*columns, auto_refresh=False)
@@ -179,20 +175,18 @@ def progress_bar(tally: Tally, phases: Phases | None = None) -> Iterator[Callabl
     with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
         drawn = 0.0
 
-        def show() -> None:
+        def draw(*, at_end: bool = False) -> None:
+            nonlocal drawn
+            if not at_end and time.monotonic() - drawn < REDRAW_SECONDS:
+                return
+            drawn = time.monotonic()
             done, rate = tally.total - tally.left, f"{tally.rate:,.0f}"
             bars.update(task, completed=done, rate=rate, left=_time_left(tally, phases))
             state = () if phases is None else (Text(phases.state, no_wrap=True, overflow="ellipsis"),)
             live.update(Group(bars, *state), refresh=True)
 
-        def draw() -> None:
-            nonlocal drawn
-            if time.monotonic() - drawn >= REDRAW_SECONDS:
-                drawn = time.monotonic()
-                show()
-
         yield draw
-        show()  # that all rows are done
+        draw(at_end=True)  # all rows are done
 
 
 def _time_left(tally: Tally, phases: Phases | None) -> str:

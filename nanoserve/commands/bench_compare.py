@@ -14,7 +14,6 @@ from nanoserve.benchmarks.peers.protocol import PEERS, Opening
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import (
-    WORK_PANEL,
     GridOptions,
     ResultOptions,
     engine_title,
@@ -24,7 +23,6 @@ from nanoserve.commands.bench_options import (
     settled_operators,
 )
 from nanoserve.commands.engine_options import EngineOptions
-from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
@@ -55,14 +53,14 @@ _RATIO_COLUMNS = [
 ]
 
 
-class CompareOptions(GridOptions, EngineOptions, ResultOptions, panel=WORK_PANEL):
+class CompareOptions(GridOptions, EngineOptions, ResultOptions):
     """All options of the command."""
 
     peers: str = option("transformers,llama.cpp", "Engines to compare with.", metavar="NAME,NAME")
     rounds: int = option(5, "Rounds that count, for each case.", minimum=1)
 
 
-def run(options: CompareOptions) -> int:
+def run(options: CompareOptions) -> None:
     """A round counts only if the machine's read bandwidth before and after it differs by less than 10 %. Each engine
     has a process of its own, the same weights, number format and threads. Default model: dummy:qwen3-0.6b. The peer
     "server" is nanoserve itself, asked over HTTP: the ratio is what serving costs.
@@ -76,26 +74,21 @@ def run(options: CompareOptions) -> int:
     options.check_is_for_cpu()
     names = [name.strip() for name in options.peers.split(",") if name.strip()]
     cases = options.cases()
-    present, missing = _sort_out(names)
+    if unknown := [name for name in names if name not in PEERS]:
+        raise UsageError(f"--peers {unknown[0]!r} is not one of {', '.join(PEERS)}")
+    present = [name for name in names if not PEERS[name].missing]
     settings = {"peers": present, "cases": [case.name for case in cases], "rounds": options.rounds}
     report = options.open_report("compare", settings)
-    for note in missing:
-        remark(note)
-        report.note(note)
+    for name in names:
+        if name not in present:
+            note = f"{name} is not installed and left out: {PEERS[name].install}"
+            remark(note)
+            report.note(note)
     operators = settled_operators(options.threads)
     openings, facts = _openings(present, cases, options)
     report.put("engine", facts | {"operators": operators})
     with ExitStack() as opened, kept(report, lambda: _show(report, options)):
         _measure(openings, cases, options.rounds, report, opened, facts["vocab_size"])
-    return EXIT_OK
-
-
-def _sort_out(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Peers that are installed, and a line for each that is not."""
-    if unknown := [name for name in names if name not in PEERS]:
-        raise UsageError(f"--peers {unknown[0]!r} is not one of {', '.join(PEERS)}")
-    notes = [f"{name} is not installed and left out: {PEERS[name].install}" for name in names if PEERS[name].missing]
-    return [name for name in names if not PEERS[name].missing], notes
 
 
 @contextmanager
@@ -118,8 +111,12 @@ def _openings(
     model_name = engine.model or DEFAULT_MODEL
     model = resolve_model(model_name, offline=engine.offline)
     config = model_config(model)
-    dtype, threads = dtype_name(engine.dtype, config), engine.threads or available_cores()
-    policy = engine.policy or DEFAULT_POLICY
+    dtype = dtype_name(engine.dtype, config)
+    shared: dict[str, Any] = {
+        "dtype": dtype,
+        "threads": engine.threads or available_cores(),
+        "policy": engine.policy or DEFAULT_POLICY,
+    }
     openings = []
     for name in (OURS, *names):
         remark(f"preparing {name}")
@@ -133,16 +130,13 @@ def _openings(
             Opening(
                 engine=name,
                 model=source,
-                dtype=dtype,
-                threads=threads,
+                **shared,
                 max_batch=max(case.batch for case in cases),
                 max_length=max(case.input_tokens + case.output_tokens for case in cases),
-                policy=policy,
                 eager=engine.eager,
             )
         )
-    facts = {"model": model.name, "dtype": dtype, "threads": threads, "policy": policy}
-    return openings, facts | {"vocab_size": config.vocab_size}
+    return openings, {"model": model.name, **shared, "vocab_size": config.vocab_size}
 
 
 def _measure(

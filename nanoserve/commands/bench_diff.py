@@ -7,8 +7,7 @@ import msgspec
 from nanoserve.benchmarks.diffing import compare_reports
 from nanoserve.benchmarks.report import read_report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import WORK_PANEL
-from nanoserve.commands.failures import EXIT_FAILURE, EXIT_OK
+from nanoserve.commands.failures import EXIT_FAILURE
 from nanoserve.commands.options import Options, argument, option
 from nanoserve.commands.terminal import remark
 
@@ -24,7 +23,7 @@ _COLUMNS = [
 ]
 
 
-class DiffOptions(Options, panel=WORK_PANEL):
+class DiffOptions(Options):
     """All options of the command."""
 
     before: Path = argument(..., "A report written with --json.")
@@ -32,7 +31,7 @@ class DiffOptions(Options, panel=WORK_PANEL):
     threshold: float = option(0.05, "Exit with 1 if a metric is worse by this share.", metavar="X", minimum=0.0)
 
 
-def run(options: DiffOptions) -> int:
+def run(options: DiffOptions) -> int | None:
     """What is compared is what was measured repeatedly: latency, throughput and serve, the ratios of bench compare, the
     shares of the floor of bench operators, and the warm starts of bench startup. The exit code is 1 if a metric is
     worse by more than --threshold with 95 % confidence.
@@ -50,4 +49,4 @@ def run(options: DiffOptions) -> int:
     slower = [change for change in changes if change.worse > options.threshold]
     for change in slower:
         remark(f"{change.case}: {change.metric} is worse by at least {change.worse:.1%}")
-    return EXIT_FAILURE if slower else EXIT_OK
+    return EXIT_FAILURE if slower else None

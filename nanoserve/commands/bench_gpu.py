@@ -6,8 +6,8 @@ from pathlib import Path
 from nanoserve.benchmarks.gpu.markdown import to_markdown
 from nanoserve.benchmarks.gpu.results import PARTS, TUNED_FILE, TUNING, read_results
 from nanoserve.benchmarks.gpu.running import BUDGETS, run_parts
-from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, make_directory
-from nanoserve.commands.failures import EXIT_FAILURE, EXIT_OK
+from nanoserve.commands.bench_options import RESULTS_PANEL, make_directory
+from nanoserve.commands.failures import EXIT_FAILURE
 from nanoserve.commands.options import Options, option
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
@@ -15,7 +15,7 @@ from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.threads import prepare_threads
 
 
-class GpuOptions(Options, panel=WORK_PANEL):
+class GpuOptions(Options):
     """All options of the command."""
 
     part: list[str] | None = option(None, "correctness, kernels or engine; several times for several.", metavar="NAME")
@@ -33,7 +33,7 @@ class GpuOptions(Options, panel=WORK_PANEL):
     )
 
 
-def run(options: GpuOptions) -> int:
+def run(options: GpuOptions) -> int | None:
     """It takes less than eight minutes. Every figure is on disk as soon as it is known; the same command with the same
     --out goes on where it was interrupted. Exit code 1 says that something computed wrongly.
 
@@ -47,7 +47,7 @@ def run(options: GpuOptions) -> int:
     """
     if options.table is not None:
         print(to_markdown(read_results(options.table)), end="")
-        return EXIT_OK
+        return None
     if options.out is None:
         raise UsageError("--out DIR is needed: that is where the figures go")
     if options.tune and (options.dry_run or options.part):
@@ -60,12 +60,12 @@ def run(options: GpuOptions) -> int:
     together = _measured(options.out, parts, budgets, dry_run=options.dry_run)
     if together is None:
         remark(f"the new table is {options.out / TUNED_FILE}: it takes the place of triton_ops/gpu/{TUNED_FILE}")
-        return EXIT_OK
+        return None
     results = read_results(together)
     print(to_markdown(results), end="")
     remark(f"all of it is in {together}")
     rows = results["parts"].get("correctness", {}).get("rows", ())
-    return EXIT_FAILURE if any(row.get("ok") is False or "error" in row for row in rows) else EXIT_OK
+    return EXIT_FAILURE if any(row.get("ok") is False or "error" in row for row in rows) else None
 
 
 def _measured(out: Path, parts: Sequence[str], budgets: Mapping[str, float], *, dry_run: bool) -> Path | None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import (
-    WORK_PANEL,
     GridOptions,
     ProbeOptions,
     ResultOptions,
@@ -16,7 +15,6 @@ from nanoserve.commands.bench_options import (
     print_steps,
 )
 from nanoserve.commands.engine_options import WorkersOptions
-from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
@@ -46,7 +44,7 @@ _RATIO_COLUMNS = [
 ]
 
 
-class LatencyOptions(GridOptions, ProbeOptions, WorkersOptions, ResultOptions, panel=WORK_PANEL):
+class LatencyOptions(GridOptions, ProbeOptions, WorkersOptions, ResultOptions):
     """All options of the command."""
 
     repeats: int = option(3, "Measured runs of each case.", minimum=1)
@@ -77,7 +75,7 @@ class LatencyOptions(GridOptions, ProbeOptions, WorkersOptions, ResultOptions, p
 
 
 @on_all_machines
-def run(options: LatencyOptions) -> int:
+def run(options: LatencyOptions) -> None:
     """Every case runs once unmeasured, then --repeats times with new random prompts. With --layers eager,compiled both
     kinds of layers run the same prompts in turn, and what compiling gains is printed as a ratio with its spread.
 
@@ -93,8 +91,7 @@ def run(options: LatencyOptions) -> int:
     cases, repeats = options.cases(), options.repeats
     report = options.open_report("latency", {"cases": [case.name for case in cases], "repeats": repeats})
     with ExitStack() as opened:
-        with show_progress() as progress:
-            llms = [opened.enter_context(engine.open_llm(progress)) for engine in engines]
+        llms = [opened.enter_context(engine.open_llm()) for engine in engines]
         opened.enter_context(kept(report, lambda: _show(report, options)))
         progress = opened.enter_context(show_progress())
         # imports torch, for which opening sets the threads first
@@ -115,7 +112,6 @@ def run(options: LatencyOptions) -> int:
                 report.add(row)
             if len(rows) > 1:
                 report.put("ratios", [*report.document.get("ratios", []), *compiled_ratios(name, rows)])
-    return EXIT_OK
 
 
 def _show(report: Report, options: ResultOptions) -> None:

@@ -1,7 +1,7 @@
 """``nanoserve bench operators``: the operators against the floor of the machine and against stock torch."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -9,23 +9,18 @@ from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import (
-    WORK_PANEL,
     ResultOptions,
     kept,
     print_counting,
     print_head,
     settled_operators,
 )
-from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import parse_sizes
 from nanoserve.processes.threads import MOST_THREADS
-
-if TYPE_CHECKING:
-    from nanoserve.benchmarks.operators import OperatorCase
 
 _SHARE = Column("of floor", "of_floor", ".0%")
 _COLUMNS = [
@@ -43,7 +38,7 @@ _COLUMNS = [
 ]
 
 
-class OperatorsOptions(ResultOptions, panel=WORK_PANEL):
+class OperatorsOptions(ResultOptions):
     """All options of the command."""
 
     cells: str = option("16x2048,4x512", "Attention: sequences x context.", metavar="NxN,...")
@@ -55,7 +50,7 @@ class OperatorsOptions(ResultOptions, panel=WORK_PANEL):
     threads: int | None = option(None, "CPU threads; default: one per physical core.", minimum=1, maximum=MOST_THREADS)
 
 
-def run(options: OperatorsOptions) -> int:
+def run(options: OperatorsOptions) -> None:
     """The linear layers have the shapes of Qwen3-0.6B. Routes take turns within a round; a round counts only if the
     machine's read bandwidth before and after it differs by less than 10 %. Shares are of the least time in which the
     bytes can be read and the products computed.
@@ -71,7 +66,6 @@ def run(options: OperatorsOptions) -> int:
     in_use = settled_operators(options.threads)
     with kept(report, lambda: _show(report, options)):
         _measure(cells, rows, options, report, in_use)
-    return EXIT_OK
 
 
 def _cell(text: str) -> tuple[int, int]:
@@ -107,7 +101,7 @@ def _measure(
                 report.add({"case": case.name, "round": done, "drift": done.drift, "counts": done.counts})
 
 
-def _cases(cells: Sequence[tuple[int, int]], rows: Sequence[int], dtype: Any) -> "Iterator[OperatorCase]":
+def _cases(cells: Sequence[tuple[int, int]], rows: Sequence[int], dtype: Any) -> Iterator[Any]:
     from nanoserve.benchmarks.operators import attention_case, host_attention_case, linear_cases
 
     for batch, context in cells:

@@ -29,7 +29,7 @@ DEFAULT_REQUESTS = 32
 _NAMES = f"{', '.join(PRESETS)}, a name as in simulate, or IN+OUT tokens"
 
 
-class ProbeOptions(Options, panel=WORK_PANEL):
+class ProbeOptions(Options):
     """Whether the machine is measured, too."""
 
     no_probe: bool = option(False, "Do not measure what the machine does at best: begins sooner, and names no floors.")
@@ -37,7 +37,6 @@ class ProbeOptions(Options, panel=WORK_PANEL):
 
 class GridOptions(
     Options,
-    panel=WORK_PANEL,
     renamed={
         "--input": "is now part of --lengths, as 128+32 or 128+32,512+32",
         "--output": "is now part of --lengths, as 128+32 or 128+32,512+32",
@@ -61,7 +60,6 @@ class GridOptions(
 
 class LengthOptions(
     Options,
-    panel=WORK_PANEL,
     renamed={
         "--preset": "is now --lengths",
         "--input": "is now part of --lengths, as 128+32",

@@ -5,12 +5,11 @@ from pathlib import Path
 
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, JsonOptions, kept, make_directory, print_head
-from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.bench_options import RESULTS_PANEL, JsonOptions, kept, make_directory, print_head
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.progress import show_progress
+from nanoserve.measures.charts import draw
 from nanoserve.measures.figures import check_plotting
-from nanoserve.papers.charts import draw
 from nanoserve.papers.framework import Finding, Paper, PaperFigure, Scale, load_paper
 from nanoserve.papers.running import Runner
 
@@ -25,7 +24,7 @@ _CLAIM_COLUMNS = [
 ]
 
 
-class PaperOptions(JsonOptions, panel=WORK_PANEL):
+class PaperOptions(JsonOptions):
     """All options of the command."""
 
     name: str = argument(..., "gllm, seesaw, apex, lecture (one device's accounting), or adaptive (ours).", "PAPER")
@@ -38,7 +37,7 @@ class PaperOptions(JsonOptions, panel=WORK_PANEL):
     )
 
 
-def run(options: PaperOptions) -> int:
+def run(options: PaperOptions) -> None:
     """Everything is simulated: neither a GPU nor the paper's model is needed.
 
     [bold]Examples[/bold]
@@ -54,20 +53,20 @@ def run(options: PaperOptions) -> int:
         make_directory(options.plot)
     scale = Scale(seeds=tuple(range(options.seeds)), full=options.full)
     settings = {"paper": options.name, "figure": options.figure, "seeds": options.seeds, "full": options.full}
-    settings |= {"size": scale.pick(*paper.setting)}
+    size = scale.pick(*paper.setting)
+    settings |= {"size": (figures[0].counted or size) if len(figures) == 1 else size}
     report = Report("paper", settings, options.json)
     findings: dict[str, Finding] = {}
     with (
         kept(report, lambda: _show(report, paper, findings)),
         show_progress() as progress,
-        Runner(options.workers, lambda done, total, _: progress(f"figure {one.number}", done, total)) as runner,
+        Runner(options.workers, lambda done, total: progress(f"figure {one.number}", done, total)) as runner,
     ):
         for one in figures:
             found = findings[one.number] = one.make(scale, runner.run)
             _keep(report, one, found)
             if options.plot is not None and found.chart is not None:
                 draw(found.chart, options.plot / f"{options.name}-{one.number}.png")
-    return EXIT_OK
 
 
 def _keep(report: Report, figure: PaperFigure, found: Finding) -> None:
@@ -79,10 +78,15 @@ def _keep(report: Report, figure: PaperFigure, found: Finding) -> None:
 def _show(report: Report, paper: Paper, findings: Mapping[str, Finding]) -> None:
     settings = report.document["settings"]
     print_head(report)
-    runs = f"{settings['seeds']} " if paper.spread_over == "seeds" else ""
-    print(f"{settings['size']}; mean [lowest..highest] over {runs}{paper.spread_over}")
-    for figure in paper.figures:
-        found = findings.get(figure.number)
-        if found is not None and found.columns:
+    found_figures = [figure for figure in paper.figures if figure.number in findings]
+    if not all(figure.counted for figure in found_figures):
+        runs = f"{settings['seeds']} " if paper.spread_over == "seeds" else ""
+        print(f"{settings['size']}; mean [lowest..highest] over {runs}{paper.spread_over}")
+    for figure in found_figures:
+        if figure.counted:
+            print(f"figure {figure.number}: {figure.counted}")
+    for figure in found_figures:
+        found = findings[figure.number]
+        if found.columns:
             print_table(f"{figure.number}: {figure.title}", found.columns, found.rows)
     print_table(paper.title, _CLAIM_COLUMNS, report.rows, keys=2)

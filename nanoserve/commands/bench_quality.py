@@ -1,8 +1,9 @@
 """``nanoserve bench quality``: are the outputs as good as those of Hugging Face transformers?"""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import nanoserve
 from nanoserve.benchmarks.peers.protocol import PEERS
 from nanoserve.benchmarks.quality import (
     NanoserveReader,
@@ -18,17 +19,13 @@ from nanoserve.benchmarks.quality import (
 )
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import WORK_PANEL, ResultOptions, kept, print_head
+from nanoserve.commands.bench_options import ResultOptions, kept, print_head
 from nanoserve.commands.engine_options import EngineOptions
-from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
-from nanoserve.commands.progress import show_progress, watched
+from nanoserve.commands.progress import watched
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
 from nanoserve.models.hub import resolve_model
-
-if TYPE_CHECKING:
-    from nanoserve.llm import LLM
 
 _VALUE = Column("value", "value", ".5f")
 _COLUMNS = [
@@ -41,7 +38,7 @@ _COLUMNS = [
 ]
 
 
-class QualityOptions(EngineOptions, ResultOptions, panel=WORK_PANEL):
+class QualityOptions(EngineOptions, ResultOptions):
     """All options of the command."""
 
     text: Path | None = option(None, "Perplexity of this text file.", metavar="FILE")
@@ -53,7 +50,7 @@ class QualityOptions(EngineOptions, ResultOptions, panel=WORK_PANEL):
     max_tokens: int = option(256, "Longest answer.", minimum=1)
 
 
-def run(options: QualityOptions) -> int:
+def run(options: QualityOptions) -> None:
     """A row of --questions is {"question": "...", "answer": "... #### 18"}; the number after #### must be found.
 
     [bold]Examples[/bold]
@@ -73,18 +70,15 @@ def run(options: QualityOptions) -> int:
     report = options.open_report("quality", settings)
     if missing := PEERS["transformers"].missing:
         report.note(f"{missing[0]} is not installed and left out: {PEERS['transformers'].install}")
-    with show_progress() as progress:
-        llm = options.open_llm(progress)
-    with llm, kept(report, lambda: _show(report, options)):
+    with options.open_llm() as llm, kept(report, lambda: _show(report, options)):
         readers = _readers(llm, options, with_reference=not missing)
         if content is not None:
             _measure_perplexity(readers, llm, content, options, report)
         if rows is not None:
             _measure_accuracy(readers, llm, rows[:shots], rows[shots:], options.max_tokens, report)
-    return EXIT_OK
 
 
-def _readers(llm: "LLM", engine: EngineOptions, *, with_reference: bool) -> list[Reader]:
+def _readers(llm: "nanoserve.LLM", engine: EngineOptions, *, with_reference: bool) -> list[Reader]:
     from nanoserve.benchmarks.peers.weights import checkpoint_directory, dtype_name
 
     readers: list[Reader] = [NanoserveReader(llm)]
@@ -96,7 +90,7 @@ def _readers(llm: "LLM", engine: EngineOptions, *, with_reference: bool) -> list
 
 
 def _measure_perplexity(
-    readers: list[Reader], llm: "LLM", content: str, options: QualityOptions, report: Report
+    readers: list[Reader], llm: "nanoserve.LLM", content: str, options: QualityOptions, report: Report
 ) -> None:
     pieces = windows(llm.tokenizer.encode(content), min(options.window, llm.max_model_len - 1), options.windows)
     for reader in readers:
@@ -107,7 +101,7 @@ def _measure_perplexity(
 
 
 def _measure_accuracy(
-    readers: list[Reader], llm: "LLM", examples: Any, rows: Any, max_tokens: int, report: Report
+    readers: list[Reader], llm: "nanoserve.LLM", examples: Any, rows: Any, max_tokens: int, report: Report
 ) -> None:
     prompts = [tuple(llm.tokenizer.encode(prompt_text(question, examples))) for question in rows]
     if (longest := max(map(len, prompts))) + max_tokens > llm.max_model_len:

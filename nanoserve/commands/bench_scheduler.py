@@ -5,8 +5,7 @@ import msgspec
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import WORK_PANEL, ResultOptions, kept, print_head
-from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.bench_options import ResultOptions, kept, print_head
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import watched
 from nanoserve.measures.workloads import parse_sizes
@@ -25,7 +24,7 @@ _COLUMNS = [
 ]
 
 
-class SchedulerOptions(ResultOptions, panel=WORK_PANEL):
+class SchedulerOptions(ResultOptions):
     """All options of the command."""
 
     sequences: str = option("1,4,16,64,128,256", "Running sequences.", metavar="N,N,...")
@@ -34,7 +33,7 @@ class SchedulerOptions(ResultOptions, panel=WORK_PANEL):
     policy: str = option("sarathi", "Scheduling policy.", metavar="NAME")
 
 
-def run(options: SchedulerOptions) -> int:
+def run(options: SchedulerOptions) -> None:
     """No model runs.
 
     [bold]Example[/bold]
@@ -51,7 +50,6 @@ def run(options: SchedulerOptions) -> int:
             cost = measure_scheduler(size, context=options.context, steps=options.steps, policy=options.policy)
             facts = {"case": f"{size} sequences", **msgspec.to_builtins(cost), "foreign_cores": foreign.read()}
             report.add(facts)
-    return EXIT_OK
 
 
 def _show(report: Report, options: SchedulerOptions) -> None:

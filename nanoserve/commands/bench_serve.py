@@ -1,9 +1,8 @@
 """``nanoserve bench serve``: what clients of a server get to see under load."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.plots import LinePanel, plot_lines
@@ -13,12 +12,10 @@ from nanoserve.benchmarks.serving.own_server import OwnServer
 from nanoserve.benchmarks.serving.records import warnings
 from nanoserve.benchmarks.serving.requests import RequestStyle, check_endpoint, parse_rates
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.client.address import ServerAddress
 from nanoserve.client.connection import ApiClient
-from nanoserve.client.models import served_model
+from nanoserve.client.models import ModelCard, served_model
 from nanoserve.commands.bench_options import (
     DISTRIBUTION_COLUMNS,
-    WORK_PANEL,
     LengthOptions,
     ResultOptions,
     engine_title,
@@ -27,7 +24,7 @@ from nanoserve.commands.bench_options import (
     print_head,
 )
 from nanoserve.commands.engine_options import ServerOptions, WorkersOptions
-from nanoserve.commands.failures import EXIT_OK, say
+from nanoserve.commands.failures import say
 from nanoserve.commands.options import Options, option
 from nanoserve.commands.progress import counted, show_progress
 from nanoserve.commands.terminal import remark
@@ -37,11 +34,9 @@ from nanoserve.measures.slo import parse_slo
 from nanoserve.measures.workloads import parse_sizes
 from nanoserve.processes.installation import install_command
 
-if TYPE_CHECKING:
-    from nanoserve.benchmarks.serving.measuring import Point
-
 DEFAULT_CONCURRENCY = "1,4,16"
 _LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
+_PERCENTILES = ("p50", "p90", "p99")
 _COLUMNS = [
     Column("load", "case"),
     Column("complete", "completed", ",d"),
@@ -56,7 +51,7 @@ _COLUMNS = [
 ]
 
 
-class ArrivalOptions(Options, panel=WORK_PANEL, renamed={"--request-rate": "is now --rate"}):
+class ArrivalOptions(Options, renamed={"--request-rate": "is now --rate"}):
     """When requests come."""
 
     rate: str | None = option(None, "Open loop: requests per second, or inf.", metavar="X,X,...")
@@ -65,8 +60,8 @@ class ArrivalOptions(Options, panel=WORK_PANEL, renamed={"--request-rate": "is n
         "poisson", "Or the times of --trace, stretched to --rate if given.", choices=("poisson", "trace")
     )
 
-    def points(self) -> "list[Point]":
-        """The loads of the sweep.
+    def points(self) -> list[Any]:
+        """The loads of the sweep, as Points.
 
         Raises:
             UsageError: for options that contradict each other.
@@ -84,7 +79,7 @@ class ArrivalOptions(Options, panel=WORK_PANEL, renamed={"--request-rate": "is n
         return [Point(concurrency=size) for size in sizes]
 
 
-class BenchServeOptions(ArrivalOptions, LengthOptions, ServerOptions, WorkersOptions, ResultOptions, panel=WORK_PANEL):
+class BenchServeOptions(ArrivalOptions, LengthOptions, ServerOptions, WorkersOptions, ResultOptions):
     """All options of the command."""
 
     endpoint: str = option("completions", "completions (token ids) or chat (words).", metavar="NAME")
@@ -98,7 +93,7 @@ class BenchServeOptions(ArrivalOptions, LengthOptions, ServerOptions, WorkersOpt
 
 
 @on_all_machines
-def run(options: BenchServeOptions) -> int:
+def run(options: BenchServeOptions) -> None:
     """Without --url a server of our own is started with the options of the engine, and ended afterwards. Requests come
     in an open loop, at a rate whatever the answers, or in a closed loop, from clients that wait for each answer.
     Prompts are random, and new in every run. Failed requests are counted, by what went wrong.
@@ -126,11 +121,11 @@ def run(options: BenchServeOptions) -> int:
     settings |= {"slo": options.slo, "points": [point.name for point in points]}
     report = options.open_report("serve", settings)
     with ExitStack() as opened, kept(report, lambda: _show(report, options)):
-        target = _target(options, report, opened)
-        fitting = fitting_work(work, target.context, report)
-        style = RequestStyle.of(target.model, endpoint, ignore_eos=not options.allow_eos)
-        sender = Sender(target.address, style.path, api_key=target.api_key, timeout=options.timeout)
-        bench = ServeBench(sender, style, fitting, seed=seed, slo=limits, foreign=target.foreign)
+        client, key, model, foreign = _server(options, report, opened)
+        fitting = fitting_work(work, model.max_model_len, report)
+        style = RequestStyle.of(model.id, endpoint, ignore_eos=not options.allow_eos)
+        sender = Sender(client.address, style.path, api_key=key, timeout=options.timeout)
+        bench = ServeBench(sender, style, fitting, seed=seed, slo=limits, foreign=foreign)
         remark(f"warming up with {options.warm_up} requests")
         bench.warm_up(options.warm_up)
         for point in points:
@@ -138,37 +133,27 @@ def run(options: BenchServeOptions) -> int:
             with show_progress() as progress:
                 answers = counted(progress, "answers", repeats * len(fitting.shapes))
                 bench.measure(point, repeats, report.add, answers)
-    return EXIT_OK
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """The server under load. ``context`` and ``foreign`` are None where they cannot be known."""
-
-    address: ServerAddress
-    api_key: str | None
-    model: str
-    context: int | None
-    foreign: ForeignLoad | None
-
-
-def _target(options: BenchServeOptions, report: Report, opened: ExitStack) -> _Target:
-    """The server at --url, or one of our own that ends with ``opened``."""
+def _server(
+    options: BenchServeOptions, report: Report, opened: ExitStack
+) -> tuple[ApiClient, str | None, ModelCard, ForeignLoad | None]:
+    """A client of the server at --url, or of one of our own that ends with ``opened``; its key, its model, and what
+    tells of other programs beside it, which cannot be known of a server elsewhere."""
     if options.url is not None:
-        client, key, foreign = options.client(), options.api_key, None
+        client, key, name, foreign = options.client(), options.api_key, options.model, None
         if idle := options.without_effect_on_servers():
             say(f"with --url these have no effect: {', '.join(idle)}")
-        card = served_model(client, options.model, say)
     else:
         remark("preparing the engine")
         report.put("engine", preparing.prepare_elsewhere(options.model, options.settings(), options.threads))
         remark("starting a server")
         own = OwnServer(options.flags())
         opened.callback(own.close)
-        client, key, foreign = ApiClient(own.address), None, ForeignLoad([own.process_id])
-        card = served_model(client, own.model, say)
-    report.put("server", {"url": str(client.address), "own": options.url is None, "model": card.name})
-    return _Target(client.address, key, card.id, card.max_model_len, foreign)
+        client, key, name, foreign = ApiClient(own.address), None, own.model, ForeignLoad([own.process_id])
+    model = served_model(client, name, say)
+    report.put("server", {"url": str(client.address), "own": options.url is None, "model": model.name})
+    return client, key, model, foreign
 
 
 def _show(report: Report, options: ResultOptions) -> None:
@@ -188,18 +173,12 @@ def _show(report: Report, options: ResultOptions) -> None:
             print(f"{row['case']}: {warning}")
     if options.plot is not None:
         axis = "clients" if report.rows[0]["concurrency"] else "requests/s offered"
-        plot_lines(options.plot, report.titled(title), axis, "tick", _panels(), report.rows)
-
-
-def _panels() -> list[LinePanel]:
-    """Percentiles of each latency, and the output."""
-    latencies = [
-        LinePanel(
-            f"{_short(metric)} in ms", [Column(name, f"{metric}.{name}", ".3f") for name in ("p50", "p90", "p99")]
-        )
-        for metric in _LATENCIES
-    ]
-    return [*latencies, LinePanel("output tokens/s", [Column("mean", "output_tokens_per_s", ".3f")])]
+        panels = [
+            LinePanel(f"{_short(metric)} in ms", [Column(name, f"{metric}.{name}", ".3f") for name in _PERCENTILES])
+            for metric in _LATENCIES
+        ]
+        panels.append(LinePanel("output tokens/s", [Column("mean", "output_tokens_per_s", ".3f")]))
+        plot_lines(options.plot, report.titled(title), axis, "tick", panels, report.rows)
 
 
 def _short(metric: str) -> str:

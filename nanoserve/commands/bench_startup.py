@@ -6,9 +6,8 @@ from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.starting import STAGES, TO_FIRST_TOKEN, drop_from_page_cache, library_directories, start_once
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import WORK_PANEL, ResultOptions, kept, operators_title, print_head
+from nanoserve.commands.bench_options import ResultOptions, kept, operators_title, print_head
 from nanoserve.commands.engine_options import EngineOptions
-from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import watched
 from nanoserve.commands.terminal import remark
@@ -19,13 +18,13 @@ _STAGES = [Column(name, f"stages.{name}", ".2f") for name in STAGES]
 _TOTAL = Column("to first token", "to_first_token", ".2f")
 
 
-class StartupOptions(EngineOptions, ResultOptions, panel=WORK_PANEL):
+class StartupOptions(EngineOptions, ResultOptions):
     """All options of the command."""
 
     repeats: int = option(3, "Warm starts, after the first ever and a cold one.", minimum=1)
 
 
-def run(options: StartupOptions) -> int:
+def run(options: StartupOptions) -> None:
     """The first start finds an empty cache, so it also builds the C++ operators and compiles the layers, which takes a
     minute or two. The next one is cold: the files of torch, nanoserve and the model were dropped from the page cache
     before, as far as no other process holds them.
@@ -51,7 +50,6 @@ def run(options: StartupOptions) -> int:
             report.put("operators", start.operators)
             report.put("layers", start.layers)
             report.add(row)
-    return EXIT_OK
 
 
 def _show(report: Report, options: ResultOptions) -> None:

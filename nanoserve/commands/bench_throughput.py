@@ -4,7 +4,6 @@ from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import (
     DISTRIBUTION_COLUMNS,
-    WORK_PANEL,
     LengthOptions,
     ProbeOptions,
     ResultOptions,
@@ -15,7 +14,6 @@ from nanoserve.commands.bench_options import (
     print_steps,
 )
 from nanoserve.commands.engine_options import WorkersOptions
-from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
@@ -34,7 +32,7 @@ _COLUMNS = [
 _LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 
 
-class ThroughputOptions(LengthOptions, ProbeOptions, WorkersOptions, ResultOptions, panel=WORK_PANEL):
+class ThroughputOptions(LengthOptions, ProbeOptions, WorkersOptions, ResultOptions):
     """All options of the command."""
 
     default_lengths = "cpu"
@@ -49,7 +47,7 @@ class ThroughputOptions(LengthOptions, ProbeOptions, WorkersOptions, ResultOptio
 
 
 @on_all_machines
-def run(options: ThroughputOptions) -> int:
+def run(options: ThroughputOptions) -> None:
     """Only the lengths of a trace are taken, not its times. Prompts are random. Requests of a trace that are longer
     than the context are left out and counted.
 
@@ -64,9 +62,7 @@ def run(options: ThroughputOptions) -> int:
     work = options.read(seed)
     settings = {"work": work.name, "requests": len(work.shapes), "repeats": repeats}
     report = options.open_report("throughput", settings)
-    with show_progress() as progress:
-        llm = options.open_llm(progress)
-    with llm, kept(report, lambda: _show(report, options)), show_progress() as progress:
+    with options.open_llm() as llm, kept(report, lambda: _show(report, options)), show_progress() as progress:
         from nanoserve.benchmarks.local import LocalBench  # imports torch, for which opening sets the threads first
 
         bench = LocalBench([llm], seed=seed, announce=remark, progress=progress, probes=not options.no_probe)
@@ -80,7 +76,6 @@ def run(options: ThroughputOptions) -> int:
         remark(f"measuring {len(shapes)} requests of {work.name}")
         for row in bench.measure(work.name, shapes, repeats=repeats):
             report.add(row)
-    return EXIT_OK
 
 
 def _show(report: Report, options: ResultOptions) -> None:

@@ -12,9 +12,9 @@ from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column
 from nanoserve.benchmarks.variants import Ratio, VariantsBench, VariantsRound, ratios, samples, summarize
 from nanoserve.commands.bench_options import WORK_PANEL, print_counting, print_head
-from nanoserve.commands.engine_options import MODEL_PANEL, EngineOptions, Progress, WorkersOptions
+from nanoserve.commands.engine_options import MODEL_PANEL, EngineOptions, WorkersOptions
 from nanoserve.commands.options import Options, option
-from nanoserve.commands.progress import show_progress
+from nanoserve.commands.progress import Progress, show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.config import ModelConfig
 from nanoserve.engine_config import EngineConfig

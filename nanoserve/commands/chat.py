@@ -2,26 +2,26 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from nanoserve.commands.chat_commands import ChatCommands
+from rich.console import Console
+
 from nanoserve.commands.chat_model import ChatModel, LocalModel, RemoteModel
-from nanoserve.commands.chat_session import ChatSession, Message, Piece, Steps
+from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Message, Piece, Steps, did_you_mean
 from nanoserve.commands.engine_options import SamplingOptions, ServerOptions, ServingOptions, check_utf8
-from nanoserve.commands.failures import EXIT_OK, say
+from nanoserve.commands.failures import say
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.printers import AnswerPrinter, MarkdownPrinter, PlainPrinter, visible
-from nanoserve.commands.progress import show_progress
 from nanoserve.commands.prompt import PROMPT, ChatPrompt, edit_text, history_path
 from nanoserve.commands.terminal import StopOnInterrupt, is_terminal, read_stdin, remark, when_continued, without_echo
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.usage import envelope
 from nanoserve.errors import NanoserveError, UsageError
-
-_CTRL_C_HINT = "(the line was cleared; Ctrl-D or /exit leaves)"
 
 
 class ChatOptions(ServerOptions, ServingOptions, SamplingOptions, panel="Chat", has_variables=True):
@@ -36,7 +36,7 @@ class ChatOptions(ServerOptions, ServingOptions, SamplingOptions, panel="Chat", 
 
 
 @on_all_machines
-def run(options: ChatOptions) -> int:
+def run(options: ChatOptions) -> None:
     """The model runs in this process, or with --url behind any server that speaks OpenAI's API.
 
     [bold]Examples[/bold]
@@ -77,9 +77,7 @@ def _opened(options: ChatOptions, settings: dict[str, Any]) -> Iterator[ChatMode
             settings["seed"] = options.seed
         yield RemoteModel(client, options.model, say)
         return
-    with show_progress() as progress:
-        llm = options.open_llm(progress)
-    with llm:
+    with options.open_llm() as llm:
         if llm.tokenizer.notice:
             say(llm.tokenizer.notice)
         yield LocalModel(llm, options.seed)
@@ -102,18 +100,193 @@ def _question(message: str | None) -> str | None:
     return question
 
 
-def _answer_once(session: ChatSession, question: str, options: ChatOptions) -> int:
-    if options.json:
-        for _ in session.ask(question):
-            pass
-    else:
+def _answer_once(session: ChatSession, question: str, options: ChatOptions) -> None:
+    if not options.json:
         printer = _printer(plain=options.plain, hide_thinking=options.hide_thinking)
         _show_answer(session, session.ask(question), printer, thinking=not options.hide_thinking)
-    answer = session.last_answer
-    if options.json and answer is not None:
+        return
+    for _ in session.ask(question):
+        pass
+    if (answer := session.last_answer) is not None:
         result = envelope(session.model.name, answer.text, answer.reasoning, answer.usage, answer.finish_reason)
         print(json.dumps(result, ensure_ascii=False))
-    return EXIT_OK
+
+
+@dataclass(frozen=True, slots=True)
+class CommandOutcome:
+    """What the chat does next: show ``text`` and ``turns``, leave, send ``message``, or ask the last one again."""
+
+    text: str = ""
+    turns: Sequence[Message] = ()
+    leave: bool = False
+    message: str | None = None
+    regenerate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    run: Callable[[str], CommandOutcome | str]
+    usage: str
+    help: str
+
+
+class ChatCommands:
+    """Runs command lines on a session.
+
+    Args:
+        session: the conversation they change.
+        edit: opens an editor on a text and returns the new text.
+    """
+
+    def __init__(self, session: ChatSession, edit: Callable[[str], str]):
+        self._session = session
+        self._edit_text = edit
+        self.show_thinking = True
+        table = self._table = {
+            "help": _Command(self._help, "", "this list"),
+            "reset": _Command(self._reset, "", "forget the conversation, keep system prompt and settings"),
+            "system": _Command(self._system, "[TEXT]", "set the system prompt; without text, remove it"),
+            "set": _Command(self._set, "NAME=VALUE", f"change a setting ({', '.join(CHANGEABLE)}); 'none' undoes it"),
+            "show": _Command(self._show, "", "model, system prompt and settings"),
+            "stats": _Command(self._stats, "", "tokens and times of the last answer"),
+            "think": _Command(self._think, "on|off", "show or hide the model's reasoning"),
+            "save": _Command(self._save, "FILE", "write the conversation and settings as JSON"),
+            "load": _Command(self._load, "FILE", "go on with a saved conversation"),
+            "regen": _Command(lambda _: CommandOutcome(regenerate=True), "", "answer the last message again"),
+            "undo": _Command(self._undo, "", "take back the last message and its answer"),
+            "edit": _Command(self._edit, "", "write a message in $EDITOR, beginning with the last one"),
+            "exit": _Command(lambda _: CommandOutcome(leave=True), "", "leave (Ctrl-D does, too)"),
+        }
+        self._commands = table | {alias: table[name] for alias, name in _ALIASES.items()}
+
+    @property
+    def names(self) -> list[str]:
+        """All commands with their slash, for completion."""
+        return [f"/{name}" for name in self._commands]
+
+    def run(self, line: str) -> CommandOutcome:
+        """Run one line that begins with a slash; what goes wrong is the outcome's text."""
+        name, *rest = line.removeprefix("/").split(maxsplit=1) or [""]
+        command = self._commands.get(name)
+        if command is None:
+            guess = did_you_mean(f"/{name[:40]}", self.names)
+            hint = "/help lists them, a space before the slash sends it as a message"
+            return CommandOutcome(f"unknown command /{name[:40].strip()}{guess}; {hint}")
+        try:
+            outcome = command.run("".join(rest).strip())
+            return CommandOutcome(outcome) if isinstance(outcome, str) else outcome
+        except NanoserveError as error:
+            return CommandOutcome(str(error))
+
+    def _help(self, _: str) -> str:
+        calls = {name: [f"/{name}"] for name in self._table}
+        for alias, name in _ALIASES.items():
+            calls[name].append(f"/{alias}")
+        left = {name: f"{', '.join(calls[name])} {self._table[name].usage}".rstrip() for name in calls}
+        width = max(map(len, left.values()))
+        lines = [f"  {left[name]:<{width}}  {command.help}" for name, command in self._table.items()]
+        lines.append('  """ begins and ends a message of several lines; a paste may have several lines, too')
+        lines.append("  Ctrl-C stops an answer (what there is of it is kept), Ctrl-D leaves")
+        return "\n".join(lines)
+
+    def _reset(self, _: str) -> str:
+        self._session.reset()
+        return "the conversation is forgotten"
+
+    def _system(self, text: str) -> str:
+        self._session.system = text or None
+        return "system prompt set" if text else "no system prompt"
+
+    def _set(self, argument: str) -> str:
+        name, value = _name_and_value(argument)
+        self._session.change(name, value)
+        return self._setting(name)
+
+    def _show(self, _: str) -> str:
+        session = self._session
+        used, most = session.context_used(), session.model.context
+        tokens = "" if used is None else f"{used} of {most or 'unknown'} tokens, "
+        turns = len(session.turns) // 2
+        lines = [
+            f"model    {session.model.name}",
+            f"context  {tokens}{turns} {'turn' if turns == 1 else 'turns'}",
+            f"system   {session.system or '(none)'}",
+        ]
+        return "\n".join([*lines, *(f"  {self._setting(name)}" for name in CHANGEABLE)])
+
+    def _setting(self, name: str) -> str:
+        """A setting, its value and who has set it, unless the user has."""
+        session = self._session
+        given = name in session.settings
+        if not given and name == "seed" and session.model.seed is not None:
+            return f"seed = (another for each answer, drawn from --seed {session.model.seed})"
+        if not given and session.model.defaults is None:
+            return f"{name} = (the server's default)"
+        value = getattr(session.sampling_params(), name)
+        shown = "none" if value is None else json.dumps(value, ensure_ascii=False)  # as ``/set`` would take it
+        return f"{name} = {shown}" + ("" if given else "  (the model's default)")
+
+    def _stats(self, _: str) -> str:
+        answer = self._session.last_answer
+        if answer is None:
+            raise UsageError("there is no answer yet")
+        return answer.usage.line(self._session.model.context, interrupted=answer.interrupted)
+
+    def _think(self, argument: str) -> str:
+        if argument not in ("on", "off"):
+            raise UsageError("say /think on or /think off")
+        self.show_thinking = argument == "on"
+        return f"reasoning is {'shown' if self.show_thinking else 'hidden'}"
+
+    def _save(self, argument: str) -> str:
+        path = _path(argument, "/save")
+        self._session.save(path)
+        return f"saved {len(self._session.turns)} messages to {path}"
+
+    def _load(self, argument: str) -> CommandOutcome:
+        path = _path(argument, "/load")
+        self._session.load(path)
+        turns = self._session.turns
+        return CommandOutcome(f"loaded {len(turns)} messages from {path}", turns=turns[-2:])
+
+    def _undo(self, _: str) -> str:
+        question = self._session.undo()
+        return f"took back: {question.splitlines()[0][:60]}"
+
+    def _edit(self, _: str) -> CommandOutcome:
+        turns = self._session.turns
+        text = self._edit_text(turns[-2].content if turns else "").strip()
+        return CommandOutcome(message=text) if text else CommandOutcome("nothing to send")
+
+
+_ALIASES = {"clear": "reset", "quit": "exit", "bye": "exit"}
+"""What other chats call the same."""
+
+
+def _path(argument: str, command: str) -> Path:
+    if not argument:
+        raise UsageError(f"name a file: {command} FILE")
+    return Path(argument).expanduser()
+
+
+def _name_and_value(argument: str) -> tuple[str, Any]:
+    """``temperature=0.7``, ``temperature 0.7``, ``stop=THE END``, ``stop=["a", "b"]``, ``seed=none``."""
+    name, equals, text = argument.partition("=")
+    if not equals:
+        name, _, text = argument.partition(" ")
+    name, text = name.strip().replace("-", "_"), text.strip()
+    if not name:
+        raise UsageError(f"say /set NAME=VALUE; the names are {', '.join(CHANGEABLE)}")
+    if text.lower() in ("none", "default"):
+        return name, None
+    if name == "stop" and not text.startswith("["):
+        return name, [text]
+    try:
+        return name, json.loads(text)
+    except ValueError:
+        if name == "stop":
+            raise UsageError(f'stop takes a text or a JSON list of texts, as ["a", "b"], not {text:.60}') from None
+        return name, text  # whoever checks it knows the values
 
 
 class _Conversation:
@@ -126,20 +299,20 @@ class _Conversation:
         self._commands.show_thinking = not hide_thinking
         self._prompt = ChatPrompt(history_path() if keep_history else None, self._commands.names)
 
-    def run(self) -> int:
+    def run(self) -> None:
         remark(f"{self._session.model.name}. /help lists the commands, Ctrl-D leaves.")
         self._session.model.start_preparing()  # while the user reads and types
-        while True:
+        leave = False
+        while not leave:
             try:
                 line = self._prompt.read()
             except KeyboardInterrupt:
-                remark(_CTRL_C_HINT)
+                remark("(the line was cleared; Ctrl-D or /exit leaves)")
                 continue
             except EOFError:
-                return EXIT_OK
+                return
             if line.startswith("/"):
-                if self._obey(line):
-                    return EXIT_OK
+                leave = self._obey(line)
             elif line.strip():
                 self._answer(partial(self._session.ask, line.strip()))
 
@@ -148,22 +321,18 @@ class _Conversation:
         outcome = self._commands.run(line)
         if outcome.text:
             remark(outcome.text)
-        for turn in outcome.turns:
-            self._show_turn(turn)
+        for turn in outcome.turns:  # as it stood on the terminal when it was new
+            if turn.role == "user":
+                remark(f"{PROMPT}{visible(turn.content)}")
+            else:
+                printer = _printer(plain=self._plain, hide_thinking=True)
+                printer.answer(turn.content)
+                printer.finish()
         if outcome.message is not None:
             self._answer(partial(self._session.ask, outcome.message))
         if outcome.regenerate:
             self._answer(self._session.regenerate)
         return outcome.leave
-
-    def _show_turn(self, turn: Message) -> None:
-        """As it stood on the terminal when it was new."""
-        if turn.role == "user":
-            remark(f"{PROMPT}{visible(turn.content)}")
-            return
-        printer = _printer(plain=self._plain, hide_thinking=True)
-        printer.answer(turn.content)
-        printer.finish()
 
     def _answer(self, ask: Callable[[Steps], Iterator[Piece]]) -> None:
         """Show an answer; Ctrl-C ends it, and when it comes as the answer ends it ends nothing else."""
@@ -184,13 +353,11 @@ class _Conversation:
 def _printer(*, plain: bool, hide_thinking: bool) -> AnswerPrinter:
     if plain or not is_terminal(sys.stdout):
         return PlainPrinter(sys.stdout, None if hide_thinking or not is_terminal(sys.stderr) else sys.stderr)
-    from rich.console import Console
-
     return MarkdownPrinter(Console(file=sys.stdout))
 
 
 def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: AnswerPrinter, *, thinking: bool) -> None:
-    """Show an answer while it comes. A notice ends the text above it: the printer may not find its lines again."""
+    """Show an answer as it comes. A notice ends the text above it: the printer may not find its lines again."""
 
     def notify(notice: str) -> None:
         printer.finish()

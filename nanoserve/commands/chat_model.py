@@ -5,19 +5,17 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import nanoserve
 from nanoserve.client.connection import ApiClient, ServerRefused
 from nanoserve.client.events import Chunk, ServerUsage
 from nanoserve.client.models import NO_SUCH_PATH, served_model
 from nanoserve.commands.engine_options import sampling_params
-from nanoserve.commands.usage import TokenUsage
+from nanoserve.commands.usage import AnswerUsage
 from nanoserve.errors import RuntimeFailure
 from nanoserve.request import RequestMetrics, SamplingParams
 from nanoserve.text.reasoning import opens_reasoning
-
-if TYPE_CHECKING:
-    from nanoserve.llm import LLM
 
 Conversation = Sequence[Mapping[str, str]]
 Settings = Mapping[str, Any]
@@ -37,7 +35,7 @@ class AnswerDelta:
     text: str
     thinking: str
     """Reasoning that was told apart already; ``text`` may hold more of it between tags."""
-    usage: TokenUsage
+    usage: AnswerUsage
     """Counts and times of the answer so far."""
     finish_reason: str | None
     """None while it goes on."""
@@ -51,7 +49,7 @@ class LocalModel:
         seed: what the seeds of answers are drawn from, if the user has given one.
     """
 
-    def __init__(self, llm: "LLM", seed: int | None = None) -> None:
+    def __init__(self, llm: "nanoserve.LLM", seed: int | None = None) -> None:
         self.llm = llm
         self.seed = seed
         self.name = llm.model_name
@@ -88,7 +86,7 @@ class LocalModel:
                 if sample.error is not None:
                     raise RuntimeFailure(sample.error)
                 tokens += len(sample.token_ids)
-                yield AnswerDelta(sample.text, "", TokenUsage.of(output, tokens), sample.finish_reason)
+                yield AnswerDelta(sample.text, "", AnswerUsage.of(output, tokens), sample.finish_reason)
 
 
 class RemoteModel:
@@ -182,9 +180,7 @@ class RemoteModel:
     def _answer(self, body: dict[str, Any]) -> Generator[AnswerDelta, None, None]:
         progress = _RemoteAnswer(self._clock)
         with closing(self._client.stream(f"{self._api}/chat/completions", body)) as chunks:
-            for chunk in chunks:
-                if (delta := progress.take(chunk)) is not None:
-                    yield delta
+            yield from filter(None, map(progress.take, chunks))
 
     def _look_up(self, model: str | None) -> None:
         """What the server says about the model."""
@@ -210,7 +206,7 @@ class _RemoteAnswer:
         self._counted = ServerUsage()
 
     def take(self, chunk: Chunk) -> AnswerDelta | None:
-        """What the chunk brings; None if that is nothing."""
+        """What the chunk brings; None if that is nothing. Until the server tells, chunks stand for tokens."""
         choice = chunk.choices[0] if chunk.choices else None
         text, thinking = (choice.answer, choice.thinking) if choice else ("", "")
         reason = choice.finish_reason if choice else None
@@ -220,15 +216,10 @@ class _RemoteAnswer:
             self._chunks += 1
         if reason:
             self._reason, self._ended = reason, self._clock()
-        if chunk.usage is not None:
-            self._counted = chunk.usage
         if not (text or thinking or reason or chunk.usage):
             return None
-        return AnswerDelta(text, thinking, self._usage(), self._reason)
-
-    def _usage(self) -> TokenUsage:
-        """Until the server has told, chunks stand for tokens."""
-        tokens = self._counted.completion_tokens
-        tokens = self._chunks if tokens is None else tokens
+        self._counted = counted = chunk.usage or self._counted
+        tokens = self._chunks if counted.completion_tokens is None else counted.completion_tokens
         metrics = RequestMetrics(self._asked, None, self._first, self._last, self._ended, tokens)
-        return TokenUsage(self._counted.prompt_tokens, self._counted.cached_tokens, tokens, metrics)
+        usage = AnswerUsage(counted.prompt_tokens, counted.cached_tokens, tokens, metrics)
+        return AnswerDelta(text, thinking, usage, self._reason)

@@ -14,13 +14,15 @@ import msgspec
 
 from nanoserve.commands.chat_model import AnswerDelta, ChatModel, ContextFull
 from nanoserve.commands.engine_options import sampling_params
-from nanoserve.commands.usage import TokenUsage
+from nanoserve.commands.usage import AnswerUsage
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.request import SamplingParams
 from nanoserve.text.reasoning import Part, ReasoningSplitter
 
 _ANSWER_SHARE = 4  # the oldest turns make room until a quarter of the context is left for the answer
-
+CHANGEABLE = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop")
+CHANGEABLE += ("repetition_penalty", "presence_penalty", "frequency_penalty")
+"""What ``/set`` knows."""
 
 Steps = Callable[[Iterator[AnswerDelta]], Iterator[AnswerDelta]]
 
@@ -54,7 +56,7 @@ class ChatAnswer:
 
     text: str
     reasoning: str
-    usage: TokenUsage
+    usage: AnswerUsage
     finish_reason: str | None
     interrupted: bool
 
@@ -158,16 +160,18 @@ class ChatSession:
             raise UsageError(f"unknown setting {name!r:.40}{guess}; there are {', '.join(CHANGEABLE)}")
         if value is not None:
             settings[name] = value
-        sampling_params(self._defaults(), settings)
+        self.sampling_params(settings)
         self.settings = settings
 
-    def sampling_params(self) -> SamplingParams:
-        """The model's defaults with this session's settings over them."""
-        return sampling_params(self._defaults(), self.settings)
+    def sampling_params(self, settings: dict[str, Any] | None = None) -> SamplingParams:
+        """The model's defaults with settings over them, by default this session's.
 
-    def _defaults(self) -> SamplingParams:
-        """The model's, or where only a server knows them those that change nothing: what is set is checked on them."""
-        return self.model.defaults or SamplingParams()
+        Where only a server knows the defaults, settings are checked over neutral ones.
+
+        Raises:
+            UsageError: for a value out of range.
+        """
+        return sampling_params(self.model.defaults or SamplingParams(), self.settings if settings is None else settings)
 
     def messages(self) -> list[Message]:
         """The whole conversation, the system prompt first."""
@@ -204,7 +208,7 @@ class ChatSession:
             raise UsageError(f"{path} is not a saved chat: {error}") from None
         if unknown := set(saved.settings) - set(CHANGEABLE):
             raise UsageError(f"{path} has unknown settings: {', '.join(sorted(unknown))}")
-        sampling_params(self._defaults(), saved.settings)
+        self.sampling_params(saved.settings)
         first_turn = 1 if saved.messages and saved.messages[0].role == "system" else 0
         turns = saved.messages[first_turn:]
         if any(turn.role != ("user", "assistant")[index % 2] for index, turn in enumerate(turns)) or len(turns) % 2:
@@ -234,14 +238,14 @@ class ChatSession:
         Raises:
             UsageError: if the question does not fit even alone.
         """
-        context, length = self.model.context, self._length([*self.turns, message])
+        context, length = self.model.context, self.model.count_tokens(self._for_model([*self.turns, message]))
         if context is None or length is None:
             return
         room = min(context // _ANSWER_SHARE, self.sampling_params().max_tokens or context)
         dropped = 0
         while length > context - room and 2 * dropped < len(self.turns):
             dropped += 1
-            length = self._length([*self.turns[2 * dropped :], message]) or 0
+            length = self.model.count_tokens(self._for_model([*self.turns[2 * dropped :], message])) or 0
         if length >= context:
             raise UsageError(f"the message makes {length} tokens, the context holds {context}: shorten it")
         if dropped:
@@ -249,16 +253,11 @@ class ChatSession:
             what = "turn was" if dropped == 1 else f"{dropped} turns were"
             self.notify(f"the context of {context} tokens is full: the oldest {what} dropped")
 
-    def _length(self, turns: list[Message]) -> int | None:
-        return self.model.count_tokens(self._for_model(turns))
-
     def _conclude(self, message: Message, answer: str, reasoning: str, last: AnswerDelta | None) -> None:
-        if last is None:
-            self.notify("stopped before the answer began; the message was taken back")
-            return
-        cut = last.finish_reason is None
-        self.last_answer = ChatAnswer(answer, reasoning, last.usage, last.finish_reason, interrupted=cut)
-        if cut and not answer:
+        cut = last is None or last.finish_reason is None
+        if last is not None:
+            self.last_answer = ChatAnswer(answer, reasoning, last.usage, last.finish_reason, interrupted=cut)
+        if last is None or (cut and not answer):
             self.notify("stopped before the answer began; the message was taken back")
             return
         self.turns += [message, Message("assistant", answer, interrupted=cut)]
@@ -266,21 +265,6 @@ class ChatSession:
         total, context = last.usage.total_tokens, self.model.context
         if last.finish_reason == "length" and total is not None and context is not None and total >= context:
             self.notify("the answer was cut where the context ends")
-
-
-CHANGEABLE = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "max_tokens",
-    "stop",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-"""What ``/set`` knows."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

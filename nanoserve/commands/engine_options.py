@@ -1,12 +1,15 @@
 """Options about the model, the engine, its workers, sampling, and a server: most can be set by variables as well."""
 
-from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import Field, fields, replace
+from typing import Any
 
 import msgspec
 
+import nanoserve
+from nanoserve.client.address import parse_url
+from nanoserve.client.connection import ApiClient
 from nanoserve.commands.options import Options, flag_of, option
+from nanoserve.commands.progress import show_progress
 from nanoserve.engine_config import DEFAULT_POLICY, MOST_PARALLEL, PAIR_OPTIONS, POLICY_OF_TWO_LAYOUTS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
@@ -16,18 +19,13 @@ from nanoserve.processes.threads import MOST_THREADS, prepare_threads
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.policies import POLICIES
 
-if TYPE_CHECKING:
-    from nanoserve.client.connection import ApiClient
-    from nanoserve.llm import LLM
-
-Progress = Callable[[str, int, int], None]
-
 MODEL_PANEL = "Model"
 SAMPLING_PANEL = "Sampling (the model's own defaults unless given)"
 ENGINE_PANEL = "Engine"
 WORKERS_PANEL = "Workers"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEFAULTS = EngineConfig()
+_SIZES = ("kv_cache_memory", "host_kv_memory")
 
 
 class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
@@ -70,27 +68,20 @@ class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
     )
 
     def settings(self) -> dict[str, Any]:
-        """What LLM takes, without the model and the threads.
+        """The fields of EngineConfig, as LLM takes them.
 
         Raises:
             UsageError: for a size that is none.
         """
-        settings: dict[str, Any] = {
-            "dtype": self.dtype,
-            "device": self.device,
-            "max_model_len": self.max_model_len,
-            "kv_cache_memory": parsed_bytes(self.kv_cache_memory),
-            "block_size": self.block_size,
-            "max_num_seqs": self.max_num_seqs,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
-            "policy": self.policy,
-            "enable_prefix_caching": not self.no_prefix_caching,
-            "eager": self.eager,
-            "offline": self.offline,
-        }
-        if self.seed is not None:
-            settings["seed"] = self.seed
-        return settings
+        known = {field.name for field in fields(EngineConfig)} - {"seed"}
+        settings = {field.name: getattr(self, field.name) for field in self._declared() if field.name in known}
+        settings |= {} if self.seed is None else {"seed": self.seed}
+        sizes = {name: parse_size(size) for name in _SIZES if (size := settings.get(name)) is not None}
+        return settings | sizes | {"enable_prefix_caching": not self.no_prefix_caching}
+
+    def _declared(self) -> tuple[Field[Any], ...]:
+        """The options that an engine has; a command's own options are not among them."""
+        return fields(WorkersOptions if isinstance(self, WorkersOptions) else EngineOptions)
 
     def check_is_for_cpu(self) -> None:
         """Refuse a GPU: the command compares the engine with the best that this machine's CPU can do.
@@ -106,7 +97,7 @@ class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
     def flags(self) -> list[str]:
         """All options of the engine as they are typed, so that environment variables have no effect on a child."""
         words = []
-        for field in fields(WorkersOptions if isinstance(self, WorkersOptions) else EngineOptions):
+        for field in self._declared():
             flag, value = flag_of(field.name), getattr(self, field.name)
             if value is True:
                 words.append(flag)
@@ -120,12 +111,11 @@ class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
         --offline and --threads are not named: people set them once for all commands.
         """
         effective = ("model", "seed", "offline", "threads")
-        group = fields(WorkersOptions if isinstance(self, WorkersOptions) else EngineOptions)
-        given = [field.name for field in group if getattr(self, field.name) != field.default]
+        given = [field.name for field in self._declared() if getattr(self, field.name) != field.default]
         return [flag_of(name) for name in given if name not in effective]
 
-    def open_llm(self, progress: Progress | None) -> "LLM":
-        """Load the model; the caller closes it.
+    def open_llm(self) -> "nanoserve.LLM":
+        """Load the model while its progress is shown; the caller closes it.
 
         Raises:
             NanoserveError: for settings that make no sense and models that cannot be used.
@@ -134,8 +124,8 @@ class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
         prepare_threads(self.threads)
         with deferred_interrupts():  # libraries go on half imported, and fail later in their own words
             from nanoserve.llm import LLM
-
-        return LLM(self.model, progress=progress, **settings)
+        with show_progress() as progress:
+            return LLM(self.model, progress=progress, **settings)
 
 
 class WorkersOptions(
@@ -177,7 +167,7 @@ class WorkersOptions(
     )
 
     def settings(self) -> dict[str, Any]:
-        """What LLM takes, without the model and the threads.
+        """The fields of EngineConfig, as LLM takes them.
 
         Raises:
             UsageError: for a size, a split or a layout that is none, and two layouts that do not suit each other.
@@ -190,9 +180,6 @@ class WorkersOptions(
             "pipeline_split": parsed_split(self.pp_split),
             "data_parallel": first.data_parallel,
             "decode_layout": replace(others[0], data_parallel=1) if others else None,
-            "host_kv_memory": parsed_bytes(self.host_kv_memory),
-            "host_threads": self.host_threads,
-            "profile": self.profile,
             "trace": self.record,
         }
 
@@ -233,15 +220,12 @@ class ServerOptions(Options, panel="Server", has_variables=True):
         None, "What the server wants to be shown.", metavar="KEY", variables=["NANOSERVE_API_KEY", "OPENAI_API_KEY"]
     )
 
-    def client(self) -> "ApiClient":
+    def client(self) -> ApiClient:
         """A client of the server at --url.
 
         Raises:
             UsageError: for what is no URL, and for a key that no header can hold.
         """
-        from nanoserve.client.address import parse_url
-        from nanoserve.client.connection import ApiClient
-
         return ApiClient(parse_url(self.url or ""), self.api_key)
 
 
@@ -308,15 +292,6 @@ def parsed_split(layers: str | None) -> tuple[int, ...] | None:
     if not all(word.isascii() and word.isdigit() and len(word) < 6 for word in words):
         raise UsageError(f"--pp-split {layers!r:.40} is no list of layers such as 14,14")
     return tuple(int(word) for word in words)
-
-
-def parsed_bytes(size: str | None) -> int | None:
-    """Bytes of a size that was given.
-
-    Raises:
-        UsageError: for what is no size.
-    """
-    return None if size is None else parse_size(size)
 
 
 def check_utf8(text: str, what: str) -> str:

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from nanoserve.commands.terminal import wrapped
 from nanoserve.errors import NanoserveError
 
 EXIT_OK = 0
@@ -19,12 +20,12 @@ DEBUG_VARIABLE = "NANOSERVE_DEBUG"
 _LONGEST_MESSAGE = 1000
 
 
-def guarded(action: Callable[[], int]) -> int:
-    """Run ``action`` and return the exit code, its own or the one of what went wrong."""
+def guarded(action: Callable[[], int | None]) -> int:
+    """Run ``action`` and return the exit code: its own, 0 where it names none, or that of the error."""
     try:
         code = action()
         sys.stdout.flush()
-        return code
+        return EXIT_OK if code is None else code
     except BrokenPipeError:
         silence_stdout()
         return EXIT_OK
@@ -56,8 +57,6 @@ def describe(error: BaseException) -> tuple[str, int]:
 
 def say(message: str) -> None:
     """Write one line to stderr, on a terminal broken between words; a stderr that is gone is no reason to fail."""
-    from nanoserve.commands.terminal import wrapped
-
     line = " ".join(message.split())[:_LONGEST_MESSAGE]
     # A message may quote a model's files, and those may hold what steers a terminal.
     line = "".join(character if character.isprintable() else "\ufffd" for character in line)

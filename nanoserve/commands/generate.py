@@ -6,13 +6,11 @@ from contextlib import closing
 from pathlib import Path
 
 from nanoserve.commands.engine_options import SamplingOptions, ServingOptions, check_utf8, sampling_params
-from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.printers import PlainPrinter
-from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import read_stdin
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.commands.usage import TokenUsage, envelope
+from nanoserve.commands.usage import AnswerUsage, envelope
 from nanoserve.errors import RuntimeFailure, UsageError
 
 
@@ -28,7 +26,7 @@ class GenerateOptions(ServingOptions, SamplingOptions, panel="Input and output",
 
 
 @on_all_machines
-def run(options: GenerateOptions) -> int:
+def run(options: GenerateOptions) -> None:
     """[bold]Examples[/bold]
 
       nanoserve generate "Once upon a time" --max-tokens 60
@@ -57,9 +55,7 @@ def run(options: GenerateOptions) -> int:
     if options.output is not None:
         raise UsageError("--output goes with --file; use > to keep the text of one prompt")
     text = _prompt_text(options.prompt)
-    with show_progress() as progress:
-        llm = options.open_llm(progress)
-    with llm:
+    with options.open_llm() as llm:
         params = sampling_params(llm.default_sampling_params(), settings)
         printer = PlainPrinter(sys.stdout)
         pieces: list[str] = []
@@ -74,10 +70,9 @@ def run(options: GenerateOptions) -> int:
         if last is None or last.outputs[0].error is not None:
             raise RuntimeFailure((last and last.outputs[0].error) or "the model gave no answer")
         if options.json:
-            usage = TokenUsage.of(last, tokens)
+            usage = AnswerUsage.of(last, tokens)
             result = envelope(llm.model_name, "".join(pieces), "", usage, last.outputs[0].finish_reason)
             print(json.dumps(result, ensure_ascii=False))
-    return EXIT_OK
 
 
 def _prompt_text(prompt: str | None) -> str:

@@ -16,7 +16,7 @@ import typer
 
 from nanoserve.errors import UsageError
 
-Action = Callable[[], int]
+Action = Callable[[], int | None]
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -31,7 +31,7 @@ class Options:
     """Flags that are no more, with what to say about each."""
 
     def __init_subclass__(
-        cls, *, panel: str = "", has_variables: bool = False, renamed: Mapping[str, str] | None = None
+        cls, *, panel: str = "Work", has_variables: bool = False, renamed: Mapping[str, str] | None = None
     ) -> None:
         cls.panel, cls.has_variables, cls.renamed = panel, has_variables, renamed or {}
         dataclass(frozen=True, kw_only=True)(cls)
@@ -89,7 +89,7 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def prepared(run: Callable[..., int]) -> Callable[..., Action]:
+def prepared(run: Callable[..., int | None]) -> Callable[..., Action]:
     """A command's ``run(options)`` as typer takes it: with a parameter for each field, and an Action as its result."""
     group = inspect.signature(run, eval_str=True).parameters["options"].annotation
     parameters = {declared.name: _parameter(group, declared) for declared in _in_order(group)}

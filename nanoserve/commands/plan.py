@@ -10,8 +10,7 @@ import msgspec
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import MOST_REQUESTS, WORK_PANEL, JsonOptions, kept
-from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.bench_options import MOST_REQUESTS, JsonOptions, kept
 from nanoserve.commands.options import Options, option
 from nanoserve.commands.simulate_options import HARDWARE_PANEL, StepLimitOptions
 from nanoserve.commands.terminal import remark
@@ -35,7 +34,6 @@ class PlanOptions(
     DevicesOptions,
     StepLimitOptions,
     JsonOptions,
-    panel=WORK_PANEL,
     renamed={"--workload": "is now --lengths", "--policies": "is now --policy"},
 ):
     """All options of the command."""
@@ -48,7 +46,7 @@ class PlanOptions(
     top: int = option(3, "Layouts to simulate, and pairs, best estimates first.", minimum=1)
 
 
-def run(options: PlanOptions) -> int:
+def run(options: PlanOptions) -> None:
     """For a closed batch, the default, the order is that of throughput, and pairs of layouts (P4->T4: prompts in one,
     answers in the other) are among them; with --rate it is that of latency. Every layout is estimated by the cost
     model; the best --top of them are simulated with every policy, one replica with its share of the requests.
@@ -88,7 +86,6 @@ def run(options: PlanOptions) -> int:
                 remark(f"simulating {candidate.name} with {name}, {candidate.estimate_text} ...")
                 result = candidate.simulate(policy, options.max_num_seqs)
                 report.add({**_fields(candidate, result), "policy": name})
-    return EXIT_OK
 
 
 def _fields(candidate: Candidate, result: SimulationResult) -> dict[str, Any]:
@@ -98,14 +95,10 @@ def _fields(candidate: Candidate, result: SimulationResult) -> dict[str, Any]:
         "layout": candidate.name,
         "tokens_per_second": candidate.work.tokens / result.seconds,
         "estimated_tokens_per_second": candidate.tokens_per_second,
-        "estimated_e2el_s": None if candidate.work.rate is None else _finite(candidate.latency),
+        "estimated_e2el_s": candidate.latency if candidate.work.rate and math.isfinite(candidate.latency) else None,
         "kv_blocks": list(candidate.kv_blocks),
         "host_blocks": candidate.host_blocks,
     }
-
-
-def _finite(seconds: float) -> float | None:
-    return seconds if math.isfinite(seconds) else None
 
 
 def _columns(*, closed: bool) -> list[Column]:

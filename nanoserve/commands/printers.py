@@ -9,19 +9,77 @@ the terminal, so that the number of rows is known.
 import shutil
 import unicodedata
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TextIO
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TextIO
 
-from nanoserve.commands.markdown_blocks import Block, BlockSplitter, Kind
+from rich.cells import cell_len
+from rich.console import Console
+from rich.markdown import Markdown
+
 from nanoserve.commands.terminal import DIM, NORMAL, is_terminal
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _TAB = "    "
 _EMOJI_PRESENTATION = "\ufe0f"  # widens the character before it
 _CODE_THEME = "ansi_dark"  # the terminal's own colours
+_HEADING, _PARAGRAPH = "heading_open", "paragraph_open"
+_OVER_AT_ONCE = (_HEADING, "hr")
+_OVER_BEFORE_ANOTHER = ("bullet_list_open", "ordered_list_open", "code_block")  # they go on behind blank lines
 
 Size = Callable[[], tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A finished block: the type of its first token in the parser, and its markdown without blank lines around it."""
+
+    kind: str
+    source: str
+
+
+class BlockSplitter:
+    """Cuts streamed markdown into blocks as soon as each is complete; they do not depend on how the text comes."""
+
+    def __init__(self) -> None:
+        self.pending = ""  # the source of the block that is not finished yet
+
+    def push(self, text: str) -> list[Block]:
+        """Take in text; return the blocks that it completed."""
+        blocks = []
+        first, *others = text.split("\n")
+        self.pending += first
+        for line in others:
+            self.pending += "\n"
+            blocks += self._cut(ended=False)
+            self.pending += line
+        return blocks
+
+    def finish(self) -> list[Block]:
+        """The text has ended: return what was pending."""
+        return self._cut(ended=True)
+
+    def _cut(self, *, ended: bool) -> list[Block]:
+        if not self.pending.strip():
+            self.pending = ""
+            return []
+        tops = [token for token in Markdown(self.pending).parsed if token.level == 0 and token.nesting >= 0]
+        lines = self.pending.split("\n")
+        whole = len(tops) if ended or (tops and _is_over(tops[-1], lines)) else max(0, len(tops) - 1)
+        starts = [0, *(token.map[0] for token in tops[1:] if token.map), len(lines)]
+        sources = ["\n".join(lines[start:end]) for start, end in pairwise(starts)]
+        self.pending = "\n".join(sources[whole:])
+        return [
+            Block(token.type, source.strip("\n").rstrip()) for token, source in zip(tops[:whole], sources, strict=False)
+        ]
+
+
+def _is_over(token: Any, lines: list[str]) -> bool:
+    """Whether nothing more can come to the last block; ``lines`` end with the part behind the last line break."""
+    last = lines[-2].strip()
+    if token.type == "fence":
+        closes = last.startswith(token.markup) and not last.strip(token.markup[0])
+        return closes and token.map is not None and token.map[1] - token.map[0] > 1
+    return token.type in _OVER_AT_ONCE or (not last and token.type not in _OVER_BEFORE_ANOTHER)
 
 
 class PlainPrinter:
@@ -72,7 +130,7 @@ class PlainPrinter:
 class MarkdownPrinter:
     """The answer on a terminal, rendered block by block."""
 
-    def __init__(self, console: "Console", size: Size = shutil.get_terminal_size):
+    def __init__(self, console: Console, size: Size = shutil.get_terminal_size):
         self._console = console
         self._size = size
         self._splitter = BlockSplitter()
@@ -134,12 +192,10 @@ class MarkdownPrinter:
         return erase + rendered + self._preview.lay_out(self._splitter.pending)
 
     def _rendered(self, block: Block) -> str:
-        from rich.markdown import Markdown
-
         source = block.source
-        if block.kind is Kind.PARAGRAPH:  # lines of a poem stay lines
+        if block.kind == _PARAGRAPH:  # lines of a poem stay lines
             source = source.replace("\n", "  \n")
-        if block.kind is Kind.HEADING:  # rich would centre it in a box
+        if block.kind == _HEADING and source.lstrip().startswith("#"):  # rich would centre it in a box
             source = f"**{source.strip().strip('#').strip()}**"
         markdown = Markdown(source, code_theme=_CODE_THEME, hyperlinks=False)
         with self._console.capture() as capture:
@@ -180,7 +236,7 @@ class _Words:
         stays = self._size() != self._began
         written = []
         for character in text:
-            cells = 1 if character == _EMOJI_PRESENTATION else _cells(character)
+            cells = 1 if character == _EMOJI_PRESENTATION else cell_len(character)
             if character == "\n":
                 written.append(self._break_line())
                 self._begin_word(0)
@@ -244,9 +300,3 @@ def visible(text: str) -> str:
     """Text without characters that would steer a terminal; a model's answer may hold escape sequences."""
     text = text.replace("\t", _TAB)
     return "".join(char for char in text if char == "\n" or unicodedata.category(char) not in ("Cc", "Zl", "Zp"))
-
-
-def _cells(character: str) -> int:
-    from rich.cells import cell_len
-
-    return cell_len(character)

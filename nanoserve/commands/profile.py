@@ -2,22 +2,17 @@
 
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from nanoserve.benchmarks.profiling.prediction import prediction_rows, time_rows
 from nanoserve.benchmarks.rounds import busy_note
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, JsonOptions
 from nanoserve.commands.engine_options import EngineOptions
-from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
-from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.costs.profile import Profile, check_writable, write_profile
 from nanoserve.processes.threads import MOST_THREADS, physical_cores, prepare_threads
-
-if TYPE_CHECKING:
-    from nanoserve.runtime.host.host_processor import HostProcessor
 
 _TIME_COLUMNS = [
     Column("part", "part"),
@@ -55,7 +50,7 @@ class ProfileOptions(EngineOptions, JsonOptions, panel=RESULTS_PANEL):
     json: Path | None = option(None, "Write the profile, for simulate --profile.", metavar="FILE")
 
 
-def run(options: ProfileOptions) -> int:
+def run(options: ProfileOptions) -> None:
     """From the times come the few factors of the cost model (docs/costs.md), and a file with which nanoserve simulate
     runs any policy over this machine. At the end two small workloads run for real beside their predictions. It takes
     about a minute for the bundled model; leave the machine alone meanwhile.
@@ -73,23 +68,19 @@ def run(options: ProfileOptions) -> int:
     if options.json is not None:
         check_writable(options.json)
     prepare_threads(options.threads)
-    with closing(_set_apart(options.host_threads, options.device)) as processor:
-        with show_progress() as progress:
-            llm = options.open_llm(progress)
-        with llm:
-            from nanoserve.benchmarks.profiling.measuring import measure_profile
-            from nanoserve.benchmarks.profiling.prediction import predict_and_run
+    with closing(_set_apart(options.host_threads, options.device)) as processor, options.open_llm() as llm:
+        from nanoserve.benchmarks.profiling.measuring import measure_profile
+        from nanoserve.benchmarks.profiling.prediction import predict_and_run
 
-            measured = measure_profile(llm, processor, remark)
-            measured = measured.with_predictions(predict_and_run(llm.engine, llm.engine_config, measured, remark))
+        measured = measure_profile(llm, processor, remark)
+        measured = measured.with_predictions(predict_and_run(llm.engine, llm.engine_config, measured, remark))
     if options.json is not None:
         write_profile(measured, options.json)
     _show(measured)
-    return EXIT_OK
 
 
-def _set_apart(host_threads: int | None, device: str) -> "HostProcessor":
-    """What attends in host memory; a CPU that is the device shares all cores with it, unless some are asked for."""
+def _set_apart(host_threads: int | None, device: str) -> Any:
+    """The HostProcessor; a CPU that is the device shares all cores with it, unless some are asked for."""
     from nanoserve.runtime.host.host_processor import HostProcessor, divide_cores  # imports torch: the threads are set
     from nanoserve.runtime.launch.devices import usable_device
 

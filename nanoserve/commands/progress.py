@@ -1,4 +1,4 @@
-"""How far something is, on stderr: bars on a terminal, elsewhere a line now and then; both say what time is left."""
+"""Progress on stderr: bars on a terminal, elsewhere a line now and then. Both say how much time is left."""
 
 import sys
 import time
@@ -7,24 +7,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+from rich import progress as bars
+from rich.console import Console
 
 from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark
-
-if TYPE_CHECKING:
-    from nanoserve.commands.engine_options import Progress
 
 LINE_SECONDS = 5.0
 """Between two lines where there is no terminal: what takes no longer is silent."""
 _LINE_SHARE = 0.1
 """The share of the time passed that lies between two lines: long runs have no more lines than they need."""
 
+Progress = Callable[[str, int, int], None]
+"""Called with a stage's name, how much of it is done, and how much there is."""
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _Stage:
-    """When it was first heard of, how far it was then, and when it was last shown."""
+    """When a stage began, how far it was then, and when it was last shown."""
 
     began: float
     first: int
@@ -38,33 +40,31 @@ class _Stage:
 
 
 @contextmanager
-def show_progress() -> Iterator["Progress"]:
-    """What it yields is to be told how far which stage is, often, by the thread that works: most calls show nothing.
+def show_progress() -> Iterator[Progress]:
+    """Yield a function that shows how far each stage is. The working thread calls it often; most calls show nothing.
 
-    A thread of its own would slow the work down, and disturb what is measured.
+    A separate thread would slow the work down and disturb measurements.
     """
     stages: dict[str, _Stage] = {}
     if not is_terminal(sys.stderr):
         yield lambda what, done, total: _say(stages, what, done, total)
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[left]}")
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bars:
+    tasks: dict[str, bars.TaskID] = {}
+    left_column = bars.TextColumn("{task.fields[left]}")
+    columns = bars.TextColumn("{task.description}"), bars.BarColumn(), bars.TaskProgressColumn(), left_column
+    with bars.Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as shown:
 
         def draw(what: str, done: int, total: int) -> None:
             now = time.monotonic()
             if what not in tasks:
                 stages[what] = _Stage(now, done, 0.0)
-                tasks[what] = bars.add_task(what, total=total, left="")
+                tasks[what] = shown.add_task(what, total=total, left="")
             stage, is_over = stages[what], done >= total
             left = "" if is_over else f"{stage.left(now, done, total)} left"
-            bars.update(tasks[what], completed=done, total=total, left=left, visible=not is_over)
+            shown.update(tasks[what], completed=done, total=total, left=left, visible=not is_over)
             if is_over or now - stage.shown > REDRAW_SECONDS:
                 stage.shown = now
-                bars.refresh()
+                shown.refresh()
 
         yield draw
 
@@ -77,7 +77,7 @@ def _say(stages: dict[str, _Stage], what: str, done: int, total: int) -> None:
         remark(f"{what}: {done / total:.0%}, about {stage.left(now, done, total)} left")
 
 
-def counted(progress: "Progress", what: str, total: int) -> Callable[[], None]:
+def counted(progress: Progress, what: str, total: int) -> Callable[[], None]:
     """A function to call whenever one of ``total`` is done."""
     progress(what, 0, total)
     numbers = count(1)

@@ -1,27 +1,27 @@
 """``nanoserve serve``: an OpenAI-compatible server."""
 
+import asyncio
 import signal
 from contextlib import ExitStack, suppress
-from socket import socket
-from typing import TYPE_CHECKING
+from typing import Any
 
-from nanoserve.commands.engine_options import Progress, ServingOptions
-from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.engine_options import ServingOptions
 from nanoserve.commands.options import Options, option
-from nanoserve.commands.progress import show_progress
+from nanoserve.commands.progress import Progress, show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.models.hub import resolve_model
 from nanoserve.processes.files import unreadable_as_model_error
 from nanoserve.processes.installation import install_command
 from nanoserve.processes.sizes import parse_size
 from nanoserve.processes.threads import prepare_threads
+from nanoserve.server.engine_client import EngineClient
 from nanoserve.server.hosts import AllowedHosts, is_loopback
-
-if TYPE_CHECKING:
-    from nanoserve.server.service import ClientLimits, Service
+from nanoserve.server.messages import EngineStart
+from nanoserve.text.tokenizer import load_tokenizer
 
 
 class HttpOptions(Options, panel="HTTP", has_variables=True):
@@ -72,7 +72,7 @@ class ServeOptions(HttpOptions, LimitOptions, ServingOptions):
 
 
 @on_all_machines
-def run(options: ServeOptions) -> int:
+def run(options: ServeOptions) -> None:
     """[bold]Examples[/bold]
 
       nanoserve serve                                   the bundled storyteller
@@ -88,8 +88,6 @@ def run(options: ServeOptions) -> int:
     # exception can get lost in the imports that follow.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        import asyncio
-
         from nanoserve.server.service import ClientLimits
         from nanoserve.server.serving import listen, run_server
     except ModuleNotFoundError as error:
@@ -99,27 +97,21 @@ def run(options: ServeOptions) -> int:
         client_seconds=options.client_timeout,
         request_seconds=options.request_timeout,
     )
+
+    def tell(text: str) -> None:
+        with suppress(OSError):  # a log that is full or gone is no reason to stop serving
+            remark(text)
+
     with listen(options.host, options.port) as listener, ExitStack() as loading:
-        _say(f"listening on {_url(listener)}")
-        progress = loading.enter_context(show_progress())
-        service = _open_service(options, limits, progress)
-        asyncio.run(run_server(service, listener, options.drain_timeout, on_ready=loading.close, say=_say))
-    return EXIT_OK
+        address, port = listener.getsockname()[:2]
+        tell(f"listening on http://{f'[{address}]' if ':' in address else address}:{port}")
+        service = _open_service(options, limits, loading.enter_context(show_progress()))
+        asyncio.run(run_server(service, listener, options.drain_timeout, on_ready=loading.close, say=tell))
 
 
-def _say(text: str) -> None:
-    """A line on stderr; a log that is full or gone is no reason to stop serving."""
-    with suppress(OSError):
-        remark(text)
-
-
-def _open_service(options: ServeOptions, limits: "ClientLimits", progress: Progress | None) -> "Service":
+def _open_service(options: ServeOptions, limits: Any, progress: Progress) -> Any:
     """Everything but the engine process, which starts when the server runs."""
-    from nanoserve.grammar.checker import GrammarChecker
-    from nanoserve.server.engine_client import EngineClient
-    from nanoserve.server.messages import EngineStart
-    from nanoserve.server.service import Service
-    from nanoserve.text.tokenizer import load_tokenizer
+    from nanoserve.server.service import Service  # needs the packages of the extra "server"
 
     config = EngineConfig(**options.settings())
     prepare_threads(options.threads)  # the engine process inherits it
@@ -139,8 +131,3 @@ def _open_service(options: ServeOptions, limits: "ClientLimits", progress: Progr
         allowed_hosts=options.checked_hosts(),
         seed=options.seed,
     )
-
-
-def _url(listener: socket) -> str:
-    address, port = listener.getsockname()[:2]
-    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"

@@ -10,11 +10,16 @@ import msgspec
 
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import RESULTS_PANEL, WORK_PANEL, ResultOptions, kept
-from nanoserve.commands.failures import EXIT_OK
+from nanoserve.commands.bench_options import RESULTS_PANEL, ResultOptions, kept
 from nanoserve.commands.options import option
-from nanoserve.commands.simulate_options import RUNTIMES, FleetOptions, HardwareOptions, PolicyOptions, WorkloadOptions
-from nanoserve.commands.simulated_hardware import SimulatedHardware, host_kv_bytes
+from nanoserve.commands.simulate_options import (
+    RUNTIMES,
+    FleetOptions,
+    HardwareOptions,
+    PolicyOptions,
+    SimulatedHardware,
+    WorkloadOptions,
+)
 from nanoserve.costs.hardware import GIBI
 from nanoserve.errors import UsageError
 from nanoserve.measures.chrome_trace import ChromeTraceFile
@@ -24,6 +29,7 @@ from nanoserve.record.trace import SimulationTrace
 from nanoserve.record.window import StepWindow
 from nanoserve.scheduler.load import Policy
 from nanoserve.simulator import simulate
+from nanoserve.simulator.fleet import check_replicas, make_router
 from nanoserve.simulator.plots import PlottedRun, plot_simulation
 
 _COLUMNS = [
@@ -71,7 +77,6 @@ class SimulateOptions(
     HardwareOptions,
     FleetOptions,
     ResultOptions,
-    panel=WORK_PANEL,
     renamed={"--trace-out": "is now --record"},
 ):
     """All options of the command."""
@@ -87,7 +92,7 @@ class SimulateOptions(
     )
 
 
-def run(options: SimulateOptions) -> int:
+def run(options: SimulateOptions) -> None:
     """Neither the hardware nor the model is needed: steps take as long as the cost model says (docs/costs.md).
 
     [bold]Examples[/bold]
@@ -104,7 +109,8 @@ def run(options: SimulateOptions) -> int:
     chosen = options.policies()
     if options.record is not None and len(chosen) > 1:
         raise UsageError("--record takes one policy")
-    options.check()
+    check_replicas(options.replicas)
+    make_router(options.router)  # an unknown name is refused before anything runs
     parse_slo(options.slo)
     hardware = SimulatedHardware.of(options, options.max_num_batched_tokens)
     settings = _settings(options, hardware)
@@ -115,20 +121,15 @@ def run(options: SimulateOptions) -> int:
         runs = [_run(options, hardware, name, policy, report, trace) for name, policy in chosen.items()]
         if options.plot is not None:
             plot_simulation(options.plot, f"{place}\n{_title(report, options)}", runs)
-    return EXIT_OK
 
 
 def _settings(options: SimulateOptions, hardware: SimulatedHardware) -> dict[str, Any]:
     """What the report says about the options."""
-    given = {
-        field.name: getattr(options, field.name)
-        for group in (HardwareOptions, WorkloadOptions, FleetOptions)
-        for field in fields(group)
-        if field.name not in ("pp", "tp")
-    }
-    host_bytes, slo = host_kv_bytes(options), parse_slo(options.slo)
+    groups = (HardwareOptions, WorkloadOptions, FleetOptions)
+    names = [declared.name for group in groups for declared in fields(group) if declared.name not in ("pp", "tp")]
+    host_bytes, slo = options.host_kv_bytes(), parse_slo(options.slo)
     return {
-        **msgspec.to_builtins(given, enc_hook=str),
+        **msgspec.to_builtins({name: getattr(options, name) for name in names}, enc_hook=str),
         "host_kv_memory": None if host_bytes is None else host_bytes / GIBI,
         "stages": options.pp,
         "tensor_parallel": options.tp,
@@ -200,10 +201,7 @@ def _spread(row: Mapping[str, Any]) -> dict[str, str | None]:
     spread: dict[str, str | None] = {"policy": row["policy"]}
     for column in _SPREAD_COLUMNS[1:]:
         found = Distribution.of(replica[column.path] for replica in row["replicas"])
-        spread[column.path] = None if found is None else _three(found.min, found.mean, found.max)
+        if found is not None:
+            pattern = ".2f" if found.max < 10 else ",.0f"
+            spread[column.path] = " / ".join(format(value, pattern) for value in (found.min, found.mean, found.max))
     return spread
-
-
-def _three(*values: float) -> str:
-    pattern = ".2f" if max(values) < 10 else ",.0f"
-    return " / ".join(format(value, pattern) for value in values)

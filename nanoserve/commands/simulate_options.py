@@ -1,17 +1,24 @@
-"""What ``nanoserve simulate`` is asked for: policies, the requests that come, the hardware, and how many engines."""
+"""What ``nanoserve simulate`` simulates: policies, the requests that come, the hardware, and how many engines."""
 
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from nanoserve.benchmarks.policy_names import parse_policies
-from nanoserve.commands.bench_options import WORK_PANEL
 from nanoserve.commands.engine_options import parallel_pair, parsed_split
 from nanoserve.commands.options import Options, option
-from nanoserve.costs import ParallelLayout
+from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
+from nanoserve.costs.hardware import GIBI
+from nanoserve.costs.measured_times import MeasuredPredictor, MeasuredTimes
+from nanoserve.costs.predictor import CostPredictor
+from nanoserve.costs.profile import read_profile
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import read_arrivals, read_trace
+from nanoserve.processes.sizes import parse_size
 from nanoserve.scheduler.load import Policy
-from nanoserve.simulator import Workload, burst, gamma_arrivals, trace_arrivals, trace_lengths
-from nanoserve.simulator.fleet import check_replicas, make_router
+from nanoserve.simulator import OtherLayout, Workload, burst, gamma_arrivals, trace_arrivals, trace_lengths
 from nanoserve.simulator.named_lengths import GLLMS_SHAREGPT, named_lengths
 from nanoserve.simulator.pipeline import COUPLED, DECOUPLED
 
@@ -25,7 +32,7 @@ _LARGEST_BLOCK = 2**20
 RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}
 
 
-class StepLimitOptions(Options, panel=WORK_PANEL):
+class StepLimitOptions(Options):
     """How much a step may hold."""
 
     max_num_batched_tokens: int = option(2048, "Token budget of a step.", minimum=1, maximum=MOST_AT_A_TIME)
@@ -34,7 +41,6 @@ class StepLimitOptions(Options, panel=WORK_PANEL):
 
 class PolicyOptions(
     StepLimitOptions,
-    panel=WORK_PANEL,
     renamed={"--set": "is no more: parameters stand behind a policy's name, as throttling:iterations=4"},
 ):
     """What decides, and within which limits."""
@@ -52,7 +58,7 @@ class PolicyOptions(
         return parse_policies(self.policy, self.max_num_batched_tokens)
 
 
-class WorkloadOptions(Options, panel=WORK_PANEL):
+class WorkloadOptions(Options):
     """When requests come and how long they are."""
 
     requests: int = option(1000, "How many.", minimum=1, maximum=_MOST_REQUESTS)
@@ -119,18 +125,6 @@ class HardwareOptions(
     decode_parallel: str | None = option(None, "Layout for decodes (T4), of as many devices.", metavar="NAME")
     host_kv_memory: str | None = option(None, "Host memory for KV blocks, as 80GiB; default: none.", metavar="SIZE")
 
-    @property
-    def split(self) -> tuple[int, ...] | None:
-        """Layers of each stage, where they are given.
-
-        Raises:
-            UsageError: if they are not as many as there are stages.
-        """
-        split = parsed_split(self.pp_split)
-        if split is not None and len(split) != self.pp:
-            raise UsageError(f"--pp-split {self.pp_split} names {len(split)} stages, but --pp is {self.pp}")
-        return split
-
     def layouts(self) -> tuple[ParallelLayout, ...]:
         """One layout, or that of prompts and that of decodes.
 
@@ -156,6 +150,22 @@ class HardwareOptions(
         """Whether any of these is not as it is by default."""
         return any(getattr(self, name) != getattr(type(self), name) for name in names)
 
+    def host_kv_bytes(self) -> int | None:
+        """Bytes of host memory that were asked for.
+
+        Raises:
+            UsageError: for what is no size, or has no unit.
+        """
+        size = self.host_kv_memory
+        if size is None:
+            return None
+        if re.fullmatch(r"[\d.]+", size):
+            raise UsageError(f"--host-kv-memory {size:.40} has no unit: say {size:.40}GiB")
+        try:
+            return parse_size(size)
+        except UsageError as error:
+            raise UsageError(f"--host-kv-memory: {error}") from None
+
 
 class FleetOptions(Options, panel="Fleet"):
     """Whole engines, each on all of the hardware that is named, and the router before them."""
@@ -167,11 +177,113 @@ class FleetOptions(Options, panel="Fleet"):
         metavar="NAME",
     )
 
-    def check(self) -> None:
-        """Refuse an impossible fleet before anything runs.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedHardware:
+    """What a policy is simulated on: devices by the cost model, or as ``nanoserve profile`` measured them."""
+
+    name: str
+    """The layout, or the two of them."""
+    layouts: Sequence[StepCosts | MeasuredTimes]
+    """The times of each parallel layout; the first is current in the beginning."""
+    predictors: Sequence[CostPredictor | MeasuredPredictor]
+    """One for each layout."""
+    kv_blocks: Sequence[int]
+    """Blocks on the devices of each layout."""
+    host_blocks: int
+    """Blocks in host memory."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What a report says of it where the options do not."""
+
+    @classmethod
+    def of(cls, options: HardwareOptions, step_tokens: int) -> "SimulatedHardware":
+        """All that the options mean together; steps have at most ``step_tokens`` tokens.
 
         Raises:
-            UsageError: for a number of engines or a router that there cannot be.
+            UsageError: for an unknown model or machine, for layouts that do not suit each other, the model or the
+                machine, for host memory that is not there or holds no block, and for options that a profile answers.
         """
-        check_replicas(self.replicas)
-        make_router(self.router)
+        if options.profile is not None:
+            return cls._measured(options, options.profile)
+        split = parsed_split(options.pp_split)
+        if split is not None and len(split) != options.pp:
+            raise UsageError(f"--pp-split {options.pp_split} names {len(split)} stages, but --pp is {options.pp}")
+        shape, machine = load_shape(options.model), load_machine(options.hardware)
+        costs = [StepCosts(shape, machine, layout, pipeline_split=split) for layout in options.layouts()]
+        first = costs[0].layout
+        one_layout = f"{first.pipeline_parallel} stages x {first.tensor_parallel}"
+        return cls(
+            name=one_layout if len(costs) == 1 else " -> ".join(each.layout.name for each in costs),
+            layouts=costs,
+            predictors=[CostPredictor(each, costs) for each in costs],
+            kv_blocks=[_kv_blocks(options, each, step_tokens) for each in costs],
+            host_blocks=_host_blocks(options, costs[0]),
+        )
+
+    @classmethod
+    def _measured(cls, options: HardwareOptions, path: Path) -> "SimulatedHardware":
+        """One layout of one stage, by the profile in a file; it has as many blocks as the measured engine had."""
+        if (options.prefill_parallel, options.decode_parallel) != (None, None):
+            raise UsageError("--profile has one layout: leave --prefill-parallel and --decode-parallel out")
+        if options.changed("model", "hardware", "pp", "tp", "pp_split", "metadata"):
+            raise UsageError("--profile brings model and machine, and has one stage: leave the options for these out")
+        times = MeasuredTimes(read_profile(path))
+        model, device = times.profile.settings["model"], times.profile.device.name
+        return cls(
+            name="as measured",
+            layouts=[times],
+            predictors=[MeasuredPredictor(times.profile)],
+            kv_blocks=[_countable(options.num_blocks or times.memory.kv_blocks(options.block_size))],
+            host_blocks=_host_blocks(options, times.profile.step_costs()),
+            facts={"model": model, "hardware": device, "stages": 1, "tensor_parallel": 1},
+        )
+
+    @property
+    def blocks_name(self) -> str:
+        """How many blocks there are, and where."""
+        device = " -> ".join(f"{blocks:,d}" for blocks in self.kv_blocks)
+        return f"{device} KV blocks" + (f", {self.host_blocks:,d} in host memory" if self.host_blocks else "")
+
+    @property
+    def other_layouts(self) -> list[OtherLayout]:
+        """All but the first."""
+        return [OtherLayout(*pair) for pair in list(zip(self.layouts, self.kv_blocks, strict=True))[1:]]
+
+
+def _kv_blocks(options: HardwareOptions, costs: StepCosts, step_tokens: int) -> int:
+    """The blocks that were asked for, or as many as fit beside the weights and a step."""
+    fitting = costs.memory.kv_blocks(options.block_size, step_tokens)
+    if options.num_blocks is None:
+        return _countable(fitting)
+    if options.num_blocks > fitting:
+        raise UsageError(
+            f"--num-blocks {options.num_blocks}: only {fitting} blocks of {options.block_size} tokens fit beside the "
+            f"weights in layout {costs.layout.name}; ask for fewer, or for more devices"
+        )
+    return options.num_blocks
+
+
+def _countable(blocks: int) -> int:
+    if blocks > MOST_BLOCKS:
+        raise UsageError(f"{blocks:,d} KV blocks fit, more than can be simulated: give --num-blocks")
+    return blocks
+
+
+def _host_blocks(options: HardwareOptions, costs: StepCosts) -> int:
+    wanted, size, machine = options.host_kv_bytes(), options.host_kv_memory, costs.machine
+    if wanted is None:
+        return 0
+    if 0 < machine.host_memory_bytes < wanted:
+        raise UsageError(
+            f"--host-kv-memory {size} is more than the {machine.host_memory_bytes / GIBI:g} GiB "
+            f"that a node of {machine.name} has"
+        )
+    blocks = costs.memory.host_kv_blocks(wanted, options.block_size)
+    if not blocks:
+        raise UsageError(f"--host-kv-memory {size} does not hold one block of {options.block_size} tokens")
+    if blocks > MOST_BLOCKS:
+        raise UsageError(
+            f"--host-kv-memory {size} holds more than {MOST_BLOCKS} blocks of {options.block_size} tokens:"
+            " give less, or a larger --block-size"
+        )
+    return blocks

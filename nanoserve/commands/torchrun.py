@@ -1,8 +1,8 @@
-"""Commands under torchrun: the process of rank 0 runs them, every other one keeps a worker for its engine."""
+"""Commands under torchrun: the process of rank 0 runs them, and every other process keeps a worker for its engine."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import TypeVar
 
@@ -11,17 +11,20 @@ from nanoserve.commands.failures import EXIT_FAILURE, EXIT_OK
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.models.hub import ResolvedModel, resolve_model
 from nanoserve.processes.threads import prepare_threads
+from nanoserve.runtime.launch.rendezvous import SharedKeys
 from nanoserve.runtime.launch.torchrun import TorchrunProcess
+from nanoserve.runtime.workers.agent import WorkerAgent
 
 W = TypeVar("W", bound=WorkersOptions)
 
 
-def on_all_machines(command: Callable[[W], int]) -> Callable[[W], int]:
+def on_all_machines(command: Callable[[W], int | None]) -> Callable[[W], int | None]:
     """Make a command, whose engine may have several workers, one that torchrun can start on several machines."""
 
     @wraps(command)
-    def run(options: W) -> int:
+    def run(options: W) -> int | None:
         process = TorchrunProcess.from_environment()
         if process is None:
             return command(options)
@@ -33,31 +36,19 @@ def on_all_machines(command: Callable[[W], int]) -> Callable[[W], int]:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if process.rank > 0:
             return _keep_worker(process, options)
-        with _told_when_done(process) as codes:
-            codes.append(command(options))
-        return codes[-1]
+        code: int | None = EXIT_FAILURE
+        try:
+            code = command(options)
+        finally:
+            with suppress(RuntimeFailure):  # torchrun is gone, and so are the other processes
+                SharedKeys.of_torchrun(process).set_finished(code or EXIT_OK)
+        return code
 
     return run
 
 
-@contextmanager
-def _told_when_done(process: TorchrunProcess) -> Iterator[list[int]]:
-    """Say to the other processes how the command ended: with the last of the codes, or with an error."""
-    codes = [EXIT_FAILURE]
-    try:
-        yield codes
-    finally:
-        from nanoserve.runtime.launch.rendezvous import SharedKeys
-
-        with suppress(RuntimeFailure):  # torchrun is gone, and so are the others
-            SharedKeys.of_torchrun(process).set_finished(codes[-1])
-
-
-def _keep_worker(process: TorchrunProcess, engine: WorkersOptions) -> int:
+def _keep_worker(process: TorchrunProcess, engine: WorkersOptions) -> None:
     prepare_threads(engine.threads)
-    from nanoserve.models.hub import ResolvedModel, resolve_model
-    from nanoserve.runtime.launch.rendezvous import SharedKeys
-    from nanoserve.runtime.workers.agent import WorkerAgent
 
     def resolve() -> ResolvedModel:
         with show_progress() as progress:
@@ -65,4 +56,3 @@ def _keep_worker(process: TorchrunProcess, engine: WorkersOptions) -> int:
 
     remark(f"worker {process.rank} of the engine on {process.master_address}")
     WorkerAgent(process, SharedKeys.of_torchrun(process), resolve).keep()
-    return EXIT_OK

@@ -7,7 +7,7 @@ from nanoserve.request import RequestMetrics, RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
-class TokenUsage:
+class AnswerUsage:
     """Tokens and seconds of one answer; a rate or time is None where it was never reached."""
 
     prompt_tokens: int | None
@@ -19,7 +19,7 @@ class TokenUsage:
     """Times of the first sample."""
 
     @classmethod
-    def of(cls, output: RequestOutput, completion_tokens: int | None = None) -> "TokenUsage":
+    def of(cls, output: RequestOutput, completion_tokens: int | None = None) -> "AnswerUsage":
         """The usage of a whole output, or of the last delta of a stream with the tokens of all deltas counted."""
         if completion_tokens is None:
             completion_tokens = sum(len(sample.token_ids) for sample in output.outputs)
@@ -46,23 +46,20 @@ class TokenUsage:
 
     def counts(self) -> dict[str, int | None]:
         """The OpenAI field names, and the cached tokens."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.total_tokens,
-        }
+        names = ("prompt_tokens", "cached_tokens", "completion_tokens", "total_tokens")
+        return {name: getattr(self, name) for name in names}
 
     def timings(self) -> dict[str, float | None]:
         """Seconds and tokens per second."""
-        return {
-            "queue_s": _rounded(self.metrics.queue_time),
-            "ttft_s": _rounded(self.metrics.time_to_first_token),
-            "tpot_s": _rounded(self.metrics.time_per_output_token),
-            "total_s": _rounded(self.metrics.latency),
-            "prefill_tokens_per_s": _rounded(self.prefill_rate),
-            "decode_tokens_per_s": _rounded(self.decode_rate),
+        values = {
+            "queue_s": self.metrics.queue_time,
+            "ttft_s": self.metrics.time_to_first_token,
+            "tpot_s": self.metrics.time_per_output_token,
+            "total_s": self.metrics.latency,
+            "prefill_tokens_per_s": self.prefill_rate,
+            "decode_tokens_per_s": self.decode_rate,
         }
+        return {name: None if value is None else round(value, 6) for name, value in values.items()}
 
     def line(self, context: int | None, *, interrupted: bool = False) -> str:
         """One line (t/s: tokens per second); ``context`` is the most tokens of prompt and answer together, if known."""
@@ -82,7 +79,7 @@ class TokenUsage:
         return " · ".join(parts)
 
 
-def envelope(model: str, text: str, reasoning: str, usage: TokenUsage, finish_reason: str | None) -> dict[str, Any]:
+def envelope(model: str, text: str, reasoning: str, usage: AnswerUsage, finish_reason: str | None) -> dict[str, Any]:
     """The object that ``--json`` prints."""
     answer = {"text": text} | ({"reasoning": reasoning} if reasoning else {})
     return answer | {
@@ -91,7 +88,3 @@ def envelope(model: str, text: str, reasoning: str, usage: TokenUsage, finish_re
         "usage": usage.counts(),
         "timings": usage.timings(),
     }
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 6)

@@ -87,6 +87,11 @@ class StepCosts:
             self._channel(self._first_rank(stage), 2 * self._degree) for stage in range(self.num_stages - 1)
         ]
         self._host = Channel.of(machine.host_link, self.efficiency)
+        stages = [(tuple(self.counts.stages[stage].items()), self._group[stage]) for stage in range(self.num_stages)]
+        self._first_alike = [stages.index(stage) for stage in stages]  # the first stage with the same layers and links
+        self._layers_seconds: dict[tuple[int, int], float] = {}  # by tokens and stage: many steps have as many tokens
+        self._newest: StepWork | None = None
+        self._layers_of_newest: dict[int, float] = {}  # layers and attention, by stage
 
     # --------------------------------------------------------------------------------------------- a step
 
@@ -100,19 +105,26 @@ class StepCosts:
         """Device time of one stage: operators, the gaps between kernels, all-reduces. 0 for an empty step."""
         if not work.tokens:
             return 0.0
-        layers = self.layers_seconds(work.tokens, stage) + self.attention_seconds(work, stage)
-        return layers + self.ends_seconds(work, stage)
+        if work is not self._newest:
+            self._newest, self._layers_of_newest = work, {}
+        first, known = self._first_alike[stage], self._layers_of_newest
+        if first not in known:
+            known[first] = self.layers_seconds(work.tokens, first) + self.attention_seconds(work, first)
+        return known[first] + self.ends_seconds(work, stage)
 
     def layers_seconds(self, tokens: int, stage: int) -> float:
         """A stage's layers without their attention: products, gaps between kernels, all-reduces. 0 for no tokens."""
         if not tokens:
             return 0.0
+        if (tokens, stage) in self._layers_seconds:
+            return self._layers_seconds[tokens, stage]
         layers = self.counts.layers(stage)
         seconds = layers * self.efficiency.kernels_per_layer * self.efficiency.kernel_seconds
         if self._degree > 1:
             seconds += layers * _ALL_REDUCES_PER_LAYER * self._all_reduce_seconds(tokens, stage)
         for matrix, times in self.counts.layer_products(stage):
             seconds += self._product_seconds(matrix, tokens) * times
+        self._layers_seconds[tokens, stage] = seconds
         return seconds
 
     def attention_seconds(self, work: StepWork, stage: int) -> float:

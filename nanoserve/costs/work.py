@@ -1,6 +1,7 @@
 """What the cost of a micro-batch depends on."""
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import msgspec
 
@@ -10,7 +11,7 @@ Chunk = tuple[int, int]
 """First position and number of tokens of a prefill chunk; (0, n) is a whole prompt."""
 
 
-class StepWork(msgspec.Struct, frozen=True, kw_only=True):
+class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A micro-batch of decode rows and prefill chunks, summed up."""
 
     decodes: int = 0
@@ -61,7 +62,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
             ),
         )
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Positions computed."""
         return self.decodes + sum([length for _, length in self.chunks])

@@ -65,6 +65,31 @@ class Distribution(msgspec.Struct, frozen=True):
         return cls(int(known.size), float(known.mean()), float(known.std()), low, p50, p90, p99, high)
 
 
+class Spread(msgspec.Struct, frozen=True):
+    """A metric over repeated runs, such as seeds, which differ in arrivals and lengths."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Self:
+        """Mean, lowest and highest of one value or more.
+
+        Raises:
+            ValueError: without values.
+        """
+        found = list(values)
+        if not found:
+            raise ValueError("a spread takes one value at least")
+        return cls(sum(found) / len(found), min(found), max(found))
+
+    def text(self, form: str) -> str:
+        """As "1.84x [1.79x..1.90x]", or the mean alone where all seeds agree on it; ``form`` is for str.format."""
+        mean, low, high = (form.format(value) for value in (self.mean, self.low, self.high))
+        return mean if low == high else f"{mean} [{low}..{high}]"
+
+
 class BatchRates(msgspec.Struct, frozen=True):
     """Tokens per second of requests that were issued together."""
 

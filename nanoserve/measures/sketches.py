@@ -31,8 +31,10 @@ class Sketch:
         self._count += times
         self._sum += value * times
         self._sum_of_squares += value * value * times
-        self._min = min(self._min, value)
-        self._max = max(self._max, value)
+        if value < self._min:
+            self._min = value
+        if value > self._max:
+            self._max = value
         self._classes[round(math.log(max(value, _SMALLEST)) / _LOG_RESOLUTION)] += times
 
     @classmethod

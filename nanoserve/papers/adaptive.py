@@ -12,8 +12,9 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from nanoserve.benchmarks.tables import Column
-from nanoserve.papers.cases import Metric, PipelineCase, PipelineOutcome, Runs, System, over_seeds
-from nanoserve.papers.claims import ClaimRow, Spread, claims
+from nanoserve.measures.metrics import Spread
+from nanoserve.papers.cases import Case, Metric, Outcome, Runs, System, over_seeds
+from nanoserve.papers.claims import claims
 from nanoserve.papers.framework import Finding, Paper, PaperFigure, Run, Scale
 
 THROTTLING = System(label="throttling", policy="throttling")
@@ -65,24 +66,22 @@ _REQUESTS, _REQUESTS_OF_FULL = 500, 2000
 _SEED_OF_CAPACITY = 1000
 """The most that throttling serves is found with other requests than those that are compared."""
 
-_MEAN, _WORST = "geometric mean", "worst setting"
 
-
-def _throughput(outcome: PipelineOutcome) -> float:
+def _throughput(outcome: Outcome) -> float:
     return outcome.result.tokens_per_second
 
 
-def _tpot(outcome: PipelineOutcome) -> float:
+def _tpot(outcome: Outcome) -> float:
     assert outcome.result.tpot_ms is not None, "answers have more than one token"
     return outcome.result.tpot_ms.mean
 
 
-def _ttft(outcome: PipelineOutcome) -> float:
+def _ttft(outcome: Outcome) -> float:
     assert outcome.result.ttft_ms is not None, "there are requests"
     return outcome.result.ttft_ms.mean
 
 
-def _preemptions(outcome: PipelineOutcome) -> float:
+def _preemptions(outcome: Outcome) -> float:
     return outcome.result.preemptions
 
 
@@ -90,13 +89,13 @@ Place = tuple[ListEntry, str]
 """An entry of the list, and the label of a system."""
 
 
-class Comparisons(Runs[Place, PipelineCase]):
+class Comparisons(Runs[Place]):
     """Systems over throttling in every entry of a list; the jobs of throttling are among them."""
 
     @property
     def places(self) -> list[Place]:
         """All entries and labels except those of throttling."""
-        return [(entry, label) for entry, label in self.jobs if label != THROTTLING.label]
+        return [(entry, label) for entry, label in self.cases if label != THROTTLING.label]
 
     def over_throttling(self, place: Place, metric: Metric) -> Spread:
         """A metric over that of throttling."""
@@ -125,13 +124,13 @@ class Comparisons(Runs[Place, PipelineCase]):
         ]
         return [list(seed) for seed in zip(*columns, strict=True)]
 
-    def ratios(self, places: Sequence[Place], metric: Metric) -> list[list[float]]:
+    def ratios_by_seed(self, places: Sequence[Place], metric: Metric) -> list[list[float]]:
         """For each seed, the ratio to throttling in each of these places."""
         return [[mine / theirs for mine, theirs in seed] for seed in self.by_seed(places, metric)]
 
     def mean_ratio(self, places: Sequence[Place], metric: Metric) -> Spread:
         """The geometric mean of each seed's ratios."""
-        return Spread.of(map(geometric_mean, self.ratios(places, metric)))
+        return Spread.of(map(geometric_mean, self.ratios_by_seed(places, metric)))
 
 
 _COLUMNS = [
@@ -160,20 +159,21 @@ def compare(
     return Comparisons(run, jobs)
 
 
-def _all_at_once(entry: ListEntry, requests: int) -> PipelineCase:
-    return PipelineCase(
+def _all_at_once(entry: ListEntry, requests: int) -> Case:
+    return Case(
         system=THROTTLING,
         model=entry.model,
         machine=entry.machine,
-        devices=entry.devices,
+        layouts=(THROTTLING.layout(entry.devices),),
         lengths=entry.lengths,
         requests=requests,
         pool=entry.pool,
+        steady=(0.5, 0.95),
         seed=_SEED_OF_CAPACITY,
     )
 
 
-def _requests_per_second(outcome: PipelineOutcome) -> float:
+def _requests_per_second(outcome: Outcome) -> float:
     """Requests of average length per second, in the steady state."""
     result = outcome.result
     return outcome.steady.tokens_per_second * result.requests / (result.input_tokens + result.output_tokens)
@@ -184,47 +184,31 @@ def _list(scale: Scale, run: Run) -> Finding:
     found = compare(SETTINGS, [ADAPTIVE], scale.pick(_REQUESTS, _REQUESTS_OF_FULL), scale, run)
     every = found.places
     short = [one for one in every if one[0].pool < 1 and one[0].load > 1]
-    worst_throughput = Spread.of(map(min, found.ratios(every, _throughput)))
-    worst_tpot = Spread.of(map(max, found.ratios(every, _tpot)))
-    more = Spread.of(sum(mine - theirs for mine, theirs in seed) for seed in found.by_seed(every, _preemptions))
-    idle = "blocks above the expected growth are used, where throttling leaves 5 % idle"
-    flat = "up to 128 tokens a step takes as long as with one: 16-bit products on these devices"
-    known = "answers are as long as they were before"
-    low = f"throughput at load 1.2 with the small pool, {_MEAN}"
-    rows: list[ClaimRow] = [
-        (f"throughput, {_MEAN}", "not lower", found.mean_ratio(every, _throughput), "at least 1.000x", idle),
-        (f"throughput, {_WORST}", "not lower", worst_throughput, "at least 0.980x", idle),
-        (f"TPOT, {_MEAN}", "not higher", found.mean_ratio(every, _tpot), "at most 1.000x", flat),
-        (f"TPOT, {_WORST}", "not higher", worst_tpot, "at most 1.020x", flat),
-        ("preemptions, difference over all settings", "not more", more, "at most +0", known),
-        (low, "higher", found.mean_ratio(short, _throughput), "at least 1.000x", idle),
-        (f"TTFT, {_MEAN}", "lower", found.mean_ratio(every, _ttft), "at most 1.000x", flat),
-    ]
-    return Finding(claims("list", rows), None, [*map(found.row, every)], [Column("model", "model"), *_COLUMNS])
+    ours = {
+        "list throughput": found.mean_ratio(every, _throughput),
+        "list worst throughput": Spread.of(map(min, found.ratios_by_seed(every, _throughput))),
+        "list TPOT": found.mean_ratio(every, _tpot),
+        "list worst TPOT": Spread.of(map(max, found.ratios_by_seed(every, _tpot))),
+        "list preemptions": Spread.of(
+            sum(mine - theirs for mine, theirs in seed) for seed in found.by_seed(every, _preemptions)
+        ),
+        "list short of memory": found.mean_ratio(short, _throughput),
+        "list TTFT": found.mean_ratio(every, _ttft),
+    }
+    columns = [Column("model", "model"), *_COLUMNS]
+    return Finding(claims("adaptive", ours), None, [*map(found.row, every)], columns)
 
 
 def _parts(scale: Scale, run: Run) -> Finding:
     requests = scale.pick(_REQUESTS // 2, _REQUESTS_OF_FULL)
     found = compare(SHORT_OF_MEMORY, VARIANTS, requests, scale, run)
     whole = [one for one in found.places if one[1] == ADAPTIVE.label]
-    rows: list[ClaimRow] = [
-        (
-            f"throughput where memory is short, {_MEAN}",
-            "higher",
-            found.mean_ratio(whole, _throughput),
-            "at least 1.000x",
-            "how many blocks throttling leaves idle beside what answers grow by",
-        ),
-        (
-            "preemptions where answers are long and equal",
-            "fewer",
-            found.over_throttling(whole[-1], _preemptions),
-            "at most 1.00x",
-            "the tenth of the pool that may be reserved: half of it preempts less and serves less",
-        ),
-    ]
+    ours = {
+        "parts throughput": found.mean_ratio(whole, _throughput),
+        "parts preemptions": found.over_throttling(whole[-1], _preemptions),
+    }
     table = [*map(found.row, found.places)]
-    return Finding(claims("parts", rows), None, table, [Column("policy", "policy"), *_COLUMNS])
+    return Finding(claims("adaptive", ours), None, table, [Column("policy", "policy"), *_COLUMNS])
 
 
 PAPER = Paper(

@@ -1,23 +1,45 @@
 """One simulation, described by values; many of them side by side; and the same search for a setting for all systems."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace as replace_field
+from itertools import islice
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
-from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
+from nanoserve.benchmarks.resharding.baselines import DecodePrioritizing, PrefillPrioritizing
+from nanoserve.costs import Efficiency, ParallelLayout, StepCosts, load_machine, load_shape
+from nanoserve.costs.predictor import CostPredictor
 from nanoserve.measures.slo import Slo
+from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.claims import Spread
 from nanoserve.papers.framework import Outcomes, Run
-from nanoserve.papers.observers import Steady, SteadyWindow, StepLog, StepSample
-from nanoserve.scheduler.policies import make_policy
-from nanoserve.simulator import SimulationResult, Workload, burst, poisson_arrivals, simulate
+from nanoserve.papers.observers import Breakdown, PhaseClock, Steady, SteadyWindow, StepSample
+from nanoserve.record.metrics import CompletedRequest
+from nanoserve.scheduler.load import Policy
+from nanoserve.scheduler.policies import POLICIES, make_policy
+from nanoserve.simulator import OtherLayout, SimulationResult, Workload, burst, poisson_arrivals, simulate
+from nanoserve.simulator.length_tables import load_length_table
+from nanoserve.simulator.lengths import lognormal_lengths
 from nanoserve.simulator.named_lengths import named_lengths
 from nanoserve.simulator.pipeline import COUPLED, DECOUPLED
 
 BLOCK_SIZE = 16
-_RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}
+TOKEN_BUDGETS = (256, 512, 1024, 2048, 4096)
+"""Tokens of a step: every system is tuned over all of these, in each case again."""
+FREQUENT, RARE = "prefill-prioritizing", "decode-prioritizing"
+_UNBUFFERED: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
+    {FREQUENT: PrefillPrioritizing, RARE: DecodePrioritizing}
+)
+"""Seesaw, figure 2 (a) and (b): re-sharding without tiered buffering. These policies exist only to compare with."""
+_RUNTIMES = MappingProxyType({"decoupled": DECOUPLED, "coupled": COUPLED})
+_LOGNORMAL = MappingProxyType({"livebench": (600.0, 400.0, 0.8, 0.7), "dolphin-r1": (200.0, 1000.0, 0.6, 0.5)})
+"""APEX does not state these, so they are assumed: mean input and output tokens, and sigmas. The first has instructions
+with medium answers, the second short questions with long chains of thought."""
+_SIGMA = 0.3
+"""Spread of lengths whose means alone are known."""
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +48,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     """Name of the system in tables and pictures."""
     policy: str
-    """Name of its policy in the registry."""
+    """Name of its policy in the registry, or FREQUENT or RARE."""
     token_budget: int = 2048
     """Tokens of a step at most."""
     parameters: tuple[tuple[str, Any], ...] = ()
@@ -37,7 +59,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     """True where all devices divide every layer, instead of the layers among them."""
 
     def layout(self, devices: int) -> ParallelLayout:
-        """How it spreads a model over that many devices."""
+        """How it spreads a model over that many devices, unless a case says otherwise."""
         if self.tensor_parallel:
             return ParallelLayout(tensor_parallel=devices)
         return ParallelLayout(pipeline_parallel=devices)
@@ -46,50 +68,192 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
         """The same system with other parameters of its policy."""
         return replace(self, label=label, parameters=(*self.parameters, *parameters.items()))
 
+    def make_policy(self) -> Policy:
+        """Make the policy, with its budget and parameters."""
+        if self.policy in _UNBUFFERED:
+            return _UNBUFFERED[self.policy](self.token_budget)
+        return make_policy(self.policy, self.token_budget, dict(self.parameters))
 
-class SystemCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A simulation of a system: the fields that all of them have. A SimulationJob."""
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """A system on hardware, and the requests that arrive. A SimulationJob."""
 
     system: System
-    """What is simulated."""
+    model: str
+    machine: str
+    """Names of the model's shape and of the machine."""
+    layouts: tuple[ParallelLayout, ...] = (ParallelLayout(),)
+    """How devices share the model; a second layout is the one for answers, to which Seesaw changes."""
+    lengths: str
+    """See ``draw_lengths``."""
+    longest: int | None = None
+    """Requests of more tokens are left out."""
+    requests: int
+    """Number of requests."""
+    rate: float | None = None
+    """Requests per second, Poisson arrivals; None means all at once."""
     seed: int = 0
     """Seed of arrivals and lengths."""
+    max_num_seqs: int = 4096
+    """Sequences that hold blocks at a time."""
+    pool: float = 1.0
+    """Share of the KV blocks beside the weights that is used."""
+    host_bytes: float | None = None
+    """Host memory for each device, for policies that use it; None means all that the machine has."""
+    processor: float | None = None
+    """Share of the CPU's data sheet that its attention reaches; None is the default."""
+    all_reduce_scale: float = 1.0
+    """Factor by which all-reduces, and what stages send, are faster: latency too, as Seesaw mutates a trace."""
+    steady: tuple[float, float] | None = None
+    """Between which shares of the first tokens the steady state is measured; None means not at all."""
+    logged_steps: int = 0
+    """How many steps are kept from its beginning on."""
+    slo: Slo | None = None
+    """Limits of a good answer."""
 
     @property
-    def name(self) -> str:
-        """Name for the progress line."""
-        raise NotImplementedError
+    def layout_name(self) -> str:
+        """The layouts in Seesaw's notation, such as D2P4->D2T4."""
+        return "->".join(layout.name for layout in self.layouts)
 
-    def run(self) -> Any:
-        """Simulate it."""
-        raise NotImplementedError
+    def costs(self, layout: ParallelLayout | None = None) -> StepCosts:
+        """Step times of one replica with that layout, or with the first of the case.
+
+        Raises:
+            UsageError: if the layout does not suit the model or the machine.
+        """
+        machine = load_machine(self.machine)
+        factor = self.all_reduce_scale
+        link = replace_field(machine.link.scaled(factor), latency=machine.link.latency / factor)
+        efficiency = Efficiency() if self.processor is None else Efficiency(processor=self.processor)
+        shape = load_shape(self.model)
+        return StepCosts(shape, replace_field(machine, link=link), layout or self.layouts[0], efficiency=efficiency)
+
+    def shapes(self) -> Iterator[RequestShape]:
+        """Lengths of all requests, in order."""
+        drawn = draw_lengths(self.lengths, self.seed)
+        fitting = (shape for shape in drawn if self.longest is None or shape.total_tokens <= self.longest)
+        return islice(fitting, self.requests)
+
+    def run(self) -> "Outcome":
+        """Simulate it; with data parallelism, until the slowest replica is done.
+
+        Raises:
+            DoesNotFit: if the model does not.
+            ValueError: if a steady state is asked for, and there are too few steps.
+        """
+        system, layouts = self.system, [self.costs(layout) for layout in self.layouts]
+        first, replicas = layouts[0], self.layouts[0].data_parallel
+        blocks = [int(one.memory.kv_blocks(BLOCK_SIZE, system.token_budget) * self.pool) for one in layouts]
+        if system.policy in _UNBUFFERED:  # what stays on the devices must fit them in both layouts
+            blocks = [min(blocks)] * len(blocks)
+        is_tiered = len(layouts) > 1 or POLICIES[system.policy].attends_on_host
+        host_bytes = first.machine.host_memory_bytes if self.host_bytes is None else self.host_bytes
+        host_blocks = first.memory.host_kv_blocks(host_bytes * self.layouts[0].devices / replicas, BLOCK_SIZE)
+        window, clock, latency = SteadyWindow(self.requests, self.steady, self.logged_steps), PhaseClock(), _Latency()
+        arrivals = burst() if self.rate is None else poisson_arrivals(self.rate, self.seed)
+        result = simulate(
+            system.make_policy(),
+            first,
+            Workload(arrivals, self.shapes()),
+            num_blocks=blocks[0],
+            block_size=BLOCK_SIZE,
+            max_num_seqs=self.max_num_seqs,
+            runtime=_RUNTIMES[system.runtime],
+            observers=(window, clock),
+            slo=self.slo,
+            request_observers=(latency,),
+            replicas=replicas,
+            host_blocks=host_blocks if is_tiered else 0,
+            other_layouts=[OtherLayout(*pair) for pair in list(zip(layouts, blocks, strict=True))[1:]],
+            predictors=[CostPredictor(costs, layouts) for costs in layouts] if is_tiered else (),
+        )
+        return Outcome(
+            result=result,
+            window=window.result() if self.steady else None,
+            log=window.samples,
+            latency_per_token=latency.sum / latency.requests,
+            breakdown=clock.breakdown(result.seconds),
+            phases=clock.phases(result.seconds),
+            decodes=clock.decodes,
+        )
 
 
-AnyCase = TypeVar("AnyCase", bound=SystemCase)
-AnyJob = TypeVar("AnyJob")
+class _Latency:
+    """A RequestObserver that sums up APEX's latency per token."""
+
+    def __init__(self) -> None:
+        self.sum, self.requests = 0.0, 0
+
+    def __call__(self, request: CompletedRequest) -> None:
+        self.sum += request.e2el / request.output_tokens
+        self.requests += 1
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a case came to."""
+
+    result: SimulationResult
+    """The whole run, its start and its end included."""
+    window: Steady | None
+    """The steady state between them, if it was asked for."""
+    log: list[StepSample]
+    """Steps from the steady state's beginning on."""
+    latency_per_token: float
+    """Seconds; mean over requests of the whole latency over the output tokens (APEX, figure 6)."""
+    breakdown: Breakdown
+    """Where the time of the first replica went."""
+    phases: tuple[tuple[float, float, int], ...]
+    """(begin, end, layout) of the times between transitions of the first replica."""
+    decodes: float
+    """Answers of a step without prompts, averaged over the time of these steps."""
+
+    @property
+    def steady(self) -> Steady:
+        """The steady state of a case that asked for it."""
+        assert self.window is not None, "the case asked for a steady state"
+        return self.window
+
+
+def draw_lengths(name: str, seed: int) -> Iterator[RequestShape]:
+    """Lengths by name: those of ``named_lengths``, and those of APEX.
+
+    "osc:200" is OSC with outputs scaled to a mean of 200. "1000:200" has these means and, as nothing more is known, a
+    moderate lognormal spread. "livebench" and "dolphin-r1" are lognormal too.
+    """
+    kind, _, mean = name.partition(":")
+    if kind == "osc" and mean:
+        table = load_length_table("osc")
+        factor = float(mean) / table.mean_output
+        drawn = table.draw(seed)
+        return (RequestShape(shape.input_tokens, max(1, round(shape.output_tokens * factor))) for shape in drawn)
+    if mean:
+        return lognormal_lengths(float(kind), float(mean), _SIGMA, _SIGMA, seed)
+    if kind in _LOGNORMAL:
+        return lognormal_lengths(*_LOGNORMAL[kind], seed=seed)
+    return named_lengths(name, seed)
+
+
 Key = TypeVar("Key")
-Metric = Callable[[Any], float]
+Metric = Callable[[Outcome], float]
 """One number of an outcome."""
 
-TOKEN_BUDGETS = (256, 512, 1024, 2048, 4096)
-"""Tokens of a step: every system is tuned over all of these, in each case again."""
 
-
-class Runs(Generic[Key, AnyJob]):
-    """Jobs by key, one for each seed, and their outcomes: how every figure runs and compares.
+class Runs(Generic[Key]):
+    """Cases by key, one for each seed, and their outcomes: how every figure runs and compares.
 
     Args:
         run: runs them all at once.
-        jobs: lists of equal length where they are compared.
+        cases: lists of equal length where they are compared.
     """
 
-    def __init__(self, run: Run, jobs: Mapping[Key, Sequence[AnyJob]]) -> None:
-        self.jobs = jobs
-        self._outcomes: Outcomes = run(job for several in jobs.values() for job in several)  # type: ignore[misc]
+    def __init__(self, run: Run, cases: Mapping[Key, Sequence[Case]]) -> None:
+        self.cases = cases
+        self._outcomes: Outcomes = run(case for several in cases.values() for case in several)
 
-    def outcomes(self, key: Key) -> list[Any]:
+    def outcomes(self, key: Key) -> list[Outcome]:
         """Outcomes in the order of the seeds."""
-        return [self._outcomes[job] for job in self.jobs[key]]
+        return [self._outcomes[case] for case in self.cases[key]]
 
     def values(self, key: Key, metric: Metric) -> list[float]:
         """One metric, seed by seed."""
@@ -107,95 +271,31 @@ class Runs(Generic[Key, AnyJob]):
         """Means of several metrics, by name."""
         return {name: self.mean(key, metric) for name, metric in metrics.items()}
 
-    def ratio(self, above: Key, below: Key, metric: Metric) -> Spread:
-        """One metric of the first key's jobs over that of the second's, pair by pair with equal seeds."""
+    def ratios(self, above: Key, below: Key, metric: Metric) -> list[float]:
+        """One metric of the first key's cases over that of the second's, pair by pair with equal seeds."""
         pairs = zip(self.values(above, metric), self.values(below, metric), strict=True)
-        return Spread.of(first / second for first, second in pairs)
+        return [first / second for first, second in pairs]
+
+    def ratio(self, above: Key, below: Key, metric: Metric) -> Spread:
+        """The same over seeds."""
+        return Spread.of(self.ratios(above, below, metric))
 
 
-def with_budget(case: AnyCase, token_budget: int) -> AnyCase:
+def with_budget(case: Case, token_budget: int) -> Case:
     """The case with another token budget."""
     return replace(case, system=replace(case.system, token_budget=token_budget))
 
 
-def tuned(cases: Sequence[AnyCase], run: Run, score: Metric, budgets: Sequence[int] = TOKEN_BUDGETS) -> list[AnyCase]:
+def tuned(cases: Sequence[Case], run: Run, score: Metric, budgets: Sequence[int] = TOKEN_BUDGETS) -> list[Case]:
     """Each case with the token budget of the list whose outcome scores highest, the first of equals."""
     outcomes = run(with_budget(case, budget) for case in cases for budget in budgets)
 
-    def best(case: AnyCase) -> int:
+    def best(case: Case) -> int:
         return max(budgets, key=lambda budget: score(outcomes[with_budget(case, budget)]))
 
     return [with_budget(case, best(case)) for case in cases]
 
 
-def over_seeds(case: AnyCase, seeds: Iterable[int]) -> list[AnyCase]:
+def over_seeds(case: Case, seeds: Iterable[int]) -> list[Case]:
     """The case with each seed."""
     return [replace(case, seed=seed) for seed in seeds]
-
-
-class PipelineCase(SystemCase, frozen=True, kw_only=True):
-    """A system on hardware, and the requests that arrive."""
-
-    model: str
-    machine: str
-    devices: int
-    """Names of model and machine, and how many devices."""
-    lengths: str
-    """Name of a distribution of lengths."""
-    requests: int
-    """Number of requests."""
-    rate: float | None = None
-    """Requests per second, Poisson arrivals; None means all at once."""
-    max_num_seqs: int = 4096
-    """Sequences that hold blocks at a time."""
-    pool: float = 1.0
-    """Share of the KV blocks beside the weights that is used."""
-    steady: tuple[float, float] = (0.5, 0.95)
-    """Between which shares of the first tokens the steady state is measured."""
-    logged_steps: int = 0
-    """How many steps are kept from its beginning on."""
-    slo: Slo | None = None
-    """Limits of a good answer."""
-
-    @property
-    def name(self) -> str:
-        rate = "all at once" if self.rate is None else f"{self.rate:g}/s"
-        return f"{self.system.label}, {self.model} on {self.devices} of {self.machine}, {self.lengths}, {rate}"
-
-    def costs(self) -> StepCosts:
-        """The step times."""
-        return StepCosts(load_shape(self.model), load_machine(self.machine), self.system.layout(self.devices))
-
-    def run(self) -> "PipelineOutcome":
-        """Simulate it.
-
-        Raises:
-            DoesNotFit: if the model does not.
-        """
-        costs = self.costs()
-        window = SteadyWindow(self.requests, *self.steady)
-        log = StepLog(window, self.logged_steps)
-        arrivals = burst() if self.rate is None else poisson_arrivals(self.rate, self.seed)
-        result = simulate(
-            make_policy(self.system.policy, self.system.token_budget, dict(self.system.parameters)),
-            costs,
-            Workload(arrivals, named_lengths(self.lengths, self.seed), self.requests),
-            num_blocks=int(costs.memory.kv_blocks(BLOCK_SIZE, self.system.token_budget) * self.pool),
-            block_size=BLOCK_SIZE,
-            max_num_seqs=self.max_num_seqs,
-            runtime=_RUNTIMES[self.system.runtime],
-            observers=(window, log),
-            slo=self.slo,
-        )
-        return PipelineOutcome(result=result, steady=window.result(), log=log.samples)
-
-
-class PipelineOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a case came to."""
-
-    result: SimulationResult
-    """The whole run, its start and its end included."""
-    steady: Steady
-    """The window between them."""
-    log: list[StepSample]
-    """Steps from the window's beginning on."""

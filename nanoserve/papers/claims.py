@@ -1,42 +1,27 @@
-"""A paper's number beside ours: how far ours spreads over seeds, and whether the relation that is claimed holds."""
+"""A paper's number beside ours: how far ours spreads over seeds, and whether the relation that is claimed holds.
 
+What the papers say is a table, claims.csv: a row for each claim, with the paper's number, the bounds that are asked for
+and what our number depends on most. A figure computes our numbers only.
+"""
+
+import csv
 import re
-from collections.abc import Iterable
-from typing import Literal, Self
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 
+from nanoserve.measures.metrics import Spread
+
 Verdict = Literal["yes", "mostly", "no"]
 """yes: for every seed. mostly: for the mean, not for every seed. no: not for the mean."""
+_TABLE = Path(__file__).with_name("claims.csv")
 _NUMBER = r"([+]?)(\d+(?:\.\d+)?) ?(?:x|%)?"
 _STATED = re.compile(rf"(?:up to |more than )?{_NUMBER}(?: to {_NUMBER})?(?: \(.*)?")
 _FAR = 1.5
-_ASKED = re.compile(r"(?:at (least|most) )?([+]?)(\d+(?:\.(\d+))?)(\D*?)(?: to [+]?(\d+(?:\.\d+)?)\D*)?")
-
-
-class Spread(msgspec.Struct, frozen=True):
-    """A metric over seeds; seeds differ in arrivals and lengths."""
-
-    mean: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Self:
-        """Mean, lowest and highest of one value or more.
-
-        Raises:
-            ValueError: without values.
-        """
-        found = list(values)
-        if not found:
-            raise ValueError("a spread takes one value at least")
-        return cls(sum(found) / len(found), min(found), max(found))
-
-    def text(self, form: str) -> str:
-        """As "1.84x [1.79x..1.90x]", or the mean alone where all seeds agree on it; ``form`` is for str.format."""
-        mean, low, high = (form.format(value) for value in (self.mean, self.low, self.high))
-        return mean if low == high else f"{mean} [{low}..{high}]"
+_ASKED = re.compile(r"(?:at (least|most) )?([+]?)([\d,]+(?:\.(\d+))?)(\D*?)(?: to [+]?([\d,]+(?:\.\d+)?)\D*)?")
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,40 +89,54 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
 
 
-Asked = str | tuple[str, float | None, float | None]
-"""What must hold, as the table shows it ("at least 1.30x", "0.95x to 1.05x"); it tells the number's form, too. Computed
-bounds are a tuple: form, lowest, highest."""
-ClaimRow = tuple[str, str, Spread | float, Asked, str]
-"""What is claimed, the paper's number, ours, what is asked, and what ours depends on most."""
+Ours = dict[str, Spread | float]
+"""Our numbers by the name of the claim."""
 
 
-def claims(figure: str | None, rows: Iterable[ClaimRow]) -> list[Claim]:
-    """The claims of a figure; of several if it is None, and each claim then begins with its figure: "1.6: ..."."""
+@cache
+def stated_claims() -> Mapping[tuple[str, str], Mapping[str, str]]:
+    """The rows of claims.csv, by the paper's name on the command line and the claim's own name."""
+    with _TABLE.open(encoding="utf-8", newline="") as table:
+        return {(row["of"], row["claim"]): row for row in csv.DictReader(table)}
+
+
+def claims(of: str, ours: Mapping[str, Spread | float], **words: object) -> list[Claim]:
+    """Our numbers as claims of a paper.
+
+    Args:
+        of: name of the paper.
+        ours: our number for each claim, by the claim's name in the table.
+        words: what stands in the table's texts in braces, by name.
+    """
     found = []
-    for says, paper, ours, asked, assumption in rows:
-        place, words = (figure, says) if figure is not None else says.split(": ", 1)
-        form, low, high = _bounds(asked) if isinstance(asked, str) else asked
-        spread = ours if isinstance(ours, Spread) else Spread.of([ours])
+    for name, number in ours.items():
+        row = {field: text.format(**words) for field, text in stated_claims()[of, name].items() if field != "form"}
+        form, low, high = read_bounds(row["asked"])
         found.append(
             Claim(
-                figure=place,
-                says=words,
-                paper=paper,
-                ours=spread,
-                form=form,
+                figure=row["figure"],
+                says=row["says"],
+                paper=row["paper"],
+                ours=number if isinstance(number, Spread) else Spread.of([number]),
+                form=stated_claims()[of, name]["form"] or form,
                 at_least=low,
                 at_most=high,
-                assumption=assumption,
+                assumption=row["assumption"],
             )
         )
     return found
 
 
-def _bounds(asked: str) -> tuple[str, float | None, float | None]:
-    """Read the form of a number, the lowest and the highest value off what is asked."""
+def read_bounds(asked: str) -> tuple[str, float | None, float | None]:
+    """Read how a number is written, the lowest and the highest value off words such as "0.95x to 1.05x".
+
+    Raises:
+        ValueError: for words that are no bounds.
+    """
     match = _ASKED.fullmatch(asked)
     if match is None:
         raise ValueError(f"not a bound: {asked!r}")
     side, sign, number, decimals, unit, high = match.groups()
-    form = f"{{:{sign}.{len(decimals or '')}f}}{unit}"
-    return form, None if side == "most" else float(number), float(high or number) if side != "least" else None
+    form = f"{{:{sign}{',' if ',' in number else ''}.{len(decimals or '')}f}}{unit}"
+    lowest, highest = (float(end.replace(",", "")) for end in (number, high or number))
+    return form, None if side == "most" else lowest, None if side == "least" else highest

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from nanoserve.benchmarks.tables import Column
 from nanoserve.errors import UsageError
-from nanoserve.papers.charts import Chart
+from nanoserve.measures.charts import Chart
 from nanoserve.papers.claims import Claim
 
 Value = TypeVar("Value")
@@ -20,10 +20,6 @@ PAPERS = ("gllm", "seesaw", "apex", "lecture", "adaptive")
 
 class SimulationJob(Hashable, Protocol):
     """Something to compute in a process of its own: it pickles, and equal jobs have equal outcomes."""
-
-    @property
-    def name(self) -> str:
-        """Name for the progress line."""
 
     def run(self) -> Any:
         """The outcome, which pickles."""
@@ -76,6 +72,8 @@ class PaperFigure:
     """In the paper, as ``--figure`` takes it."""
     title: str
     """What it shows."""
+    counted: str = ""
+    """What is computed, in a few words, where no requests are simulated and the paper's setting says nothing."""
     make: Callable[[Scale, Run], Finding]
     """Runs what it needs and says what came out. It submits all jobs at once where it can, for they run side by side;
     what depends on outcomes (a setting that is searched for) takes a second round."""

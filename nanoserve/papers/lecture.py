@@ -13,9 +13,10 @@ from nanoserve.costs import Efficiency, StepCosts, StepWork, load_machine, load_
 from nanoserve.costs.analysis import Analysis
 from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, decode_throughput, mlp_intensity
 from nanoserve.costs.counts import Operator
+from nanoserve.measures.charts import Chart, ChartCurve, Panel, panel
+from nanoserve.measures.metrics import Spread
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.papers.charts import Chart, ChartCurve, Panel, panel
-from nanoserve.papers.claims import Claim, ClaimRow, Spread, claims
+from nanoserve.papers.claims import Claim, claims
 from nanoserve.papers.framework import Finding, Paper, PaperFigure, Run, Scale
 from nanoserve.simulator.length_tables import length_tables
 
@@ -74,45 +75,15 @@ def roofline(scale: Scale, run: Run) -> Finding:
 
 def _roofline_claims(costs: StepCosts) -> list[Claim]:
     balance, one = costs.machine.device.intensity, _attention(costs)
-    rows: list[ClaimRow] = [
-        (
-            "1.3: FLOP per byte at which an H100 is balanced",
-            "295",
-            balance,
-            "295 to 296",
-            "989 TFLOPS and 3.35 TB/s of the data sheet, all of both reached",
-        ),
-        (
-            f"1.5: decoding sequences from which on {MODEL}'s feed-forward part is bound by operations",
-            "above 295",
-            _saturating_batch(costs, balance),
-            "295 to 360",
-            "activations are moved too: the limit B of equation (11) is reached from below",
-        ),
-        ("1.6: FLOP per byte of attention in decoding", "below 1", one, "at most 1.000", "as many key as query heads"),
-        (
-            "1.6: the same for 256 sequences, over one: batching does not help attention",
-            "1x",
-            _attention(costs, 256) / one,
-            "0.99x to 1.01x",
-            "no sequence shares its keys",
-        ),
-        (
-            f"2.1: the same for {GROUPED_MODEL}, whose four query heads share a key head, over {MODEL}",
-            "by the group",
-            _attention(_ideal(GROUPED_MODEL)) / one,
-            "3.80x to 4.20x",
-            "four query heads to a key head",
-        ),
-        (
-            f"1.6: FLOP per byte of attention over a prompt of {CONTEXT}, which is bound by operations",
-            f"{attention_intensity(CONTEXT, CONTEXT):.0f}",
-            _intensity(costs, costs.work([], [(0, CONTEXT)]), ("attention",)),
-            ("{:.0f}", balance, None),
-            "needs all pairs of equation (12): a causal prompt computes half of them; 1,200 tokens would do",
-        ),
-    ]
-    return claims(None, rows)
+    ours = {
+        "1.3": balance,
+        "1.5": _saturating_batch(costs, balance),
+        "1.6 one": one,
+        "1.6 many": _attention(costs, 256) / one,
+        "2.1": _attention(_ideal(GROUPED_MODEL)) / one,
+        "1.6 prompt": _intensity(costs, costs.work([], [(0, CONTEXT)]), ("attention",)),
+    }
+    return claims("lecture", ours, balance=balance)
 
 
 def _saturating_batch(costs: StepCosts, wanted: float) -> float:
@@ -204,30 +175,12 @@ def _batch_rows(costs: StepCosts, most: int) -> list[dict[str, Any]]:
 
 def _batch_claims(costs: StepCosts, most: int, rows: Sequence[dict[str, Any]]) -> list[Claim]:
     ten, one = (costs.stage_seconds(costs.work([CONTEXT] * batch), 0) for batch in (10, 1))
-    found = [
-        (
-            "1.1: throughput of 10 sequences over that of one",
-            "8.3x",
-            10 * one / ten,
-            "7.5x to 10.0x",
-            f"the lecture takes 2 ms more for ten; here their keys at a context of {CONTEXT} are read",
-        ),
-        (
-            "1.7: exact time of a decode step over L(B), the furthest off of all batches that fit",
-            "1x",
-            max(row["latency"] / row["closed"] for row in rows if row["fits"] == "yes"),
-            "0.990x to 1.100x",
-            "every efficiency 1; L(B) leaves out activations, and all operations",
-        ),
-        (
-            f"1.7: most sequences of {CONTEXT} tokens in an 80 GB device: 256 do not fit",
-            "below 256",
-            most,
-            "at most 255",
-            f"16 bits everywhere, a context of {CONTEXT}, all memory usable",
-        ),
-    ]
-    return claims(None, found)
+    ours = {
+        "1.1": 10 * one / ten,
+        "1.7 L(B)": max(row["latency"] / row["closed"] for row in rows if row["fits"] == "yes"),
+        "1.7 most": most,
+    }
+    return claims("lecture", ours)
 
 
 # ------------------------------------------------------------------------------------------------------ paging (4.2)
@@ -245,22 +198,10 @@ def paging(scale: Scale, run: Run) -> Finding:
     for name, table in length_tables().items():
         shapes = list(islice(table.draw(seed=0), scale.pick(5_000, 20_000)))
         rows.append({"trace": name, **memory_use(shapes)})
-    found = [
-        (
-            f"slots in use of blocks of {BLOCK}",
-            "last block only",
-            Spread.of(100 * row["paged"] for row in rows),
-            "at least 95.0 %",
-            "blocks are taken when they are needed, none is shared",
-        ),
-        (
-            "sequences at a time, blocks over regions for the longest",
-            "more",
-            Spread.of(row["gain"] for row in rows),
-            "at least 1.0x",
-            "memory full in both; regions as long as the trace's longest request, not the model's context",
-        ),
-    ]
+    ours = {
+        "4.2 slots": Spread.of(100 * row["paged"] for row in rows),
+        "4.2 sequences": Spread.of(row["gain"] for row in rows),
+    }
     fields = {"longest sequence": "contiguous", "prompt known": "prompt_known", f"blocks of {BLOCK}": "paged"}
     bars = panel(
         "slots that hold a token",
@@ -279,7 +220,7 @@ def paging(scale: Scale, run: Run) -> Finding:
         Column(f"blocks of {BLOCK}", "paged", ".1%"),
         Column("sequences, blocks over region", "gain", ".1f"),
     ]
-    return Finding(claims("4.2", found), Chart("Paging against contiguous reservation", [bars]), rows, columns)
+    return Finding(claims("lecture", ours), Chart("Paging against contiguous reservation", [bars]), rows, columns)
 
 
 def memory_use(shapes: Sequence[RequestShape]) -> dict[str, float]:

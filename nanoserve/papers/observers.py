@@ -1,4 +1,4 @@
-"""What a figure needs beside a run's result: its steady state, and single steps of it."""
+"""What a figure needs beside a run's result: its steady state, single steps, and where the time went."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from nanoserve.record.events import Planned, StepObserver
-from nanoserve.record.times import StageTimes
+from nanoserve.record.times import Beside, ReshardTimes, StageTimes
 from nanoserve.scheduler.plan import StepPlan
 
 
@@ -28,6 +28,15 @@ class Steady(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens and decodes of a micro-batch, on average."""
 
 
+class StepSample(msgspec.Struct, frozen=True):
+    """One step: when it was planned, its tokens, and its passage through each stage."""
+
+    time: float
+    prefill_tokens: int
+    decodes: int
+    passages: tuple[tuple[float, float], ...]
+
+
 class SteadyWindow(StepObserver):
     """Measures between two moments of progress, so that a run's start and its end do not dilute the metrics.
 
@@ -36,11 +45,14 @@ class SteadyWindow(StepObserver):
 
     Args:
         requests: in all.
-        first, last: shares of them that have their first tokens when the window begins and ends.
+        shares: shares of them that have their first tokens when the window begins and ends; None for no window.
+        logged_steps: how many steps are kept from the window's beginning on, whether it closes or not.
     """
 
-    def __init__(self, requests: int, first: float, last: float) -> None:
-        self._first, self._last = math.ceil(requests * first), math.ceil(requests * last)
+    def __init__(self, requests: int, shares: tuple[float, float] | None, logged_steps: int = 0) -> None:
+        self.samples: list[StepSample] = []
+        self._shares, self._logged_steps = shares, logged_steps
+        self._first, self._last = (math.ceil(requests * share) for share in shares or (0.0, 0.0))
         self._prompts: dict[int, int] = {}
         self._answered: set[int] = set()
         self._begin = self._end = 0.0
@@ -49,33 +61,39 @@ class SteadyWindow(StepObserver):
         self._busy: list[float] = []
         self._newest: tuple[int, Sequence[StageTimes]] = (0, ())
 
-    @property
-    def is_open(self) -> bool:
-        """Whether steps count now."""
-        return self._first <= len(self._answered) < self._last
-
     def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
         """A step enters the pipeline."""
-        counts = self.is_open
+        if self._shares is None:
+            return
+        was_open = self._is_open
         for begin in planned.plan.begin:
             if begin.sequence not in self._answered:
                 self._prompts[begin.sequence] = begin.prompt_length
         gained = self._gained(planned.plan)
-        if counts:
+        if was_open:
             self._count(planned)
             self._newest = (gained, stages)
+        if (self.samples or self._is_open) and len(self.samples) < self._logged_steps:
+            spans = tuple((times.started, times.computed) for times in stages)
+            self.samples.append(StepSample(planned.time, planned.prompt_tokens, planned.decodes, spans))
+
+    @property
+    def _is_open(self) -> bool:
+        return self._first <= len(self._answered) < self._last
 
     def _gained(self, plan: StepPlan) -> int:
         """Output tokens of the step, and the prompts that are computed with it."""
-        gained = 0
+        gained, prompts = 0, self._prompts
         for row in plan.rows:
             if row.sample:
-                gained += 1 + self._prompts.pop(row.sequence, 0)
-                self._answered.add(row.sequence)
+                gained += 1
+                if row.sequence in prompts:
+                    gained += prompts.pop(row.sequence)
+                    self._answered.add(row.sequence)
         return gained
 
     def _count(self, planned: Planned) -> None:
-        """What the step before came to, for only now it is known to lie within the window; and this one's tokens."""
+        """Count the step before, which is known only now to lie within the window, and the tokens of this one."""
         gained, stages = self._newest
         if not self._steps:
             self._begin = planned.time
@@ -113,30 +131,56 @@ class SteadyWindow(StepObserver):
         )
 
 
-class StepSample(msgspec.Struct, frozen=True):
-    """One step: when it was planned, its tokens, and its passage through each stage."""
+class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of a run, by what a stage computed, on average over stages (Seesaw, figure 12)."""
 
-    time: float
-    prefill_tokens: int
-    decodes: int
-    passages: tuple[tuple[float, float], ...]
+    prefill: float
+    mixed: float
+    decode: float
+    """``prefill``, ``decode``, ``mixed``: steps with prompts, with answers, and with both."""
+    transition: float
+    """Re-sharding."""
+    other: float
+    """It had nothing to compute."""
+
+    @property
+    def total(self) -> float:
+        return self.prefill + self.mixed + self.decode + self.transition + self.other
 
 
-class StepLog(StepObserver):
-    """Keeps single steps from the window's beginning on, whether it closes or not.
+class PhaseClock(StepObserver):
+    """What the stages compute, by kind, and when the layout changes."""
 
-    Args:
-        window: observes too, before this.
-        limit: steps at most.
-    """
-
-    def __init__(self, window: SteadyWindow, limit: int) -> None:
-        self.samples: list[StepSample] = []
-        self._window, self._limit = window, limit
+    def __init__(self) -> None:
+        self._seconds = {"prefill": 0.0, "mixed": 0.0, "decode": 0.0, "transition": 0.0}
+        self._phases: list[tuple[float, float, int]] = []
+        self._phase_begin = self._decode_rows = 0.0
+        self._layout = 0
 
     def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
-        """A step enters the pipeline."""
-        begun = bool(self.samples) or self._window.is_open
-        if begun and len(self.samples) < self._limit:
-            spans = tuple((times.started, times.computed) for times in stages)
-            self.samples.append(StepSample(planned.time, planned.prompt_tokens, planned.decodes, spans))
+        """A step enters the pipeline, and it is known when it will leave."""
+        kind = "decode" if not planned.prompt_tokens else "mixed" if planned.decodes else "prefill"
+        seconds = sum([times.computed - times.started for times in stages]) / len(stages)
+        self._seconds[kind] += seconds
+        if kind == "decode":
+            self._decode_rows += planned.decodes * seconds
+
+    def on_beside(self, planned: Planned, times: Beside) -> None:
+        """The layout changes. Swaps run beside the steps; where a step waits for one, that is other time."""
+        if isinstance(times, ReshardTimes):
+            self._seconds["transition"] += times.ended - times.began
+            self._phases.append((self._phase_begin, times.began, self._layout))
+            self._phase_begin, self._layout = times.ended, times.layout
+
+    @property
+    def decodes(self) -> float:
+        """Answers of a step without prompts, averaged over the time of these steps."""
+        return self._decode_rows / self._seconds["decode"] if self._seconds["decode"] else 0.0
+
+    def breakdown(self, end: float) -> Breakdown:
+        """Where the time until ``end`` went."""
+        return Breakdown(**self._seconds, other=max(0.0, end - sum(self._seconds.values())))
+
+    def phases(self, end: float) -> tuple[tuple[float, float, int], ...]:
+        """(begin, end, layout) of each phase, the last one until then."""
+        return (*self._phases, (self._phase_begin, end, self._layout))

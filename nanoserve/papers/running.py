@@ -14,12 +14,8 @@ from nanoserve.benchmarks.machine import available_cores
 from nanoserve.errors import RuntimeFailure
 from nanoserve.papers.framework import Outcomes, SimulationJob
 
-Progress = Callable[[int, int, str], None]
-"""Is told how many jobs are done, of how many, and which was the last."""
-
-
-def no_progress(done: int, total: int, name: str) -> None:
-    """Nobody watches."""
+Progress = Callable[[int, int], None]
+"""Takes how many jobs are done, and of how many."""
 
 
 class Runner:
@@ -29,10 +25,10 @@ class Runner:
 
     Args:
         workers: processes; None means one for each core. With one, jobs run in this process.
-        progress: is told after every job.
+        progress: is called after every job.
     """
 
-    def __init__(self, workers: int | None = None, progress: Progress = no_progress) -> None:
+    def __init__(self, workers: int | None = None, progress: Progress = lambda done, total: None) -> None:
         self._workers = workers or available_cores()
         self._progress = progress
         self._pool: ProcessPoolExecutor | None = None
@@ -61,14 +57,13 @@ class Runner:
         if self._workers == 1 or len(missing) == 1:
             for done, job in enumerate(missing, start=1):
                 self._outcomes[job] = job.run()
-                self._progress(done, len(missing), job.name)
+                self._progress(done, len(missing))
             return self._outcomes
         futures = {self._submit(job): job for job in missing}
         try:
             for done, future in enumerate(as_completed(futures), start=1):
-                job = futures[future]
-                self._outcomes[job] = future.result()
-                self._progress(done, len(missing), job.name)
+                self._outcomes[futures[future]] = future.result()
+                self._progress(done, len(missing))
         except BrokenProcessPool as error:
             raise RuntimeFailure("a process that simulated has died: too little memory?") from error
         return self._outcomes
@@ -77,7 +72,7 @@ class Runner:
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self._workers, mp_context=context, initializer=_follow_parent)
-        return self._pool.submit(_run, job)
+        return self._pool.submit(job.run)
 
 
 def _follow_parent() -> None:
@@ -91,7 +86,3 @@ def _end_with_parent() -> None:
     assert parent is not None, "a process of the pool has a parent"
     parent.join()
     os._exit(1)
-
-
-def _run(job: SimulationJob) -> Any:
-    return job.run()

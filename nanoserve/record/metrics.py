@@ -67,7 +67,7 @@ class LatencyMetrics:
         if not isinstance(event, Gained):
             return
         now = event.time
-        previous: list[float] = []
+        previous: dict[float, int] = {}  # how many waited since then; most of a step since the same moment
         for update in event.updates:
             last = self._last_update.get(update.request_id)
             if last is None:
@@ -75,11 +75,11 @@ class LatencyMetrics:
                 self.input_tokens += len(request.prompt)
                 self.ttft.add((now - request.arrival_time) * MILLISECONDS)
             else:
-                previous.append(last)
+                previous[last] = previous.get(last, 0) + 1
             self._last_update[update.request_id] = now
-            if update.finished:
+            if update.sequence.finish_reason is not None:
                 self._finish(update.sequence, now)
-        for time, times in Counter(previous).items():  # most of a step have waited since the same moment
+        for time, times in previous.items():
             self.itl.add((now - time) * MILLISECONDS, times)
 
     def _finish(self, sequence: Sequence, now: float) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 
-class StageTimes(msgspec.Struct, frozen=True, array_like=True):
+class StageTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One worker's part in one plan, in the order in which it happens; ``prepared`` may come after ``arrived``."""
 
     step: int

@@ -38,7 +38,7 @@ class Begin(msgspec.Struct, frozen=True):
     """Ids that min_tokens keeps from being sampled too early."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class Row(msgspec.Struct, frozen=True, gc=False):
     """Some consecutive positions of one sequence to compute in this step.
 
     A decode is a row of one token, a prefill chunk a row of many, speculation a row of several. A row without tokens
@@ -47,6 +47,8 @@ class Row(msgspec.Struct, frozen=True):
     A fed row is a decode that was planned before its token was known. The device fills in the token that the sequence's
     row samples in the preceding plan with rows. A fed row is always answered; if that token ended the sequence, the
     answer is discarded.
+
+    Neither rows nor answers are ever in a cycle, so the garbage collector skips them.
     """
 
     sequence: int
@@ -119,7 +121,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         return bool(self.rows) or self.transition is not None or self.strategy == "overlap"
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct, frozen=True, gc=False):
     """The news of one sequence: sampled tokens (one, or several accepted), or an error."""
 
     sequence: int

@@ -313,7 +313,8 @@ class PlanBuilder:
             new_blocks = sequence.block_table
         name, known = sequence.sequence_id, len(tokens)
         if start < known:
-            row = Row(name, start, tuple(tokens[start:end]), end == known, tuple(new_blocks))
+            planned = (tokens[start],) if count == 1 else tuple(tokens[start:end])
+            row = Row(name, start, planned, end == known, tuple(new_blocks))
         else:  # its token is still being sampled
             row = Row(name, start, _FED, True, tuple(new_blocks), fed=True)
         self.rows.append(row)

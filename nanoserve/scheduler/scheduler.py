@@ -27,6 +27,7 @@ from nanoserve.scheduler.plan_builder import PlanBuilder
 from nanoserve.scheduler.sequence_table import SequenceTable
 
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
+_ERROR = FinishReason.ERROR
 
 MOST_HOST_LOSSES = 3
 """After this many losses of attention on the CPU, sequences live on the device alone."""
@@ -273,10 +274,10 @@ class Scheduler:
             the snapshot; the decodes on the device; the partly computed prompts; and the sequences on the host.
         """
         running_decodes = context = partial_tokens = 0
-        decodes, prefills, may_go_on = [], [], self.table.may_go_on
+        decodes, prefills, feeds_tokens, may_go_on = [], [], self.feeds_tokens, self.table.may_go_on
         for sequence in self.running:
             context += sequence.computed
-            is_ready = not sequence.in_flight or may_go_on(sequence)
+            is_ready = not sequence.in_flight or (feeds_tokens and may_go_on(sequence))
             if sequence.status is _DECODE:
                 running_decodes += 1
                 if is_ready:
@@ -427,9 +428,10 @@ class Scheduler:
 
     def _take_tokens(self, sequence: Sequence, answer: Answer, now: float) -> SequenceUpdate:
         new_tokens: tuple[int, ...] = ()
-        reason: FinishReason | None = FinishReason.ERROR
-        sequence.error = answer.error
-        if answer.error is None:
+        reason: FinishReason | None = _ERROR
+        if answer.error is not None:
+            sequence.error = answer.error
+        else:
             if sequence.status is _PREFILL:
                 sequence.move_to(Status.DECODE)
                 if sequence.first_token_time is None:  # else it is here again after a preemption

@@ -1,6 +1,7 @@
 """SimulatedExecutor: answers plans on a virtual clock, when a pipeline of stages would have."""
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from nanoserve.costs.work import StepWork
@@ -11,6 +12,7 @@ from nanoserve.simulator.pipeline import DECOUPLED, Passage, Pipeline, Runtime, 
 END_TOKEN, DUMMY_TOKEN = 0, 1
 VOCAB_SIZE = 2
 """Number of different answer tokens: END_TOKEN ends the sequence, DUMMY_TOKEN does not."""
+_END, _DUMMY = (END_TOKEN,), (DUMMY_TOKEN,)
 
 
 class DummyModel:
@@ -28,10 +30,14 @@ class DummyModel:
             del self._last[sequence]
         for begin in plan.begin:
             self._last[begin.sequence] = begin.prompt_length + begin.seed - 1
-        return tuple([Answer(row.sequence, (self._next(row),)) for row in plan.rows if row.sample and row.tokens])
-
-    def _next(self, row: Row) -> int:
-        return DUMMY_TOKEN if row.start + len(row.tokens) < self._last[row.sequence] else END_TOKEN
+        last = self._last
+        return tuple(
+            [
+                Answer(row.sequence, _DUMMY if row.start + len(row.tokens) < last[row.sequence] else _END)
+                for row in plan.rows
+                if row.sample and row.tokens
+            ]
+        )
 
 
 class SimulatedExecutor:
@@ -58,6 +64,7 @@ class SimulatedExecutor:
         self.pipeline = Pipeline(times, runtime)  # in which plans run now
         self.pipelines: tuple[Pipeline, ...] = (self.pipeline,)  # one for each parallel layout
         self.host_tokens = 0  # sampled so far for sequences in host memory
+        self.due = 0.0  # time of the next result; now, if the engine has not answered the last one
         self._times = times
         self._answer = answer or DummyModel()
         self._told: list[Times] = []
@@ -128,6 +135,7 @@ class SimulatedExecutor:
             result = heapq.heappop(self._pending)[2]
             self._in_flight -= result.step is not None
             results.append(result)
+        self.due = self._now if results else self._pending[0][0] if self._pending else math.inf
         return results
 
     def now(self) -> float:

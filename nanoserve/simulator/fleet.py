@@ -1,5 +1,6 @@
 """Several whole engines in one virtual time, behind one router."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -57,9 +58,13 @@ class Replica:
             for busy in pipeline.busy_seconds
         ]
 
-    def take(self, request: Request) -> None:
-        """Let a request in that has come just now."""
-        admit(self.engine, request)
+    def advance(self, until: float) -> float:
+        """Work until then; returns the time before which only a request can give the engine something to do."""
+        engine, due = self.engine, self.executor.now()
+        while engine.has_work and engine.now() < until:
+            engine.step(until)
+            due = self.executor.due
+        return due if engine.has_work else math.inf
 
     def figures(self, seconds: float) -> ReplicaFigures:
         """Metrics of this engine over the time of the whole fleet."""
@@ -115,14 +120,20 @@ def check_replicas(number: int) -> None:
 def drive_fleet(fleet: Sequence[Replica], router: Router, requests: Iterable[Request]) -> None:
     """Run requests to their ends.
 
-    Between two arrivals the engines have nothing to do with each other, so each works until the next one on its own.
+    Between two arrivals the engines have nothing to do with each other, so each works until the next one on its own. An
+    engine is only advanced when its next result is due; until then it would make the same decision again.
 
     Raises:
         UsageError: if a request can never run.
     """
+    due = [math.inf] * len(fleet)
     for request in requests:
-        for replica in fleet:
-            advance(replica.engine, request.arrival_time)
-        fleet[router([replica.engine.recorder.outstanding for replica in fleet])].take(request)
+        now = request.arrival_time
+        for number, replica in enumerate(fleet):
+            if due[number] <= now:
+                due[number] = replica.advance(now)
+        chosen = router([replica.engine.recorder.outstanding for replica in fleet])
+        admit(fleet[chosen].engine, request)
+        due[chosen] = now
     for replica in fleet:
         advance(replica.engine, None)

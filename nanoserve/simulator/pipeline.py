@@ -112,23 +112,23 @@ class Pipeline:
     def run(self, work: StepWork, now: float) -> list[Passage]:
         """Send a micro-batch in; returns its passage through each stage."""
         passages = []
-        arrived = now
-        last = self._times.num_stages - 1
+        arrived, times = now, self._times
+        last, preparation = times.num_stages - 1, times.host_seconds(work)
         for stage in range(last + 1):
-            computing = self._times.stage_seconds(work, stage)
-            start = self._start(stage, arrived, now, self._preparation(work, computing))
+            computing = times.stage_seconds(work, stage)
+            start = self._start(stage, arrived, now, preparation, computing)
             end = start + computing
             self._stage_free[stage] = end
             self.busy_seconds[stage] += computing
             passages.append(Passage(start, end))
             if stage < last:
-                arrived = max(end, self._link_free[stage]) + self._times.send_seconds(work, stage)
+                arrived = max(end, self._link_free[stage]) + times.send_seconds(work, stage)
                 self._link_free[stage] = arrived
         return passages
 
     def begin(self, work: StepWork, now: float) -> float:
         """When a pipeline of one stage could compute a step that is submitted now, its inputs prepared."""
-        return self._start(0, now, now, self._preparation(work, self._times.stage_seconds(work, 0)))
+        return self._start(0, now, now, self._times.host_seconds(work), self._times.stage_seconds(work, 0))
 
     def occupy(self, passage: Passage) -> None:
         """Mark the only stage as computing during this passage."""
@@ -139,15 +139,13 @@ class Pipeline:
         """No stage begins anything until then."""
         self._stage_free = [max(free, time) for free in self._stage_free]
 
-    def _start(self, stage: int, arrived: float, submitted: float, preparation: float) -> float:
-        """When the stage begins to compute what has arrived."""
+    def _start(self, stage: int, arrived: float, submitted: float, preparation: float, computing: float) -> float:
+        """When the stage begins to compute what has arrived; ``preparation`` is what the step times say of the host."""
+        if (share := self._runtime.preparation_share) is not None:
+            preparation = computing * share / (1 - share)
         ready = max(arrived, self._stage_free[stage])
         if self._runtime.metadata == "coupled":
             return ready + preparation
         prepared = max(submitted, self._host_free[stage]) + preparation
         self._host_free[stage] = prepared
         return max(ready, prepared)
-
-    def _preparation(self, work: StepWork, computing: float) -> float:
-        share = self._runtime.preparation_share
-        return self._times.host_seconds(work) if share is None else computing * share / (1 - share)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.commands.chat_commands import ChatCommands, CommandOutcome
+from nanoserve.commands.chat import ChatCommands, CommandOutcome
 from nanoserve.commands.chat_model import LocalModel
 from tests.commands.fake_llm import FakeLLM
 from tests.commands.test_chat_session import ChatSession, answer, make_session

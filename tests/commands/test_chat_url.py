@@ -13,7 +13,7 @@ import pytest
 
 from nanoserve.client.address import parse_url
 from nanoserve.client.connection import ApiClient, ServerLost, ServerRefused
-from nanoserve.commands.chat_commands import ChatCommands
+from nanoserve.commands.chat import ChatCommands
 from nanoserve.commands.chat_model import RemoteModel
 from nanoserve.commands.chat_session import ChatSession, Message
 from nanoserve.commands.terminal import StopOnInterrupt

@@ -9,7 +9,6 @@ from nanoserve.papers.running import Runner
 @dataclass(frozen=True)
 class Endless:
     number: int
-    name: str = "endless"
 
     def run(self) -> None:
         print("runs", flush=True)

@@ -19,10 +19,10 @@ def test_policies_meet_at_the_same_rate_with_the_same_requests() -> None:
     with Runner(1) as runner:
         found = compare(entries, [ADAPTIVE], 60, Scale(seeds=(0, 1)), runner.run)
     assert found.places == [(entry, ADAPTIVE.label) for entry in entries]
-    light, heavy = ([case.rate for case in found.jobs[place]] for place in found.places)
+    light, heavy = ([case.rate for case in found.cases[place]] for place in found.places)
     assert heavy == [pytest.approx(2 * light[0])] * 2
     itself, adaptive = found.row((SMALL, THROTTLING.label)), found.row((SMALL, ADAPTIVE.label))
     assert [itself[f"{name}_text"] for name in ("throughput", "tpot", "ttft")] == ["1.000"] * 3
     assert adaptive["policy"] == "adaptive" and adaptive["ttft_text"] != "1.000"
     for place in ((SMALL, ADAPTIVE.label), (SMALL, THROTTLING.label)):
-        assert [case.seed for case in found.jobs[place]] == [0, 1]
+        assert [case.seed for case in found.cases[place]] == [0, 1]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from functools import cache
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -17,19 +16,18 @@ from nanoserve.papers.apex.settings import (
     SYSTEMS,
     T4,
     TOKEN_BUDGETS,
-    HostCase,
-    HostOutcome,
+    HostBacklog,
     mean_lengths,
     throughput,
 )
-from nanoserve.papers.cases import tuned
+from nanoserve.papers.cases import Case, Outcome, tuned
 from nanoserve.papers.framework import Scale, SimulationJob, load_paper
 
-_SMALL = HostCase(system=NEO, platform=T4, lengths="osc:50", requests=20)
+_SMALL = HostBacklog(T4, "osc:50", requests=20).case(NEO)
 
 
 @cache
-def _outcome() -> HostOutcome:
+def _outcome() -> Outcome:
     return _SMALL.run()
 
 
@@ -43,7 +41,7 @@ class _Run:
         for job in jobs:
             if job in self.outcomes:
                 continue
-            if isinstance(job, HostCase):
+            if isinstance(job, Case):
                 speed = job.system.token_budget * (2 if job.system is NEO else 1)
                 result = replace(_outcome().result, tokens_per_second=float(speed))
                 self.outcomes[job] = replace(_outcome(), result=result)
@@ -63,10 +61,10 @@ def test_every_figure_ends_in_claims(number: str, size: str) -> None:
     assert all(len(curve.xs) == len(curve.ys) > 0 for panel in _panels(found.chart) for curve in panel.curves)
     for row in found.rows:
         assert all(column.path in row for column in found.columns)
-    cases = {(one.platform, one.lengths, one.requests): one for one in run.outcomes if isinstance(one, HostCase)}
+    cases = {(one.machine, one.lengths, one.requests): one for one in run.outcomes if isinstance(one, Case)}
     for case in cases.values():
-        longest = max(shape.total_tokens for shape in islice(case.shapes(), case.requests))
-        assert longest <= 16 * case.platform.costs().memory.kv_blocks(16), "every request fits the device"
+        longest = max(shape.total_tokens for shape in case.shapes())
+        assert longest <= 16 * case.costs().memory.kv_blocks(16), "every request fits the device"
 
 
 def _panels(chart: Any) -> Any:
@@ -106,8 +104,8 @@ def test_a_batch_that_fits_the_device_is_not_held_up_on_the_host() -> None:
     Overlap begins a token of theirs at once, which takes as many steps as there are layers; the last of them may end
     last of all.
     """
-    small = HostCase(system=DEVICE, platform=A10, lengths="1000:50", requests=30, seed=1)
-    cases = [replace(small, system=replace(system, token_budget=2048)) for system in SYSTEMS]
+    small = HostBacklog(A10, "1000:50", requests=30)
+    cases = [small.case(replace(system, token_budget=2048), seed=1) for system in SYSTEMS]
     device, *others = (throughput(case.run()) for case in cases)
     gains = {case.system.label: speed / device for case, speed in zip(cases[1:], others, strict=True)}
     assert gains.pop("overlap") >= 0.9

@@ -1,9 +1,11 @@
 """A claim's verdict is about seeds: all of them, their mean, or not even that."""
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
-from nanoserve.papers.claims import Asked, Claim, Spread, claims
+from nanoserve.measures.metrics import Spread
+from nanoserve.papers.claims import Claim, claims, read_bounds, stated_claims
+from nanoserve.papers.framework import PAPERS
 
 
 def _claim(*values: float, at_least: float | None = None, at_most: float | None = None) -> Claim:
@@ -48,7 +50,7 @@ def test_a_claim_says_what_was_asked_and_what_came() -> None:
     ],
 )
 def test_what_holds_but_is_far_from_the_papers_number_says_so(paper: str, ours: float, verdict: str) -> None:
-    claim = msgspec.structs.replace(_claim(ours, at_least=1.0), paper=paper)
+    claim = replace(_claim(ours, at_least=1.0), paper=paper)
     assert claim.row()["verdict"] == verdict
 
 
@@ -63,23 +65,40 @@ def test_without_values_there_is_no_spread() -> None:
         ("at least 1.30x", "{:.2f}x", 1.3, None),
         ("at most 12.0 %", "{:.1f} %", None, 12.0),
         ("at most +0", "{:+.0f}", None, 0.0),
+        ("at most 65,097", "{:,.0f}", None, 65097.0),
         ("1.90x to 2.20x", "{:.2f}x", 1.9, 2.2),
-        (("{:.2f}x", 1.055, None), "{:.2f}x", 1.055, None),
     ],
 )
 def test_what_is_asked_tells_the_bounds_and_the_form(
-    asked: Asked, form: str, low: float | None, high: float | None
+    asked: str, form: str, low: float | None, high: float | None
 ) -> None:
-    (claim,) = claims("1", [("it is more", "2x", 1.5, asked, "none")])
-    assert (claim.form, claim.at_least, claim.at_most) == (form, low, high)
-    assert claim.bounds == asked or isinstance(asked, tuple)
-
-
-def test_a_claim_may_name_its_figure_itself() -> None:
-    (claim,) = claims(None, [("1, 4: bubbles: few", "few", 1.0, "at most 2", "none")])
-    assert (claim.figure, claim.says) == ("1, 4", "bubbles: few")
+    assert read_bounds(asked) == (form, low, high)
+    assert replace(_claim(1.0, at_least=low, at_most=high), form=form).bounds == asked
 
 
 def test_what_is_no_bound_is_an_error() -> None:
     with pytest.raises(ValueError, match="not a bound"):
-        claims("1", [("it is more", "2x", 1.0, "about 2x", "none")])
+        read_bounds("about 2x")
+
+
+def test_numbers_become_the_claims_of_the_table() -> None:
+    few, over = claims("gllm", {"1 few bubbles": Spread(2.6, 2.5, 2.7), "11 input": 5.17})
+    assert (few.figure, few.paper, few.bounds, few.holds) == ("1, 4", "few", "at most 12.0 %", "yes")
+    assert few.row()["ours_text"] == "2.6 % [2.5 %..2.7 %]"
+    # The bounds may have more decimals than the number is shown with.
+    assert (over.at_least, over.at_most, over.bounds) == (4.689, 5.731, "4.69x to 5.73x")
+
+
+def test_words_in_braces_are_filled_in() -> None:
+    (grows,) = claims("apex", {"7 grows": 1.2}, gain=1.0625)
+    assert (grows.at_least, grows.bounds, grows.holds) == (1.0625, "at least 1.06x", "yes")
+    (slow,) = claims("seesaw", {"14 slow": 4.0}, slow="d1t1p8")
+    assert slow.assumption == "best was d1t1p8"
+
+
+def test_every_row_of_the_table_is_whole() -> None:
+    rows = stated_claims().values()
+    assert {row["of"] for row in rows} == set(PAPERS)
+    for row in rows:
+        assert row["figure"] and row["says"] and row["paper"] and row["assumption"]
+        assert "{" in row["asked"] or read_bounds(row["asked"])

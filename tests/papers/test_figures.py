@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from nanoserve.costs import ParallelLayout
 from nanoserve.measures.slo import Slo
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.papers.cases import PipelineCase, PipelineOutcome, System
+from nanoserve.papers.cases import Case, Outcome, System
+from nanoserve.papers.claims import stated_claims
 from nanoserve.papers.framework import Scale, SimulationJob, load_paper
 from nanoserve.papers.gllm.code_size import LABORATORY, code_lines, lines_of_code, rooms
 from nanoserve.papers.gllm.serving import lone_request_limits
@@ -19,12 +21,12 @@ FIGURES = [(name, figure.number) for name in ("gllm", "lecture") for figure in l
 
 
 @cache
-def _outcome() -> PipelineOutcome:
-    case = PipelineCase(
+def _outcome() -> Outcome:
+    case = Case(
         system=System(label="any", policy="throttling"),
         model="qwen3-0.6b",
         machine="l4",
-        devices=4,
+        layouts=(ParallelLayout(pipeline_parallel=4),),
         lengths="30+20",
         requests=60,
         rate=100.0,
@@ -39,16 +41,16 @@ class _Run:
     """Notes the jobs and runs none of them: each takes longer the more requests come a second."""
 
     def __init__(self) -> None:
-        self.outcomes: dict[Any, PipelineOutcome] = {}
+        self.outcomes: dict[Any, Outcome] = {}
 
     def __call__(self, jobs: Iterable[SimulationJob]) -> Mapping[Any, Any]:
         for job in jobs:
-            assert isinstance(job, PipelineCase)
+            assert isinstance(job, Case)
             self.outcomes[job] = _slower(_outcome(), 1 + (job.rate or 0.0))
         return self.outcomes
 
 
-def _slower(outcome: PipelineOutcome, factor: float) -> PipelineOutcome:
+def _slower(outcome: Outcome, factor: float) -> Outcome:
     result = outcome.result
     assert result.ttft_ms is not None and result.e2el_ms is not None
     times = {
@@ -76,6 +78,16 @@ def test_every_figure_ends_in_claims_and_a_picture(name: str, number: str, size:
         case.costs().memory.kv_blocks(16)  # the model fits
 
 
+@pytest.mark.parametrize("name", ["gllm", "lecture"])
+def test_every_claim_of_the_table_belongs_to_a_figure(name: str) -> None:
+    found: set[tuple[str, str]] = set()
+    for figure in load_paper(name).figures:
+        for full in (False, True):
+            claims = figure.make(Scale(seeds=(0,), full=full), _Run()).claims
+            found |= {(claim.figure, claim.paper) for claim in claims}
+    assert found == {(row["figure"], row["paper"]) for (of, _), row in stated_claims().items() if of == name}
+
+
 def test_a_full_run_holds_more_than_a_reduced_one() -> None:
     amounts = []
     for full in (False, True):
@@ -87,11 +99,11 @@ def test_a_full_run_holds_more_than_a_reduced_one() -> None:
 
 
 def test_limits_follow_from_what_a_lone_request_takes() -> None:
-    case = PipelineCase(
+    case = Case(
         system=System(label="any", policy="sarathi"),
         model="llama-3.1-100b",
         machine="gllm-a800",
-        devices=4,
+        layouts=(ParallelLayout(pipeline_parallel=4),),
         lengths="azure-conv",
         requests=1,
     )

@@ -2,23 +2,24 @@
 
 import pytest
 
-from nanoserve.papers.cases import PipelineCase, System
+from nanoserve.costs import ParallelLayout
+from nanoserve.papers.cases import Case, System
 from nanoserve.papers.observers import SteadyWindow
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
 from tests.record.planned import planned, stage_times
 
 
-def _case(**changes: object) -> PipelineCase:
+def _case(**changes: object) -> Case:
     settings: dict[str, object] = {
         "system": System(label="any", policy="sarathi", token_budget=64),
         "model": "qwen3-0.6b",
         "machine": "l4",
-        "devices": 2,
+        "layouts": (ParallelLayout(pipeline_parallel=2),),
         "lengths": "30+20",
         "requests": 400,
     }
-    return PipelineCase(**(settings | changes))  # type: ignore[arg-type]
+    return Case(**(settings | changes))  # type: ignore[arg-type]
 
 
 def test_the_window_agrees_with_the_whole_run_where_nothing_changes() -> None:
@@ -32,7 +33,7 @@ def test_the_window_agrees_with_the_whole_run_where_nothing_changes() -> None:
 
 
 def test_a_prompt_that_is_computed_again_counts_once() -> None:
-    window = SteadyWindow(requests=3, first=0.0, last=1.0)
+    window = SteadyWindow(requests=3, shares=(0.0, 1.0))
     params = SamplingParams(temperature=0.0)
     begin = Begin(sequence=7, tokens=(1,) * 10, prompt_length=10, index=0, seed=0, params=params)
     row = Row(sequence=7, start=0, tokens=(1,) * 10, sample=True)
@@ -56,4 +57,4 @@ def test_single_steps_are_kept_from_the_windows_beginning() -> None:
 
 def test_a_window_without_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="more requests"):
-        SteadyWindow(10, 0.5, 0.9).result()
+        SteadyWindow(10, (0.5, 0.9)).result()

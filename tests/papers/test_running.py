@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.papers.cases import PipelineCase, Runs, System, over_seeds, tuned, with_budget
-from nanoserve.papers.claims import Spread
+from nanoserve.costs import ParallelLayout
+from nanoserve.measures.metrics import Spread
+from nanoserve.papers.cases import Case, Runs, System, over_seeds, tuned, with_budget
 from nanoserve.papers.running import Runner
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -19,21 +20,17 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 class Square:
     number: int
 
-    @property
-    def name(self) -> str:
-        return f"square {self.number}"
-
     def run(self) -> tuple[int, int]:
         return self.number**2, os.getpid()
 
 
 def test_equal_jobs_run_once_and_every_one_is_told() -> None:
-    told: list[tuple[int, int, str]] = []
+    told: list[tuple[int, int]] = []
     with Runner(1, lambda *progress: told.append(progress)) as runner:
         runner.run([Square(2), Square(3), Square(2)])
         outcomes = runner.run([Square(3), Square(4)])
     assert [outcomes[Square(number)][0] for number in (2, 3, 4)] == [4, 9, 16]
-    assert told == [(1, 2, "square 2"), (2, 2, "square 3"), (1, 1, "square 4")]
+    assert told == [(1, 2), (2, 2), (1, 1)]
 
 
 def test_outcomes_do_not_depend_on_the_processes() -> None:
@@ -45,7 +42,7 @@ def test_outcomes_do_not_depend_on_the_processes() -> None:
 
 
 def test_what_happens_in_between_ends_the_processes() -> None:
-    def interrupt(done: int, total: int, name: str) -> None:
+    def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), Runner(2, interrupt) as runner:
@@ -74,12 +71,12 @@ def test_every_case_is_tuned_over_the_same_list() -> None:
     assert runs.ratio("best", "best", lambda one: one.steady.step_tokens) == Spread(1, 1, 1)
 
 
-def _case() -> PipelineCase:
-    return PipelineCase(
+def _case() -> Case:
+    return Case(
         system=System(label="any", policy="throttling"),
         model="qwen3-0.6b",
         machine="l4",
-        devices=2,
+        layouts=(ParallelLayout(pipeline_parallel=2),),
         lengths="30+20",
         requests=200,
         steady=(0.2, 0.8),

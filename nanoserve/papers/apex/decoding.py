@@ -12,9 +12,10 @@ from nanoserve.benchmarks.tables import Column
 from nanoserve.costs import StepCosts, StepWork
 from nanoserve.costs.closed_forms import overlap_gain_bound, pipelining_break_even, pipelining_speedup_bound
 from nanoserve.costs.predictor import CostPredictor
+from nanoserve.measures.charts import Chart, panel
+from nanoserve.measures.metrics import Spread
 from nanoserve.papers.apex.settings import A10, PAPERS_SHARE, T4, Platform
-from nanoserve.papers.charts import Chart, panel
-from nanoserve.papers.claims import Claim, ClaimRow, Spread, claims
+from nanoserve.papers.claims import Ours, claims
 from nanoserve.papers.framework import Finding, Run, Scale
 from nanoserve.scheduler.load import Load
 from nanoserve.scheduler.plan import Answer
@@ -24,8 +25,6 @@ from nanoserve.simulator.host_attention import HostAttention, HostRow, Processor
 _CYCLES = 3
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 _CONTEXT_OF_FIGURE_1B = 1024
-_PAPERS_RATIO = 3031 / 170
-"""Figure 1b, batch 4: microseconds of two EPYC 7251 and of a V100."""
 
 
 class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,10 +39,6 @@ class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of each."""
     processor: float | None = None
     """Share of the CPUs' data sheet that attention reaches; None is the default."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.platform.name}, {self.decodes} + {self.host_sequences} decodes of {self.context}"
 
     def run(self) -> "DecodeOutcome":
         """Alone, pipelined and overlapped."""
@@ -180,7 +175,7 @@ def bounds(scale: Scale, run: Run) -> Finding:
         }
         for case, one in outcomes.items()
     ]
-    return Finding(_bound_claims(outcomes), None, rows, _COLUMNS)
+    return Finding(claims("apex", _against_bounds(outcomes)), None, rows, _COLUMNS)
 
 
 _COLUMNS = (
@@ -199,43 +194,19 @@ _COLUMNS = (
 )
 
 
-def _bound_claims(found: Mapping[DecodeCase, DecodeOutcome]) -> list[Claim]:
+def _against_bounds(found: Mapping[DecodeCase, DecodeOutcome]) -> Ours:
     outcomes = list(found.values())
-    rows: list[ClaimRow] = [
-        (
-            "3.2, 3.3: decodes alone: throughput of asymmetric pipelining over its bound, the highest",
-            "at most 1",
-            max(one.pipelined / max(1.0, one.pipelined_bound) for one in outcomes),
-            "at most 1.000",
-            "the bound leaves out the head, which both sub-batches compute",
+    ours: Ours = {
+        "bounds asymmetric": max(one.pipelined / max(1.0, one.pipelined_bound) for one in outcomes),
+        "bounds overlap": max((one.overlapped - 1) / (one.overlapped_bound - 1) for one in outcomes),
+        "bounds steps": Spread.of(
+            one.steps_per_token - one.layers for case, one in found.items() if case.processor is None
         ),
-        (
-            "3.2, 3.3: decodes alone: gain of overlap over its bound, the highest",
-            "at most 1",
-            max((one.overlapped - 1) / (one.overlapped_bound - 1) for one in outcomes),
-            "at most 1.000",
-            "the bound leaves out the rows that host sequences add to the linear layers",
-        ),
-        (
-            "3.3: steps for a token of a host sequence, less the layers",
-            "1",
-            Spread.of(one.steps_per_token - one.layers for case, one in found.items() if case.processor is None),
-            "1 to 1",
-            "CPUs that serve all of the cohort in a step; slower ones take two steps a layer, or more",
-        ),
-    ]
+    }
     for platform in (A10, T4):
         slow = [one for case, one in found.items() if (case.platform, case.processor) == (platform, PAPERS_SHARE)]
-        rows.append(
-            (
-                f"3.2: {platform.name}, CPUs at 10 %: inequality 6 without prompts, NG / NC over its right side",
-                "above 1: rarely satisfied",
-                Spread.of(one.speed_ratio / one.break_even for one in slow),
-                "at least 1.00",
-                "Tgatt / Tlin: the less memory is left for keys, the less a second linear pass need give",
-            )
-        )
-    return claims(None, rows)
+        ours[f"bounds {platform.name}"] = Spread.of(one.speed_ratio / one.break_even for one in slow)
+    return ours
 
 
 # -------------------------------------------------------------------------------------------------------- figure 1b
@@ -243,7 +214,7 @@ def _bound_claims(found: Mapping[DecodeCase, DecodeOutcome]) -> list[Claim]:
 
 def processor_speed(scale: Scale, run: Run) -> Finding:
     """Figure 1b: decode attention of one layer on the device and on the CPU, by batch size."""
-    found: list[ClaimRow] = []
+    ours: Ours = {}
     panels, rows = [], []
     for platform in (A10, T4):
         predictor = CostPredictor(platform.costs())
@@ -254,17 +225,9 @@ def processor_speed(scale: Scale, run: Run) -> Finding:
             for batch, one, other in zip(_BATCHES, device, cpu, strict=True)
         ]
         four = _BATCHES.index(4)
-        found.append(
-            (
-                f"attention at batch 4 and 1024 keys, CPU over device, {platform.name} (paper: V100, EPYC)",
-                f"{_PAPERS_RATIO:.1f}x",
-                cpu[four] / device[four],
-                "at least 10.0x",
-                "60 % of the data sheet; the paper's 34 MB in 3.0 ms are 4 % of two EPYC 7251's 307 GB/s",
-            )
-        )
+        ours[f"1b {platform.name}"] = cpu[four] / device[four]
         heights = {"device": [1e6 * one for one in device], "CPU": [1e6 * one for one in cpu]}
         title, y = f"{platform.name}, {platform.model}", "attention of one layer, us"
         panels.append(panel(title, "batch size", y, [*map(float, _BATCHES)], heights, log_x=True, log_y=True))
     chart = Chart("APEX, figure 1b: attention over 1024 keys on our platforms", panels, columns=2)
-    return Finding(claims("1b", found), chart, rows)
+    return Finding(claims("apex", ours), chart, rows)

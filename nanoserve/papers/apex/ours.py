@@ -4,32 +4,33 @@ The fixed list: both platforms, mean outputs from 50 to 1000, three loads: half 
 fifth more than it can, and everything at once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import geometric_mean
-from typing import Any
 
 from msgspec.structs import replace
 
 from nanoserve.benchmarks.tables import Column
+from nanoserve.measures.charts import Chart, panel
+from nanoserve.measures.metrics import Spread
 from nanoserve.papers.apex.settings import (
     A10,
+    ALL_OUTPUTS,
     APEX,
     DEVICE,
     HYBRID,
     NEO,
+    OUTPUTS,
     SYSTEMS,
     T4,
     TOKEN_BUDGETS,
-    HostCase,
-    HostOutcome,
+    HostBacklog,
     Platform,
     mean_lengths,
     throughput,
 )
-from nanoserve.papers.apex.throughput import ALL_OUTPUTS, OUTPUTS, HostBacklog, backlogs
-from nanoserve.papers.cases import Runs, over_seeds, tuned, with_budget
-from nanoserve.papers.charts import Chart, panel
-from nanoserve.papers.claims import Claim, ClaimRow, Spread, claims
+from nanoserve.papers.apex.throughput import backlogs
+from nanoserve.papers.cases import Case, Outcome, Runs, over_seeds, tuned, with_budget
+from nanoserve.papers.claims import claims
 from nanoserve.papers.framework import Finding, Run, Scale
 
 BELOW, ABOVE = 0.5, 1.2
@@ -39,7 +40,7 @@ _RATES = (0.5, 0.8, 1.0, 1.2)
 _LONGER = 2
 """Times as many requests at the full size."""
 
-Loads = Runs[tuple[HostBacklog, float | None, str], HostCase]
+Loads = Runs[tuple[HostBacklog, float | None, str]]
 """Runs by backlog, load (None for all at once) and label of the system: one case for each seed."""
 
 
@@ -52,14 +53,33 @@ def fixed_list(scale: Scale, run: Run) -> Finding:
         {
             "platform": setting.platform.name,
             "lengths": setting.lengths,
-            "load": "all at once" if load is None else f"{load:.1f} of capacity",
+            "load": _load_name(load),
             "system": label,
             "throughput": runs.mean((setting, load, label), throughput),
             "ratio": runs.ratio((setting, load, HYBRID.label), (setting, load, label), throughput).mean,
         }
-        for setting, load, label in runs.jobs
+        for setting, load, label in runs.cases
     ]
-    return Finding(_list_claims(rows, runs), None, rows, _COLUMNS)
+    ratios = [
+        (runs.ratio((*key[:2], HYBRID.label), key, throughput).mean, key)
+        for key in runs.cases
+        if key[2] != HYBRID.label
+    ]
+    (least, worst), number = min(ratios, key=lambda pair: pair[0]), len(ratios)
+    setting, load, label = worst
+    ours = {
+        "list worst": least,
+        "list mean": geometric_mean(ratio for ratio, _ in ratios),
+        "list below": Spread.of(
+            runs.ratio(key, (*key[:2], DEVICE.label), throughput).mean for key in runs.cases if key[1] == BELOW
+        ),
+    }
+    where = f"{setting.platform.name}, {setting.lengths}, {_load_name(load)}, over {label}"
+    return Finding(claims("apex", ours, number=number, where=where), None, rows, _COLUMNS)
+
+
+def _load_name(load: float | None) -> str:
+    return "all at once" if load is None else f"{load:.1f} of capacity"
 
 
 _COLUMNS = (
@@ -70,41 +90,6 @@ _COLUMNS = (
     Column("tok/s", "throughput", ",.0f"),
     Column("hybrid over it", "ratio", ".3f"),
 )
-
-
-def _list_claims(rows: Sequence[Mapping[str, Any]], runs: Loads) -> list[Claim]:
-    ratios = [(row["ratio"], row) for row in rows if row["system"] != HYBRID.label]
-    least, worst = min(ratios, key=lambda pair: pair[0])
-    where = f"{worst['platform']}, {worst['lengths']}, {worst['load']}, over {worst['system']}"
-    below = [
-        runs.ratio((setting, load, label), (setting, load, DEVICE.label), throughput).mean
-        for setting, load, label in runs.jobs
-        if load == BELOW
-    ]
-    found: list[ClaimRow] = [
-        (
-            f"list: hybrid over the four others, worst of {len(ratios)} ({where})",
-            "ours",
-            least,
-            "at least 0.980x",
-            "prediction by the same costs that the simulator has: no error of a profile",
-        ),
-        (
-            "list: the same, geometric mean",
-            "ours",
-            geometric_mean(ratio for ratio, _ in ratios),
-            "at least 1.000x",
-            "the list: how much of it is above what the device can serve",
-        ),
-        (
-            "3.4, rule 1: below the device's capacity: throughput over the device alone, all systems and settings",
-            "equal",
-            Spread.of(below),
-            "0.980x to 1.020x",
-            "half of what the device alone can serve",
-        ),
-    ]
-    return claims(None, found)
 
 
 def _small_backlog(platform: Platform, lengths: str, scale: Scale) -> HostBacklog:
@@ -122,29 +107,29 @@ def _loads(settings: Sequence[HostBacklog], rates: Sequence[float], scale: Scale
     budget serves all requests, and unlike budgets would show in latency as unlike policies.
     """
     full = backlogs(settings, scale, run)
-    wanted: dict[tuple[HostBacklog, float | None, str], HostCase] = {}
-    for (setting, label), backlog in full.jobs.items():
+    wanted: dict[tuple[HostBacklog, float | None, str], Case] = {}
+    for (setting, label), backlog in full.cases.items():
         capacity = full.outcomes((setting, DEVICE.label))[0].result.requests_per_second
         for rate in rates:
             wanted[setting, rate, label] = replace(backlog[0], rate=rate * capacity)
     seeds = scale.seeds[: scale.pick(1, len(scale.seeds))]
-    pairs = list(full.jobs)
+    pairs = list(full.cases)
     highest = tuned([wanted[setting, max(rates), label] for setting, label in pairs], run, throughput, TOKEN_BUDGETS)
     budgets = {pair: case.system.token_budget for pair, case in zip(pairs, highest, strict=True)}
     jobs = {key: over_seeds(with_budget(case, budgets[key[0], key[2]]), seeds) for key, case in wanted.items()}
-    jobs |= {(setting, None, label): list(backlog) for (setting, label), backlog in full.jobs.items()}
+    jobs |= {(setting, None, label): list(backlog) for (setting, label), backlog in full.cases.items()}
     return Runs(run, jobs)
 
 
 # --------------------------------------------------------------------------------------------------------- figure 6
 
-_LATENCIES = {T4: ("osc:200", "nearly half", "at most 0.75x"), A10: ("1000:200", "slightly below", "at most 1.00x")}
-"""Lengths, the paper's statement on APEX over NEO, and the expected range, by platform."""
+_LATENCIES = {T4: "osc:200", A10: "1000:200"}
+"""Lengths by platform."""
 
 
 def latency(scale: Scale, run: Run) -> Finding:
     """Figure 6: latency per token, the whole latency of a request over its output tokens, against the rate."""
-    places = [_small_backlog(platform, name, scale) for platform, (name, _, _) in _LATENCIES.items()]
+    places = [_small_backlog(platform, name, scale) for platform, name in _LATENCIES.items()]
     runs = _loads(places, _RATES, scale, run)
     rows = [
         {
@@ -153,7 +138,7 @@ def latency(scale: Scale, run: Run) -> Finding:
             "system": label,
             "latency": 1e3 * runs.mean((setting, load, label), _latency),
         }
-        for setting, load, label in runs.jobs
+        for setting, load, label in runs.cases
         if load is not None
     ]
     columns = (
@@ -162,22 +147,16 @@ def latency(scale: Scale, run: Run) -> Finding:
         Column("system", "system", justify="left"),
         Column("latency per token, ms", "latency", ",.0f"),
     )
-    found: list[ClaimRow] = [
-        (
-            f"{one.platform.name}: latency per token at {ABOVE:.1f} of the device's capacity, APEX over NEO",
-            _LATENCIES[one.platform][1],
-            runs.ratio((one, ABOVE, APEX.label), (one, ABOVE, NEO.label), _latency),
-            _LATENCIES[one.platform][2],
-            "who has more throughput has shorter queues; a host token by overlap takes layers + 1 steps",
-        )
+    ours = {
+        f"6 {one.platform.name}": runs.ratio((one, ABOVE, APEX.label), (one, ABOVE, NEO.label), _latency)
         for one in places
-    ]
+    }
     panels = [
         panel(
             f"{one.platform.name}, {one.lengths}",
             "request rate, 1/s",
             "latency per token, ms",
-            [runs.jobs[one, rate, DEVICE.label][0].rate or 0.0 for rate in _RATES],
+            [runs.cases[one, rate, DEVICE.label][0].rate or 0.0 for rate in _RATES],
             {
                 system.label: [1e3 * runs.mean((one, rate, system.label), _latency) for rate in _RATES]
                 for system in SYSTEMS
@@ -185,8 +164,9 @@ def latency(scale: Scale, run: Run) -> Finding:
         )
         for one in places
     ]
-    return Finding(claims("6", found), Chart("APEX, figure 6: latency per token", panels, columns=2), rows, columns)
+    chart = Chart("APEX, figure 6: latency per token", panels, columns=2)
+    return Finding(claims("apex", ours), chart, rows, columns)
 
 
-def _latency(outcome: HostOutcome) -> float:
+def _latency(outcome: Outcome) -> float:
     return outcome.latency_per_token

@@ -5,20 +5,12 @@ that of a closed batch, several times what the device's memory holds, over all o
 Poisson arrivals.
 """
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 
-import msgspec
-
 from nanoserve.costs import Efficiency, StepCosts, load_machine, load_shape
-from nanoserve.costs.predictor import CostPredictor
-from nanoserve.measures.workloads import RequestShape
-from nanoserve.papers.cases import BLOCK_SIZE, System, SystemCase
-from nanoserve.record.metrics import CompletedRequest
-from nanoserve.scheduler.policies import make_policy
-from nanoserve.simulator import SimulationResult, Workload, burst, poisson_arrivals, simulate
-from nanoserve.simulator.length_tables import load_length_table
-from nanoserve.simulator.lengths import lognormal_lengths
+from nanoserve.papers.cases import BLOCK_SIZE, Case, Outcome, System, draw_lengths
+from nanoserve.papers.framework import Scale
 
 DEVICE = System(label="device only", policy="sarathi", parameters=(("admission_reserve", False),))
 """vLLM and SwiftLLM: Sarathi-Serve's policy on the same runtime, without host memory and nanoserve's own reserve."""
@@ -39,13 +31,13 @@ NEO_KERNEL = System(label="NEO, its kernel", policy="neo")
 TOKEN_BUDGETS = (256, 1024)
 """Tokens of a step: every system is tuned over these, in every backlog again."""
 
-_LOGNORMAL = {"livebench": (600.0, 400.0, 0.8, 0.7), "dolphin-r1": (200.0, 1000.0, 0.6, 0.5)}
-"""Assumed, for the paper does not say: mean input and output tokens, and sigmas. Instructions with medium answers, and
-short questions with long chains of thought."""
-_INPUT_OF_FIGURE_7, _SIGMA_OF_FIGURE_7 = 1000.0, 0.3
+OUTPUTS = (50, 200, 500, 1000)
+ALL_OUTPUTS = (50, 100, 200, 300, 500, 700, 1000)
+COMPARED = (DEVICE, NEO, NEO_KERNEL, OVERLAP, APEX, HYBRID)
 
 
-class Platform(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Platform:
     """A row of table 1 with the model that runs there."""
 
     name: str
@@ -57,97 +49,58 @@ class Platform(msgspec.Struct, frozen=True):
         efficiency = Efficiency() if processor is None else Efficiency(processor=processor)
         return StepCosts(load_shape(self.model), load_machine(self.machine), efficiency=efficiency)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that the device's memory holds with the largest budget."""
+        return self.costs().memory.kv_blocks(BLOCK_SIZE, max(TOKEN_BUDGETS)) * BLOCK_SIZE
+
 
 A10 = Platform("A10", "llama-3.1-8b", "apex-a10")
 T4 = Platform("T4", "llama-2-7b", "apex-t4")
 
 
-class HostCase(SystemCase, frozen=True, kw_only=True):
-    """A system on a platform, and the requests that arrive."""
+@dataclass(frozen=True)
+class HostBacklog:
+    """A platform and the requests that come to it at once."""
 
     platform: Platform
     lengths: str
     """See ``draw_lengths``."""
     requests: int
     """Number of requests."""
-    rate: float | None = None
-    """Requests per second, Poisson arrivals; None means all at once."""
     processor: float | None = None
-    """Share of the CPU's data sheet that its attention reaches; None is the default."""
+    """Share of the CPUs' data sheet that attention reaches; None is the default."""
+    systems: tuple[System, ...] = SYSTEMS
+    """Systems that are compared."""
 
-    @property
-    def name(self) -> str:
-        rate = "all at once" if self.rate is None else f"{self.rate:.2g}/s"
-        return f"{self.system.label}, {self.platform.name}, {self.lengths}, {rate}"
+    def cases(self, scale: Scale) -> list[Case]:
+        """The closed batch, for every system with the first seed, not tuned yet."""
+        return [self.case(system, scale.seeds[0]) for system in self.systems]
 
-    def shapes(self) -> Iterator[RequestShape]:
-        """The requests' lengths, equal for all budgets; requests that the device's memory cannot hold are left out."""
-        room = self.platform.costs().memory.kv_blocks(BLOCK_SIZE, max(TOKEN_BUDGETS)) * BLOCK_SIZE
-        return (shape for shape in draw_lengths(self.lengths, self.seed) if shape.total_tokens <= room)
-
-    def run(self) -> "HostOutcome":
-        """Simulate it."""
-        costs, system = self.platform.costs(self.processor), self.system
-        host_memory = 0.0 if system.policy == DEVICE.policy else costs.machine.host_memory_bytes
-        meter = _LatencyMeter()
-        result = simulate(
-            make_policy(system.policy, system.token_budget, dict(system.parameters)),
-            costs,
-            Workload(
-                burst() if self.rate is None else poisson_arrivals(self.rate, self.seed),
-                self.shapes(),
-                self.requests,
-            ),
-            num_blocks=costs.memory.kv_blocks(BLOCK_SIZE, system.token_budget),
-            block_size=BLOCK_SIZE,
+    def case(self, system: System, seed: int = 0) -> Case:
+        """One system's. Requests that the device's memory cannot hold are left out, for all budgets alike."""
+        return Case(
+            system=system,
+            model=self.platform.model,
+            machine=self.platform.machine,
+            lengths=self.lengths,
+            longest=self.platform.longest,
+            requests=self.requests,
             max_num_seqs=self.requests,
-            host_blocks=costs.memory.host_kv_blocks(host_memory, BLOCK_SIZE),
-            predictors=[CostPredictor(costs)],
-            request_observers=[meter],
+            processor=self._processor(system),
+            seed=seed,
         )
-        return HostOutcome(result=result, latency_per_token=meter.mean)
+
+    def _processor(self, system: System) -> float | None:
+        if system is DEVICE or self.processor is None:
+            return None
+        return self.processor / 2 if system is NEO_KERNEL else self.processor
 
 
-class HostOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a case came to."""
-
-    result: SimulationResult
-    latency_per_token: float
-    """Seconds; mean over requests of the whole latency over the output tokens (figure 6)."""
-
-
-class _LatencyMeter:
-    """A RequestObserver: figure 6's latency per token."""
-
-    def __init__(self) -> None:
-        self._sum, self._requests = 0.0, 0
-
-    def __call__(self, request: CompletedRequest) -> None:
-        self._sum += request.e2el / request.output_tokens
-        self._requests += 1
-
-    @property
-    def mean(self) -> float:
-        return self._sum / self._requests
-
-
-def draw_lengths(name: str, seed: int) -> Iterator[RequestShape]:
-    """Lengths by name: "osc:200" is OSC with outputs scaled to a mean of 200, "1000:200" figure 7's, the others plain.
-
-    Those of figure 7 have a mean input of 1000 tokens and, for want of better knowledge, a moderate lognormal spread.
-    """
-    kind, _, mean = name.partition(":")
-    if kind == "osc":
-        table = load_length_table("osc")
-        factor = float(mean) / table.mean_output
-        return (
-            RequestShape(shape.input_tokens, max(1, round(shape.output_tokens * factor))) for shape in table.draw(seed)
-        )
-    if mean:
-        return lognormal_lengths(_INPUT_OF_FIGURE_7, float(mean), _SIGMA_OF_FIGURE_7, _SIGMA_OF_FIGURE_7, seed)
-    if kind in _LOGNORMAL:
-        return lognormal_lengths(*_LOGNORMAL[kind], seed=seed)
-    return load_length_table(kind).draw(seed)
+def large_backlog(platform: Platform, lengths: str, scale: Scale) -> HostBacklog:
+    """Where the CPUs are as slow as in the paper: 30 times what an A10 holds, or 100 times what a T4 does."""
+    requests = scale.pick(1000, 3000) if platform == A10 else scale.pick(300, 1000)
+    return HostBacklog(platform, lengths, requests, PAPERS_SHARE, COMPARED)
 
 
 def mean_lengths(name: str) -> tuple[float, float]:
@@ -159,6 +112,6 @@ def mean_lengths(name: str) -> tuple[float, float]:
     return inputs, outputs
 
 
-def throughput(outcome: HostOutcome) -> float:
+def throughput(outcome: Outcome) -> float:
     """Prompt and output tokens per second, over all of the time."""
     return outcome.result.tokens_per_second

@@ -7,9 +7,10 @@ from statistics import mean, pstdev
 from msgspec.structs import replace
 
 from nanoserve.benchmarks.tables import Column
-from nanoserve.papers.cases import PipelineOutcome, Runs
-from nanoserve.papers.charts import Chart, ChartCurve, Panel, panel
-from nanoserve.papers.claims import Spread, claims
+from nanoserve.measures.charts import Chart, ChartCurve, Panel, panel
+from nanoserve.measures.metrics import Spread
+from nanoserve.papers.cases import Outcome, Runs
+from nanoserve.papers.claims import claims
 from nanoserve.papers.framework import Finding, Run, Scale
 from nanoserve.papers.gllm.systems import (
     AZURE,
@@ -33,30 +34,12 @@ def token_counts(scale: Scale, run: Run) -> Finding:
     runs = Runs(run, {system.label: deep_backlog(scale, system) for system in (GLLM, WITH_CK)})
     few, severe = runs.values(GLLM.label, bubbles), runs.values(WITH_CK.label, bubbles)
     found = claims(
-        None,
-        [
-            (
-                "1: tokens of a micro-batch vary more (deviation over mean), Sarathi-Serve over throttling",
-                "substantially",
-                runs.ratio(WITH_CK.label, GLLM.label, lambda one: one.steady.variation),
-                "at least 2.0x",
-                "memory full of running answers: prompts can enter only in gusts",
-            ),
-            (
-                "1, 4: bubbles of Token Throttling",
-                "few",
-                Spread.of(few),
-                "at most 12.0 %",
-                "stages prepare inputs beside computing (section 3.3)",
-            ),
-            (
-                "1, 4: bubbles of Sarathi-Serve in the same runtime, above those",
-                "severe",
-                Spread.of(theirs - mine for mine, theirs in zip(few, severe, strict=True)),
-                "at least 20.0 points",
-                "a deep backlog and a budget of 2048: with 512 there are none (figure 10)",
-            ),
-        ],
+        "gllm",
+        {
+            "1 variation": runs.ratio(WITH_CK.label, GLLM.label, lambda one: one.steady.variation),
+            "1 few bubbles": Spread.of(few),
+            "1 severe bubbles": Spread.of(theirs - mine for mine, theirs in zip(few, severe, strict=True)),
+        },
     )
     firsts = {label: runs.outcomes(label)[0] for label in (WITH_CK.label, GLLM.label)}
     panels = [
@@ -79,7 +62,7 @@ def token_counts(scale: Scale, run: Run) -> Finding:
     )
 
 
-def _balance(outcome: PipelineOutcome) -> dict[str, float]:
+def _balance(outcome: Outcome) -> dict[str, float]:
     steady = outcome.steady
     return {
         "tokens": steady.step_tokens,
@@ -114,30 +97,12 @@ def utilization(scale: Scale, run: Run) -> Finding:
     logs = [one.log for one in runs.outcomes("")]
     phases = [_phases(log) for log in logs]
     found = claims(
-        "4",
-        [
-            (
-                "tokens of a micro-batch vary (deviation over mean), while prompts come over after the last",
-                "high, then stable",
-                Spread.of(_variation(first) / _variation(second) for first, second in phases),
-                "at least 1.0x",
-                "prompts as uneven as ShareGPT's",
-            ),
-            (
-                "first phase: stages busy",
-                "under-utilized",
-                Spread.of(_busy(first) for first, _ in phases),
-                "at most 85 %",
-                "17 % of a coupled runtime's time prepares inputs (section 3.4)",
-            ),
-            (
-                "second phase, decodes only: stages busy",
-                "steadier, still suboptimal",
-                Spread.of(_busy(second) for _, second in phases),
-                "at most 85 %",
-                "decodes stay as uneven over micro-batches as prompts left them",
-            ),
-        ],
+        "gllm",
+        {
+            "4 variation": Spread.of(_variation(first) / _variation(second) for first, second in phases),
+            "4 first phase": Spread.of(_busy(first) for first, _ in phases),
+            "4 second phase": Spread.of(_busy(second) for _, second in phases),
+        },
     )
     log = logs[0]
     buckets = _busy_over_time(log)
@@ -205,19 +170,7 @@ def lengths(scale: Scale, run: Run) -> Finding:
         "input": {name: [shape.input_tokens for shape in shapes] for name, shapes in drawn.items()},
         "output": {name: [shape.output_tokens for shape in shapes] for name, shapes in drawn.items()},
     }
-    found = claims(
-        "11",
-        [
-            (
-                f"mean {what} of Azure over ShareGPT",
-                f"{stated}x",
-                mean(sizes[what][AZURE]) / mean(sizes[what][SHAREGPT]),
-                ("{:.2f}x", stated * 0.9, stated * 1.1),
-                "put in: ShareGPT's means are Azure's over what the paper states, its tail is assumed lognormal",
-            )
-            for what, stated in (("input", 5.21), ("output", 1.66))
-        ],
-    )
+    over_sharegpt = {f"11 {what}": mean(each[AZURE]) / mean(each[SHAREGPT]) for what, each in sizes.items()}
     panels = [
         Panel(
             title=what,
@@ -228,7 +181,8 @@ def lengths(scale: Scale, run: Run) -> Finding:
         )
         for what, by_name in sizes.items()
     ]
-    return Finding(found, Chart("gLLM, figure 11: lengths of requests", panels, columns=2))
+    chart = Chart("gLLM, figure 11: lengths of requests", panels, columns=2)
+    return Finding(claims("gllm", over_sharegpt), chart)
 
 
 def _cumulative(name: str, sizes: list[int]) -> ChartCurve:
@@ -247,35 +201,12 @@ def caps(scale: Scale, run: Run) -> Finding:
         for cap in _CAPS
     }
     runs = Runs(run, jobs)
-    rows = [
-        (
-            f"throughput over Sarathi-Serve in the same runtime, at most {cap} sequences running",
-            "not stated",
-            runs.ratio((GLLM.label, cap), (WITH_CK.label, cap), throughput),
-            asked,
-            why,
-        )
-        for cap, asked, why in (
-            (
-                256,
-                "0.90x to 1.10x",
-                "vLLM's default cap leaves both with a fifth of the memory in use: nothing to balance",
-            ),
-            (1024, "at least 1.10x", "the cap is what memory holds, about"),
-            (4096, "at least 1.30x", "no cap in effect"),
-        )
-    ]
-    unlike = (
-        "throughput without a cap over vLLM with its default of 256",
-        "1.29x to 2.50x",
-        runs.ratio((GLLM.label, 4096), (VLLM.label, 256), throughput),
-        "at least 1.29x",
-        "unlike caps compare the caps, not the policies",
-    )
+    ours = {f"cap {cap}": runs.ratio((GLLM.label, cap), (WITH_CK.label, cap), throughput) for cap in _CAPS}
+    ours["cap unlike"] = runs.ratio((GLLM.label, 4096), (VLLM.label, 256), throughput)
     heights = {one.label: [runs.mean((one.label, cap), throughput) for cap in _CAPS] for one in systems}
     bars = panel("deep backlog", "sequences running at most", "tokens/s", [*map(str, _CAPS)], heights, kind="bar")
     return Finding(
-        claims("cap", [*rows, unlike]),
+        claims("gllm", ours),
         Chart("The cap on running sequences", [bars]),
         [{"system": label, "cap": cap, **_balance(runs.outcomes((label, cap))[0])} for label, cap in jobs],
         [

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import nanoserve
 from nanoserve.benchmarks.tables import Column
-from nanoserve.papers.charts import Chart, panel
-from nanoserve.papers.claims import Claim, claims
+from nanoserve.measures.charts import Chart, panel
+from nanoserve.papers.claims import claims
 from nanoserve.papers.framework import Finding, Run, Scale
 
 ROOT = Path(nanoserve.__file__).parent.parent
@@ -90,24 +90,9 @@ def lines_of_code(scale: Scale, run: Run) -> Finding:
         Column("lines", "lines", ",d"),
         Column("without comments, docstrings and blank lines", "code", ",d"),
     ]
-    return Finding(_claims(totals), Chart("gLLM, table 1: lines of code", [chart]), rows, columns)
-
-
-def _claims(totals: dict[str, Room]) -> list[Claim]:
-    """Lines without comments, docstrings and blank ones are compared; the paper does not say how it counts."""
-    compared = (
-        (_ENGINE, "gLLM", "needs one kind of device and one policy; CPU kernels and host attention are counted here"),
-        (_ENGINE, "SGLang", "fewer models and devices"),
-        (_WHOLE, "SGLang", "the simulator, the benchmarks and the papers' figures are counted too"),
-    )
-    rows = [
-        (
-            f"lines of code of {what}, beside {name}'s",
-            f"{PAPER_LINES[name]:,}",
-            totals[what].code,
-            ("{:,.0f}", None, PAPER_LINES[name]),
-            why,
-        )
-        for what, name, why in compared
-    ]
-    return claims("table 1", rows)
+    ours = {  # lines without comments, docstrings and blank ones; the paper does not say how it counts
+        "table 1 engine, gLLM": totals[_ENGINE].code,
+        "table 1 engine, SGLang": totals[_ENGINE].code,
+        "table 1 all, SGLang": totals[_WHOLE].code,
+    }
+    return Finding(claims("gllm", ours), Chart("gLLM, table 1: lines of code", [chart]), rows, columns)

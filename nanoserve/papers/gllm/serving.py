@@ -8,19 +8,11 @@ import msgspec
 from msgspec.structs import replace
 
 from nanoserve.benchmarks.tables import Column
+from nanoserve.measures.charts import Chart, Panel, panel
+from nanoserve.measures.metrics import Spread
 from nanoserve.measures.slo import Slo
-from nanoserve.papers.cases import (
-    TOKEN_BUDGETS,
-    Metric,
-    PipelineCase,
-    PipelineOutcome,
-    Runs,
-    System,
-    over_seeds,
-    tuned,
-)
-from nanoserve.papers.charts import Chart, Panel, panel
-from nanoserve.papers.claims import ClaimRow, Spread, claims
+from nanoserve.papers.cases import TOKEN_BUDGETS, Case, Metric, Outcome, Runs, System, over_seeds, tuned
+from nanoserve.papers.claims import Ours, claims
 from nanoserve.papers.framework import Finding, Run, Scale
 from nanoserve.papers.gllm.systems import (
     A100,
@@ -40,6 +32,7 @@ from nanoserve.papers.gllm.systems import (
     deep_backlog,
     e2el,
     metric_columns,
+    on_devices,
     throughput,
     ttft,
 )
@@ -48,8 +41,8 @@ from nanoserve.simulator.length_tables import load_length_table
 SYSTEMS = (VLLM, SGLANG, GLLM)
 _FEWEST = 200
 """Requests of a run, at least."""
-_TURNING_SECONDS = {SHAREGPT: 1.0, AZURE: 5.2}
-"""A mean TTFT that says that requests queue: a second for ShareGPT's prompts, in proportion for Azure's longer ones."""
+_TURNING_SECONDS = 1.0
+"""A mean TTFT that says that requests with ShareGPT's prompts queue."""
 _PATIENCE = 5
 """The paper does not state its SLOs: they are taken as this many times what a mean request takes alone."""
 _RATE = "request rate, req/s"
@@ -69,14 +62,13 @@ class RateSweep(msgspec.Struct, frozen=True, kw_only=True):
     def title(self) -> str:
         return f"{self.model}, {'ShareGPT' if self.lengths == SHAREGPT else 'Azure'}"
 
-    def cases(self, system: System, scale: Scale) -> dict[float, list[PipelineCase]]:
+    def cases(self, system: System, scale: Scale) -> dict[float, list[Case]]:
         """Cases by rate, one for each seed: requests arrive for equally long at all rates."""
         seconds = scale.pick(60, 90)
-        base = PipelineCase(
-            system=system,
+        base = on_devices(
+            system,
             model=self.model,
             machine=self.machine,
-            devices=4,
             lengths=self.lengths,
             requests=_FEWEST,
             steady=(0.3, 0.9),
@@ -89,7 +81,7 @@ class RateSweep(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-def lone_request_limits(case: PipelineCase) -> Slo:
+def lone_request_limits(case: Case) -> Slo:
     """Limits: ``_PATIENCE`` times the TTFT and the TPOT of a request of mean length, alone."""
     costs, table = case.costs(), load_length_table(case.lengths)
     prompt, context = round(table.mean_input), round(table.mean_input + table.mean_output / 2)
@@ -114,14 +106,14 @@ CROSS_NODE = (
     RateSweep(model=QWEN_14B, machine=A100, lengths=AZURE, rates=(2, 5, 10, 15, 20, 25)),
 )
 
-Sweeps = Runs[tuple[str, str, float], PipelineCase]
+Sweeps = Runs[tuple[str, str, float]]
 """Runs by title of the sweep, label of the system and rate; the deep backlogs have the title ``_DEEP`` and no rate."""
 _DEEP = "deep backlog"
 
 
 def _jobs(
     sweeps: Sequence[RateSweep], systems: Sequence[System], scale: Scale
-) -> dict[tuple[str, str, float], list[PipelineCase]]:
+) -> dict[tuple[str, str, float], list[Case]]:
     return {
         (sweep.title, system.label, rate): cases
         for sweep in sweeps
@@ -130,7 +122,7 @@ def _jobs(
     }
 
 
-def _finding(title: str, rows: Sequence[ClaimRow], figure: str, sweeps: Sequence[RateSweep], runs: Sweeps) -> Finding:
+def _finding(title: str, ours: Ours, sweeps: Sequence[RateSweep], runs: Sweeps, **words: object) -> Finding:
     """The four metrics against the rate, by setting and system."""
     table = [
         {
@@ -154,7 +146,7 @@ def _finding(title: str, rows: Sequence[ClaimRow], figure: str, sweeps: Sequence
         for sweep in sweeps
         for name, metric in METRICS.items()
     ]
-    return Finding(claims(figure, rows), Chart(title, panels, columns=4), table, columns)
+    return Finding(claims("gllm", ours, **words), Chart(title, panels, columns=4), table, columns)
 
 
 def _over_rates(
@@ -179,32 +171,23 @@ def intra_node(scale: Scale, run: Run) -> Finding:
     def lowest(system: System) -> tuple[str, str, float]:
         return first.title, system.label, min(first.rates)
 
-    rows: list[ClaimRow] = [
-        *_turning_claims(first, runs),
-        (
-            "E2EL of tensor parallelism over gLLM's at the lowest rate",
-            "lower",
-            runs.ratio(lowest(SGLANG), lowest(GLLM), e2el),
-            "at most 1.00x",
-            "alone, a request has all devices at once",
-        ),
-        *(
-            (
-                f"maximum throughput over {other.label}, every budget 2048",
-                paper,
-                runs.ratio((_DEEP, GLLM.label, 0.0), (_DEEP, other.label, 0.0), throughput),
-                asked,
-                why,
-            )
-            for other, paper, asked, why in (
-                (WITH_CK, "not stated", "1.30x to 2.30x", "a backlog deeper than memory, and nobody's budget tuned"),
-                (VLLM, "1.29x to 2.50x", "1.29x to 2.50x", "the same, and 17 % of a coupled runtime's time for inputs"),
-                (SGLANG, "1.11x to 4.98x", "1.11x to 4.98x", "all-reduces at 20.79 GB/s, not hidden behind computing"),
-            )
-        ),
-        *_tuned_claims(scale, run),
-    ]
-    return _finding("gLLM, figure 10: one node with 4 x L20", rows, "10", sweeps, runs)
+    ours = _turning_points(first, runs)
+    ours["10 lowest rate"] = runs.ratio(lowest(SGLANG), lowest(GLLM), e2el)
+    for other in (WITH_CK, VLLM, SGLANG):
+        ours[f"10 most {other.label}"] = runs.ratio((_DEEP, GLLM.label, 0.0), (_DEEP, other.label, 0.0), throughput)
+    budgets = scale.pick((512, 2048), TOKEN_BUDGETS)
+    best = _tuned_backlogs(budgets, scale, run)
+    for other in (WITH_CK, VLLM):
+        ours[f"10 tuned {other.label}"] = best.ratio(GLLM.label, other.label, throughput)
+    return _finding(
+        "gLLM, figure 10: one node with 4 x L20",
+        ours,
+        sweeps,
+        runs,
+        budgets=", ".join(map(str, budgets)),
+        with_ck=best.cases[WITH_CK.label][0].system.token_budget,
+        vllm=best.cases[VLLM.label][0].system.token_budget,
+    )
 
 
 def cross_node(scale: Scale, run: Run) -> Finding:
@@ -217,59 +200,27 @@ def cross_node(scale: Scale, run: Run) -> Finding:
         mine, theirs = ((LLAMA_AZURE.title, one.label, LLAMA_AZURE.rates[-1]) for one in (GLLM, other))
         return runs.ratio(mine, theirs, throughput)
 
-    rows: list[ClaimRow] = [
-        (
-            "100B, Azure, 4 requests a second: throughput over vLLM",
-            "slightly below 1",
-            over(VLLM),
-            "at most 1.00x",
-            "needs gLLM's kernels slower than vLLM's by more than the 17 % that vLLM's inputs take here",
-        ),
-        (
-            "100B, Azure, 4 requests a second: throughput over SGLang TP",
-            "1.11x to 4.98x",
-            over(SGLANG),
-            "at least 1.11x",
-            "two all-reduces a layer over 73 Gbps",
-        ),
-    ]
-    return _finding("gLLM, figure 13: four nodes", rows, "13", sweeps, runs)
+    ours = {f"13 {other.label}": over(other) for other in (VLLM, SGLANG)}
+    return _finding("gLLM, figure 13: four nodes", ours, sweeps, runs)
 
 
-def _turning_claims(sweep: RateSweep, runs: Sweeps) -> list[ClaimRow]:
-    limit = _TURNING_SECONDS[sweep.lengths]
-    turning = {one: _by_seed(sweep, one, runs, ttft, lambda points: _passes(points, limit, 0.0)) for one in SYSTEMS}
+def _turning_points(sweep: RateSweep, runs: Sweeps) -> Ours:
+    turning = {
+        one: _by_seed(sweep, one, runs, ttft, lambda points: _passes(points, _TURNING_SECONDS, 0.0)) for one in SYSTEMS
+    }
     slopes = {one: _by_seed(sweep, one, runs, e2el, _slope) for one in SYSTEMS}
-    rows: list[ClaimRow] = []
-    for other, why in (
-        (VLLM, "requests come for minutes; where the turning point lies is our reading"),
-        (SGLANG, "needs all-reduces slower than 20.79 GB/s: alone, tensor parallelism is quick"),
-    ):
-        says = f"rate at which mean TTFT passes {limit:g} s, over {other.label}'s"
-        rows.append((says, "2x to 6x", _over(turning[GLLM], turning[other]), "2.0x to 6.0x", why))
-        says = f"slope of E2EL over the rate, over {other.label}'s"
-        assumed = "a straight line through all rates shown"
-        rows.append((says, "0.14x to 0.92x", _over(slopes[GLLM], slopes[other]), "at most 0.92x", assumed))
-    return rows
+    ours: Ours = {}
+    for other in (VLLM, SGLANG):
+        ours[f"10 turning {other.label}"] = _over(turning[GLLM], turning[other])
+        ours[f"10 slope {other.label}"] = _over(slopes[GLLM], slopes[other])
+    return ours
 
 
-def _tuned_claims(scale: Scale, run: Run) -> list[ClaimRow]:
-    """Maximum throughput with the best budget for every system, which the paper does not look for."""
-    budgets = scale.pick((512, 2048), TOKEN_BUDGETS)
+def _tuned_backlogs(budgets: Sequence[int], scale: Scale, run: Run) -> Runs[str]:
+    """Runs by label of the system, with the budget of highest throughput, which the paper does not look for."""
     systems = (GLLM, WITH_CK, VLLM)
     best = tuned([case for one in systems for case in deep_backlog(scale.first_seed, one)], run, throughput, budgets)
-    runs = Runs(run, {one.label: [case for case in best if case.system.label == one.label] for one in systems})
-    return [
-        (
-            f"maximum throughput over {other.label}, every budget the best of {', '.join(map(str, budgets))}",
-            paper,
-            runs.ratio(GLLM.label, other.label, throughput),
-            "at least 1.29x",
-            f"needs a budget larger than what memory keeps supplied; tuned, {other.label} runs with "
-            f"{runs.jobs[other.label][0].system.token_budget}",
-        )
-        for other, paper in ((WITH_CK, "not stated"), (VLLM, "1.29x to 2.50x"))
-    ]
+    return Runs(run, {one.label: [case for case in best if case.system.label == one.label] for one in systems})
 
 
 Points = Sequence[tuple[float, float]]
@@ -277,11 +228,11 @@ Points = Sequence[tuple[float, float]]
 
 
 def _by_seed(
-    sweep: RateSweep, system: System, runs: Sweeps, metric: Metric, figure: Callable[[Points], float]
+    sweep: RateSweep, system: System, runs: Sweeps, metric: Metric, number: Callable[[Points], float]
 ) -> list[float]:
     """A number of each seed's points."""
     columns = [runs.values((sweep.title, system.label, rate), metric) for rate in sweep.rates]
-    return [figure(list(zip(sweep.rates, values, strict=True))) for values in zip(*columns, strict=True)]
+    return [number(list(zip(sweep.rates, values, strict=True))) for values in zip(*columns, strict=True)]
 
 
 def _over(above: Sequence[float], below: Sequence[float]) -> Spread:
@@ -322,51 +273,33 @@ def slo_attainment(scale: Scale, run: Run) -> Finding:
     lowest: Mapping[str, tuple[str, str, float]] = {
         one.label: (sweep.title, one.label, min(sweep.rates)) for one in systems
     }
-    limits = lone_request_limits(runs.jobs[lowest[GLLM.label]][0])
-    assumed = f"limits are assumed: TTFT {(limits.ttft or 0) / 1e3:.1f} s, TPOT {limits.tpot or 0:.0f} ms"
+    limits = lone_request_limits(runs.cases[lowest[GLLM.label]][0])
 
-    def over_vllm(figure: Callable[[Points], float]) -> Spread:
-        return _over(*(_by_seed(sweep, one, runs, attainment, figure) for one in (GLLM, VLLM)))
+    def over_vllm(number: Callable[[Points], float]) -> Spread:
+        return _over(*(_by_seed(sweep, one, runs, attainment, number) for one in (GLLM, VLLM)))
 
     least = [runs.mean(lowest[system.label], attainment) for system in (GLLM, VLLM)]
-    rows: list[ClaimRow] = [
-        (
-            "SLO attainment, area under the curve, over vLLM's",
-            "1.64x",
-            over_vllm(_area),
-            "at least 1.30x",
-            assumed,
-        ),
-        (
-            f"rate at {_GOAL:.0f}% attainment, over vLLM's",
-            "1.79x",
-            over_vllm(lambda points: _passes(points, _GOAL, 100.0)),
-            "at least 1.30x",
-            assumed,
-        ),
-        (
-            "SLO attainment at the lowest rate, minus vLLM's",
-            "slightly below 0",
-            least[0] - least[1],
-            "at most 0.0 points",
-            assumed + "; needs a TTFT limit near what throttled prompts take",
-        ),
-    ]
+    ours = {
+        "14 area": over_vllm(_area),
+        "14 goal": over_vllm(lambda points: _passes(points, _GOAL, 100.0)),
+        "14 lowest rate": least[0] - least[1],
+    }
+    limits_in_words = {"ttft": f"{(limits.ttft or 0) / 1e3:.1f} s", "tpot": f"{limits.tpot or 0:.0f} ms"}
     return Finding(
-        claims("14", rows),
+        claims("gllm", ours, **limits_in_words),
         Chart(
             "gLLM, figure 14: four nodes with A800",
             [_over_rates(sweep, systems, runs, "SLO attainment, %", attainment, marks=(_GOAL,))],
         ),
         [
             {"system": label, "rate": rate, "attainment": runs.mean((title, label, rate), attainment)}
-            for title, label, rate in runs.jobs
+            for title, label, rate in runs.cases
         ],
         [Column("system", "system"), Column("req/s", "rate", "g"), Column("attainment %", "attainment", ".0f")],
     )
 
 
-def attainment(outcome: PipelineOutcome) -> float:
+def attainment(outcome: Outcome) -> float:
     """Per cent of the requests within the limits."""
     assert outcome.result.slo_attainment is not None, "limits were given"
     return 100 * outcome.result.slo_attainment

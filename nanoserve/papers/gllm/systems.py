@@ -1,9 +1,10 @@
 """The systems and settings of gLLM, section 4.1, and the metrics that are read off their runs."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from nanoserve.benchmarks.tables import Column
-from nanoserve.papers.cases import Metric, PipelineCase, PipelineOutcome, System, over_seeds
+from nanoserve.papers.cases import Case, Metric, Outcome, System, over_seeds
 from nanoserve.papers.framework import Scale
 
 _AS_PUBLISHED = (("admission_reserve", False),)
@@ -22,18 +23,14 @@ QWEN_14B, QWEN_32B, LLAMA_100B = "qwen2.5-14b", "qwen2.5-32b", "llama-3.1-100b"
 L20, A100, A800 = "gllm-l20", "gllm-a100", "gllm-a800"
 
 
-def deep_backlog(scale: Scale, system: System, *, max_num_seqs: int = 4096) -> list[PipelineCase]:
+def deep_backlog(scale: Scale, system: System, *, max_num_seqs: int = 4096) -> list[Case]:
     """32B on 4 x L20, more requests at once than memory can hold at a time: the highest throughput of a system.
 
     Memory is full of running answers only when their long tail has gathered, after some 2,500 requests; the steady
     state is looked at from there until all but 5 % of the requests have their first tokens.
     """
-    case = PipelineCase(
-        system=system,
-        model=QWEN_32B,
-        machine=L20,
-        devices=4,
-        lengths=SHAREGPT,
+    case = on_devices(
+        system,
         requests=scale.pick(5000, 10000),
         steady=(scale.pick(0.6, 0.4), 0.95),
         max_num_seqs=max_num_seqs,
@@ -42,45 +39,60 @@ def deep_backlog(scale: Scale, system: System, *, max_num_seqs: int = 4096) -> l
     return over_seeds(case, scale.seeds)
 
 
-def at_rate(system: System, rate: float, seconds: float, seeds: Iterable[int]) -> list[PipelineCase]:
+def at_rate(system: System, rate: float, seconds: float, seeds: Iterable[int]) -> list[Case]:
     """32B on 4 x L20 with ShareGPT's lengths, for ``seconds`` of Poisson arrivals."""
-    case = PipelineCase(
-        system=system,
-        model=QWEN_32B,
-        machine=L20,
-        devices=4,
-        lengths=SHAREGPT,
-        requests=round(rate * seconds),
-        rate=rate,
-        steady=(0.3, 0.9),
-    )
+    case = on_devices(system, requests=round(rate * seconds), rate=rate, steady=(0.3, 0.9))
     return over_seeds(case, seeds)
 
 
-def throughput(outcome: PipelineOutcome) -> float:
+def on_devices(
+    system: System,
+    *,
+    model: str = QWEN_32B,
+    machine: str = L20,
+    devices: int = 4,
+    lengths: str = SHAREGPT,
+    requests: int,
+    steady: tuple[float, float] = (0.5, 0.95),
+    **options: Any,
+) -> Case:
+    """A model on some devices as the system spreads it; ``options`` are other fields of Case."""
+    return Case(
+        system=system,
+        model=model,
+        machine=machine,
+        layouts=(system.layout(devices),),
+        lengths=lengths,
+        requests=requests,
+        steady=steady,
+        **options,
+    )
+
+
+def throughput(outcome: Outcome) -> float:
     """Prompt and output tokens per second, in the steady state."""
     return outcome.steady.tokens_per_second
 
 
-def ttft(outcome: PipelineOutcome) -> float:
+def ttft(outcome: Outcome) -> float:
     """Mean time to first token, in seconds."""
     assert outcome.result.ttft_ms is not None, "every request has a first token"
     return outcome.result.ttft_ms.mean / 1e3
 
 
-def tpot(outcome: PipelineOutcome) -> float:
+def tpot(outcome: Outcome) -> float:
     """Mean time per output token, in milliseconds."""
     assert outcome.result.tpot_ms is not None, "some answers have two tokens"
     return outcome.result.tpot_ms.mean
 
 
-def e2el(outcome: PipelineOutcome) -> float:
+def e2el(outcome: Outcome) -> float:
     """Mean end-to-end latency, in seconds."""
     assert outcome.result.e2el_ms is not None, "every request ends"
     return outcome.result.e2el_ms.mean / 1e3
 
 
-def bubbles(outcome: PipelineOutcome) -> float:
+def bubbles(outcome: Outcome) -> float:
     """Share of the time in which a stage computes nothing, in per cent, in the steady state."""
     return 100 * outcome.steady.bubble_share
 

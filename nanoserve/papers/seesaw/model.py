@@ -13,10 +13,11 @@ import msgspec
 
 from nanoserve.benchmarks.tables import Column
 from nanoserve.costs import DoesNotFit, ParallelLayout, StepCosts, StepWork, load_machine, load_shape
-from nanoserve.papers.charts import Chart, panel
-from nanoserve.papers.claims import ClaimRow, claims
+from nanoserve.measures.charts import Chart, panel
+from nanoserve.papers.cases import BLOCK_SIZE
+from nanoserve.papers.claims import Ours, claims
 from nanoserve.papers.framework import Finding, Run, Scale
-from nanoserve.papers.seesaw.settings import BLOCK_SIZE
+from nanoserve.papers.seesaw.settings import NVLINK, PCIE
 
 _BATCH, _LENGTH = 16, 1024
 _INPUT, _OUTPUT = 3000, 900
@@ -101,24 +102,12 @@ def layouts(scale: Scale, run: Run) -> Finding:
         }
         panels.append(panel(title, "layout", "normalized time", [*found], heights, kind="stack"))
     pipeline, tensor = found["TP1PP8"], found["TP8PP1"]
-    claimed = [
-        (
-            "1a: prefill of 13B on 8 L4: TP8 takes longer than PP8",
-            "more (bars)",
-            tensor[0].total / pipeline[0].total,
-            "at least 1.50x",
-            "prompts of 1,024 tokens; PCIe 4.0 x8 at 75 %",
-        ),
-        (
-            "1b: decode of 13B on 8 L4: PP8 takes longer than TP8",
-            "more (bars)",
-            pipeline[1].total / tensor[1].total,
-            "at least 1.50x",
-            "16 sequences in all, so 2 a micro-batch of PP8: each reads all weights of its stage",
-        ),
-    ]
+    ours = {
+        "1 prefill": tensor[0].total / pipeline[0].total,
+        "1 decode": pipeline[1].total / tensor[1].total,
+    }
     chart = Chart("Seesaw, figure 1: LLaMA2-13B, 16 sequences on 8 L4", panels)
-    return Finding(claims(None, claimed), chart, rows, columns)
+    return Finding(claims("seesaw", ours), chart, rows, columns)
 
 
 # ---- figure 4 ---------------------------------------------------------------------------------------------------
@@ -160,27 +149,12 @@ def disaggregation(scale: Scale, run: Run) -> Finding:
     """Figure 4: 70B on devices of their own for prompts and answers."""
     measured = {"prefill_4": (4, prefill_rate), "decode_4": (4, decode_rate), "decode_8": (8, decode_rate)}
     rows: list[dict[str, Any]] = []
-    claimed: list[ClaimRow] = []
-    for machine in ("seesaw-a100-pcie", "seesaw-a100-nvlink"):
+    ours: Ours = {}
+    for machine in (PCIE, NVLINK):
         rates = {name: _best_rate(machine, *what) for name, what in measured.items()}
         rows.append({"machine": machine, **rates})
-        assumed = f"{machine}; {_INPUT:,} tokens in, {_OUTPUT} out: the paper states no lengths"
-        claimed += [
-            (
-                "70B on 4 + 4 devices of 40 GiB: prompts a second over answers a second",
-                "more than 6x",
-                rates["prefill_4"] / rates["decode_4"],
-                "at least 4.0x",
-                assumed + "; it grows with the answers",
-            ),
-            (
-                "answers a second of 4 devices over those of 8",
-                "15 %",
-                100 * rates["decode_4"] / rates["decode_8"],
-                "at most 25 %",
-                f"{machine}; 90 % of the memory is usable: beside the weights 4 hold 43,000 tokens",
-            ),
-        ]
+        ours[f"4 prompts {machine}"] = rates["prefill_4"] / rates["decode_4"]
+        ours[f"4 answers {machine}"] = 100 * rates["decode_4"] / rates["decode_8"]
     labels = {"prefill (4 GPUs)": "prefill_4", "decode (4 GPUs)": "decode_4", "decode (8 GPUs)": "decode_8"}
     bars = panel(
         f"{_INPUT:,} tokens in, {_OUTPUT} out",
@@ -196,7 +170,8 @@ def disaggregation(scale: Scale, run: Run) -> Finding:
         Column("decode on 4", "decode_4", ".2f"),
         Column("decode on 8", "decode_8", ".2f"),
     ]
-    return Finding(claims("4", claimed), Chart("Seesaw, figure 4: 70B disaggregated, 4 + 4", [bars]), rows, columns)
+    chart = Chart("Seesaw, figure 4: 70B disaggregated, 4 + 4", [bars])
+    return Finding(claims("seesaw", ours), chart, rows, columns)
 
 
 # ---- figure 15 --------------------------------------------------------------------------------------------------
@@ -221,29 +196,11 @@ def data_parallelism(scale: Scale, run: Run) -> Finding:
     """Figure 15: what replicas cost in decoding."""
     rows = [_decoding(degree) for degree in (1, 2, 4, 8)]
     does_not_fit, replicated, divided = rows[0], rows[1], rows[-1]
-    claimed = [
-        (
-            "TP1DP8: the largest batch",
-            "out of memory",
-            does_not_fit["batch"],
-            "at most 0",
-            "13B on 8 L4, as in figure 1; the paper names neither model nor device",
-        ),
-        (
-            "the largest batch: TP8 over TP2DP4",
-            "more (bars)",
-            divided["batch"] / replicated["batch"],
-            "at least 1.20x",
-            "13B on 8 L4, sequences of 1,024 tokens",
-        ),
-        (
-            "loading weights, per request: TP2DP4 over TP8",
-            "more (bars)",
-            replicated["weights"] / divided["weights"],
-            "at least 2.00x",
-            "4 times the weights for each device, and the smaller batch",
-        ),
-    ]
+    ours = {
+        "15 fits": does_not_fit["batch"],
+        "15 batch": divided["batch"] / replicated["batch"],
+        "15 weights": replicated["weights"] / divided["weights"],
+    }
     columns = [
         Column("layout", "layout"),
         Column("largest batch", "batch", ",d"),
@@ -260,4 +217,4 @@ def data_parallelism(scale: Scale, run: Run) -> Finding:
         panel("largest batch", "layout", "batch size", names, batches, kind="bar"),
     ]
     chart = Chart("Seesaw, figure 15: data parallelism in decode, 13B on 8 L4", panels)
-    return Finding(claims("15", claimed), chart, rows, columns)
+    return Finding(claims("seesaw", ours), chart, rows, columns)

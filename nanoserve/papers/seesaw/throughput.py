@@ -4,22 +4,18 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import geometric_mean
 
 from nanoserve.benchmarks.tables import Column
-from nanoserve.papers.charts import Chart, Panel, panel
-from nanoserve.papers.claims import ClaimRow, Spread, claims
+from nanoserve.measures.charts import Chart, Panel, panel
+from nanoserve.measures.metrics import Spread
+from nanoserve.papers.cases import Case
+from nanoserve.papers.claims import claims
 from nanoserve.papers.framework import Finding, Run, Scale
-from nanoserve.papers.seesaw.search import BestOfBoth, compare
-from nanoserve.papers.seesaw.settings import OfflineBatch
+from nanoserve.papers.seesaw.search import RESHARDING_KIND, STATIC_KIND, BestOfBoth, compare, gains, seconds
+from nanoserve.papers.seesaw.settings import A10, L4, NVLINK, PCIE, closed_batch
 
 MODELS = (("llama-3-15b", 4), ("codellama-34b", 8), ("llama-2-70b", 8))
 """Models and the devices of each (section 6.2)."""
 WORKLOADS = (("arxiv", 250, 500), ("sharegpt-gllm", 1000, 2000))
 """Lengths, and requests at the reduced and at the paper's size (section 6.1)."""
-A10, L4 = "seesaw-a10", "seesaw-l4"
-PCIE, NVLINK = "seesaw-a100-pcie", "seesaw-a100-nvlink"
-
-_ASSUMPTION = "all-reduces at 75 % of PCIe 4.0 x8; a few long answers end each batch in both systems"
-_L4_ASSUMPTION = "both reach 70 % of their data sheets; it would take an L4 that reaches less of its 121 TFLOPS"
-
 COLUMNS = (
     Column("model", "model"),
     Column("machine", "machine", justify="left"),
@@ -33,26 +29,38 @@ COLUMNS = (
 )
 
 
-def _settings(scale: Scale, machines: Iterable[str], models: Sequence[tuple[str, int]] = MODELS) -> list[OfflineBatch]:
+def _settings(scale: Scale, machines: Iterable[str], models: Sequence[tuple[str, int]] = MODELS) -> list[Case]:
     """Every model with every workload on every machine."""
     return [
-        OfflineBatch(
-            model=model,
-            machine=machine,
-            devices=devices,
-            lengths=lengths,
-            requests=scale.pick(reduced, full),
-            seed=scale.seeds[0],
-        )
+        closed_batch(model, machine, devices, lengths, scale.pick(reduced, full), seed=scale.seeds[0])
         for machine in machines
         for lengths, reduced, full in WORKLOADS
         for model, devices in models
     ]
 
 
-def _over_settings(found: Iterable[BestOfBoth], which: Callable[[Iterable[float]], float]) -> list[float]:
-    """For each seed one number of the gains in all settings: the smallest, the largest or their mean."""
-    return [which(gains) for gains in zip(*(one.gains for one in found), strict=True)]
+def _row(found: BestOfBoth, setting: Case) -> dict[str, object]:
+    """The comparison in one setting as a row of a table."""
+    static, seesaw = (setting, STATIC_KIND), (setting, RESHARDING_KIND)
+    best = {kind: found.cases[setting, kind][0] for kind in (STATIC_KIND, RESHARDING_KIND)}
+    names = {kind: f"{one.layout_name} ({one.system.token_budget})" for kind, one in best.items()}
+    gain = Spread.of(gains(found, setting))
+    return {
+        "model": setting.model,
+        "machine": setting.machine,
+        "lengths": setting.lengths,
+        "static": names[STATIC_KIND],
+        "seesaw": names[RESHARDING_KIND],
+        "static_requests_per_second": found.mean(static, lambda one: one.result.requests_per_second),
+        "seesaw_requests_per_second": found.mean(seesaw, lambda one: one.result.requests_per_second),
+        "transitions": max(one.result.transitions for one in found.outcomes(seesaw)),
+        "gain": gain.mean,
+        "gain_text": gain.text("{:.2f}x"),
+    }
+
+
+def _settings_of(found: BestOfBoth) -> list[Case]:
+    return list(dict.fromkeys(setting for setting, _ in found.cases))
 
 
 # ---- figure 10 --------------------------------------------------------------------------------------------------
@@ -61,96 +69,78 @@ def _over_settings(found: Iterable[BestOfBoth], which: Callable[[Iterable[float]
 def on_a10_and_l4(scale: Scale, run: Run) -> Finding:
     """Figure 10: the twelve settings."""
     found = compare(_settings(scale, (A10, L4)), scale, run)
-    a10, l4 = ([one for one in found if one.setting.machine == name] for name in (A10, L4))
-    means = {name: _over_settings(some, geometric_mean) for name, some in ((A10, a10), (L4, l4), ("", found))}
-    smallest = Spread.of(_over_settings(found, min))
-    more_on_a10 = Spread.of(above / below for above, below in zip(means[A10], means[L4], strict=True))
-    both, why = Spread.of(means[""]), _ASSUMPTION
-    rows: list[ClaimRow] = [
-        ("never below the best static configuration: the smallest gain", "1.06x", smallest, "at least 0.98x", why),
-        ("gain over the best static, twelve settings", "1.36x", both, "1.20x to 1.55x", why),
-        ("gain on A10, six settings", "1.45x", Spread.of(means[A10]), "1.20x to 1.70x", why),
-        ("gain on L4, six settings", "1.29x", Spread.of(means[L4]), "1.10x to 1.50x", why),
-        ("gain on A10 over gain on L4", "1.12x", more_on_a10, "at least 1.00x", _L4_ASSUMPTION),
-        ("largest gain on A10", "1.78x", Spread.of(_over_settings(a10, max)), "1.40x to 2.10x", why),
-        ("largest gain on L4", "1.52x", Spread.of(_over_settings(l4, max)), "1.30x to 1.80x", why),
-    ]
+    every = _settings_of(found)
+    places = {name: [one for one in every if one.machine == name] for name in (A10, L4)}
+
+    def over_settings(settings: Sequence[Case], which: Callable[[Iterable[float]], float]) -> list[float]:
+        """For each seed one number of the gains in all settings: the smallest, the largest or their mean."""
+        return [which(several) for several in zip(*(gains(found, one) for one in settings), strict=True)]
+
+    on_a10, on_l4 = (over_settings(settings, geometric_mean) for settings in places.values())
+    ours = {
+        "10 smallest": Spread.of(over_settings(every, min)),
+        "10 all": Spread.of(over_settings(every, geometric_mean)),
+        "10 A10": Spread.of(on_a10),
+        "10 L4": Spread.of(on_l4),
+        "10 A10 over L4": Spread.of(above / below for above, below in zip(on_a10, on_l4, strict=True)),
+        "10 largest A10": Spread.of(over_settings(places[A10], max)),
+        "10 largest L4": Spread.of(over_settings(places[L4], max)),
+    }
     panels = [
-        _bars(f"{name}, {lengths}", [one for one in some if one.setting.lengths == lengths])
-        for name, some in ((A10, a10), (L4, l4))
+        _bars(f"{name}, {lengths}", found, [one for one in settings if one.lengths == lengths])
+        for name, settings in places.items()
         for lengths, _, _ in WORKLOADS
     ]
     chart = Chart("Seesaw, figure 10: throughput over the best static configuration", panels, columns=2)
-    return Finding(claims("10", rows), chart, [one.row() for one in found], COLUMNS)
+    return Finding(claims("seesaw", ours), chart, [_row(found, one) for one in every], COLUMNS)
 
 
-def _bars(title: str, found: Sequence[BestOfBoth]) -> Panel:
+def _bars(title: str, found: BestOfBoth, settings: Sequence[Case]) -> Panel:
     """Normalized to the static configuration, as in the paper; the configurations stand below."""
-    names = [f"{one.setting.model.rpartition('-')[2]}\n{one.static.label}\n{one.resharding.label}" for one in found]
+
+    def layouts(setting: Case, kind: str) -> str:
+        return found.cases[setting, kind][0].layout_name
+
+    names = [
+        f"{one.model.rpartition('-')[2]}\n{layouts(one, STATIC_KIND)}\n{layouts(one, RESHARDING_KIND)}"
+        for one in settings
+    ]
     heights: dict[str, Sequence[float] | Sequence[Spread]] = {
-        "best static": [1.0] * len(found),
-        "seesaw": [one.gain for one in found],
+        "best static": [1.0] * len(settings),
+        "seesaw": [Spread.of(gains(found, one)) for one in settings],
     }
     return panel(title, "", "normalized throughput", names, heights, kind="bar")
 
 
 # ---- figure 11 --------------------------------------------------------------------------------------------------
 
-_PAPERS_GAINS = {
-    (PCIE, "arxiv"): ("+46 %", "1.20x to 1.70x"),
-    (PCIE, "sharegpt-gllm"): ("+30 %", "1.10x to 1.50x"),
-    (NVLINK, "arxiv"): ("1.00x", "0.98x to 1.15x"),
-    (NVLINK, "sharegpt-gllm"): ("+13 %", "1.00x to 1.30x"),
-}
-"""The paper's number and the expected range, by machine and workload."""
-_ON_PCIE = [
-    ("arxiv", "static", "the best static", "61 %", "30 % to 90 %"),
-    ("arxiv", "resharding", "Seesaw", "89 %", "50 % to 110 %"),
-    ("sharegpt-gllm", "static", "the best static", "62 %", "30 % to 90 %"),
-    ("sharegpt-gllm", "resharding", "Seesaw", "82 %", "50 % to 110 %"),
-]
-"""Workload, kind of configuration and its name, the paper's share of the best static on NVLink, and what is asked."""
-
 
 def on_a100(scale: Scale, run: Run) -> Finding:
     """Figure 11: the same model with slow and with fast links."""
     found = compare(_settings(scale, (PCIE, NVLINK), MODELS[2:]), scale, run)
-    places = {(one.setting.machine, one.setting.lengths): one for one in found}
+    places = {(one.machine, one.lengths): one for one in _settings_of(found)}
 
-    def over_best(machine: str, lengths: str, kind: str) -> list[float]:
-        """Throughput over that of the best static configuration on NVLink, seed by seed."""
-        pairs = zip(places[NVLINK, lengths].seconds("static"), places[machine, lengths].seconds(kind), strict=True)
-        return [best / mine for best, mine in pairs]
+    def over_best(machine: str, lengths: str, kind: str) -> Spread:
+        """Throughput over that of the best static configuration on NVLink, in per cent."""
+        mine, best = (found.values(key, seconds) for key in ((places[machine, lengths], kind), best_on(lengths)))
+        return Spread.of(100 * (fast / slow) for slow, fast in zip(mine, best, strict=True))
 
-    rows: list[ClaimRow] = [
-        (
-            f"gain over the best static, 70B, {machine}, {lengths}",
-            paper,
-            places[machine, lengths].gain,
-            asked,
-            "NVLink as microsoft/vidur measured it" if machine == NVLINK else "PCIe 4.0 x8 at 75 %",
-        )
-        for (machine, lengths), (paper, asked) in _PAPERS_GAINS.items()
-    ]
-    rows += [
-        (
-            f"{who} on PCIe over the best static on NVLink, {lengths}",
-            paper,
-            Spread.of(100 * ratio for ratio in over_best(PCIE, lengths, kind)),
-            asked,
-            "the links of the two machines",
-        )
-        for lengths, kind, who, paper, asked in _ON_PCIE
-    ]
+    def best_on(lengths: str) -> tuple[Case, str]:
+        return places[NVLINK, lengths], STATIC_KIND
+
+    ours = {f"11 gain {machine} {lengths}": Spread.of(gains(found, one)) for (machine, lengths), one in places.items()}
     names = [lengths for lengths, _, _ in WORKLOADS]
-    best = [sum(places[NVLINK, name].seconds("static")) for name in names]
+    for lengths in names:
+        for kind in (STATIC_KIND, RESHARDING_KIND):
+            ours[f"11 PCIe {lengths} {kind}"] = over_best(PCIE, lengths, kind)
     heights = {
         f"{label} + {link}": [
-            fast / sum(places[machine, name].seconds(kind)) for fast, name in zip(best, names, strict=True)
+            sum(found.values(best_on(name), seconds)) / sum(found.values((places[machine, name], kind), seconds))
+            for name in names
         ]
         for machine, link in ((PCIE, "pcie"), (NVLINK, "nvlink"))
-        for kind, label in (("static", "best static"), ("resharding", "seesaw"))
+        for kind, label in ((STATIC_KIND, "best static"), (RESHARDING_KIND, "seesaw"))
     }
     bars = panel("8 x A100", "", "throughput (normalized)", names, heights, kind="bar")
     chart = Chart("Seesaw, figure 11: LLaMA2-70B on A100", [bars])
-    return Finding(claims("11", rows), chart, [one.row() for one in found], COLUMNS)
+    return Finding(claims("seesaw", ours), chart, [_row(found, one) for one in places.values()], COLUMNS)

@@ -141,8 +141,7 @@ class HybridPass:
         self._host.close()
 
     def take(self, sequences: Sequence[int]) -> list[HostGroup]:
-        """Take some sequences out of the groups that are under way, as groups of their own; those that another stage has
-        are left out."""
+        """Take some sequences out of the pending groups, as new groups. Sequences of another stage are skipped."""
         wanted, taken, left = set(sequences), list[HostGroup](), list[HostGroup]()
         for group in self.pending:
             places = [place for place, row in enumerate(group.rows) if row.sequence in wanted]

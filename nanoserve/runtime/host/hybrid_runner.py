@@ -134,9 +134,8 @@ class HybridRunner(ModelRunner):
         return step
 
     def compute(self, step: PreparedStep, entering: Tensor | None = None) -> Tensor | None:
-        """As ModelRunner has it. Behind the hidden states of a HybridStep's tokens on the device follow those of groups:
-        the groups that its header names enter, and those that passed the last layer leave. The latter are in the step
-        then."""
+        """Run the layers as ModelRunner does. In a HybridStep, the hidden states of the device's tokens are followed by
+        those of host groups: the groups that the header names enter, and the ones past their last layer leave."""
         if not isinstance(step, HybridStep):
             return super().compute(step, entering)
         with torch.inference_mode():

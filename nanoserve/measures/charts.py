@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from nanoserve.measures.figures import save_figure, titled_figure
-from nanoserve.papers.claims import Spread
+from nanoserve.measures.metrics import Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nanoserve.errors import RuntimeFailure
-from nanoserve.papers.charts import Chart, ChartCurve, Panel, draw
+from nanoserve.measures.charts import Chart, ChartCurve, Panel, draw
 
 pytest.importorskip("matplotlib")
 
