@@ -77,19 +77,21 @@ class TokenCounts:
 
     def on_updates(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
         """Count what sequences gained at one moment, each at most once; returns the same updates."""
+        unended, sampled = self._unended, 0
         for update in updates:
-            request, gained = self._unended[update.request_id], len(update.new_tokens)
+            request, gained = unended[update.request_id], len(update.new_tokens)
             if gained and not request.answered:
                 request.answered = True
                 self.prompts += len(update.sequence.request.prompt)
             request.tokens += gained
-            self.outputs += gained
-            self.outstanding += gained
+            sampled += gained
             if update.sequence.finish_reason is not None:
                 request.samples -= 1
                 if not request.samples:
                     self.outstanding -= request.tokens
-                    del self._unended[update.request_id]
+                    del unended[update.request_id]
+        self.outputs += sampled
+        self.outstanding += sampled
         return updates
 
 
@@ -149,7 +151,7 @@ class Engine:
         scheduler = self.scheduler
         return EngineStatus(
             layouts=(scheduler.layout,),
-            changing=(scheduler.changing_layout,),
+            changing=(scheduler.layouts.changing,),
             running=len(scheduler.running),
             on_host=len(scheduler.on_host),
             waiting=len(scheduler.waiting),

@@ -20,7 +20,7 @@ from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.driving import drive
+from nanoserve.simulator.fleet import drive
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.fakes.observed_executor import ObservedExecutor
 from tests.simulator.linear_times import LinearTimes
