@@ -16,7 +16,7 @@ from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.options import Options, option
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.measures.figures import check_plotting
+from nanoserve.measures.charts import check_plotting
 from nanoserve.measures.workloads import PRESETS, BatchCase, parse_lengths, parse_sizes, read_arrivals, read_trace
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.threads import prepare_threads

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from nanoserve.benchmarks.resharding.baselines import DecodePrioritizing, PrefillPrioritizing
+from nanoserve.benchmarks.policies.baselines import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.costs import Efficiency, ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.measures.slo import Slo
