@@ -8,8 +8,7 @@ from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, JsonOptions, kept, make_directory, print_head
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.progress import show_progress
-from nanoserve.measures.charts import draw
-from nanoserve.measures.figures import check_plotting
+from nanoserve.measures.charts import check_plotting, draw
 from nanoserve.papers.framework import Finding, Paper, Scale, load_paper
 from nanoserve.papers.running import Runner
 

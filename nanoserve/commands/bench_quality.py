@@ -1,5 +1,6 @@
 """``nanoserve bench quality``: are the outputs as good as those of Hugging Face transformers?"""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ from nanoserve.commands.options import option
 from nanoserve.commands.progress import watched
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
+from nanoserve.measures.charts import Bars, Chart, draw
 from nanoserve.models.hub import resolve_model
 
+_AXES = {"perplexity": "perplexity of a token, lower is better", "accuracy": "share of right answers"}
+"""What the bars of each measure are."""
 _VALUE = Column("value", "value", ".5f")
 _COLUMNS = [
     Column("measure", "case"),
@@ -123,4 +127,13 @@ def _measure_accuracy(
 def _show(report: Report, options: ResultOptions) -> None:
     print_head(report)
     print_table("quality", _COLUMNS, report.rows)
-    options.draw_bars(report, "quality", "{case} {engine}", [_VALUE], report.rows)
+    if options.plot is not None:
+        panels = [_bars(case, [row for row in report.rows if row["case"] == case]) for case in _AXES]
+        chart = Chart(report.titled("quality"), [one for one in panels if one.names], columns=1)
+        draw(chart, options.plot, panel_size=(7.0, 2.2))
+
+
+def _bars(case: str, rows: Sequence[Mapping[str, Any]]) -> Bars:
+    texts = [_VALUE.text(row) for row in rows]
+    heights = {"": [row["value"] for row in rows]}
+    return Bars(title=case, x=_AXES[case], names=[row["engine"] for row in rows], parts=heights, texts=texts)
