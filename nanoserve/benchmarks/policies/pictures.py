@@ -34,21 +34,20 @@ def plot_stages(path: Path, title: str, runs: Mapping[str, Run]) -> None:
         RuntimeFailure: if the file cannot be written.
     """
     figure = titled_figure(title, 15, 1.2 + 2.7 * len(runs))
-    panels = figure.subplots(len(runs), 2, squeeze=False)
-    counts = [
-        [(step, planned.decodes, planned.prompt_tokens) for step, planned in run.record.planned.items()]
-        for run in runs.values()
-    ]
-    most = max(decodes + prompt for steps in counts for _, decodes, prompt in steps)
-    for (name, run), steps, (stages, tokens) in zip(runs.items(), counts, panels, strict=True):
-        shares = stage_shares(run.record, run.variant.layouts[0].tensor_parallel)
-        if shares:
-            idle = sum(share.bubbles for share in shares) / len(shares)
-            draw_stages(stages, _window(run), f"{name}: which micro-batch is where; stages idle for {idle:.0%}")
-        else:
-            stages.set_axis_off()
-        draw_tokens(tokens, steps)
+    shares = {name: stage_shares(run.record, run.variant.layouts[0].tensor_parallel) for name, run in runs.items()}
+    panels = figure.subplot_mosaic(
+        [[f"stages of {name}" if shares[name] else name, name] for name in runs]  # without stages, tokens fill the row
+    )
+    most = max(one.decodes + one.prompt_tokens for run in runs.values() for one in run.record.planned.values())
+    for name, run in runs.items():
+        if found := shares[name]:
+            idle = sum(share.bubbles for share in found) / len(found)
+            heading = f"{name}: which micro-batch is where; stages idle for {idle:.0%}"
+            draw_stages(panels[f"stages of {name}"], _window(run), heading)
+        tokens = panels[name]
+        draw_tokens(tokens, [(step, one.decodes, one.prompt_tokens) for step, one in run.record.planned.items()])
         tokens.set(title=f"{name}: tokens of each micro-batch", xlabel="micro-batch", ylim=(0, most * 1.05))
+        tokens.locator_params(axis="x", integer=True)
     add_legend(figure)
     save_figure(figure, path)
 
