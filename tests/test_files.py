@@ -12,7 +12,7 @@ import pytest
 from nanoserve.benchmarks.report import Report
 from nanoserve.commands.batch_files import PromptRow, ResultFile
 from nanoserve.errors import RuntimeFailure
-from nanoserve.measures.figures import save_figure, titled_figure
+from nanoserve.measures.charts import Bars, Chart, draw
 from nanoserve.processes.files import replace_file
 
 
@@ -29,7 +29,7 @@ def full_disk(limit: int = 10) -> Iterator[None]:
 
 def _draw(path: Path) -> None:
     pytest.importorskip("matplotlib")
-    save_figure(titled_figure("a title", 2, 2), path)
+    draw(Chart("a title", [Bars(x="bytes", names=["one"], parts={"": [1.0]}, texts=["1"])]), path)
 
 
 def _report(path: Path) -> None:

@@ -1,69 +1,75 @@
-"""Charts of reports as PNG files; needs matplotlib, which the extra [plot] installs."""
+"""Charts of reports: bars of a table's columns."""
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nanoserve.benchmarks.tables import Column
-from nanoserve.measures.figures import save_figure, titled_figure
+from nanoserve.measures.charts import Bars, Chart, draw
+
+_NAME_WIDTH, _ROW_HEIGHT = 4.0, 0.35
+"""Inches."""
 
 
-def plot_bars(path: Path, title: str, label: str, values: Sequence[Column], rows: Sequence[dict[str, Any]]) -> None:
-    """One panel per column of ``values``, one bar per row; ``label`` is a format string over the row.
+def plot_bars(path: Path, title: str, label: str, values: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw one panel per column of ``values``, one bar per row; ``label`` is a format string over the row.
+
+    Where there is a single row, columns of one unit (the last word of their headings) are the bars of one panel.
 
     Raises:
         RuntimeFailure: if the file cannot be written.
     """
-    names = [label.format(**row) for row in rows]
-    figure = titled_figure(title, 4 + 3 * len(values), 1.5 + 0.35 * len(rows))
-    panels = figure.subplots(1, len(values), sharey=True, squeeze=False)[0]
-    for panel, column in zip(panels, values, strict=True):
-        texts = [column.text(row) for row in rows]
-        bars = panel.barh(names, [_number(text) for text in texts])
-        panel.bar_label(bars, texts, padding=3)
-        panel.margins(x=0.2)
-        panel.set_xlabel(column.heading)
-    panels[0].invert_yaxis()
-    save_figure(figure, path)
+    if len(rows) == 1 and len(values) > 1:
+        panels = _bars_of_one_row(label.format(**rows[0]), values, rows[0])
+    else:
+        names = [label.format(**row) for row in rows]
+        panels = []
+        for place, column in enumerate(values):
+            texts = [column.text(row) for row in rows]
+            heights = {"": [_number(text) for text in texts]}
+            panels.append(Bars(x=column.heading, names=[] if place else names, parts=heights, texts=texts))
+    most = max(len(one.texts) for one in panels)
+    size = (3 + _NAME_WIDTH / len(panels), 1.0 + _ROW_HEIGHT * most)
+    draw(Chart(title, panels, columns=len(panels)), path, panel_size=size)
+
+
+def plot_stacks(
+    path: Path,
+    title: str,
+    label: str,
+    x: str,
+    stacks: Mapping[str, Mapping[str, str]],
+    rows: Sequence[Mapping[str, Any]],
+) -> None:
+    """Draw a bar per row, made of parts on a common scale, with their sum beside it.
+
+    Args:
+        label: a format string over the row.
+        x: what the lengths are, with the unit.
+        stacks: fields of a row by their names in the legend, for each panel by its title.
+
+    Raises:
+        RuntimeFailure: if the file cannot be written.
+    """
+    names, panels = [label.format(**row) for row in rows], []
+    for heading, fields in stacks.items():
+        parts = {part: [float(Column("", field).text(row)) for row in rows] for part, field in fields.items()}
+        texts = [f"{sum(several):.3g}" for several in zip(*parts.values(), strict=True)]
+        panels.append(Bars(title=heading, x=x, names=[] if panels else names, parts=parts, texts=texts))
+    size = (3.5 + 3.5 / len(panels), 1.4 + _ROW_HEIGHT * len(rows))
+    draw(Chart(title, panels), path, panel_size=size)
+
+
+def _bars_of_one_row(title: str, values: Sequence[Column], row: Mapping[str, Any]) -> list[Bars]:
+    panels = []
+    for unit in dict.fromkeys(column.heading.split()[-1] for column in values):
+        columns = [column for column in values if column.heading.split()[-1] == unit]
+        texts = [column.text(row) for column in columns]
+        names = [column.heading.removesuffix(f" {unit}") for column in columns]
+        heights = {"": [_number(text) for text in texts]}
+        panels.append(Bars(title=title, x=unit, names=names, parts=heights, texts=texts))
+    return panels
 
 
 def _number(text: str) -> float:
     return 0.0 if text == "-" else float(text.replace(",", "").rstrip("%x"))
-
-
-@dataclass(frozen=True, slots=True)
-class LinePanel:
-    """A part of a chart: what its lines show, and the columns that they are."""
-
-    heading: str
-    lines: Sequence[Column]
-
-
-def plot_lines(
-    path: Path, title: str, axis: str, tick: str, panels: Sequence[LinePanel], rows: Sequence[dict[str, Any]]
-) -> None:
-    """One panel beside another, a line per column over the rows, which lie at equal distances.
-
-    Args:
-        axis: what the ticks are.
-        tick: the field of a row that stands below it.
-
-    Raises:
-        RuntimeFailure: if the file cannot be written.
-    """
-    figure = titled_figure(title, 1 + 3.6 * len(panels), 4)
-    places = range(len(rows))
-    for plot, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for column in panel.lines:
-            values = [math.nan if (text := column.text(row)) == "-" else float(text) for row in rows]
-            plot.plot(places, values, marker="o", label=column.heading)
-        plot.set_xticks(places, [row[tick] for row in rows])
-        plot.set_xlabel(axis)
-        plot.set_title(panel.heading)
-        plot.set_ylim(bottom=0)
-        plot.margins(x=0.1)
-        plot.grid(axis="y", alpha=0.3)
-        plot.legend()
-    save_figure(figure, path)

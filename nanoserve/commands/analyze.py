@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanoserve.benchmarks.analysis_plot import plot_analysis
+from nanoserve.benchmarks.analysis_plot import PANEL_SIZE, analysis_chart
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import ResultOptions
@@ -13,6 +13,7 @@ from nanoserve.costs import ParallelLayout, Precision, StepCosts, load_machine, 
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis, OperatorRow
 from nanoserve.costs.hardware import GIBI, GIGA
 from nanoserve.errors import UsageError
+from nanoserve.measures.charts import draw
 from nanoserve.measures.workloads import parse_lengths, parse_sizes
 
 _OPERATOR_COLUMNS = [
@@ -110,7 +111,7 @@ def run(options: AnalyzeOptions) -> None:
     tokens = f"{shape.input_tokens:,} + {shape.output_tokens:,} tokens"
     title = f"{options.model} on {options.hardware}, layout {layout.name}, {tokens}"
     if options.plot is not None:
-        plot_analysis(options.plot, title, analysis, phases, rows)
+        draw(analysis_chart(title, analysis, phases, rows), options.plot, panel_size=PANEL_SIZE)
     _show(analysis, title, phases, report)
 
 

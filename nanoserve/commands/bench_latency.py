@@ -27,6 +27,7 @@ _RATES = [
     Column("prefill tok/s", "prefill_tokens_per_s", ",.0f"),
     Column("decode tok/s", "decode_tokens_per_s", ",.1f"),
 ]
+_BARS = [Column("TTFT ms", "ttft_ms.p50", ".1f"), Column("TPOT ms", "tpot_ms.p50", ".2f"), *_RATES]
 _COLUMNS = [
     Column("batch x in+out", "case"),
     Column("TTFT ms", "ttft_ms.p50", ",.1f"),
@@ -123,4 +124,4 @@ def _show(report: Report, options: ResultOptions) -> None:
         heading = "compiled layers over eager ones, ratios within a round; above 1 compiled ones are faster"
         print_table(heading, _RATIO_COLUMNS, ratios, keys=2)
     print_steps(report)
-    options.draw_bars(report, title, "{case}", [Column("TTFT ms", "ttft_ms.p50", ".1f"), *_RATES], report.rows)
+    options.draw_bars(report, title, "{case}", _BARS, report.rows)

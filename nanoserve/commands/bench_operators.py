@@ -23,6 +23,7 @@ from nanoserve.measures.workloads import parse_sizes
 from nanoserve.processes.threads import MOST_THREADS
 
 _SHARE = Column("of floor", "of_floor", ".0%")
+_REACHED = Column("share of the floor that is reached, %", "of_floor", ".0%")
 _COLUMNS = [
     Column("case", "case"),
     Column("read", "state"),
@@ -126,4 +127,4 @@ def _show(report: Report, options: ResultOptions) -> None:
     operators = facts["operators"].partition(" (")[0]
     title = f"{OURS}'s operators ({operators}), {facts['dtype']}, {facts['threads']} threads"
     print_table(f"{title}; peak {facts['limit_gflops']:,.0f} GFLOP/s", _COLUMNS, summary)
-    options.draw_bars(report, title, "{case} {route} ({state})", [_SHARE], summary)
+    options.draw_bars(report, title, "{case} {route} ({state})", [_REACHED], summary)

@@ -16,7 +16,7 @@ from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.options import Options, option
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.measures.figures import check_plotting
+from nanoserve.measures.charts import check_plotting
 from nanoserve.measures.workloads import PRESETS, BatchCase, parse_lengths, parse_sizes, read_arrivals, read_trace
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.threads import prepare_threads
@@ -90,7 +90,7 @@ class LengthOptions(
         if name in PRESETS:
             preset = PRESETS[name]
             return Work(name, replace(preset, requests=self.requests or preset.requests).draw(seed))
-        from nanoserve.simulator.named_lengths import named_lengths  # and the simulator, which is not asked otherwise
+        from nanoserve.simulator.workload import named_lengths  # and the simulator, which is not asked otherwise
 
         return Work(name, list(islice(named_lengths(name, seed, tuple(PRESETS)), self.requests or DEFAULT_REQUESTS)))
 

@@ -1,5 +1,6 @@
 """``nanoserve bench quality``: are the outputs as good as those of Hugging Face transformers?"""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ from nanoserve.commands.options import option
 from nanoserve.commands.progress import watched
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
+from nanoserve.measures.charts import Bars, Chart, draw
 from nanoserve.models.hub import resolve_model
 
+_AXES = {"perplexity": "perplexity of a token, lower is better", "accuracy": "share of right answers"}
+"""What the bars of each measure are."""
 _VALUE = Column("value", "value", ".5f")
 _COLUMNS = [
     Column("measure", "case"),
@@ -81,12 +85,11 @@ def run(options: QualityOptions) -> None:
 def _readers(llm: "nanoserve.LLM", engine: EngineOptions, *, with_reference: bool) -> list[Reader]:
     from nanoserve.benchmarks.peers.weights import checkpoint_directory, dtype_name
 
-    readers: list[Reader] = [NanoserveReader(llm)]
-    if with_reference:
-        dtype = dtype_name(engine.dtype, llm.config)
-        directory = checkpoint_directory(resolve_model(engine.model, offline=engine.offline), dtype)
-        readers.append(TransformersReader(directory, dtype, llm.end_tokens))
-    return readers
+    if not with_reference:
+        return [NanoserveReader(llm)]
+    dtype = dtype_name(engine.dtype, llm.config)
+    directory = checkpoint_directory(resolve_model(engine.model, offline=engine.offline), dtype)
+    return [NanoserveReader(llm), TransformersReader(directory, dtype, llm.end_tokens)]
 
 
 def _measure_perplexity(
@@ -124,4 +127,13 @@ def _measure_accuracy(
 def _show(report: Report, options: ResultOptions) -> None:
     print_head(report)
     print_table("quality", _COLUMNS, report.rows)
-    options.draw_bars(report, "quality", "{case} {engine}", [_VALUE], report.rows)
+    if options.plot is not None:
+        panels = [_bars(case, [row for row in report.rows if row["case"] == case]) for case in _AXES]
+        chart = Chart(report.titled("quality"), [one for one in panels if one.names], columns=1)
+        draw(chart, options.plot, panel_size=(7.0, 2.2))
+
+
+def _bars(case: str, rows: Sequence[Mapping[str, Any]]) -> Bars:
+    texts = [_VALUE.text(row) for row in rows]
+    heights = {"": [row["value"] for row in rows]}
+    return Bars(title=case, x=_AXES[case], names=[row["engine"] for row in rows], parts=heights, texts=texts)

@@ -3,6 +3,7 @@
 import msgspec
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.plots import plot_stacks
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import ResultOptions, kept, print_head
@@ -12,12 +13,12 @@ from nanoserve.measures.workloads import parse_sizes
 from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
 from nanoserve.scheduler import make_policy
 
-_BOTH = Column("both ms", "step_ms", ".3f")
+_PARTS = {"schedule": "schedule_ms", "apply": "apply_ms"}
 _COLUMNS = [
     Column("sequences", "sequences", ",d"),
     Column("schedule ms", "schedule_ms", ".3f"),
     Column("apply ms", "apply_ms", ".3f"),
-    _BOTH,
+    Column("both ms", "step_ms", ".3f"),
     Column("slowest ms", "slowest_ms", ".3f"),
     Column("us per sequence", "microseconds_per_sequence", ".2f"),
     Column("foreign cores", "foreign_cores", ".2f"),
@@ -56,4 +57,5 @@ def _show(report: Report, options: SchedulerOptions) -> None:
     title = f"scheduler per step, {options.policy}, context {options.context}, {options.steps} steps"
     print_head(report)
     print_table(title, _COLUMNS, report.rows)
-    options.draw_bars(report, title, "{case}", [_BOTH], report.rows)
+    if options.plot is not None:
+        plot_stacks(options.plot, report.titled(title), "{case}", "time of a step, ms", {"": _PARTS}, report.rows)

@@ -1,11 +1,12 @@
 """``nanoserve bench serve``: what clients of a server get to see under load."""
 
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.plots import LinePanel, plot_lines
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.serving import preparing
 from nanoserve.benchmarks.serving.own_server import OwnServer
@@ -30,6 +31,7 @@ from nanoserve.commands.progress import counted, show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.measures.charts import Chart, draw, panel
 from nanoserve.measures.slo import parse_slo
 from nanoserve.measures.workloads import parse_sizes
 from nanoserve.processes.installation import install_command
@@ -172,13 +174,26 @@ def _show(report: Report, options: ResultOptions) -> None:
         for warning in warnings(row):
             print(f"{row['case']}: {warning}")
     if options.plot is not None:
-        axis = "clients" if report.rows[0]["concurrency"] else "requests/s offered"
-        panels = [
-            LinePanel(f"{_short(metric)} in ms", [Column(name, f"{metric}.{name}", ".3f") for name in _PERCENTILES])
-            for metric in _LATENCIES
-        ]
-        panels.append(LinePanel("output tokens/s", [Column("mean", "output_tokens_per_s", ".3f")]))
-        plot_lines(options.plot, report.titled(title), axis, "tick", panels, report.rows)
+        draw(_chart(report, title), options.plot, panel_size=(3.8, 4.0))
+
+
+def _chart(report: Report, title: str) -> Chart:
+    """Percentiles of each latency, and the output, over the loads, which lie at equal distances."""
+    x = "clients" if report.rows[0]["concurrency"] else "requests/s offered"
+    lines = {f"{_short(metric)}, ms": {name: f"{metric}.{name}" for name in _PERCENTILES} for metric in _LATENCIES}
+    lines["output tokens/s"] = {"": "output_tokens_per_s"}
+    ticks = [str(row["tick"]) for row in report.rows]
+    panels = [
+        panel(y.partition(",")[0], x, y, ticks, {label: _numbers(path, report.rows) for label, path in paths.items()})
+        for y, paths in lines.items()
+    ]
+    return Chart(report.titled(title), panels, columns=len(panels))
+
+
+def _numbers(path: str, rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Values of a field, without a number where a row has none."""
+    texts = [Column("", path, ".6g").text(row) for row in rows]
+    return [math.nan if text == "-" else float(text) for text in texts]
 
 
 def _short(metric: str) -> str:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.plots import plot_stacks
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.starting import STAGES, TO_FIRST_TOKEN, drop_from_page_cache, library_directories, start_once
 from nanoserve.benchmarks.tables import Column, print_table
@@ -59,4 +60,8 @@ def _show(report: Report, options: ResultOptions) -> None:
     report.put("samples", {"warm": {"to_first_token_s": warm}})
     print_head(report)
     print_table(title, [Column("start", "case"), *_STAGES, _TOTAL], report.rows)
-    options.draw_bars(report, title, "{case}", [*_STAGES[: len(TO_FIRST_TOKEN)], _TOTAL], report.rows)
+    if options.plot is not None:
+        parts = {name: f"stages.{name}" for name in STAGES}
+        first = {name: parts[name] for name in TO_FIRST_TOKEN}
+        stacks = {"to the first token": first, "until everything is built": parts}
+        plot_stacks(options.plot, report.titled(title), "{case}", "time since the start, s", stacks, report.rows)

@@ -22,6 +22,7 @@ from nanoserve.commands.simulate_options import (
 )
 from nanoserve.costs.hardware import GIBI
 from nanoserve.errors import UsageError
+from nanoserve.measures.charts import draw
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.measures.metrics import Distribution
 from nanoserve.measures.slo import parse_slo
@@ -30,7 +31,7 @@ from nanoserve.record.window import StepWindow
 from nanoserve.scheduler.load import Policy
 from nanoserve.simulator import simulate
 from nanoserve.simulator.fleet import check_replicas, make_router
-from nanoserve.simulator.plots import PlottedRun, plot_simulation
+from nanoserve.simulator.plots import PANEL_SIZE, PlottedRun, simulation_chart
 
 _COLUMNS = [
     Column("policy", "policy"),
@@ -118,9 +119,13 @@ def run(options: SimulateOptions) -> None:
     place = _place(settings, hardware)
     with ExitStack() as files, kept(report, lambda: _show(report, options, place)):
         trace = None if options.record is None else files.enter_context(ChromeTraceFile(options.record))
-        runs = [_run(options, hardware, name, policy, report, trace) for name, policy in chosen.items()]
+        runs: list[PlottedRun] = []
+        for name, policy in chosen.items():
+            window = StepWindow(beside=runs[0].window if runs else None)
+            runs.append(_run(options, hardware, name, policy, report, trace, window))
         if options.plot is not None:
-            plot_simulation(options.plot, f"{place}\n{_title(report, options)}", runs)
+            title = f"{place}\n{_title(report, options)}"
+            draw(simulation_chart(title, runs), options.plot, panel_size=PANEL_SIZE)
 
 
 def _settings(options: SimulateOptions, hardware: SimulatedHardware) -> dict[str, Any]:
@@ -150,9 +155,9 @@ def _run(
     policy: Policy,
     report: Report,
     trace: ChromeTraceFile | None,
+    window: StepWindow,
 ) -> PlottedRun:
-    """One policy's run, whose figures are a row of the report."""
-    window = StepWindow()
+    """One policy's run, whose metrics are a row of the report."""
     traces = [] if trace is None else [SimulationTrace(trace, options.block_size)]
     result = simulate(
         policy,

@@ -1,27 +1,63 @@
-"""Pictures as data: panels of curves or bars with axes that say what they are, drawn by matplotlib at the very end."""
+"""Charts as data, and the one place that draws them: PNG files by matplotlib, which the extra [plot] installs.
+
+A chart is a grid of panels: lines, bars and areas (Panel), horizontal bars (Bars), and the way of steps through stages
+(Gantt). Colours belong to what a label means, so that it looks the same in every chart.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from io import BytesIO
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from nanoserve.measures.figures import save_figure, titled_figure
+from nanoserve.errors import UsageError
 from nanoserve.measures.metrics import Spread
+from nanoserve.processes.files import replace_file
+from nanoserve.processes.installation import install_command
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-_PANEL_WIDTH, _PANEL_HEIGHT = 4.2, 3.4
+COLOURS = {
+    "decodes": "#0072B2",
+    "decode": "#0072B2",
+    "prompt tokens": "#E69F00",
+    "prefill": "#E69F00",
+    "idle": "#EEEEEE",
+    "draining": "#999999",
+    "re-sharding": "#CC79A7",
+}
+"""What a label means has one colour, from Okabe and Ito's palette, which the colour-blind can tell apart."""
+_CYCLE = (
+    *("#332288", "#CC6677", "#117733", "#88CCEE", "#882255"),
+    *("#999933", "#44AA99", "#AA4499", "#DDCC77", "#000000"),
+)
+"""Paul Tol's muted scheme for everything else, made for the same eyes, and black."""
 _LONE_WIDTH = 7.0
-"""Width of the panel of a chart with one column."""
+"""Width of the panel of a chart with one column, in inches."""
+_HEAD, _FOOT = 0.6, 0.3
+"""Height of the title and of each line of a legend below the panels, in inches."""
 _BAR_GROUP = 0.8
 """Share of the room between two ticks that bars fill."""
-_HEAD = 0.6
 _ROOM_FOR_LEGEND = 1.3
+_CHARACTER_WIDTH = 0.088
+"""Inches of a character of the title, about."""
 _MOST_CHARACTERS = 28
 """Names below an axis are rotated if they are longer together."""
+_MOST_LINES = 6
+"""A legend of more lines stands beside its panel, or in two lines below all panels."""
+_MOST_IN_DIGITS = 1e6
+"""Values of a logarithmic axis from here on are written as powers."""
+_STRIP = 0.88
+"""From which share of a panel's height on its bands are drawn in full colour."""
+_DIGIT_SHARE = 0.0095
+"""Width that one digit of a step's number needs, as a share of the time shown. Narrower bars get no number."""
+_NUMBER_BOX = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
 
 
 class ChartCurve(msgspec.Struct, frozen=True):
@@ -30,12 +66,13 @@ class ChartCurve(msgspec.Struct, frozen=True):
     label: str
     """In the legend; empty for none."""
     xs: Sequence[float] | Sequence[str]
-    """Numbers for lines; for bars the names of the groups, equal for all curves of a panel."""
+    """Numbers for lines; for bars the names of the groups, equal for all curves of a panel. Points of lines that have
+    names instead of numbers stand at equal distances."""
     ys: Sequence[float]
     """One value for each of ``xs``."""
     lows: Sequence[float] = ()
     highs: Sequence[float] = ()
-    """How far ys spread over seeds; empty where that is not shown."""
+    """How far ys spread over repeated runs; empty where that is not shown."""
     style: str = "o-"
     """Line style of matplotlib: "o-", "--", "," ..."""
 
@@ -50,8 +87,9 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     """What the axes are, with units."""
     curves: Sequence[ChartCurve]
     """What is drawn."""
-    kind: Literal["line", "bar", "stack"] = "line"
-    """"line", or "bar": groups beside one another, or "stack": bars on top of one another, the first lowest."""
+    kind: Literal["line", "step", "bar", "stack", "area"] = "line"
+    """"line"; "step": lines that hold a value until the next point; "bar": groups beside one another; "stack": bars on
+    top of one another, the first lowest; "area": steps on top of one another."""
     log_x: bool = False
     log_y: bool = False
     """Logarithmic axes."""
@@ -61,13 +99,85 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     """Values on the vertical axis that a dotted line marks."""
 
 
+class Band(msgspec.Struct, frozen=True):
+    """A part of the horizontal axis with a colour of its own."""
+
+    label: str
+    left: float
+    right: float
+
+
+class Note(msgspec.Struct, frozen=True):
+    """A text at a point, moved by some typographic points."""
+
+    text: str
+    x: float
+    y: float
+    right: float = 0.0
+    up: float = 0.0
+    curve: int | None = None
+    """The curve whose colour it has; black without one."""
+
+
+class AnnotatedPanel(Panel, frozen=True, kw_only=True):
+    """Axes with curves, bands and texts."""
+
+    bands: Sequence[Band] = ()
+    notes: Sequence[Note] = ()
+    vertical_marks: Sequence[float] = ()
+    """Values on the horizontal axis that a dotted line marks."""
+    top: float | None = None
+    """Where the vertical axis ends."""
+
+
+class Bars(msgspec.Struct, frozen=True, kw_only=True):
+    """Horizontal bars, one below the other, on one scale."""
+
+    title: str = ""
+    x: str
+    """What their lengths are, with the unit."""
+    names: Sequence[str]
+    """What each bar is; empty to leave the names to the panel at the left."""
+    parts: Mapping[str, Sequence[float]]
+    """Parts of which each bar is made, by label; one part without a label for plain bars."""
+    texts: Sequence[str]
+    """What stands at the end of each bar."""
+
+
+class GanttSpan(msgspec.Struct, frozen=True):
+    """A bar of a Gantt panel."""
+
+    row: int
+    left: float
+    right: float
+    parts: Mapping[str, float]
+    """How its height is divided among labels."""
+    text: str = ""
+    """What stands in it, if there is room."""
+
+
+class Gantt(msgspec.Struct, frozen=True, kw_only=True):
+    """What each row does over time."""
+
+    title: str
+    x: str
+    rows: Sequence[str]
+    """Names of the rows, from top to bottom."""
+    spans: Sequence[GanttSpan]
+    end: float
+    """The axis goes from 0 to here."""
+
+
+AnyPanel = Panel | AnnotatedPanel | Bars | Gantt
+
+
 class Chart(msgspec.Struct, frozen=True):
     """A picture: panels in rows."""
 
     title: str
     """Title above all panels."""
-    panels: Sequence[Panel]
-    """Panels from left to right, row by row."""
+    panels: Sequence[AnyPanel]
+    """Panels from left to right, row by row; one that is alone in the last row has all of it."""
     columns: int = 4
     """Panels in a row."""
 
@@ -99,81 +209,231 @@ def panel(
     return Panel(title=title, x=x, y=y, curves=curves, **options)
 
 
-def draw(chart: Chart, path: Path) -> None:
-    """Write a PNG file.
+def check_plotting(path: Path | None) -> None:
+    """Before anything is measured: can the picture be drawn?
+
+    Raises:
+        UsageError: if matplotlib is missing.
+    """
+    if path is not None and find_spec("matplotlib") is None:
+        raise UsageError(f"--plot needs matplotlib: {install_command('plot')}")
+
+
+def draw(chart: Chart, path: Path, *, panel_size: tuple[float, float] = (4.2, 3.4)) -> None:
+    """Write a PNG file. See ``draw_figure``.
 
     Raises:
         RuntimeFailure: if it cannot be written.
     """
-    columns = min(chart.columns, len(chart.panels))
+    drawn = BytesIO()
+    draw_figure(chart, panel_size).savefig(drawn, format="png", dpi=150)
+    replace_file(path, drawn.getvalue())
+
+
+def draw_figure(chart: Chart, panel_size: tuple[float, float] = (4.2, 3.4)) -> "Figure":
+    """Draw a chart without a screen.
+
+    Args:
+        panel_size: width and height of a panel, in inches.
+    """
+    from cycler import cycler
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns, (width, height) = min(chart.columns, len(chart.panels)), panel_size
     rows = math.ceil(len(chart.panels) / columns)
-    width = _LONE_WIDTH if columns == 1 else columns * _PANEL_WIDTH
-    figure = titled_figure(chart.title, width, _HEAD + rows * _PANEL_HEIGHT)
-    places = [axes for line in figure.subplots(rows, columns, squeeze=False) for axes in line]
-    for axes, panel in zip(places, chart.panels, strict=False):
-        _draw_panel(axes, panel)
-    for axes in places[len(chart.panels) :]:
-        axes.set_axis_off()
-    save_figure(figure, path)
+    lines = chart.title.splitlines()
+    widest = max(_LONE_WIDTH, columns * width, _CHARACTER_WIDTH * max(map(len, lines)))
+    size = (widest, _HEAD + (len(lines) - 1) * _FOOT + rows * height)
+    with rc_context({"axes.prop_cycle": cycler(color=_CYCLE)}):  # "C0" in a style is the first of these colours
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)
+        figure.suptitle(chart.title)
+        grid = figure.add_gridspec(rows, columns)
+        drawn: list[tuple[Axes, dict[str, Any]]] = []
+        for number, one in enumerate(chart.panels):
+            row, column = divmod(number, columns)
+            is_alone = column == 0 and number == len(chart.panels) - 1
+            axes = figure.add_subplot(grid[row, :] if is_alone else grid[row, column])
+            drawn.append((axes, _draw_panel(axes, one)))
+    _add_legends(figure, drawn)
+    return figure
 
 
-def _draw_panel(axes: "Axes", panel: Panel) -> None:
-    if panel.kind == "bar":
-        _draw_bars(axes, panel.curves)
-    elif panel.kind == "stack":
-        _draw_stacks(axes, panel.curves)
-    else:
-        for curve in panel.curves:
-            (line,) = axes.plot(curve.xs, curve.ys, curve.style, label=curve.label or None, markersize=4)
-            if curve.lows:
-                axes.fill_between(curve.xs, curve.lows, curve.highs, color=line.get_color(), alpha=0.2, linewidth=0)
-    for mark in panel.marks:
+def _add_legends(figure: "Figure", drawn: Sequence[tuple["Axes", Mapping[str, Any]]]) -> None:
+    """One legend below all panels with labels in common, and one in each of the others."""
+    common: dict[str, Any] = {}
+    for number, (axes, handles) in enumerate(drawn):
+        others = {label for place, (_, several) in enumerate(drawn) if place != number for label in several}
+        if others & handles.keys():
+            common = {**handles, **common}
+        elif len(handles) > _MOST_LINES:
+            axes.legend(handles.values(), handles.keys(), fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+        elif handles:
+            is_flat = any(axes.containers) and len(handles) < 4
+            axes.legend(handles.values(), handles.keys(), fontsize="small", ncols=len(handles) if is_flat else 1)
+    if common:
+        lines = math.ceil(len(common) / _MOST_LINES)
+        figure.set_figheight(figure.get_figheight() + lines * _FOOT)
+        ncols = math.ceil(len(common) / lines)
+        figure.legend(common.values(), common.keys(), loc="outside lower center", ncols=ncols, fontsize="small")
+
+
+def _draw_panel(axes: "Axes", one: AnyPanel) -> dict[str, Any]:
+    """Draw one panel; returns what its legend shows, by label."""
+    axes.set_title(one.title, fontsize="medium")
+    axes.set_xlabel(one.x)
+    if isinstance(one, Bars):
+        return _draw_horizontal_bars(axes, one)
+    if isinstance(one, Gantt):
+        return _draw_gantt(axes, one)
+    draw_curves = {"bar": _draw_bars, "stack": _draw_stacks, "area": _draw_areas}.get(one.kind, _draw_lines)
+    handles = draw_curves(axes, one)
+    for mark in one.marks:
         axes.axhline(mark, color="black", linestyle=":", linewidth=1)
-    axes.set_title(panel.title, fontsize="medium")
-    axes.set_xlabel(panel.x)
-    axes.set_ylabel(panel.y)
-    if panel.log_x:
+    axes.set_ylabel(one.y)
+    if one.log_x:
         axes.set_xscale("log")
-    if panel.log_y:
+        if axes.get_xlim()[1] < _MOST_IN_DIGITS:
+            axes.xaxis.set_major_formatter("{x:,g}")
+    if one.log_y:
         axes.set_yscale("log")
-    elif panel.from_zero:
+    elif one.from_zero:
         axes.set_ylim(bottom=0)
+    if one.kind == "step":
+        axes.margins(x=0)
     axes.grid(axis="y", alpha=0.3)
-    if any(curve.label for curve in panel.curves):
-        axes.legend(fontsize="small", ncols=len(panel.curves) if panel.kind == "bar" else 1)
+    if isinstance(one, AnnotatedPanel):
+        handles |= _annotate(axes, one)
+    return handles
 
 
-def _draw_bars(axes: "Axes", curves: Sequence[ChartCurve]) -> None:
+def _annotate(axes: "Axes", one: AnnotatedPanel) -> dict[str, Any]:
+    """Bands: in full colour at the top, pale below. Then texts and vertical marks."""
+    handles: dict[str, Any] = {}
+    for band in one.bands:
+        colour = COLOURS[band.label]
+        handles[band.label] = axes.axvspan(band.left, band.right, ymin=_STRIP, color=colour, linewidth=0)
+        axes.axvspan(band.left, band.right, ymax=_STRIP, color=colour, alpha=0.15, linewidth=0)
+    for note in one.notes:
+        axes.annotate(
+            note.text,
+            (note.x, note.y),
+            xytext=(note.right, note.up),
+            textcoords="offset points",
+            fontsize=8,
+            va="center",
+            ha="left" if note.right > 0 else "right" if note.right < 0 else "center",
+            color="black" if note.curve is None else axes.get_lines()[note.curve].get_color(),
+        )
+    for mark in one.vertical_marks:
+        axes.axvline(mark, color="black", linestyle=":", linewidth=1)
+    if one.top is not None:
+        axes.set_ylim(top=one.top)
+    return handles
+
+
+def _draw_lines(axes: "Axes", one: Panel) -> dict[str, Any]:
+    handles = {}
+    for curve in one.curves:
+        named = isinstance(curve.xs[0], str)
+        places = range(len(curve.xs)) if named else curve.xs
+        where: dict[str, Any] = {"drawstyle": "steps-post"} if one.kind == "step" else {}
+        colour = {"color": COLOURS[curve.label]} if curve.label in COLOURS else {}
+        (line,) = axes.plot(places, curve.ys, curve.style, markersize=4, **where, **colour)
+        if curve.lows:
+            axes.fill_between(places, curve.lows, curve.highs, color=line.get_color(), alpha=0.2, linewidth=0)
+        if named:
+            _name_groups(axes, curve.xs)
+        if curve.label:
+            line.set_label(curve.label)
+            handles[curve.label] = line
+    return handles
+
+
+def _draw_bars(axes: "Axes", one: Panel) -> dict[str, Any]:
     """Groups stand at 0, 1, 2 ...; the bars of a group beside one another, in the order of the curves."""
-    groups = curves[0].xs
-    width = _BAR_GROUP / len(curves)
-    for number, curve in enumerate(curves):
-        offset = (number - (len(curves) - 1) / 2) * width
-        places = [group + offset for group in range(len(groups))]
+    groups, handles = one.curves[0].xs, {}
+    width = _BAR_GROUP / len(one.curves)
+    for number, curve in enumerate(one.curves):
+        offset = (number - (len(one.curves) - 1) / 2) * width
         spread = None
         if curve.lows:
             low = [y - below for y, below in zip(curve.ys, curve.lows, strict=True)]
             high = [above - y for y, above in zip(curve.ys, curve.highs, strict=True)]
             spread = [low, high]
-        axes.bar(places, curve.ys, width, yerr=spread, capsize=2, label=curve.label or None)
+        places = [group + offset for group in range(len(groups))]
+        bars = axes.bar(places, curve.ys, width, yerr=spread, capsize=2, color=COLOURS.get(curve.label))
+        handles |= {curve.label: bars} if curve.label else {}
     _name_groups(axes, groups)
-    if any(curve.label for curve in curves):
-        axes.set_ylim(top=_ROOM_FOR_LEGEND * max(max(curve.ys) for curve in curves))
+    if handles:
+        axes.set_ylim(top=_ROOM_FOR_LEGEND * max(max(curve.ys) for curve in one.curves))
+    return handles
 
 
-def _draw_stacks(axes: "Axes", curves: Sequence[ChartCurve]) -> None:
+def _draw_stacks(axes: "Axes", one: Panel) -> dict[str, Any]:
     """One bar at 0, 1, 2 ..., made of what the curves have there."""
-    groups = curves[0].xs
+    groups, handles = one.curves[0].xs, {}
     tops = [0.0] * len(groups)
-    for curve in curves:
-        axes.bar(range(len(groups)), curve.ys, _BAR_GROUP, bottom=tops, label=curve.label or None)
+    for curve in one.curves:
+        colour = COLOURS.get(curve.label)
+        handles[curve.label] = axes.bar(range(len(groups)), curve.ys, _BAR_GROUP, bottom=tops, color=colour)
         tops = [top + y for top, y in zip(tops, curve.ys, strict=True)]
     _name_groups(axes, groups)
     axes.set_ylim(top=_ROOM_FOR_LEGEND * max(tops))
+    return handles
 
 
-def _name_groups(axes: "Axes", groups: Sequence[float | str]) -> None:
+def _draw_areas(axes: "Axes", one: Panel) -> dict[str, Any]:
+    handles, tops = {}, [0.0] * len(one.curves[0].xs)
+    for curve in one.curves:
+        below, tops = tops, [top + y for top, y in zip(tops, curve.ys, strict=True)]
+        colour = COLOURS.get(curve.label)
+        handles[curve.label] = axes.fill_between(curve.xs, below, tops, step="post", color=colour, linewidth=0)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.margins(x=0)
+    return handles
+
+
+def _name_groups(axes: "Axes", groups: Sequence[float] | Sequence[str]) -> None:
     names = [str(group) for group in groups]
     axes.set_xticks(range(len(groups)), names)
     if sum(len(name.partition("\n")[0]) for name in names) > _MOST_CHARACTERS:
         axes.tick_params(axis="x", labelrotation=20)
+
+
+def _draw_horizontal_bars(axes: "Axes", one: Bars) -> dict[str, Any]:
+    places, handles = range(len(one.texts)), {}
+    ends = [0.0] * len(one.texts)
+    for label, values in one.parts.items():
+        bars = axes.barh(places, values, _BAR_GROUP, left=ends, color=COLOURS.get(label))
+        handles |= {label: bars} if label else {}
+        ends = [end + value for end, value in zip(ends, values, strict=True)]
+    for place, end, text in zip(places, ends, one.texts, strict=True):
+        axes.annotate(text, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize="small")
+    axes.set_yticks(places, one.names or [""] * len(one.texts))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.25 * max(ends) or 1.0)
+    return handles
+
+
+def _draw_gantt(axes: "Axes", one: Gantt) -> dict[str, Any]:
+    from matplotlib.patches import Patch
+
+    labels = dict.fromkeys((*(label for span in one.spans for label in span.parts), "idle"))
+    for row in range(len(one.rows)):
+        axes.broken_barh([(0, one.end)], (row - _BAR_GROUP / 2, _BAR_GROUP), color=COLOURS["idle"], zorder=0)
+    for span in one.spans:
+        tops = [span.row - _BAR_GROUP / 2 + _BAR_GROUP * part for part in accumulate(span.parts.values(), initial=0.0)]
+        place = [(span.left, span.right - span.left)]
+        for label, top, part in zip(span.parts, tops, span.parts.values(), strict=False):
+            axes.broken_barh(place, (top, _BAR_GROUP * part), color=COLOURS[label], linewidth=0)
+        axes.broken_barh(place, (tops[0], tops[-1] - tops[0]), facecolor="none", edgecolor="white", linewidth=1)
+        is_wide = span.right - span.left > _DIGIT_SHARE * len(span.text) * one.end
+        if span.text and is_wide and span.left >= 0 and span.right <= one.end:
+            middle = ((span.left + span.right) / 2, span.row)
+            axes.annotate(span.text, middle, ha="center", va="center", fontsize=7, bbox=_NUMBER_BOX)
+    axes.set_yticks(range(len(one.rows)), one.rows)
+    axes.set(xlim=(0, one.end), ylim=(len(one.rows) - 0.5, -0.5))
+    return {label: Patch(color=COLOURS[label]) for label in labels}

@@ -1,14 +1,15 @@
-"""StepWindow: some consecutive steps from the midst of a run, however long it will be."""
+"""StepWindow: some consecutive steps from the middle of a run of unknown length, and how they are drawn."""
 
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from nanoserve.measures.charts import AnnotatedPanel, ChartCurve, Gantt, GanttSpan
 from nanoserve.record.events import Planned, StepObserver
 from nanoserve.record.times import StageTimes
 
 WINDOW_STEPS = 20
-"""And one more for each stage, for the steps at both ends are not seen in all stages at once."""
+"""One more is kept for each stage, because the steps at both ends are not in all stages at once."""
 
 
 class WindowStep(NamedTuple):
@@ -23,14 +24,16 @@ class WindowStep(NamedTuple):
 class StepWindow(StepObserver):
     """Keeps the last few of many windows, each beginning at twice the time of the one before.
 
-    The last but one that is full thus begins between a quarter and a half of the way through, unless the run is short.
+    So the last but one that is full begins between a quarter and a half of the way through, unless the run is short.
 
     Args:
         began: the moment that becomes 0.
+        beside: a window of another run. This one then has the same span, and all steps that were under way in it.
     """
 
-    def __init__(self, began: float = 0.0) -> None:
+    def __init__(self, began: float = 0.0, beside: "StepWindow | None" = None) -> None:
         self._began = began
+        self._beside = None if beside is None else beside.span
         self._length = WINDOW_STEPS
         self._next_begin = 0.0
         self._windows: deque[list[WindowStep]] = deque(maxlen=3)
@@ -38,13 +41,22 @@ class StepWindow(StepObserver):
     def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
         """One more step; it is kept if it lies in a window."""
         now = planned.time - self._began
+        if self._beside is not None:
+            self._windows = self._windows or deque([[]])
+            begin, end = self._beside
+            if now < end and stages[-1].computed - self._began > begin:
+                self._append(planned, stages)
+            return
         if not self._windows or (now >= self._next_begin and self._is_full(self._windows[-1])):
             self._length = WINDOW_STEPS + len(stages)
             self._windows.append([])
             self._next_begin = 2 * now
         if not self._is_full(self._windows[-1]):
-            spans = tuple([(times.started - self._began, times.computed - self._began) for times in stages])
-            self._windows[-1].append(WindowStep(planned.plan.step, planned.decodes, planned.prompt_tokens, spans))
+            self._append(planned, stages)
+
+    def _append(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
+        spans = tuple([(times.started - self._began, times.computed - self._began) for times in stages])
+        self._windows[-1].append(WindowStep(planned.plan.step, planned.decodes, planned.prompt_tokens, spans))
 
     def _is_full(self, window: Sequence[WindowStep]) -> bool:
         return len(window) == self._length
@@ -58,7 +70,44 @@ class StepWindow(StepObserver):
     @property
     def span(self) -> tuple[float, float]:
         """Start and end of the time in which the window shows everything that the stages did."""
+        if self._beside is not None:
+            return self._beside
         first, last = self.steps[0], self.steps[-1]
         if self._is_full(self.steps) and first.spans[-1][0] < last.spans[0][1]:
             return first.spans[-1][0], last.spans[0][1]
         return first.spans[0][0], last.spans[-1][1]
+
+    def gantt(self, title: str) -> Gantt:
+        """Which step is in which stage; the height of a step is divided between its prompt tokens and its decodes."""
+        start, end = self.span
+        unit, per_second = ("ms", 1e3) if end - start < 1 else ("s", 1.0)
+        spans = []
+        for step in self.steps:
+            tokens = step.decodes + step.prompt_tokens
+            if tokens:  # a step without any lets the host go on
+                parts = {"prompt tokens": step.prompt_tokens / tokens, "decodes": step.decodes / tokens}
+                for stage, moments in enumerate(step.spans):
+                    left, right = ((moment - start) * per_second for moment in moments)
+                    spans.append(GanttSpan(stage, left, right, parts, str(step.step)))
+        stages = max((len(step.spans) for step in self.steps), default=1)  # layouts differ in their stages
+        rows = [f"stage {stage}" for stage in range(stages)]
+        x = f"time from {start:,.1f} s on, {unit}"
+        return Gantt(title=title, x=x, rows=rows, spans=spans, end=(end - start) * per_second)
+
+
+def token_panels(titles: Sequence[str], x: str, counts: Sequence[Sequence[Sequence[int]]]) -> list[AnnotatedPanel]:
+    """Prompt tokens upon decodes of each step, a panel for each run, all with the same vertical axis.
+
+    Args:
+        x: what the horizontal axis is.
+        counts: number, decodes and prompt tokens of each step, for each run.
+    """
+    most = max(decodes + prompt for run in counts for _, decodes, prompt in run)
+    panels = []
+    for title, run in zip(titles, counts, strict=True):
+        steps, decodes, prompts = zip(*run, strict=True)
+        curves = [ChartCurve("decodes", steps, decodes), ChartCurve("prompt tokens", steps, prompts)]
+        panels.append(
+            AnnotatedPanel(title=title, x=x, y="tokens of a step", curves=curves, kind="area", top=1.05 * most)
+        )
+    return panels

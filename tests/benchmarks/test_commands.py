@@ -14,7 +14,7 @@ from nanoserve.benchmarks.local import compiled_ratios
 from nanoserve.benchmarks.peers.protocol import PEERS, Opening, PeerKind
 from nanoserve.benchmarks.roofline import BandwidthProbe
 from nanoserve.errors import RuntimeFailure
-from nanoserve.measures.figures import titled_figure
+from nanoserve.measures.charts import Chart
 from nanoserve.processes.installation import install_command
 from tests.benchmarks.conftest import Run
 from tests.benchmarks.fakes import FakePeer
@@ -135,11 +135,10 @@ def test_a_busy_machine_is_said_in_a_sentence_and_in_the_picture(
     pytest.importorskip("matplotlib")
     titles = []
 
-    def titled(title: str, width: float, height: float) -> Any:
-        titles.append(title)
-        return titled_figure(title, width, height)
+    def draw(chart: Chart, path: Path, **options: Any) -> None:
+        titles.append(chart.title)
 
-    monkeypatch.setattr("nanoserve.benchmarks.plots.titled_figure", titled)
+    monkeypatch.setattr("nanoserve.benchmarks.plots.draw", draw)
     sizes = ("--sequences", 1, "--context", 4, "--steps", 2, "--plot", tmp_path / "chart.png")
     sentence = "other programs kept up to 1.3 cores busy meanwhile: on a quiet machine the figures differ"
     for cores, is_told in ((1.3, True), (0.1, False), (None, False)):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nanoserve.errors import RuntimeFailure
-from nanoserve.measures.charts import Chart, ChartCurve, Panel, draw
+from nanoserve.measures.charts import Bars, Chart, ChartCurve, Panel, draw, draw_figure
 
 pytest.importorskip("matplotlib")
 
@@ -34,6 +34,23 @@ BARS = Panel(
 def test_lines_and_bars_become_a_picture(tmp_path: Path) -> None:
     draw(Chart("both", (LINES, BARS, LINES), columns=2), tmp_path / "both.png")
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_labels_that_panels_have_in_common_are_told_once() -> None:
+    figure = draw_figure(Chart("three", (LINES, LINES, BARS)))
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["gLLM", "vLLM"]
+    alone = draw_figure(Chart("one", (LINES,)))
+    assert not alone.legends
+    assert alone.axes[0].get_legend() is not None
+
+
+def test_parts_of_horizontal_bars_have_one_scale() -> None:
+    bars = Bars(x="time, s", names=("cold", "warm"), parts={"load": (3.0, 1.0), "token": (1.0, 1.0)}, texts=("4", "2"))
+    (axes,) = draw_figure(Chart("starts", (bars,))).axes
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0, 3), (0, 1), (3, 1), (1, 1)]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["cold", "warm"]
+    assert axes.get_xlabel() == "time, s"
 
 
 def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

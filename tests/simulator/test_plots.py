@@ -6,11 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from nanoserve.measures.charts import draw, draw_figure
 from nanoserve.record.window import WINDOW_STEPS, StepWindow
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Row, StepPlan
 from nanoserve.simulator import Workload, fixed_lengths, poisson_arrivals, simulate
-from nanoserve.simulator.plots import PlottedRun, draw_simulation, plot_simulation
+from nanoserve.simulator.plots import PlottedRun, simulation_chart
 from tests.record.planned import planned, stage_times
 from tests.simulator.linear_times import LinearTimes
 
@@ -38,6 +39,21 @@ def test_all_stages_are_seen_all_through_the_span() -> None:
     assert window.span == (first + 2, first + WINDOW_STEPS + 3)  # from the last stage's first to the first one's last
 
 
+def test_another_run_is_shown_at_the_same_time_with_all_steps_of_it() -> None:
+    first = _window(1000)
+    begin, end = first.span
+    beside = StepWindow(beside=first)
+    for step in range(2000):  # half a second in each of two stages
+        plan = StepPlan(step, rows=(Row(0, 6, (1,), True),))
+        beside.on_step(
+            planned(plan, step / 2), stage_times(step, (step / 2, step / 2 + 0.5), (step / 2 + 0.5, step / 2 + 1))
+        )
+    assert beside.span == first.span
+    spans = [span for step in beside.steps for span in step.spans if span[0] < end and span[1] > begin]
+    assert sum(min(right, end) - max(left, begin) for left, right in spans) == 2 * (end - begin)  # no stage is idle
+    assert beside.gantt("a title").end == end - begin
+
+
 def test_a_short_run_is_shown_whole() -> None:
     window = _window(5)
     assert [step.step for step in window.steps] == [0, 1, 2, 3, 4]
@@ -55,7 +71,7 @@ def _run(policy: str, requests: int = 60, **settings: object) -> PlottedRun:
 
 def test_every_policy_has_a_row_and_every_tier_a_line() -> None:
     runs = [_run("sarathi"), _run("throttling"), _run("throttling", replicas=2)]
-    figure = draw_simulation("a title", runs)
+    figure = draw_figure(simulation_chart("a title", runs))
     titles = [axes.get_title() for axes in figure.axes]
     assert titles[1::2][:3] == [f"{run.policy}: tokens of each step" for run in runs]
     assert [title.partition(":")[0] for title in titles[:6:2]] == [run.policy for run in runs]
@@ -70,7 +86,7 @@ def test_every_policy_has_a_row_and_every_tier_a_line() -> None:
 def test_host_memory_is_a_second_line() -> None:
     run = _run("sarathi", requests=5)
     run = replace(run, result=msgspec.structs.replace(run.result, host_series=((0.0, 0.0), (1.0, 0.5))))
-    lines = draw_simulation("a title", [run]).axes[-1].get_lines()
+    lines = draw_figure(simulation_chart("a title", [run])).axes[-1].get_lines()
     assert [(line.get_label(), line.get_linestyle()) for line in lines] == [
         ("sarathi, device", "-"),
         ("sarathi, host", "--"),
@@ -84,11 +100,11 @@ def test_steps_of_layouts_with_other_stages_and_steps_without_tokens_can_be_draw
         spans = [(3 * step + stage, 3 * step + stage + 1) for stage in range(stages)]
         plan = StepPlan(step, rows=(Row(0, 6, (1,), True),) * (2 - step))
         window.on_step(planned(plan, 3 * step), stage_times(step, *spans))
-    figure = draw_simulation("a title", [replace(run, window=window)])
+    figure = draw_figure(simulation_chart("a title", [replace(run, window=window)]))
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["stage 0", "stage 1"]
 
 
 def test_a_picture_of_one_request_can_be_drawn(tmp_path: Path) -> None:
     path = tmp_path / "run.png"
-    plot_simulation(path, "one", [_run("decode-first", requests=1)])
+    draw(simulation_chart("one", [_run("decode-first", requests=1)]), path)
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -13,7 +13,7 @@ from nanoserve.record.run_record import RunRecord
 from nanoserve.record.times import StageTimes
 from nanoserve.scheduler.plan import Answer, StepPlan, work_of
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.driving import drive
+from nanoserve.simulator.fleet import drive
 from nanoserve.simulator.measured_stages import MeasuredStages, MeasuredStep
 from nanoserve.simulator.pipeline import MovingTimes
 from nanoserve.simulator.replay import replay
