@@ -235,10 +235,14 @@ class Comparison(ABC, Generic[O]):
             row = rows.setdefault((one.variants, one.state), {"variants": one.variants, "state": one.state})
             row |= {"rounds": one.rounds, one.metric: one.text}
         shown = ((name, metric) for metric, name in self.ratios.items())
-        names = columns(("variants", "variants"), ("read", "state"), ("rounds", "rounds"), *shown)
+        names = columns(("", "variants", ("read", "state"), "rounds", *shown))
         return Table(heading, names, rows.values())
 
 
-def columns(*declared: tuple[str, ...]) -> list[Column]:
-    """Columns, each as its heading, the path of its value and its format."""
-    return [Column(*each) for each in declared]  # type: ignore[arg-type]  # no tuple gives a side
+def columns(*formats: tuple[str, *tuple[str | tuple[str, str], ...]]) -> list[Column]:
+    """Columns by their format: of each, its heading and the path of its value; a path alone is headed by its end."""
+    return [
+        Column(one.rpartition(".")[2].replace("_", " "), one, shown) if isinstance(one, str) else Column(*one, shown)
+        for shown, *several in formats
+        for one in several
+    ]
