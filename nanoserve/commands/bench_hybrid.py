@@ -10,7 +10,7 @@ from typing import Any
 from nanoserve.benchmarks.policies.cases import KvCase, KvCases, parse_shares
 from nanoserve.benchmarks.policies.metrics import findings, tier_metrics
 from nanoserve.benchmarks.policies.pictures import plot_throughputs
-from nanoserve.benchmarks.policies.rounds import Bench, Ratio, ratios_within
+from nanoserve.benchmarks.policies.rounds import Ratio, ratios_within
 from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, Scheduling
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.commands.bench_options import MOST_REQUESTS, operators_title
@@ -170,16 +170,7 @@ class TierComparison(Comparison[HybridOptions]):
         scheduling = Scheduling.of([engine], config, model)
         for case, variants in hybrid_variants(engine, self.policies, self.work, scheduling):
             facts = {"share": case.share, "output": case.shape.output_tokens, "blocks": case.num_blocks}
-            self.benches.append(
-                Bench(
-                    case=case.name,
-                    facts=facts,
-                    shapes=case.shapes,
-                    variants=variants,
-                    measure=measure,
-                    **self.shared,
-                )
-            )
+            self.compare(case.name, case.shapes, variants, measure, facts=facts)
         host = {"host_threads": engine.host_threads, "host_blocks": engine.host_blocks}
         return {**host, "model_layers": model.num_layers}
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from nanoserve.benchmarks.floors import ModelCost
 from nanoserve.benchmarks.policies.metrics import stage_metrics
 from nanoserve.benchmarks.policies.pictures import plot_stages
-from nanoserve.benchmarks.policies.rounds import Bench, Ratio
+from nanoserve.benchmarks.policies.rounds import Ratio
 from nanoserve.benchmarks.policies.variants import Scheduling
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.serving.requests import parse_rates
@@ -158,16 +158,7 @@ class StageComparison(Comparison[PipelineOptions]):
             limits = machine_limits(dtype, self.probe, progress=progress)
         cost = ModelCost(model, dtype.itemsize)
         measure = partial(stage_metrics, vocab_size=model.vocab_size, cost=cost, limits=limits)
-        self.benches = [
-            Bench(
-                case=work.name,
-                shapes=work.shapes,
-                rate=self.rate,
-                variants=variants,
-                measure=measure,
-                **self.shared,
-            )
-        ]
+        self.compare(work.name, work.shapes, variants, measure, rate=self.rate)
         return {
             "kv_blocks": blocks,
             "limit_read_gb_per_s": limits.bytes_per_second / 1e9,

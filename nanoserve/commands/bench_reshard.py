@@ -9,7 +9,7 @@ from typing import Any
 
 from nanoserve.benchmarks.policies.metrics import layout_metrics
 from nanoserve.benchmarks.policies.pictures import plot_phases
-from nanoserve.benchmarks.policies.rounds import Bench, Pair, Ratio
+from nanoserve.benchmarks.policies.rounds import Pair, Ratio
 from nanoserve.benchmarks.policies.variants import RESHARDING, OpenEngine, PolicyVariant, Scheduling
 from nanoserve.commands.bench_options import LengthOptions, fitting_work, operators_title
 from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table, columns
@@ -159,8 +159,7 @@ class LayoutComparison(Comparison[ReshardOptions]):
         scheduling = Scheduling.of(self.engines, config, model)
         work = fitting_work(self.work, scheduling.max_model_len, self.report)
         variants = list(resharding_variants(self.engines, scheduling))
-        measure = partial(layout_metrics, vocab_size=model.vocab_size)
-        self.benches = [Bench(case=work.name, shapes=work.shapes, variants=variants, measure=measure, **self.shared)]
+        self.compare(work.name, work.shapes, variants, partial(layout_metrics, vocab_size=model.vocab_size))
         return {
             "kv_blocks": " and ".join(f"{capacity.num_blocks:,}" for capacity in pair.capacities),
             "host_blocks": pair.host_blocks,
