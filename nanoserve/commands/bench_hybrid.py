@@ -13,8 +13,9 @@ from nanoserve.benchmarks.policies.pictures import plot_throughputs
 from nanoserve.benchmarks.policies.rounds import Ratio, ratios_within
 from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, Scheduling
 from nanoserve.benchmarks.policy_names import parse_policies
+from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import MOST_REQUESTS, operators_title
-from nanoserve.commands.bench_variants import Comparison, Table, VariantsOptions, columns
+from nanoserve.commands.bench_variants import Comparison, Table, VariantsOptions
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
 from nanoserve.costs.corrected_predictor import CorrectedPredictor

@@ -13,8 +13,9 @@ from nanoserve.benchmarks.policies.rounds import Ratio
 from nanoserve.benchmarks.policies.variants import Scheduling
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.serving.requests import parse_rates
+from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import LengthOptions, fitting_work, operators_title
-from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table, columns
+from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress

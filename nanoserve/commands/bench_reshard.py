@@ -11,8 +11,9 @@ from nanoserve.benchmarks.policies.metrics import layout_metrics
 from nanoserve.benchmarks.policies.pictures import plot_phases
 from nanoserve.benchmarks.policies.rounds import Pair, Ratio
 from nanoserve.benchmarks.policies.variants import RESHARDING, OpenEngine, PolicyVariant, Scheduling
+from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import LengthOptions, fitting_work, operators_title
-from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table, columns
+from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.torchrun import on_all_machines

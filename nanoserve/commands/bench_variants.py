@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.policies.rounds import Bench, Measure, Ratio, Run, pairs, ratios, samples, summarize
 from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant
-from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.bench_options import (
     ResultOptions,
     kept,
@@ -243,12 +243,3 @@ class Comparison(ABC, Generic[O]):
         shown = ((name, metric) for metric, name in self.ratios.items())
         names = columns(("", "variants", ("read", "state"), "rounds", *shown))
         return Table(heading, names, rows.values())
-
-
-def columns(*formats: tuple[str, *tuple[str | tuple[str, str], ...]]) -> list[Column]:
-    """Columns by their format: of each, its heading and the path of its value; a path alone is headed by its end."""
-    return [
-        Column(one.rpartition(".")[2].replace("_", " "), one, shown) if isinstance(one, str) else Column(*one, shown)
-        for shown, *several in formats
-        for one in several
-    ]
