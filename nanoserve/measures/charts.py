@@ -127,7 +127,8 @@ class AnnotatedPanel(Panel, frozen=True, kw_only=True):
     vertical_marks: Sequence[float] = ()
     """Values on the horizontal axis that a dotted line marks."""
     top: float | None = None
-    """Where the vertical axis ends."""
+    right: float | None = None
+    """Where the axes end."""
 
 
 class Bars(msgspec.Struct, frozen=True, kw_only=True):
@@ -331,6 +332,8 @@ def _annotate(axes: "Axes", one: AnnotatedPanel) -> dict[str, Any]:
         axes.axvline(mark, color="black", linestyle=":", linewidth=1)
     if one.top is not None:
         axes.set_ylim(top=one.top)
+    if one.right is not None:
+        axes.set_xlim(right=one.right)
     return handles
 
 
