@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from nanoserve.benchmarks.comparing import Round, ratios, run_rounds, samples, summarize
+from nanoserve.benchmarks.comparing import OURS, Round, ratios, run_rounds, samples, summarize
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.machine import available_cores
 from nanoserve.benchmarks.peers.process import PeerProcess
@@ -32,7 +32,6 @@ from nanoserve.measures.workloads import BatchCase
 from nanoserve.models.hub import resolve_model
 
 DEFAULT_MODEL = "dummy:qwen3-0.6b"
-OURS = "nanoserve"
 _RATES = columns((",.1f", *((f"{name} tok/s", name) for name in ("prefill", "decode", "output"))))
 _KEYS = (("batch x in+out", "case"), ("read", "state"))
 _ENGINE_COLUMNS = [
