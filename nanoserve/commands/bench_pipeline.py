@@ -25,12 +25,7 @@ from nanoserve.engine_config import MOST_PARALLEL, PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.runtime.launch.torchrun import TorchrunProcess
 
-Metadata = Literal["decoupled", "coupled"]
-METADATA: dict[str, tuple[Metadata, ...]] = {
-    "decoupled": ("decoupled",),
-    "coupled": ("coupled",),
-    "both": ("decoupled", "coupled"),
-}
+METADATA: tuple[Literal["decoupled", "coupled"], ...] = ("decoupled", "coupled")
 _KEYS = (("policy, engine", "variant"), ("read", "state"))
 _REQUEST_COLUMNS = columns(
     ("", *_KEYS, "rounds"),
@@ -117,8 +112,8 @@ class StageComparison(Comparison[PipelineOptions]):
         config, rates = options.config(), parse_rates(options.rate, "--rate")
         if len(rates) > 1:
             raise UsageError(f"--rate takes one rate here, not {options.rate!r:.40}")
-        if options.metadata not in METADATA:
-            raise UsageError(f"--metadata {options.metadata!r:.40} is not one of {', '.join(METADATA)}")
+        if options.metadata not in (*METADATA, "both"):
+            raise UsageError(f"--metadata {options.metadata!r:.40} is not one of {', '.join(METADATA)}, both")
         if options.metadata == "both" and TorchrunProcess.from_environment() is not None:
             raise UsageError("--metadata both takes two groups of workers, but torchrun started one: measure each")
         self.rate = rates[0]
@@ -136,7 +131,9 @@ class StageComparison(Comparison[PipelineOptions]):
         from nanoserve.models.dtypes import resolve_dtype
 
         config, model = self.config, self.model
-        for metadata in METADATA[self.options.metadata]:
+        for metadata in METADATA:
+            if self.options.metadata not in (metadata, "both"):
+                continue
             degrees = [("pp", config.pipeline_parallel), ("tp", config.tensor_parallel)]
             words = [f"{name}={degree}" for name, degree in degrees if degree > 1] or ["pp=1"]
             name = " ".join(words + ["coupled"] * (metadata == "coupled"))

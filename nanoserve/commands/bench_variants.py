@@ -240,6 +240,5 @@ class Comparison(ABC, Generic[O]):
         for one in compared:
             row = rows.setdefault((one.variants, one.state), {"variants": one.variants, "state": one.state})
             row |= {"rounds": one.rounds, one.metric: one.text}
-        shown = ((name, metric) for metric, name in self.ratios.items())
-        names = columns(("", "variants", ("read", "state"), "rounds", *shown))
-        return Table(heading, names, rows.values())
+        shown = [Column(name, metric) for metric, name in self.ratios.items()]
+        return Table(heading, columns(("", "variants", ("read", "state"), "rounds")) + shown, rows.values())

@@ -143,9 +143,10 @@ class Ratio(msgspec.Struct, frozen=True):
 
 def ratios(rounds: Sequence[PolicyRound], pairs: Sequence[Pair], metrics: Sequence[str]) -> list[Ratio]:
     """Medians and extremes of each pair, metric and bandwidth state; formed within a round, never across rounds."""
+    values = grouped(rounds, lambda done: ratios_within(done.variants, pairs, metrics))
     return [
-        Ratio(*key, rounds=len(found), median=statistics.median(found), low=min(found), high=max(found))
-        for key, found in grouped(rounds, lambda done: ratios_within(done.variants, pairs, metrics)).items()
+        Ratio(called, metric, state, len(found), statistics.median(found), min(found), max(found))
+        for (called, metric, state), found in values.items()
     ]
 
 
