@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from nanoserve.benchmarks.floors import STEP_KINDS, Limits, ModelCost, StepShape
+from nanoserve.benchmarks.rounds import GIGA
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, RequestTiming
@@ -15,7 +16,6 @@ from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.record.events import Collected, Event, Planned
 from nanoserve.request import Request, SamplingParams
 
-GIGA = 1e9
 ALL = "all"
 
 
