@@ -6,7 +6,7 @@ from itertools import cycle
 from pathlib import Path
 from statistics import median
 
-from nanoserve.measures.charts import Chart, ChartCurve, Panel, draw
+from nanoserve.measures.charts import AnnotatedPanel, Chart, ChartCurve, draw
 
 _MARKERS = "osv^Dx+*"
 
@@ -31,11 +31,12 @@ def plot_throughputs(path: Path, title: str, measured: Sequence[Measured]) -> No
     """
     ordered = sorted(measured, key=lambda case: case.output_tokens)
     shares = sorted({case.share for case in measured})
-    panels = [_panel(share, [case for case in ordered if case.share == share]) for share in shares]
+    top = 1.05 * max(value for case in measured for values in case.throughputs.values() for value in values)
+    panels = [_panel(share, [case for case in ordered if case.share == share], top) for share in shares]
     draw(Chart(title, panels), path, panel_size=(4.4, 4.4))
 
 
-def _panel(share: float, cases: Sequence[Measured]) -> Panel:
+def _panel(share: float, cases: Sequence[Measured], top: float) -> AnnotatedPanel:
     names = list(dict.fromkeys(name for case in cases for name in case.throughputs))
     curves = []
     for name, marker in zip(names, cycle(_MARKERS), strict=False):
@@ -43,9 +44,10 @@ def _panel(share: float, cases: Sequence[Measured]) -> Panel:
         rounds = [case.throughputs[name] for case in here]
         middle, lows, highs = ([which(values) for values in rounds] for which in (median, min, max))
         curves.append(ChartCurve(name, [case.output_tokens for case in here], middle, lows, highs, style=f"{marker}-"))
-    return Panel(
+    return AnnotatedPanel(
         title="KV memory for everything" if share >= 1 else f"KV memory for {share:.0%} of everything",
         x="output tokens of a request",
         y="output tokens per second",
         curves=curves,
+        top=top,
     )
