@@ -84,7 +84,7 @@ def build_engine(
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
         raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
-    # What cannot be is refused before anything is loaded.
+    # Settings that this machine cannot meet are refused before anything is loaded.
     if config.host_threads is not None:
         divide_cores(config.host_threads)
     if config.profile is not None:
@@ -122,7 +122,7 @@ def _build_here(
     resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None, default_params: SamplingParams
 ) -> BuiltEngine:
     """On one device, in this process."""
-    _make_policy(config)  # what cannot be is refused before anything is loaded
+    _make_policy(config)  # an impossible policy is refused before anything is loaded
     device = usable_device(config.device)
     decoder, model = load_decoder(resolved, config, device, progress)
     gpu = GpuStart(decoder, config, device) if device.type == "cuda" else None
@@ -182,7 +182,7 @@ def _build_on_workers(
     from nanoserve.runtime.workers.several import start_workers, wait_for_news  # ZeroMQ is for them alone
 
     model = read_config(resolved)
-    shards_of_layouts(model, config)  # what cannot be divided is refused before any process is started
+    shards_of_layouts(model, config)  # a model that cannot be divided is refused before any process is started
     _make_policy(config)  # likewise
     host_blocks = choose_host_blocks(model, config)
     executors = start_workers(

@@ -318,7 +318,7 @@ def _rope(fields: _Fields, family: str, head_dim: int) -> RopeConfig:
             raise ModelError(f"{fields.source}: {key} must be an object, found {section!r}")
         merged.update(section or {})
     rope = _Fields(merged, fields.source)
-    kind = merged.get("rope_type") or merged.get("type") or "default"
+    kind: Any = merged.get("rope_type") or merged.get("type") or "default"
     if kind not in get_args(RopeKind):
         supported = ", ".join(get_args(RopeKind))
         raise ModelError(f"{fields.source}: rope type {kind!r} is not supported; supported: {supported}")

@@ -1,4 +1,4 @@
-"""Block accounting of the KV cache, without torch: who owns which block and what it holds.
+"""Block accounting of the KV cache, without torch: the owners of blocks, and what blocks hold.
 
 PrefixCache finds blocks by their content, BlockPool hands out the blocks of one tier, SequenceBlocks and HostTier keep
 the block tables of sequences on the device and in host memory.
@@ -7,24 +7,12 @@ the block tables of sequences on the device and in host memory.
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from itertools import count
 
 from nanoserve.request import Sequence
 
 ChainLink = int | str
 """The entry of the preceding block, or the salt in front of a first block."""
-
-
-@dataclass(frozen=True, slots=True)
-class CachedBlock:
-    """A full block that may be shared."""
-
-    block: int
-    entry: int
-    """Its number in the chain, unique over the cache's life."""
-    address: tuple[ChainLink, tuple[int, ...]]
-    """The preceding link and the block's tokens."""
 
 
 class PrefixCache:
@@ -37,24 +25,24 @@ class PrefixCache:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._by_address: dict[tuple[ChainLink, tuple[int, ...]], CachedBlock] = {}
-        self._by_block: dict[int, CachedBlock] = {}
+        self._cached: dict[tuple[ChainLink, tuple[int, ...]], tuple[int, int]] = {}  # block and entry, by address
+        self._addresses: dict[int, tuple[ChainLink, tuple[int, ...]]] = {}  # by block
         self._entries = count()
 
     def __contains__(self, block: int) -> bool:
-        return block in self._by_block
+        return block in self._addresses
 
-    def match(self, tokens: SequenceOf[int], salt: str) -> list[CachedBlock]:
-        """The longest cached chain for ``tokens``, leaving at least one token to compute."""
-        found: list[CachedBlock] = []
+    def match(self, tokens: SequenceOf[int], salt: str) -> list[tuple[int, int]]:
+        """The blocks of the longest cached chain for ``tokens`` and their entries; at least one token is left out."""
+        found: list[tuple[int, int]] = []
         link: ChainLink = salt
         size = self._block_size
         for start in range(0, (len(tokens) - 1) // size * size, size):
-            cached = self._by_address.get((link, tuple(tokens[start : start + size])))
+            cached = self._cached.get((link, tuple(tokens[start : start + size])))
             if cached is None:
                 break
             found.append(cached)
-            link = cached.entry
+            _, link = cached
         return found
 
     def insert(self, block: int, previous: ChainLink, tokens: tuple[int, ...]) -> int:
@@ -63,22 +51,21 @@ class PrefixCache:
         If another block holds the same content already, that one stays the shared one.
         """
         address = (previous, tokens)
-        cached = self._by_address.get(address)
-        if cached is None:
-            cached = CachedBlock(block, next(self._entries), address)
-            self._by_address[address] = cached
-            self._by_block[block] = cached
-        return cached.entry
+        if address not in self._cached:
+            self._cached[address] = block, next(self._entries)
+            self._addresses[block] = address
+        _, entry = self._cached[address]
+        return entry
 
     def forget(self, block: int) -> None:
         """The block is about to be overwritten; nothing happens if it is not cached."""
-        if (cached := self._by_block.pop(block, None)) is not None:
-            del self._by_address[cached.address]
+        if (address := self._addresses.pop(block, None)) is not None:
+            del self._cached[address]
 
     def clear(self) -> None:
         """Forget every block; the numbers of entries go on."""
-        self._by_block.clear()
-        self._by_address.clear()
+        self._addresses.clear()
+        self._cached.clear()
 
 
 class BlockPool:
@@ -177,8 +164,8 @@ class SequenceBlocks:
     def take_prefix(self, sequence: Sequence) -> None:
         """Begin the table with the cached blocks of the sequence's prefix; those positions need no computing."""
         cached = self.pool.cache.match(sequence.tokens, sequence.request.cache_salt)
-        sequence.block_table = [entry.block for entry in cached]
-        sequence.chain = [entry.entry for entry in cached]
+        sequence.block_table = [block for block, _ in cached]
+        sequence.chain = [entry for _, entry in cached]
         sequence.computed = len(cached) * self._block_size
         self.pool.share(sequence.block_table)
 

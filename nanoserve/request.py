@@ -371,7 +371,7 @@ class Sequence:
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, gc=False):
-    """What one sequence gained in one step, as the engine hands it to whoever asked.
+    """What one sequence gained in one step, as the engine hands it to its callers.
 
     ``sequence`` may be read (metrics, cached tokens) but not changed. The garbage collector skips updates, which are
     never in a cycle.

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from nanoserve.measures.workloads import RequestShape, read_trace
-from nanoserve.simulator.length_tables import FILE, NUM_QUANTILES, LengthTable
+from nanoserve.simulator.workload import FILE, NUM_QUANTILES, LengthTable
 
 
 def _json_lengths(path: Path) -> list[RequestShape]:

@@ -1,49 +1,28 @@
 """``nanoserve bench hybrid``: attention on the CPU beside the device, as several policies have it, and without."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-import msgspec
-
-from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.hybrid.cases import HybridCase, HybridCases, parse_shares
-from nanoserve.benchmarks.hybrid.picture import Measured, plot_throughputs
-from nanoserve.benchmarks.hybrid.policies import HybridEngine, HybridScheduling, parse_contenders
-from nanoserve.benchmarks.hybrid.rounds import RATIOS, HybridBench, HybridRound, findings, pairs
-from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.benchmarks.variants import KeptRun, KeptRuns, ratios, ratios_within, samples, summarize
-from nanoserve.commands.bench_options import (
-    MOST_REQUESTS,
-    WORK_PANEL,
-    ResultOptions,
-    kept,
-    operators_title,
-    print_head,
-    settled_operators,
-)
-from nanoserve.commands.bench_variants import (
-    RoundsOptions,
-    columns,
-    engine_facts,
-    measure_rounds,
-    opened_engine,
-    opened_record,
-    ratio_text,
-    requests_maker,
-    resolved_model,
-)
+from nanoserve.benchmarks.policies.cases import KvCase, KvCases, parse_shares
+from nanoserve.benchmarks.policies.metrics import findings, tier_metrics
+from nanoserve.benchmarks.policies.pictures import plot_throughputs
+from nanoserve.benchmarks.policies.rounds import Bench, Ratio, ratios_within
+from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, Scheduling
+from nanoserve.benchmarks.policy_names import parse_policies
+from nanoserve.commands.bench_options import MOST_REQUESTS, operators_title
+from nanoserve.commands.bench_variants import Comparison, Table, VariantsOptions, columns
 from nanoserve.commands.engine_options import WorkersOptions
-from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
-from nanoserve.config import ModelConfig
+from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import parse_lengths
+from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.policies import POLICIES
 
 _OPENED_WITH = "hybrid"
 """The policy that an engine is opened with which runs all of them: it wants all that any of them does."""
@@ -96,10 +75,7 @@ _GAIN_COLUMNS = columns(
 
 
 class HybridOptions(
-    RoundsOptions,
-    WorkersOptions,
-    ResultOptions,
-    panel=WORK_PANEL,
+    VariantsOptions,
     renamed={
         "--input": "is now part of --lengths, as 256+48,256+96",
         "--output": "is now part of --lengths, as 256+48,256+96",
@@ -136,7 +112,7 @@ class HybridOptions(
             )
         return config
 
-    def work(self) -> HybridCases:
+    def work(self) -> KvCases:
         """All cases.
 
         Raises:
@@ -145,7 +121,7 @@ class HybridOptions(
         shapes = parse_lengths(self.lengths, "--lengths")
         if len({shape.input_tokens for shape in shapes}) > 1:
             raise UsageError(f"--lengths takes prompts of one length here, not {self.lengths!r:.60}")
-        work = HybridCases(
+        work = KvCases(
             input_tokens=shapes[0].input_tokens,
             outputs=sorted(shape.output_tokens for shape in shapes),
             requests=self.requests,
@@ -156,7 +132,7 @@ class HybridOptions(
         return work
 
 
-def run(options: HybridOptions) -> int:
+def run(options: HybridOptions) -> None:
     """Answers get longer, as in APEX's figure 7, and the device's KV memory smaller; with the last limit it holds
     everything. All requests come at once, prompts are random. Printed are throughput with ratios to the first policy,
     latencies by where the KV was, how busy device and CPU were, how well steps were predicted, how much of the closed
@@ -170,220 +146,175 @@ def run(options: HybridOptions) -> int:
         --kv-limits 0.2,1 --rounds 5
       nanoserve bench hybrid --policy sarathi,overlap,overlap:cohorts=4,hybrid
     """
-    config, work = options.config(), options.work()
-    policies = parse_contenders(options.policy, config.max_num_batched_tokens)
-    report = options.open_report("hybrid", _settings(work, options))
-    operators = settled_operators(options.threads)
-    with ExitStack() as opened:
-        keeper = KeptRuns(opened_record(options, opened))
-        resolved, model = resolved_model(options)
-        _check_fits(work, config, model)
-        from nanoserve.benchmarks.hybrid.engines import open_engine  # imports torch: the threads are set
-
-        engine = opened_engine(opened, partial(open_engine, resolved, config, model, work))
-        opened.enter_context(kept(report, lambda: _show(report, options, policies)))
-        facts = engine_facts(resolved, config, model, operators, compiled=engine.compiled)
-        facts |= {"host_threads": engine.host_threads, "host_blocks": engine.host_blocks}
-        report.put("engine", facts | {"model_layers": model.num_layers})
-        benches = _benches(engine, policies, work, config, model, keeper, options.seed or 0)
-        measure_rounds(benches, options.rounds, report)
-    return EXIT_OK
+    TierComparison(options).run()
 
 
-def _settings(work: HybridCases, options: HybridOptions) -> dict[str, Any]:
-    """What the report says about the options."""
-    return {
-        "work": work.name,
-        "input": work.input_tokens,
-        "outputs": list(work.outputs),
-        "requests": work.requests,
-        "kv_limits": list(work.shares),
-        "rounds": options.rounds,
-        "policies": options.policy,
-        "host_kv_memory": options.host_kv_memory,
-        "host_threads": options.host_threads,
-        "profile": options.profile,
-        "max_num_batched_tokens": options.max_num_batched_tokens,
-        "seed": options.seed or 0,
-    }
+class TierComparison(Comparison[HybridOptions]):
+    """Policies with less and less KV memory on the device: rates, latencies by tier, predictions and gains."""
 
+    kind = "hybrid"
+    reported = ("requests", "host_kv_memory", "host_threads", "profile")
+    by_case = True
 
-def _check_fits(work: HybridCases, config: EngineConfig, model: ModelConfig) -> None:
-    longest, context = work.longest.total_tokens, config.max_model_len or model.max_position_embeddings
-    if longest > context:
-        raise UsageError(
-            f"--lengths {work.input_tokens}+{work.longest.output_tokens} are {longest} tokens, more than the"
-            f" context of {context}: choose shorter ones"
+    def __init__(self, options: HybridOptions) -> None:
+        config, self.work = options.config(), options.work()
+        self.policies = parse_contenders(options.policy, config.max_num_batched_tokens)
+        asked = {"work": self.work.name, "input": self.work.input_tokens, "outputs": self.work.outputs}
+        super().__init__(options, config, {**asked, "kv_limits": self.work.shares, "policies": options.policy})
+
+    def prepare(self) -> dict[str, Any]:
+        """One engine with memory for the largest case.
+
+        Raises:
+            UsageError: if the model's context is too short for the longest requests.
+        """
+        config, model, longest = self.config, self.model, self.work.longest
+        context = config.max_model_len or model.max_position_embeddings
+        if longest.total_tokens > context:
+            raise UsageError(
+                f"--lengths {longest.input_tokens}+{longest.output_tokens} are {longest.total_tokens} tokens, more than"
+                f" the context of {context}: choose shorter ones"
+            )
+        from nanoserve.benchmarks.policies import engines
+
+        start = partial(engines.open_with_host, self.resolved, config, model, self.work)
+        engine = self.open("opening the engine", start)
+        measure = partial(tier_metrics, vocab_size=model.vocab_size)
+        scheduling = Scheduling.of([engine], config, model)
+        for case, variants in hybrid_variants(engine, self.policies, self.work, scheduling):
+            facts = {"share": case.share, "output": case.shape.output_tokens, "blocks": case.num_blocks}
+            self.benches.append(
+                Bench(
+                    case=case.name,
+                    facts=facts,
+                    shapes=case.shapes,
+                    variants=variants,
+                    measure=measure,
+                    **self.shared,
+                )
+            )
+        host = {"host_threads": engine.host_threads, "host_blocks": engine.host_blocks}
+        return {**host, "model_layers": model.num_layers}
+
+    def title(self) -> str:
+        facts = self.report.document["engine"]
+        return f"{self.work.name}; {facts['model']}, {facts['dtype']}"
+
+    def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
+        facts, first = self.report.document["engine"], self.policies[0]
+        run_columns = columns(
+            *_KEYS,
+            ("read", "state"),
+            ("rounds", "rounds"),
+            ("seconds", "seconds", ",.2f"),
+            ("output tok/s", "output_tokens_per_s", ",.1f"),
+            (f"over {first}", "ratio"),
+            ("TTFT ms", "latencies.ttft_ms.mean", ",.0f"),
+            ("ms/token", "latencies.token_ms.mean", ",.1f"),
+            ("device", "device_share", ".0%"),
+            ("CPU", "processor_share", ".0%"),
+            ("foreign cores", "foreign_cores", ".2f"),
         )
-
-
-def _benches(
-    engine: HybridEngine,
-    policies: Sequence[str],
-    work: HybridCases,
-    config: EngineConfig,
-    model: ModelConfig,
-    keeper: KeptRuns,
-    seed: int,
-) -> list[tuple[HybridBench, Mapping[str, Any]]]:
-    """One for each case, with what the report says about it."""
-    from nanoserve.benchmarks.roofline import BandwidthProbe
-
-    scheduling = HybridScheduling(
-        engine,
-        policies,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        token_budget=config.max_num_batched_tokens,
-    )
-    probe, foreign = BandwidthProbe(), ForeignLoad()
-
-    def bench(case: HybridCase) -> HybridBench:
-        return HybridBench(
-            case=case.name,
-            variants=list(scheduling.variants(case)),
-            make_requests=requests_maker(case.shapes, model.vocab_size, seed),
-            vocab_size=model.vocab_size,
-            probe=probe.read,
-            foreign=foreign,
-            keep=lambda variant, run: keeper.keep(KeptRun(f"{case.name}, {variant.name}", run)),
-            engine=engine,
-            block_size=config.block_size,
-        )
-
-    return [
-        (bench(case), {"share": case.share, "output": case.shape.output_tokens, "blocks": case.num_blocks})
-        for case in work.cases()
-    ]
-
-
-def _show(report: Report, options: ResultOptions, policies: Sequence[str]) -> None:
-    """Print the tables of a report with rows, and put their figures into it.
-
-    Args:
-        policies: the first is what the others are compared with.
-    """
-    settings, facts = report.document["settings"], report.document["engine"]
-    title = f"{settings['work']}; {facts['model']}, {facts['dtype']}"
-    summary = _put_figures(report, policies)
-    print_head(report)
-    counting = sum(row["counts"] for row in report.rows)
-    print(f"{counting} of {len(report.rows)} rounds count (read bandwidth drift below 10 %)")
-    for finding in _findings(report):
-        print(finding)
-    if summary:
         threads = f"{facts['threads']} threads for the device, {facts['host_threads']} for attention in host memory"
-        heading = f"{title}, {operators_title(facts)}, {threads}"
-        print_table(heading, _run_columns(policies[0]), summary, keys=2)
-        heading = "steps, what was moved, and what the engine takes per step"
-        print_table(heading, _STEP_COLUMNS, summary, keys=2)
-        heading = "latencies, in ms: tokens apart by where their KV was"
-        print_table(heading, _LATENCY_COLUMNS, summary, keys=2)
+        yield Table(f"{self.title()}, {operators_title(facts)}, {threads}", run_columns, summary)
+        yield Table("steps, what was moved, and what the engine takes per step", _STEP_COLUMNS, summary)
+        yield Table("latencies, in ms: tokens apart by where their KV was", _LATENCY_COLUMNS, summary)
         heading = "errors: of the predicted time of steps (median of their sizes), of the simulated output tok/s"
-        print_table(heading, _ERROR_COLUMNS, summary, keys=2)
-    if bounded := list(_gain_rows(summary)):
-        heading = f"steps without prompts: gain over {policies[0]} with the same rows, and the closed forms' bound"
-        print_table(heading, _GAIN_COLUMNS, bounded, keys=2)
-    if options.plot is not None:
-        plot_throughputs(options.plot, report.titled(title), _measured_cases(report))
+        yield Table(heading, _ERROR_COLUMNS, summary)
+        heading = f"steps without prompts: gain over {first} with the same rows, and the closed forms' bound"
+        yield Table(heading, _GAIN_COLUMNS, _gain_rows(summary))
+
+    def plot(self, path: Path) -> None:
+        plot_throughputs(path, self.report.titled(self.title()), self.benches)
+
+    def notes(self) -> Iterator[str]:
+        """What was promised, and whether it holds; the figures go into the report."""
+        measured = [bench for bench in self.benches if bench.done]
+        fitting = [bench.case for bench in measured if bench.facts["share"] >= 1]
+        found = {bench.case: findings(bench.done, holds_everything=bench.case in fitting) for bench in measured}
+        means = self._means()
+        self.report.put("findings", found)
+        self.report.put("means", means)
+        broken = [f"{name} in {case}" for case in fitting for name in found[case]["hybrid_although_it_fits"]]
+        if broken:
+            yield f"HYBRID STEPS although the device holds everything: {'; '.join(broken)}"
+        elif fitting:
+            yield "where the device holds everything, no step was hybrid"
+        beyond = [f"{name} in {case}" for case in found for name in found[case]["beyond_bound"]]
+        if beyond:
+            yield f"beyond the closed forms' bounds in some round: {'; '.join(beyond)}"
+        for share, of in means.items():
+            each = ", ".join(f"{name} {mean:.3f}" for name, mean in of.items())
+            yield f"geometric means of all rounds that count, {share}: {each}"
+        held = [
+            (one["case"], one["ratio"]["median"])
+            for one in self.report.document["ratios"]
+            if one["ratio"]["variants"].startswith(f"{_PREDICTING} over")
+        ]
+        worse = [f"{median:.2f} in {case}" for case, median in held if median < _NEVER_WORSE]
+        if held:
+            below = f"; below: {'; '.join(worse)}" if worse else ""
+            reached = f"{len(held) - len(worse)} of {len(held)} cases with rounds that count"
+            yield f"{_PREDICTING} is at {_NEVER_WORSE:.0%} of the device alone or above in {reached}{below}"
+
+    def _means(self) -> dict[str, dict[str, float]]:
+        """By KV limit, over all lengths of answers: geometric means of the ratios within rounds."""
+        found: dict[str, dict[str, list[float]]] = {}
+        for bench in self.benches:
+            of_share = found.setdefault(f"KV {bench.facts['share']:.0%}", {})
+            for done in filter(attrgetter("counts"), bench.done):
+                within = ratios_within(done.variants, self.pairs(bench.variants), list(self.ratios))
+                for (called, _), ratio in within.items():
+                    of_share.setdefault(called, []).append(ratio)
+        return {share: {name: geometric_mean(held) for name, held in of.items()} for share, of in found.items() if of}
 
 
-def _run_columns(device_only: str) -> list[Column]:
-    return columns(
-        *_KEYS,
-        ("read", "state"),
-        ("rounds", "rounds"),
-        ("seconds", "seconds", ",.2f"),
-        ("output tok/s", "output_tokens_per_s", ",.1f"),
-        (f"over {device_only}", "ratio"),
-        ("TTFT ms", "latencies.ttft_ms.mean", ",.0f"),
-        ("ms/token", "latencies.token_ms.mean", ",.1f"),
-        ("device", "device_share", ".0%"),
-        ("CPU", "processor_share", ".0%"),
-        ("foreign cores", "foreign_cores", ".2f"),
-    )
+def parse_contenders(text: str, token_budget: int) -> tuple[str, ...]:
+    """Names separated by commas, the device alone before those that use the CPU: "sarathi,neo,overlap:cohorts=4".
+
+    Raises:
+        UsageError: for an unknown name or parameter, one out of its range, or another order.
+    """
+    names = tuple(parse_policies(text, token_budget))
+    if _attends_on_host(names[0]):
+        raise UsageError(f"--policy begins with one that leaves the CPU alone, as sarathi, not {names[0]}")
+    return names
 
 
-def _put_figures(report: Report, policies: Sequence[str]) -> list[dict[str, Any]]:
-    """Put into the report medians, ratios, samples and findings of each case; return the medians with the ratios."""
-    summary: list[dict[str, Any]] = []
-    compared: list[dict[str, Any]] = []
-    kept: dict[str, Any] = {}
-    found: dict[str, Any] = {}
-    for case, (rows, rounds) in _by_case(report).items():
-        held = ratios(rounds, pairs(policies), RATIOS)
-        texts = {(one.variants.partition(" over ")[0], one.state): one for one in held}
-        for row in summarize(rounds):
-            ratio = texts.get((row["variant"], row["state"]))
-            summary.append({"case": case, **row, "ratio": None if ratio is None else ratio_text(ratio)})
-        compared += [{"case": case, "ratio": one} for one in held]
-        kept |= {f"{case}, {name}": figures for name, figures in samples(rounds, RATIOS).items()}
-        found[case] = findings(rounds, holds_everything=rows[0]["share"] >= 1)
-    report.put("summary", summary)
-    report.put("ratios", compared)
-    report.put("samples", kept)
-    report.put("findings", found)
-    report.put("means", _means(report, policies))
-    return summary
+def _attends_on_host(policy: str) -> bool:
+    """Whether the policy of that name, perhaps with parameters, has the CPU attend."""
+    return POLICIES[policy.partition(":")[0]].attends_on_host
 
 
-def _means(report: Report, policies: Sequence[str]) -> dict[str, dict[str, float]]:
-    """By KV limit, over all lengths of answers: geometric means of the ratios within rounds."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for rows, rounds in _by_case(report).values():
-        for done in filter(attrgetter("counts"), rounds):
-            for (called, _), ratio in ratios_within(done.variants, pairs(policies), RATIOS).items():
-                found.setdefault(f"KV {rows[0]['share']:.0%}", {}).setdefault(called, []).append(ratio)
-    return {share: {name: geometric_mean(held) for name, held in of.items()} for share, of in found.items()}
+def hybrid_variants(
+    engine: OpenEngine, policies: Sequence[str], work: KvCases, scheduling: Scheduling
+) -> Iterator[tuple[KvCase, list[PolicyVariant]]]:
+    """Every policy with the KV memory of each case.
 
-
-def _by_case(report: Report) -> dict[str, tuple[list[dict[str, Any]], list[HybridRound]]]:
-    found: dict[str, tuple[list[dict[str, Any]], list[HybridRound]]] = {}
-    for row in report.rows:
-        rows, rounds = found.setdefault(row["case"], ([], []))
-        rows.append(row)
-        rounds.append(msgspec.convert(row["round"], HybridRound))
-    return found
-
-
-def _findings(report: Report) -> Iterator[str]:
-    """What was promised, and whether it holds."""
-    found = report.document["findings"]
-    fitting = {row["case"] for row in report.rows if row["share"] >= 1}
-    broken = [f"{name} in {case}" for case in fitting for name in found[case]["hybrid_although_it_fits"]]
-    if broken:
-        yield f"HYBRID STEPS although the device holds everything: {'; '.join(broken)}"
-    elif fitting:
-        yield "where the device holds everything, no step was hybrid"
-    beyond = [f"{name} in {case}" for case in found for name in found[case]["beyond_bound"]]
-    if beyond:
-        yield f"beyond the closed forms' bounds in some round: {'; '.join(beyond)}"
-    for share, means in report.document["means"].items():
-        each = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
-        yield f"geometric means of all rounds that count, {share}: {each}"
-    held = [one for one in report.document["ratios"] if one["ratio"]["variants"].startswith(f"{_PREDICTING} over")]
-    worse = [f"{one['ratio']['median']:.2f} in {one['case']}" for one in held if one["ratio"]["median"] < _NEVER_WORSE]
-    if held:
-        below = f"; below: {'; '.join(worse)}" if worse else ""
-        reached = f"{len(held) - len(worse)} of {len(held)} cases with rounds that count"
-        yield f"{_PREDICTING} is at {_NEVER_WORSE:.0%} of the device alone or above in {reached}{below}"
+    Each policy's predictor goes on learning from run to run, as that of a server does.
+    """
+    learning = {policy: CorrectedPredictor(engine.predictors[0]) for policy in policies}
+    for case in work.cases():
+        yield (
+            case,
+            [
+                scheduling.variant(
+                    policy,
+                    "",
+                    engine,
+                    [LayoutCapacity(case.num_blocks)],
+                    host_blocks=engine.host_blocks if _attends_on_host(policy) else 0,
+                    predictors=(predictor,),
+                    simulated_predictors=engine.predictors,
+                )
+                for policy, predictor in learning.items()
+            ],
+        )
 
 
 def _gain_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One for each strategy that had steps without prompts."""
+    """A row for each strategy that had steps without prompts."""
     for row in summary:
-        for strategy in ("asymmetric", "overlap"):
-            if row["gains"] is not None and row["gains"][strategy] is not None:
-                gain = row["gains"][strategy]
+        for strategy, gain in (row["gains"] or {}).items():
+            if gain is not None:
                 yield {"case": row["case"], "variant": row["variant"], "strategy": strategy, **gain}
-
-
-def _measured_cases(report: Report) -> list[Measured]:
-    """What the picture shows: every round, so that its bars tell how far they lie apart."""
-    found = []
-    for rows, rounds in _by_case(report).values():
-        throughputs = {
-            name: [done.variants[name].output_tokens_per_s for done in rounds] for name in rounds[0].variants
-        }
-        found.append(Measured(rows[0]["share"], rows[0]["output"], throughputs))
-    return found

@@ -90,7 +90,7 @@ class LengthOptions(
         if name in PRESETS:
             preset = PRESETS[name]
             return Work(name, replace(preset, requests=self.requests or preset.requests).draw(seed))
-        from nanoserve.simulator.named_lengths import named_lengths  # and the simulator, which is not asked otherwise
+        from nanoserve.simulator.workload import named_lengths  # and the simulator, which is not asked otherwise
 
         return Work(name, list(islice(named_lengths(name, seed, tuple(PRESETS)), self.requests or DEFAULT_REQUESTS)))
 

@@ -1,64 +1,35 @@
 """``nanoserve bench pipeline``: scheduling policies side by side on the same worker processes."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Literal
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.floors import ModelCost
-from nanoserve.benchmarks.pipeline.picture import plot_runs
-from nanoserve.benchmarks.pipeline.policies import PipelineScheduling
-from nanoserve.benchmarks.pipeline.rounds import RATIOS, PipelineBench, PipelineRound, PipelineVariant, pairs
+from nanoserve.benchmarks.policies.metrics import stage_metrics
+from nanoserve.benchmarks.policies.pictures import plot_stages
+from nanoserve.benchmarks.policies.rounds import Bench, Ratio
+from nanoserve.benchmarks.policies.variants import Scheduling
 from nanoserve.benchmarks.policy_names import parse_policies
-from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.serving.requests import Work, parse_rates, poisson_arrivals
-from nanoserve.benchmarks.tables import print_table
-from nanoserve.benchmarks.variants import KeptRun, KeptRuns, Ratio
-from nanoserve.commands.bench_options import (
-    WORK_PANEL,
-    LengthOptions,
-    ResultOptions,
-    fitting_work,
-    kept,
-    operators_title,
-    settled_operators,
-)
-from nanoserve.commands.bench_variants import (
-    RandomModelOptions,
-    RoundsOptions,
-    columns,
-    engine_facts,
-    measure_rounds,
-    opened_engine,
-    opened_record,
-    put_summary,
-    ratio_text,
-    requests_maker,
-    resolved_model,
-    rounds_of,
-)
+from nanoserve.benchmarks.serving.requests import parse_rates
+from nanoserve.commands.bench_options import LengthOptions, fitting_work, operators_title
+from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table, columns
 from nanoserve.commands.engine_options import WorkersOptions
-from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.config import ModelConfig
 from nanoserve.engine_config import MOST_PARALLEL, PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
-from nanoserve.models.hub import ResolvedModel
 from nanoserve.runtime.launch.torchrun import TorchrunProcess
 
-if TYPE_CHECKING:
-    from nanoserve.benchmarks.pipeline.engines import Metadata, OpenEngine
-
-METADATA: "dict[str, tuple[Metadata, ...]]" = {
+Metadata = Literal["decoupled", "coupled"]
+METADATA: dict[str, tuple[Metadata, ...]] = {
     "decoupled": ("decoupled",),
     "coupled": ("coupled",),
     "both": ("decoupled", "coupled"),
 }
-_RATIO_NAMES = {"output_tokens_per_s": "tok/s", "ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2EL"}
 _KEYS = (("policy, engine", "variant"), ("read", "state"))
 _REQUEST_COLUMNS = columns(
     *_KEYS,
@@ -92,9 +63,6 @@ _STAGE_COLUMNS = columns(
     ("for work", "waiting", ".1%"),
     ("inputs of step", "metadata_of_step", ".2%"),
 )
-_RATIO_COLUMNS = columns(
-    ("variants", "variants"), ("read", "state"), ("rounds", "rounds"), *((name, name) for name in _RATIO_NAMES.values())
-)
 _SIMULATED_COLUMNS = columns(
     *_KEYS,
     ("makespan", "simulated.makespan", ".3f"),
@@ -106,14 +74,7 @@ _SIMULATED_COLUMNS = columns(
 )
 
 
-class PipelineOptions(
-    LengthOptions,
-    RoundsOptions,
-    RandomModelOptions,
-    ResultOptions,
-    panel=WORK_PANEL,
-    renamed={"--request-rate": "is now --rate"},
-):
+class PipelineOptions(LengthOptions, RandomModelOptions, renamed={"--request-rate": "is now --rate"}):
     """All options of the command: requests, and workers that several policies run on in turn."""
 
     rate: str = option("inf", "Requests per second, or inf: all at once.", metavar="X")
@@ -140,32 +101,9 @@ class PipelineOptions(
             )
         return EngineConfig(**{**WorkersOptions.settings(self), "policy": None, "trace": None})
 
-    def requests_per_second(self) -> float:
-        """The one rate.
-
-        Raises:
-            UsageError: for what is none, or several.
-        """
-        rates = parse_rates(self.rate, "--rate")
-        if len(rates) > 1:
-            raise UsageError(f"--rate takes one rate here, not {self.rate!r:.40}")
-        return rates[0]
-
-    def metadatas(self) -> "tuple[Metadata, ...]":
-        """Ways of telling stages of plans.
-
-        Raises:
-            UsageError: for an unknown way, or both where there are workers for one.
-        """
-        if self.metadata not in METADATA:
-            raise UsageError(f"--metadata {self.metadata!r:.40} is not one of {', '.join(METADATA)}")
-        if self.metadata == "both" and TorchrunProcess.from_environment() is not None:
-            raise UsageError("--metadata both takes two groups of workers, but torchrun started one: measure each")
-        return METADATA[self.metadata]
-
 
 @on_all_machines
-def run(options: PipelineOptions) -> int:
+def run(options: PipelineOptions) -> None:
     """Printed are tokens per second and latencies, where the stages' time went (bubbles), how even the micro-batches
     were, ratios with their spread, and what the simulator makes of the same stage times. Answers have the length
     that was asked for, prompts are random, no prefixes are shared.
@@ -179,166 +117,100 @@ def run(options: PipelineOptions) -> int:
       nanoserve bench pipeline --policy sarathi --against-one-process --rounds 5
     """
     options.check_is_for_cpu()
-    config, metadatas, rate = options.config(), options.metadatas(), options.requests_per_second()
-    policies = tuple(parse_policies(options.policy, options.max_num_batched_tokens))
-    work = options.read(options.seed or 0)
-    report = options.open_report("pipeline", _settings(work, options))
-    operators = settled_operators(options.threads)
-    with ExitStack() as opened:
-        keeper = KeptRuns(opened_record(options, opened))
-        opened.enter_context(kept(report, lambda: _show(report, options, keeper)))
-        resolved, model = resolved_model(options)
-        engines = _open_engines(resolved, config, metadatas, options, opened)
-        scheduling, work = _scheduling(engines, config, model, work, report)
-        variants = [_variant(engine, policy, scheduling) for engine in engines for policy in policies]
-        bench = _bench(variants, work, rate, options.seed or 0, config, model, keeper)
-        facts = engine_facts(resolved, config, model, operators, compiled=all(one.compiled for one in engines))
-        limits = {"limit_read_gb_per_s": bench.limits.bytes_per_second / 1e9}
-        limits |= {"limit_gflops": bench.limits.operations_per_second / 1e9}
-        report.put("engine", {**facts, "kv_blocks": min(engine.num_blocks for engine in engines), **limits})
-        measure_rounds([(bench, {})], options.rounds, report)
-    return EXIT_OK
+    StageComparison(options).run()
 
 
-def _settings(work: Work, options: PipelineOptions) -> dict[str, Any]:
-    """What the report says about the options."""
-    return {
-        "work": work.name,
-        "requests": len(work.shapes),
-        "request_rate": options.rate,
-        "rounds": options.rounds,
-        "policies": options.policy,
-        "metadata": options.metadata,
-        "pp": options.pp,
-        "tp": options.tp,
-        "pp_split": options.pp_split,
-        "max_num_batched_tokens": options.max_num_batched_tokens,
-        "seed": options.seed or 0,
-    }
+class StageComparison(Comparison[PipelineOptions]):
+    """Every policy on every engine: rates, latencies, and where the time of the stages went."""
 
+    kind = "pipeline"
+    reported = ("metadata", "pp", "tp", "pp_split")
+    ratios = {"output_tokens_per_s": "tok/s", "ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2EL"}  # noqa: RUF012
 
-def _open_engines(
-    resolved: ResolvedModel,
-    config: EngineConfig,
-    metadatas: "Sequence[Metadata]",
-    options: PipelineOptions,
-    opened: ExitStack,
-) -> "list[OpenEngine]":
-    """Each once, for all rounds."""
-    from nanoserve.benchmarks.pipeline.engines import open_one_process, open_workers, workers_name
+    def __init__(self, options: PipelineOptions) -> None:
+        config, rates = options.config(), parse_rates(options.rate, "--rate")
+        if len(rates) > 1:
+            raise UsageError(f"--rate takes one rate here, not {options.rate!r:.40}")
+        if options.metadata not in METADATA:
+            raise UsageError(f"--metadata {options.metadata!r:.40} is not one of {', '.join(METADATA)}")
+        if options.metadata == "both" and TorchrunProcess.from_environment() is not None:
+            raise UsageError("--metadata both takes two groups of workers, but torchrun started one: measure each")
+        self.rate = rates[0]
+        self.policies = tuple(parse_policies(options.policy, options.max_num_batched_tokens))
+        self.work = work = options.read(options.seed or 0)
+        asked = {"work": work.name, "requests": len(work.shapes)}
+        super().__init__(options, config, {**asked, "request_rate": options.rate, "policies": options.policy})
 
-    engines = []
-    for metadata in metadatas:
-        remark(f"starting {workers_name(config, metadata)}")
-        engines.append(opened_engine(opened, partial(open_workers, resolved, config, metadata)))
-    if options.against_one_process:
-        remark("opening one process")
-        engines.append(opened_engine(opened, partial(open_one_process, resolved, config)))
-    return engines
+    def prepare(self) -> dict[str, Any]:
+        """Engines with equally many KV blocks, and the requests that fit."""
+        import torch
 
+        from nanoserve.benchmarks.policies import engines
+        from nanoserve.benchmarks.roofline import STAGE, machine_limits
+        from nanoserve.models.dtypes import resolve_dtype
 
-def _scheduling(
-    engines: "Sequence[OpenEngine]", config: EngineConfig, model: ModelConfig, work: Work, report: Report
-) -> tuple[PipelineScheduling, Work]:
-    """What all schedulers share, and the requests that fit."""
-    from nanoserve.benchmarks.pipeline.engines import common_context
+        config, model = self.config, self.model
+        for metadata in METADATA[self.options.metadata]:
+            degrees = [("pp", config.pipeline_parallel), ("tp", config.tensor_parallel)]
+            words = [f"{name}={degree}" for name, degree in degrees if degree > 1] or ["pp=1"]
+            name = " ".join(words + ["coupled"] * (metadata == "coupled"))
+            ahead = metadata == "decoupled" and config.pipeline_parallel > 1
+            start = partial(engines.open_workers, name, metadata=metadata, simulated=ahead)
+            self.open(f"starting {name}", partial(start, self.resolved, config, model))
+        if self.options.against_one_process:
+            self.open("opening one process", partial(engines.open_one_process, "one process", self.resolved, config))
+        scheduling = Scheduling.of(self.engines, config, model)
+        work = fitting_work(self.work, scheduling.max_model_len, self.report)
+        blocks = min(engine.capacities[0].num_blocks for engine in self.engines)
+        variants = [
+            scheduling.variant(policy, engine.name, engine, [replace(engine.capacities[0], num_blocks=blocks)])
+            for engine in self.engines
+            for policy in self.policies
+        ]
+        dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
+        remark(f"{STAGE} ...")
+        with show_progress() as progress:
+            limits = machine_limits(dtype, self.probe, progress=progress)
+        cost = ModelCost(model, dtype.itemsize)
+        measure = partial(stage_metrics, vocab_size=model.vocab_size, cost=cost, limits=limits)
+        self.benches = [
+            Bench(
+                case=work.name,
+                shapes=work.shapes,
+                rate=self.rate,
+                variants=variants,
+                measure=measure,
+                **self.shared,
+            )
+        ]
+        return {
+            "kv_blocks": blocks,
+            "limit_read_gb_per_s": limits.bytes_per_second / 1e9,
+            "limit_gflops": limits.operations_per_second / 1e9,
+        }
 
-    num_blocks, context = common_context(engines, config, model)
-    scheduling = PipelineScheduling(
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_model_len=context,
-        max_num_seqs=config.max_num_seqs,
-        token_budget=config.max_num_batched_tokens,
-    )
-    return scheduling, fitting_work(work, context, report)
+    def title(self) -> str:
+        settings, facts = self.report.document["settings"], self.report.document["engine"]
+        together = "all at once" if settings["request_rate"] == "inf" else f"{settings['request_rate']} a second"
+        how = f"{facts['dtype']}, {operators_title(facts)}"
+        threads = f"{facts['threads']} threads, {facts['threads_of_a_worker']} of them for each worker"
+        return f"{settings['requests']} requests of {settings['work']}, {together}; {facts['model']}, {how}, {threads}"
 
-
-def _variant(engine: "OpenEngine", policy: str, scheduling: PipelineScheduling) -> PipelineVariant:
-    return PipelineVariant(
-        policy=policy,
-        engine=engine.name,
-        executor=engine.executor,
-        make_scheduler=scheduling.maker(policy, engine.executor),
-        workers=engine.workers,
-        tensor_parallel=engine.tensor_parallel,
-        simulated=engine.simulated,
-    )
-
-
-def _bench(
-    variants: Sequence[PipelineVariant],
-    work: Work,
-    rate: float,
-    seed: int,
-    config: EngineConfig,
-    model: ModelConfig,
-    keeper: KeptRuns,
-) -> PipelineBench:
-    import torch
-
-    from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
-    from nanoserve.models.dtypes import resolve_dtype
-
-    dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
-    remark(f"{STAGE} ...")
-    probe = BandwidthProbe()
-    with show_progress() as progress:
-        limits = machine_limits(dtype, probe, progress=progress)
-    number, vocab_size = len(work.shapes), model.vocab_size
-    return PipelineBench(
-        case=work.name,
-        variants=variants,
-        make_requests=requests_maker(work.shapes, vocab_size, seed, lambda own: poisson_arrivals(rate, number, own)),
-        vocab_size=vocab_size,
-        cost=ModelCost(model, dtype.itemsize),
-        limits=limits,
-        probe=probe.read,
-        foreign=ForeignLoad(),
-        keep=lambda variant, run: keeper.keep(KeptRun(variant.name, run, variant.layouts)),
-    )
-
-
-def _show(report: Report, options: ResultOptions, keeper: KeptRuns) -> None:
-    rounds = rounds_of(report, PipelineRound)
-    summary, compared = put_summary(report, rounds, pairs(list(rounds[0].variants)), RATIOS)
-    title = _title(report)
-    if summary:
-        print_table(title, _REQUEST_COLUMNS, summary, keys=2)
+    def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
+        yield Table(self.title(), _REQUEST_COLUMNS, summary)
         heading = "micro-batches, and what the time of the stages went into"
-        print_table(heading, _STAGE_COLUMNS, _stage_rows(summary), keys=3)
-    if summary and compared:
-        print_table("ratios within a round: median (lowest-highest)", _RATIO_COLUMNS, _ratio_rows(compared), keys=2)
-    if simulated := [row for row in summary if row["simulated"]]:
+        yield Table(heading, _STAGE_COLUMNS, _stage_rows(summary), keys=3)
+        yield self.ratio_table("ratios within a round: median (lowest-highest)", compared)
         heading = "simulated, with the stage times of the real runs; ratios are simulated over real"
-        print_table(heading, _SIMULATED_COLUMNS, simulated, keys=2)
-    if options.plot is not None:
-        plot_runs(options.plot, report.titled(f"{title}, last round"), list(keeper.last.values()))
+        yield Table(heading, _SIMULATED_COLUMNS, [row for row in summary if row["simulated"]])
+
+    def plot(self, path: Path) -> None:
+        plot_stages(path, self.report.titled(f"{self.title()}, last round"), self.last)
 
 
-def _title(report: Report) -> str:
-    settings, facts = report.document["settings"], report.document["engine"]
-    together = "all at once" if settings["request_rate"] == "inf" else f"{settings['request_rate']} a second"
-    how = f"{facts['dtype']}, {operators_title(facts)}"
-    threads = f"{facts['threads']} threads, {facts['threads_of_a_worker']} of them for each worker"
-    return f"{settings['requests']} requests of {settings['work']}, {together}; {facts['model']}, {how}, {threads}"
-
-
-def _stage_rows(summary: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One for each stage; a single process has one without shares."""
-    rows: list[dict[str, Any]] = []
+def _stage_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A row for each stage; that of a single process has no shares."""
     for row in summary:
         for stage, shares in (row["stages"] or {"-": {}}).items():
             bubbles = 1 - shares["computing"] if shares else None
-            rows.append({**row, **shares, "stage": stage, "bubbles": bubbles})
-    return rows
-
-
-def _ratio_rows(compared: Sequence[Ratio]) -> list[dict[str, Any]]:
-    """One for each pair and state, with all metrics."""
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for one in compared:
-        row = rows.setdefault((one.variants, one.state), {"variants": one.variants, "state": one.state})
-        row["rounds"] = one.rounds
-        row[_RATIO_NAMES[one.metric]] = ratio_text(one)
-    return list(rows.values())
+            yield {**row, **shares, "stage": stage, "bubbles": bubbles}

@@ -1,50 +1,23 @@
 """``nanoserve bench reshard``: two parallel layouts on the same workers, in turn, and each of them alone."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.resharding.picture import plot_runs
-from nanoserve.benchmarks.resharding.policies import ReshardScheduling, Workers
-from nanoserve.benchmarks.resharding.rounds import RATIOS, ReshardBench, ReshardRound, ReshardVariant, pairs
-from nanoserve.benchmarks.serving.requests import Work
-from nanoserve.benchmarks.tables import print_table
-from nanoserve.benchmarks.variants import KeptRun, KeptRuns
-from nanoserve.commands.bench_options import (
-    WORK_PANEL,
-    LengthOptions,
-    ResultOptions,
-    fitting_work,
-    kept,
-    operators_title,
-    settled_operators,
-)
-from nanoserve.commands.bench_variants import (
-    RandomModelOptions,
-    RoundsOptions,
-    columns,
-    engine_facts,
-    measure_rounds,
-    opened_engine,
-    opened_record,
-    put_summary,
-    ratio_text,
-    requests_maker,
-    resolved_model,
-    rounds_of,
-)
+from nanoserve.benchmarks.policies.metrics import layout_metrics
+from nanoserve.benchmarks.policies.pictures import plot_phases
+from nanoserve.benchmarks.policies.rounds import Bench, Pair, Ratio
+from nanoserve.benchmarks.policies.variants import RESHARDING, OpenEngine, PolicyVariant, Scheduling
+from nanoserve.commands.bench_options import LengthOptions, fitting_work, operators_title
+from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table, columns
 from nanoserve.commands.engine_options import WorkersOptions
-from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import option
-from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.config import ModelConfig
 from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
-from nanoserve.models.hub import ResolvedModel
 from nanoserve.runtime.launch.torchrun import TorchrunProcess
 
 _MOVES = {"re-sharding": "reshards", "swaps out": "swaps_out", "swaps in": "swaps_in"}
@@ -83,7 +56,6 @@ _MOVE_COLUMNS = columns(
     ("of host link", "share_of_link", ".0%"),
     ("behind computing", "hidden", ".0%"),
 )
-_RATIO_COLUMNS = columns(("variants", "variants"), ("read", "state"), ("rounds", "rounds"), ("tok/s", "text"))
 _SIMULATED_COLUMNS = columns(
     *_KEYS,
     ("makespan", "simulated.makespan", ".3f"),
@@ -94,7 +66,7 @@ _SIMULATED_COLUMNS = columns(
 )
 
 
-class ReshardOptions(LengthOptions, RoundsOptions, RandomModelOptions, ResultOptions, panel=WORK_PANEL):
+class ReshardOptions(LengthOptions, RandomModelOptions):
     """All options of the command: requests, and workers with two layouts."""
 
     against_own_workers: bool = option(False, "Also each layout on workers that have no other.")
@@ -118,7 +90,7 @@ class ReshardOptions(LengthOptions, RoundsOptions, RandomModelOptions, ResultOpt
 
 
 @on_all_machines
-def run(options: ReshardOptions) -> int:
+def run(options: ReshardOptions) -> None:
     """All requests come at once, answers have the length that was asked for, prompts are random. Printed are tokens per
     second, where the time went, what was moved between device and host memory and how fast, ratios with their
     spread, and what the simulator makes of the same step times.
@@ -133,134 +105,104 @@ def run(options: ReshardOptions) -> int:
         --json reshard.json --record reshard-trace.json
     """
     options.check_is_for_cpu()
-    config, seed = options.config(), options.seed or 0
-    work = options.read(seed)
-    report = options.open_report("reshard", _settings(work, options))
-    operators = settled_operators(options.threads)
-    with ExitStack() as opened:
-        keeper = KeptRuns(opened_record(options, opened))
-        resolved, model = resolved_model(options)
-        groups = _open_workers(resolved, config, model, options, opened)
-        variants, work = _variants(groups, config, model, work, report)
-        opened.enter_context(kept(report, lambda: _show(report, options, keeper, pairs(variants))))
-        bench = _bench(variants, work, seed, model, keeper)
-        facts = engine_facts(resolved, config, model, operators, compiled=all(group.compiled for group in groups))
-        report.put("engine", {**facts, **_memory_facts(groups[0])})
-        measure_rounds([(bench, {})], options.rounds, report)
-    return EXIT_OK
+    LayoutComparison(options).run()
 
 
-def _settings(work: Work, options: ReshardOptions) -> dict[str, Any]:
-    """What the report says about the options."""
-    return {
-        "work": work.name,
-        "requests": len(work.shapes),
-        "rounds": options.rounds,
-        "against_own_workers": options.against_own_workers,
-        "prefill_parallel": options.prefill_parallel,
-        "decode_parallel": options.decode_parallel,
-        "host_kv_memory": options.host_kv_memory,
-        "kv_cache_memory": options.kv_cache_memory,
-        "max_num_batched_tokens": options.max_num_batched_tokens,
-        "seed": options.seed or 0,
-    }
+def resharding_variants(engines: Sequence[OpenEngine], scheduling: Scheduling) -> Iterator[PolicyVariant]:
+    """Each layout alone, on all workers that have it, before the ways of going from one to the other.
+
+    Chunked prefill is the paper's baseline; where there is a pipeline, it also meets the policy made for pipelines.
+    """
+    for engine in engines:
+        for number, (layout, capacity) in enumerate(zip(engine.layouts, engine.capacities, strict=True)):
+            place = layout.name if len(engine.layouts) == 2 else f"{layout.name}, {engine.name}"
+            for policy in ("sarathi", "throttling") if layout.pipeline_parallel > 1 else ("sarathi",):
+                yield scheduling.variant(policy, place, engine, [capacity], first=number)
+    for engine in engines:
+        for policy in RESHARDING if len(engine.layouts) == 2 else ():
+            yield scheduling.variant(
+                policy,
+                engine.name,
+                engine,
+                engine.capacities,
+                host_blocks=engine.host_blocks,
+                predictors=engine.predictors,
+            )
 
 
-def _open_workers(
-    resolved: ResolvedModel, config: EngineConfig, model: ModelConfig, options: ReshardOptions, opened: ExitStack
-) -> list[Workers]:
-    """Each group once, for all rounds; the first has both layouts."""
-    from nanoserve.benchmarks.resharding.engines import open_alone, open_pair
-
-    names = [layout.name for layout in config.layouts]
-    remark(f"starting workers for {names[0]} and {names[1]}")
-    groups = [opened_engine(opened, partial(open_pair, resolved, config, model))]
-    for number, name in enumerate(names) if options.against_own_workers else ():
-        remark(f"starting workers for {name} alone")
-        groups.append(opened_engine(opened, partial(open_alone, resolved, config, number, model)))
-    return groups
-
-
-def _variants(
-    groups: Sequence[Workers], config: EngineConfig, model: ModelConfig, work: Work, report: Report
-) -> tuple[list[ReshardVariant], Work]:
-    """The variants, and the requests that fit all of them."""
-    blocks = min(capacity.num_blocks for group in groups for capacity in group.capacities)
-    blocks = min(blocks, groups[0].host_blocks)
-    context = min(config.max_model_len or model.max_position_embeddings, blocks * config.block_size)
-    scheduling = ReshardScheduling(
-        block_size=config.block_size,
-        max_model_len=context,
-        max_num_seqs=config.max_num_seqs,
-        token_budget=config.max_num_batched_tokens,
-    )
-    return list(scheduling.variants(groups)), fitting_work(work, context, report)
-
-
-def _bench(
-    variants: Sequence[ReshardVariant], work: Work, seed: int, model: ModelConfig, keeper: KeptRuns
-) -> ReshardBench:
-    from nanoserve.benchmarks.roofline import BandwidthProbe
-
-    return ReshardBench(
-        case=work.name,
-        variants=variants,
-        make_requests=requests_maker(work.shapes, model.vocab_size, seed),
-        vocab_size=model.vocab_size,
-        probe=BandwidthProbe().read,
-        foreign=ForeignLoad(),
-        keep=lambda variant, run: keeper.keep(
-            KeptRun(variant.name, run, variant.layouts), variant.place.host_link_bandwidth
-        ),
-    )
-
-
-def _memory_facts(pair: Workers) -> dict[str, Any]:
-    return {
-        "kv_blocks": " and ".join(f"{capacity.num_blocks:,}" for capacity in pair.capacities),
-        "host_blocks": pair.host_blocks,
-        "host_link_bandwidth": pair.host_link_bandwidth,
-    }
-
-
-def _show(report: Report, options: ResultOptions, keeper: KeptRuns, held: Sequence[tuple[str, str, str]]) -> None:
-    summary, compared = put_summary(report, rounds_of(report, ReshardRound), held, RATIOS)
-    settings, facts = report.document["settings"], report.document["engine"]
-    title = f"{settings['requests']} requests of {settings['work']}; {facts['model']}, {facts['dtype']}"
-    if summary:
-        print_table(f"{title}, {_how(facts)}", _RUN_COLUMNS, summary, keys=2)
-        in_turn = [row for row in summary if row["phases"] is not None]
-        print_table("where the time of re-sharding runs went, in seconds", _PHASE_COLUMNS, in_turn, keys=2)
-        print_table("what was moved between device and host memory", _MOVE_COLUMNS, _move_rows(in_turn), keys=3)
-        ratio_rows = [
-            {"variants": one.variants, "state": one.state, "rounds": one.rounds, "text": ratio_text(one)}
-            for one in compared
-        ]
-        print_table("output tok/s within a round: median (lowest-highest)", _RATIO_COLUMNS, ratio_rows, keys=2)
-    if simulated := [row for row in summary if row["simulated"]]:
-        heading = "simulated, with what steps and moves of the real runs took; makespan is simulated over real"
-        print_table(heading, _SIMULATED_COLUMNS, simulated, keys=2)
-    if options.plot is not None:
-        plot_runs(options.plot, report.titled(f"{title}, last round"), list(keeper.last.values()))
-
-
-def _how(facts: Mapping[str, Any]) -> str:
-    """Describe the engine's setup."""
-    threads = f"{facts['threads']} threads, {facts['threads_of_a_worker']} of them for each worker"
-    blocks = f"KV blocks: {facts['kv_blocks']} on the devices, {facts['host_blocks']:,} in the host pool"
-    return f"{operators_title(facts)}, {threads}; {blocks}"
-
-
-def _move_rows(summary: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One for each kind of moves."""
+def resharding_pairs(variants: Sequence[PolicyVariant]) -> list[Pair]:
+    """Each way of re-sharding over every variant before it."""
     return [
-        {
-            "variant": row["variant"],
-            "state": row["state"],
-            "moves": moves,
-            "megabytes": row[field]["num_bytes"] / 1e6,
-            **row[field],
-        }
-        for row in summary
-        for moves, field in _MOVES.items()
+        (f"{other.policy} over {one.name}", other.name, one.name)
+        for one, other in combinations(variants, 2)
+        if len(other.layouts) == 2
     ]
+
+
+class LayoutComparison(Comparison[ReshardOptions]):
+    """Each layout alone, and the ways of changing between the two: rates, phases, and what was moved."""
+
+    kind = "reshard"
+    reported = ("against_own_workers", "prefill_parallel", "decode_parallel", "host_kv_memory", "kv_cache_memory")
+    pairs = staticmethod(resharding_pairs)
+
+    def __init__(self, options: ReshardOptions) -> None:
+        config = options.config()
+        self.work = work = options.read(options.seed or 0)
+        super().__init__(options, config, {"work": work.name, "requests": len(work.shapes)})
+
+    def prepare(self) -> dict[str, Any]:
+        """Workers with both layouts, perhaps workers with each of them alone, and the requests that fit."""
+        from nanoserve.benchmarks.policies import engines
+
+        config, model = self.config, self.model
+        names = [layout.name for layout in config.layouts]
+        start = partial(engines.open_workers, " -> ".join(names), self.resolved, config, model)
+        pair = self.open(f"starting workers for {' and '.join(names)}", start)
+        for layout in config.layouts if self.options.against_own_workers else ():
+            alone = replace(
+                config,
+                pipeline_parallel=layout.pipeline_parallel,
+                tensor_parallel=layout.tensor_parallel,
+                decode_layout=None,
+                host_kv_memory=None,
+            )
+            start = partial(engines.open_workers, "own workers", self.resolved, alone, model)
+            self.open(f"starting workers for {layout.name} alone", start)
+        scheduling = Scheduling.of(self.engines, config, model)
+        work = fitting_work(self.work, scheduling.max_model_len, self.report)
+        variants = list(resharding_variants(self.engines, scheduling))
+        measure = partial(layout_metrics, vocab_size=model.vocab_size)
+        self.benches = [Bench(case=work.name, shapes=work.shapes, variants=variants, measure=measure, **self.shared)]
+        return {
+            "kv_blocks": " and ".join(f"{capacity.num_blocks:,}" for capacity in pair.capacities),
+            "host_blocks": pair.host_blocks,
+            "host_link_bandwidth": pair.host_link_bandwidth,
+        }
+
+    def title(self) -> str:
+        settings, facts = self.report.document["settings"], self.report.document["engine"]
+        return f"{settings['requests']} requests of {settings['work']}; {facts['model']}, {facts['dtype']}"
+
+    def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
+        facts = self.report.document["engine"]
+        threads = f"{facts['threads']} threads, {facts['threads_of_a_worker']} of them for each worker"
+        blocks = f"KV blocks: {facts['kv_blocks']} on the devices, {facts['host_blocks']:,} in the host pool"
+        in_turn = [row for row in summary if row["phases"] is not None]
+        yield Table(f"{self.title()}, {operators_title(facts)}, {threads}; {blocks}", _RUN_COLUMNS, summary)
+        yield Table("where the time of re-sharding runs went, in seconds", _PHASE_COLUMNS, in_turn)
+        yield Table("what was moved between device and host memory", _MOVE_COLUMNS, _move_rows(in_turn), keys=3)
+        yield self.ratio_table("output tok/s within a round: median (lowest-highest)", compared)
+        heading = "simulated, with what steps and moves of the real runs took; makespan is simulated over real"
+        yield Table(heading, _SIMULATED_COLUMNS, [row for row in summary if row["simulated"]])
+
+    def plot(self, path: Path) -> None:
+        plot_phases(path, self.report.titled(f"{self.title()}, last round"), self.last)
+
+
+def _move_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A row for each kind of moves."""
+    for row in summary:
+        for moves, field in _MOVES.items():
+            keys = {"variant": row["variant"], "state": row["state"], "moves": moves}
+            yield {**keys, "megabytes": row[field]["num_bytes"] / 1e6, **row[field]}

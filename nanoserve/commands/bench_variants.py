@@ -1,151 +1,242 @@
-"""What ``bench pipeline``, ``bench reshard`` and ``bench hybrid`` share: rounds of several variants on one engine."""
+"""The harness of ``bench pipeline``, ``bench reshard`` and ``bench hybrid``, which are presets of it.
 
-from collections.abc import Callable, Mapping, Sequence
+A preset opens engines, and says which variants there are, which metrics a run has, and what is shown. The rest is here:
+rounds, a report that is kept after each of them, ratios, and tables.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-import msgspec
-
-from nanoserve.benchmarks.pipeline.running import make_requests
-from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column
-from nanoserve.benchmarks.variants import Ratio, VariantsBench, VariantsRound, ratios, samples, summarize
-from nanoserve.commands.bench_options import WORK_PANEL, print_counting, print_head
-from nanoserve.commands.engine_options import MODEL_PANEL, EngineOptions, WorkersOptions
-from nanoserve.commands.options import Options, option
+from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.policies.rounds import Bench, Ratio, Run, pairs, ratios, samples, summarize
+from nanoserve.benchmarks.policies.variants import OpenEngine
+from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.commands.bench_options import (
+    ResultOptions,
+    kept,
+    print_counting,
+    print_head,
+    settled_operators,
+)
+from nanoserve.commands.engine_options import MODEL_PANEL, WorkersOptions
+from nanoserve.commands.options import option
 from nanoserve.commands.progress import Progress, show_progress
 from nanoserve.commands.terminal import remark
-from nanoserve.config import ModelConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.measures.chrome_trace import ChromeTraceFile
-from nanoserve.measures.workloads import RequestShape
-from nanoserve.models.hub import ResolvedModel, resolve_model
+from nanoserve.models.hub import resolve_model
 from nanoserve.processes.threads import threads_of_each
-from nanoserve.request import Request
+from nanoserve.record.trace import RunTrace
 
 DEFAULT_MODEL = "dummy:qwen3-0.6b"
-R = TypeVar("R", bound=VariantsRound[Any])
-E = TypeVar("E")
 
 
-class RoundsOptions(Options, panel=WORK_PANEL):
-    """How often the variants take turns."""
+class VariantsOptions(ResultOptions, WorkersOptions):
+    """How often the variants take turns, on which workers, and where results go."""
 
     rounds: int = option(3, "Rounds that count.", minimum=1)
 
 
-class RandomModelOptions(WorkersOptions):
-    """Workers whose model has random weights, unless another is named."""
+class RandomModelOptions(VariantsOptions):
+    """The same, with random weights unless another model is named."""
 
     model: str | None = option(
         DEFAULT_MODEL, "Directory, hub id or dummy:NAME.", "-m", metavar="MODEL", panel=MODEL_PANEL
     )
 
 
-def resolved_model(engine: EngineOptions) -> tuple[ResolvedModel, ModelConfig]:
-    """The model, fetched if need be, and its shape."""
-    from nanoserve.runtime.launch.model_loading import read_config  # imports torch: the threads are set
-
-    with show_progress() as progress:
-        resolved = resolve_model(engine.model, offline=engine.offline, progress=progress)
-    return resolved, read_config(resolved)
+O = TypeVar("O", bound=VariantsOptions)  # noqa: E741  # options
 
 
-def opened_record(engine: WorkersOptions, opened: ExitStack) -> ChromeTraceFile | None:
-    """The file of --record, which is closed with ``opened``; None without that option."""
-    return None if engine.record is None else opened.enter_context(ChromeTraceFile(Path(engine.record)))
+class Table(NamedTuple):
+    """A table of the results; without rows it is left out."""
+
+    heading: str
+    columns: Sequence[Column]
+    rows: Iterable[Mapping[str, Any]]
+    keys: int = 2
 
 
-def opened_engine(opened: ExitStack, open_one: Callable[[Progress], E]) -> E:
-    """An engine that is opened while its progress is shown, and closed with ``opened``."""
-    with show_progress() as progress:
-        engine: Any = open_one(progress)
-    opened.callback(engine.close)
-    return engine  # type: ignore[no-any-return]
-
-
-def requests_maker(
-    shapes: Sequence[RequestShape], vocab_size: int, seed: int, arrivals: Callable[[int], Sequence[float]] | None = None
-) -> Callable[[int], list[Request]]:
-    """Makes the requests of a round by its number, which gives the seed of their random prompts.
+class Comparison(ABC, Generic[O]):
+    """Variants side by side. A subclass opens engines, names variants and their metrics, and says what is shown.
 
     Args:
-        arrivals: their times, by that seed; None has all come at once.
+        config: how the engines run; policies are for each run's own scheduler.
+        settings: what the report says about the options, beside those of `reported`.
     """
 
-    def make(number: int) -> list[Request]:
-        own = 1000 * seed + number
-        times = [0.0] * len(shapes) if arrivals is None else arrivals(own)
-        return make_requests(shapes, times, vocab_size, own)
+    kind: ClassVar[str]
+    """Name of the benchmark in reports."""
+    reported: ClassVar[Sequence[str]]
+    """Options whose values the report has."""
+    ratios: ClassVar[Mapping[str, str]] = {"output_tokens_per_s": "tok/s"}
+    """Metrics that ratios are formed of, and what tables call them."""
+    pairs = staticmethod(pairs)
+    """The variants that ratios are formed of."""
+    by_case: ClassVar[bool] = False
+    """Whether there may be several cases, which summaries and ratios then name."""
 
-    return make
+    def __init__(self, options: O, config: EngineConfig, settings: Mapping[str, Any]) -> None:
+        self.options, self.config, self.seed = options, config, options.seed or 0
+        chosen = {name: getattr(options, name) for name in ("rounds", "max_num_batched_tokens", *self.reported)}
+        self.report = options.open_report(self.kind, {**settings, **chosen, "seed": self.seed})
+        self.engines: list[OpenEngine] = []
+        self.benches: list[Bench] = []
+        self.shared: dict[str, Any] = {}  # what all benches have in common
+        self.last: dict[str, Run] = {}  # the last run of each name
+        self.opened = ExitStack()  # closes the engines and the trace
+        self._trace: ChromeTraceFile | None = None
+        self._began: float | None = None  # the first run, for the trace
 
+    @abstractmethod
+    def prepare(self) -> dict[str, Any]:
+        """Open the engines and add a bench for each case; returns facts about the engines for the report."""
 
-def engine_facts(
-    resolved: ResolvedModel, config: EngineConfig, model: ModelConfig, operators: str, *, compiled: bool
-) -> dict[str, Any]:
-    """What a report says about the engines, whatever they are compared for."""
-    import torch
+    @abstractmethod
+    def title(self) -> str:
+        """What was measured, for titles of tables and pictures."""
 
-    from nanoserve.benchmarks.peers.weights import dtype_name
+    @abstractmethod
+    def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterable[Table]:
+        """The tables, from medians and ratios."""
 
-    return {
-        "model": resolved.name,
-        "dtype": dtype_name(config.dtype, model),
-        "operators": operators,
-        "layers": "compiled" if compiled else "eager",
-        "threads": torch.get_num_threads(),
-        "threads_of_a_worker": threads_of_each(config.num_workers),
-    }
+    @abstractmethod
+    def plot(self, path: Path) -> None:
+        """Draw the picture of --plot."""
 
+    def notes(self) -> Iterable[str]:
+        """Sentences above the tables; their figures may be put into the report."""
+        return ()
 
-def measure_rounds(
-    benches: Sequence[tuple[VariantsBench[Any, Any], Mapping[str, Any]]], wanted: int, report: Report
-) -> None:
-    """Warm up, then make rounds of each case until enough count; each goes into the report, with the facts of its case,
-    as it is done."""
-    total = 1 + wanted * len(benches)
-    with show_progress() as progress:
-        progress("rounds", 0, total)
-        remark(f"warming up with {benches[0][0].case}")
-        benches[0][0].warm_up()
-        for place, (bench, facts) in enumerate(benches):
-            remark(f"measuring {bench.case}")
-            counted = 1 + place * wanted
-            progress("rounds", counted, total)
-            for done in bench.rounds(wanted):
-                report.add({"case": bench.case, **facts, "round": done, "drift": done.drift, "counts": done.counts})
-                counted += done.counts
+    def run(self) -> None:
+        """Measure, and show what was measured until the end, Ctrl-C or a failure."""
+        options = self.options
+        operators = settled_operators(options.threads)
+        with self.opened:
+            if options.record is not None:
+                self._trace = self.opened.enter_context(ChromeTraceFile(Path(options.record)))
+            self.opened.enter_context(kept(self.report, self._show))
+            import torch  # the threads are set
+
+            from nanoserve.benchmarks.peers.weights import dtype_name
+            from nanoserve.benchmarks.roofline import BandwidthProbe
+            from nanoserve.runtime.launch.model_loading import read_config
+
+            with show_progress() as progress:
+                self.resolved = resolve_model(options.model, offline=options.offline, progress=progress)
+            self.model = read_config(self.resolved)
+            self.probe = BandwidthProbe()
+            self.shared = {
+                "vocab_size": self.model.vocab_size,
+                "seed": self.seed,
+                "probe": self.probe.read,
+                "foreign": ForeignLoad(),
+                "keep": self._keep,
+            }
+            facts = self.prepare()
+            general = {
+                "model": self.resolved.name,
+                "dtype": dtype_name(self.config.dtype, self.model),
+                "operators": operators,
+                "layers": "compiled" if all(engine.compiled for engine in self.engines) else "eager",
+                "threads": torch.get_num_threads(),
+                "threads_of_a_worker": threads_of_each(self.config.num_workers),
+            }
+            self.report.put("engine", {**general, **facts})
+            self._measure(options.rounds)
+
+    def open(self, announced: str, open_engine: Callable[[Progress], OpenEngine]) -> OpenEngine:
+        """Open an engine for all rounds while its progress is shown; the end of the comparison closes it."""
+        remark(announced)
+        with show_progress() as progress:
+            self.engines.append(open_engine(progress))
+        self.opened.callback(self.engines[-1].close)
+        return self.engines[-1]
+
+    def _keep(self, name: str, run: Run) -> None:
+        """Keep the last run of each name, to be drawn, and write each into the trace, on tracks of its own.
+
+        Raises:
+            RuntimeFailure: if it cannot be written.
+        """
+        self.last[name] = run
+        self._began = self._began or run.record.arrivals[0].arrival_time
+        if self._trace is not None:
+            trace = RunTrace(
+                self._trace,
+                self._began,
+                layouts=run.variant.layouts,
+                tells_times=bool(run.record.stage_times),
+                host_link_bandwidth=run.variant.engine.host_link_bandwidth,
+                name=name,
+            )
+            for event in run.record.events:
+                trace(event)
+
+    def _measure(self, wanted: int) -> None:
+        """Warm up, then make rounds of each case until enough count; the report keeps each as it ends."""
+        total = 1 + wanted * len(self.benches)
+        with show_progress() as progress:
+            progress("rounds", 0, total)
+            remark(f"warming up with {self.benches[0].case}")
+            self.benches[0].warm_up()
+            for place, bench in enumerate(self.benches):
+                remark(f"measuring {bench.case}")
+                counted = 1 + place * wanted
                 progress("rounds", counted, total)
+                for done in bench.rounds(wanted):
+                    row = {"case": bench.case, **bench.facts, "round": done, "drift": done.drift, "counts": done.counts}
+                    self.report.add(row)
+                    counted += done.counts
+                    progress("rounds", counted, total)
 
+    def _show(self) -> None:
+        summary, compared = self._put_summary()
+        notes = list(self.notes())
+        print_head(self.report)
+        print_counting([done for bench in self.benches for done in bench.done])
+        for note in notes:
+            print(note)
+        for table in self.tables(summary, compared):
+            if rows := list(table.rows):
+                print_table(table.heading, table.columns, rows, keys=table.keys)
+        if self.options.plot is not None:
+            self.plot(self.options.plot)
 
-def rounds_of(report: Report, kind: type[R]) -> list[R]:
-    """The measured rounds, as they were before they became rows."""
-    return [msgspec.convert(row["round"], kind) for row in report.rows]
+    def _put_summary(self) -> tuple[list[dict[str, Any]], list[Ratio]]:
+        """Medians, ratios and samples, which go into the report; where there are several cases, each with its case."""
+        summary: list[dict[str, Any]] = []
+        compared: list[Ratio] = []
+        put: list[Any] = []
+        sampled: dict[str, Any] = {}
+        for bench in self.benches:
+            held = ratios(bench.done, self.pairs(bench.variants), list(self.ratios))
+            found = samples(bench.done, list(self.ratios))
+            rows = summarize(bench.done)
+            if self.by_case:
+                texts = {(one.variants.partition(" over ")[0], one.state): one.text for one in held}
+                rows = [{**row, "case": bench.case, "ratio": texts.get((row["variant"], row["state"]))} for row in rows]
+                found = {f"{bench.case}, {name}": figures for name, figures in found.items()}
+            summary += rows
+            compared += held
+            put += [{"case": bench.case, "ratio": one} for one in held] if self.by_case else held
+            sampled |= found
+        for name, value in {"summary": summary, "ratios": put, "samples": sampled}.items():
+            self.report.put(name, value)
+        return summary, compared
 
-
-def put_summary(
-    report: Report, rounds: Sequence[VariantsRound[Any]], held: Sequence[tuple[str, str, str]], metrics: Sequence[str]
-) -> tuple[list[dict[str, Any]], list[Ratio]]:
-    """Medians, ratios and samples, which go into the report; prints the head of the tables.
-
-    Args:
-        held: what a pair of variants is called, and the two of them: the first over the second.
-        metrics: what ratios are formed of.
-    """
-    summary, compared = summarize(rounds), ratios(rounds, held, metrics)
-    report.put("summary", summary)
-    report.put("ratios", compared)
-    report.put("samples", samples(rounds, metrics))
-    print_head(report)
-    print_counting(rounds)
-    return summary, compared
-
-
-def ratio_text(ratio: Ratio) -> str:
-    """A median and how far the rounds lie apart."""
-    return f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+    def ratio_table(self, heading: str, compared: Sequence[Ratio]) -> Table:
+        """A row for each pair and bandwidth state, with all metrics."""
+        rows: dict[tuple[str, str], dict[str, Any]] = {}
+        for one in compared:
+            row = rows.setdefault((one.variants, one.state), {"variants": one.variants, "state": one.state})
+            row |= {"rounds": one.rounds, one.metric: one.text}
+        shown = ((name, metric) for metric, name in self.ratios.items())
+        names = columns(("variants", "variants"), ("read", "state"), ("rounds", "rounds"), *shown)
+        return Table(heading, names, rows.values())
 
 
 def columns(*declared: tuple[str, ...]) -> list[Column]:

@@ -15,9 +15,9 @@ from nanoserve.commands.options import Options, option
 from nanoserve.commands.simulate_options import HARDWARE_PANEL, StepLimitOptions
 from nanoserve.commands.terminal import remark
 from nanoserve.costs import load_machine, load_shape
-from nanoserve.simulator.named_lengths import GLLMS_SHAREGPT, named_lengths
 from nanoserve.simulator.planning import Candidate, PlannedWork, find_candidates
 from nanoserve.simulator.result import SimulationResult
+from nanoserve.simulator.workload import GLLMS_SHAREGPT, named_lengths
 
 _PAIR_POLICY = "seesaw"
 

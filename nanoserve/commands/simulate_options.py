@@ -19,8 +19,8 @@ from nanoserve.measures.workloads import read_arrivals, read_trace
 from nanoserve.processes.sizes import parse_size
 from nanoserve.scheduler.load import Policy
 from nanoserve.simulator import OtherLayout, Workload, burst, gamma_arrivals, trace_arrivals, trace_lengths
-from nanoserve.simulator.named_lengths import GLLMS_SHAREGPT, named_lengths
 from nanoserve.simulator.pipeline import COUPLED, DECOUPLED
+from nanoserve.simulator.workload import GLLMS_SHAREGPT, named_lengths
 
 HARDWARE_PANEL = "Hardware"
 MOST_AT_A_TIME = 2**30

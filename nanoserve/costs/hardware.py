@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from nanoserve.costs.tables import Entry, Tables, read_toml
+import msgspec
+
+from nanoserve.costs.tables import read_toml
 from nanoserve.errors import UsageError
 
 SHIPPED = Path(__file__).with_name("hardware.toml")
@@ -14,12 +16,59 @@ GIGA = 1e9
 GIBI = 2**30
 MICROSECONDS = 1e6  # in a second
 
-_KEYS = {
-    "devices": ("memory_gib", "memory_gb_per_s", "tflops", "measured", "link", "host_link"),
-    "links": ("gb_per_s", "measured", "latency_us"),
-    "processors": ("memory_gb_per_s", "gflops", "measured"),
-    "machines": ("device", "devices", "link", "network", "host_link", "processor", "host_memory_gib"),
+_LARGEST = 1e12
+"""Limit for any figure, in its unit: far beyond all hardware, and small enough for products."""
+
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=_LARGEST)]
+Tables = Mapping[str, Mapping[str, Any]]
+
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of a table, such as ``devices.a10``; the units are in the keys' names."""
+
+    source: _Text
+
+
+class _DeviceEntry(_Entry, frozen=True, kw_only=True):
+    memory_gib: _Positive
+    memory_gb_per_s: _Positive
+    tflops: _Positive
+    link: _Text
+    host_link: _Text | None = None
+    measured: bool = False
+
+
+class _LinkEntry(_Entry, frozen=True, kw_only=True):
+    gb_per_s: _Positive
+    latency_us: _Positive
+    measured: bool = False
+
+
+class _ProcessorEntry(_Entry, frozen=True, kw_only=True):
+    memory_gb_per_s: _Positive
+    gflops: _Positive
+    measured: bool = False
+
+
+class _MachineEntry(_Entry, frozen=True, kw_only=True):
+    device: _Text
+    devices: Annotated[int, msgspec.Meta(ge=1)]
+    link: _Text | None = None
+    network: _Text | None = None
+    host_link: _Text | None = None
+    processor: _Text | None = None
+    host_memory_gib: _Positive | None = None
+
+
+_KINDS: dict[type[_Entry], str] = {
+    _DeviceEntry: "devices",
+    _LinkEntry: "links",
+    _ProcessorEntry: "processors",
+    _MachineEntry: "machines",
 }
+"""The table of each kind of entry."""
+AnyEntry = TypeVar("AnyEntry", bound=_Entry)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,67 +188,73 @@ def _shipped() -> Tables:
 def _machine_of_file(path: Path) -> Machine:
     added = read_toml(path)
     for kind, table in added.items():
-        if kind not in _KEYS or not isinstance(table, Mapping):
-            raise UsageError(f"{path}: {kind} is none of the tables {', '.join(_KEYS)}")
+        if kind not in _KINDS.values() or not isinstance(table, Mapping):
+            raise UsageError(f"{path}: {kind} is none of the tables {', '.join(_KINDS.values())}")
     meant = list(added.get("machines") or added.get("devices") or ())
     if len(meant) != 1:
         raise UsageError(f"{path} must describe one machine, or one device, but describes {len(meant)}")
-    tables = {kind: {**_shipped()[kind], **added.get(kind, {})} for kind in _KEYS}
+    tables = {kind: {**_shipped()[kind], **added.get(kind, {})} for kind in _KINDS.values()}
     return _machine(tables, meant[0], str(path))
 
 
 def _machine(tables: Tables, name: str, source: str) -> Machine:
     """The machine of that name; a device stands for a node of eight of them."""
-    if name not in tables["machines"]:
-        tables = {**tables, "machines": {name: _node_of(Entry.of(tables, "devices", name, source))}}
-    entry = _entry(tables, "machines", name, source)
-    device = _entry(tables, "devices", entry.text("device"), source)
-    link = entry.text("link", device.text("link"))
-    host_link = entry.text("host_link", device.text("host_link", link))
-    network, processor = entry.values.get("network"), entry.values.get("processor")
+    if name in tables["machines"]:
+        entry = _entry(tables, _MachineEntry, name, source)
+        device = _entry(tables, _DeviceEntry, entry.device, source)
+    else:
+        device = _entry(tables, _DeviceEntry, name, source)
+        entry = _MachineEntry(source=device.source, device=name, devices=8)
+    link = entry.link or device.link
     return Machine(
         name=name,
         device=Device(
-            name=entry.text("device"),
-            memory_bytes=device.positive("memory_gib") * GIBI,
-            memory_bandwidth=device.positive("memory_gb_per_s") * GIGA,
-            flops=device.positive("tflops") * 1000 * GIGA,
-            measured=device.flag("measured"),
+            name=entry.device,
+            memory_bytes=device.memory_gib * GIBI,
+            memory_bandwidth=device.memory_gb_per_s * GIGA,
+            flops=device.tflops * 1000 * GIGA,
+            measured=device.measured,
         ),
-        devices_per_node=entry.count("devices"),
+        devices_per_node=entry.devices,
         link=_link(tables, link, source),
-        network=None if network is None else _link(tables, entry.text("network"), source),
-        host_link=_link(tables, host_link, source),
-        processor=None if processor is None else _processor(tables, entry.text("processor"), source),
-        host_memory_bytes=entry.positive("host_memory_gib") * GIBI if "host_memory_gib" in entry.values else 0.0,
-        source=device.text("source"),
+        network=None if entry.network is None else _link(tables, entry.network, source),
+        host_link=_link(tables, entry.host_link or device.host_link or link, source),
+        processor=None if entry.processor is None else _processor(tables, entry.processor, source),
+        host_memory_bytes=(entry.host_memory_gib or 0.0) * GIBI,
+        source=device.source,
     )
 
 
-def _node_of(device: Entry) -> dict[str, Any]:
-    name = device.place.rpartition(".")[2]
-    return {"device": name, "devices": 8, "source": device.text("source")}
+def _entry(tables: Tables, kind: type[AnyEntry], name: str, source: str) -> AnyEntry:
+    """The entry of that name in the kind's table.
 
-
-def _entry(tables: Tables, kind: str, name: str, source: str) -> Entry:
-    return Entry.of(tables, kind, name, source).check_keys(_KEYS[kind])
+    Raises:
+        UsageError: listing what there is, or naming the key that is wrong.
+    """
+    table = tables[_KINDS[kind]]
+    if name not in table:
+        raise UsageError(f"{source}: there is no {_KINDS[kind]}.{name}; there are {', '.join(sorted(table))}")
+    try:
+        return msgspec.convert(table[name], kind)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{source}: {_KINDS[kind]}.{name}: {error}") from error
 
 
 def _link(tables: Tables, name: str, source: str) -> Link:
-    entry = _entry(tables, "links", name, source)
+    entry = _entry(tables, _LinkEntry, name, source)
     return Link(
         name=name,
-        bandwidth=entry.positive("gb_per_s") * GIGA,
-        latency=entry.positive("latency_us") / MICROSECONDS,
-        measured=entry.flag("measured"),
+        bandwidth=entry.gb_per_s * GIGA,
+        latency=entry.latency_us / MICROSECONDS,
+        measured=entry.measured,
     )
 
 
 def _processor(tables: Tables, name: str, source: str) -> HostCpu:
-    entry = _entry(tables, "processors", name, source)
+    entry = _entry(tables, _ProcessorEntry, name, source)
     return HostCpu(
         name=name,
-        memory_bandwidth=entry.positive("memory_gb_per_s") * GIGA,
-        flops=entry.positive("gflops") * GIGA,
-        measured=entry.flag("measured"),
+        memory_bandwidth=entry.memory_gb_per_s * GIGA,
+        flops=entry.gflops * GIGA,
+        measured=entry.measured,
     )

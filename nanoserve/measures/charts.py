@@ -4,9 +4,9 @@ A chart is a grid of panels: lines, bars and areas (Panel), horizontal bars (Bar
 (Gantt). Colours belong to what a label means, so that it looks the same in every chart.
 """
 
+import importlib.util
 import math
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from io import BytesIO
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -219,7 +219,7 @@ def check_plotting(path: Path | None) -> None:
     Raises:
         UsageError: if matplotlib is missing.
     """
-    if path is not None and find_spec("matplotlib") is None:
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError(f"--plot needs matplotlib: {install_command('plot')}")
 
 

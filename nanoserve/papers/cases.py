@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from nanoserve.benchmarks.resharding.baselines import DecodePrioritizing, PrefillPrioritizing
+from nanoserve.benchmarks.policies.baselines import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.costs import Efficiency, ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.measures.metrics import Spread
@@ -21,10 +21,8 @@ from nanoserve.record.metrics import CompletedRequest
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.policies import POLICIES, make_policy
 from nanoserve.simulator import OtherLayout, SimulationResult, Workload, burst, poisson_arrivals, simulate
-from nanoserve.simulator.length_tables import load_length_table
-from nanoserve.simulator.lengths import lognormal_lengths
-from nanoserve.simulator.named_lengths import named_lengths
 from nanoserve.simulator.pipeline import COUPLED, DECOUPLED
+from nanoserve.simulator.workload import load_length_table, lognormal_lengths, named_lengths
 
 BLOCK_SIZE = 16
 TOKEN_BUDGETS = (256, 512, 1024, 2048, 4096)

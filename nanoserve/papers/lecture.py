@@ -18,7 +18,7 @@ from nanoserve.measures.metrics import Spread
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.claims import Claim, claims
 from nanoserve.papers.framework import Finding, Paper, PaperFigure, Run, Scale
-from nanoserve.simulator.length_tables import length_tables
+from nanoserve.simulator.workload import length_tables
 
 MODEL, DEVICE = "llama-2-13b", "h100"
 """The lecture's own examples; this model has as many key as query heads, as the lecture's formulas have."""

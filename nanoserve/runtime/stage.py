@@ -1,7 +1,7 @@
 """One device's part of a model at work: the steps that an executor of this process and a worker both take with a plan.
 
-Each polls what has been built, begins the plan's swaps, computes its step, and reports what the CPU lost. What differs
-is theirs: queueing and collecting in a LocalExecutor, activations and resharding in a Worker.
+Each polls what has been built, begins the plan's swaps, computes its step, and reports what the CPU lost. Queueing and
+collecting are a LocalExecutor's, activations and resharding a Worker's.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ class Stage:
     ) -> None:
         """As `build` has them; `layers` are those that the runner runs."""
         self.runner = runner
-        # the runner, if the CPU attends for host sequences.
+        # The runner, if the CPU attends for host sequences.
         self.hybrid = runner if isinstance(runner, HybridRunner) else None
         self.processor = processor
         self.mover: BlockMover | None = None
@@ -106,10 +106,8 @@ class Stage:
             self._unloaded = [library for library in self._unloaded if not library.loaded]
 
     def begin_swaps(self, step: PreparedStep, swapper: Swapper | None) -> LayerMarks | None:
-        """Have a plan's swaps carried out, behind what the device has been told to do so far.
-
-        Returns:
-            marks of the step's layers, if swaps follow them; None if not.
+        """Have a plan's swaps carried out, behind all work issued so far. Returns marks of the step's layers if swaps
+        follow them.
 
         Raises:
             RuntimeError: if there is no host pool, or a swap follows a row and the step has none on the device.
@@ -128,14 +126,7 @@ class Stage:
 
     @contextmanager
     def memory_errors(self, problem: Callable[[], str]) -> Iterator[None]:
-        """A step that finds no memory says so in one line.
-
-        Args:
-            problem: says what did not fit, as in "a step of 7 tokens does not fit".
-
-        Raises:
-            RuntimeFailure: within, when memory runs out.
-        """
+        """Turn a step's lack of memory into a RuntimeFailure of one line; `problem` as for `memory_errors`."""
         try:
             yield
         except (RuntimeError, MemoryError):
@@ -143,14 +134,13 @@ class Stage:
                 raise
 
     def header_behind(self, step: PreparedStep) -> Header | None:
-        """What goes to the next stage ahead of the hidden states of a step that is computed; None where the plan alone
-        says how many come."""
+        """The header of a computed step's hidden states; None where the plan alone says how many come."""
         if self.hybrid is None or not isinstance(step, HybridStep):
             return None
         return self.hybrid.header_behind(step)
 
     def take_loss(self) -> str | None:
-        """Why the CPU will not end what was under way here, if that has become known since the last call."""
+        """Why the CPU will not end what was under way here, if it was lost since the last call."""
         return None if self.hybrid is None else self.hybrid.hybrid.take_loss()
 
     def forget_host(self) -> None:

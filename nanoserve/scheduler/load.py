@@ -1,8 +1,7 @@
 """Load, the snapshot a policy sees; Decision, what it answers; and Policy, what every policy is.
 
-A policy is a pure function of a Load. It holds no queues, allocates no blocks and imports nothing but this file. State
-such as the previous decision is in the Load too. A policy chooses *how many*; the Scheduler chooses *which*: oldest
-first.
+A policy is a pure function of a Load, which holds state such as the previous decision too. It chooses *how many*; the
+Scheduler chooses *which*: oldest first.
 """
 
 import math
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from nanoserve.errors import UsageError
 
-if TYPE_CHECKING:  # the registry of policies is imported for --help, which shall not load the cost model
+if TYPE_CHECKING:  # the registry of policies is imported for --help, which must not load the cost model
     from nanoserve.costs.predictor import Predictor
     from nanoserve.costs.step_features import Strategy
 
@@ -30,7 +29,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the next step shall hold, in numbers."""
+    """What the next step holds, in numbers."""
 
     prefill_tokens: int
     """Most prompt tokens to compute."""
@@ -41,24 +40,23 @@ class Decision:
     strategy: "Strategy" = "device"
     """How sequences in host memory take part in this step."""
     host_decodes: tuple[int, int] = (0, 0)
-    """Host sequences for sub-batches 0 and 1. "asymmetric" takes sequences under way first, the most advanced first,
-    then ready ones, and finishes the token of each within the step. "overlap" has one batch: this many ready sequences
-    begin a token, and all that are under way advance without being counted."""
+    """Host sequences for sub-batches 0 and 1. "asymmetric" takes those under way, the most advanced first, then ready
+    ones, and finishes their tokens within the step. "overlap" has one batch: this many ready sequences begin a token,
+    and all that are under way advance without being counted."""
     swap_out: int = 0
     """Ready decodes to move from device to host memory, newest first, as far as the host has room."""
     swap_in: int = 0
     """Ready host sequences to move to the device, oldest first. Each of its decodes keeps a block to grow into."""
     park: bool = False
-    """Prompts that this step completes move to host memory when they are answered. A prompt whose blocks the host
-    cannot hold is not begun."""
+    """Prompts that this step completes move to host memory. A prompt whose blocks the host cannot hold is not begun."""
     preempt_to_host: bool = False
     """Preempted sequences move to host memory if it has room, instead of being recomputed."""
     admission_reserve: bool = True
     """Begin a new prompt only if the free blocks hold all of it and one more for each running decode to grow into.
     Otherwise the free blocks only have to hold the prompt, and the newest sequence is soon preempted."""
     layout: int = 0
-    """The wanted parallel layout. If it is not the current one, the device is drained and then the layout changes. An
-    unknown layout is ignored, and so is any until a token was answered since the last drain began."""
+    """The wanted parallel layout. The device is drained before it changes. An unknown layout is ignored, and so is any
+    until a token was answered since the last drain began."""
     alternatives: tuple[Alternative, ...] = field(default=(), compare=False)
     """What ``strategy`` was chosen from, for traces and figures; empty where there was no choice."""
 
@@ -104,13 +102,12 @@ class Load:
     steps_in_flight: int = 0
     """Plans submitted and not ended."""
     pipeline_depth: int = 1
-    """P: the decodes are divided among this many plans in flight. If tokens are fed it is 1, though two plans may be in
-    flight, each with all decodes."""
+    """P: the decodes are divided among this many plans in flight; 1 if tokens are fed: each of two plans has all."""
     preemptions: int = 0
     """Preemptions so far."""
     expected_growth: int = 0
-    """KV blocks that the running sequences are expected to need beyond those they hold, before enough of them have
-    ended; from 0 to ``total_blocks - 1``. Estimated every few steps; 0 unless the policy ``reads_forecast``."""
+    """KV blocks that running sequences are expected to need beyond those they hold, before enough of them have ended;
+    from 0 to ``total_blocks - 1``. Estimated every few steps; 0 unless the policy ``reads_forecast``."""
     layout: int = 0
     """The current parallel layout, from 0. A transition is over when this has changed."""
     layouts: int = 1

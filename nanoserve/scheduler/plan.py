@@ -44,9 +44,8 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     A decode is a row of one token, a prefill chunk a row of many, speculation a row of several. A row without tokens
     names a host sequence whose token is under way; this step finishes it.
 
-    A fed row is a decode that was planned before its token was known. The device fills in the token that the sequence's
-    row samples in the preceding plan with rows. A fed row is always answered; if that token ended the sequence, the
-    answer is discarded.
+    A fed row is a decode that is planned before its token is known: the device fills in what the sequence's row samples
+    in the preceding plan with rows. It is always answered; if that token ended the sequence, the answer is discarded.
 
     Neither rows nor answers are ever in a cycle, so the garbage collector skips them.
     """
@@ -197,8 +196,7 @@ class Executor(Protocol):
     max_in_flight: int
     """Most plans that are submitted and have not ended."""
     feeds_tokens: bool
-    """Whether it takes fed rows. Then it has one stage, and two plans may be in flight: the next one is made and its
-    inputs are prepared while the device computes."""
+    """Whether it takes fed rows. Then it has one stage, and the next plan is made while the device computes."""
 
     def submit(self, plan: StepPlan) -> None:
         """Take a plan; never blocks on the device.
@@ -226,12 +224,7 @@ class Executor(Protocol):
 
 
 def work_of(rows: Iterable[Row], sum_up: Callable[[list[int], list[Chunk], int], StepWork] = StepWork.of) -> StepWork:
-    """Sum rows up.
-
-    Args:
-        rows: of a plan.
-        sum_up: makes work of the decodes' contexts, the chunks and how many rows are sampled.
-    """
+    """Sum the rows of a plan up; ``sum_up`` gets the decodes' contexts, the chunks and how many rows are sampled."""
     contexts: list[int] = []
     chunks: list[Chunk] = []
     sampled = 0

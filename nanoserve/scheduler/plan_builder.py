@@ -53,6 +53,7 @@ class PlanBuilder:
     def __post_init__(self) -> None:
         self.admits = self.admits and not self.table.waits_for_blocks
         self._blocks, self._host_tier = self.table.blocks, self.table.host_tier
+        self._block_size = self._blocks.pool.block_size
         self._parks = self.decision.park and self._host_tier.pool.num_blocks > 0
 
     @property
@@ -97,10 +98,7 @@ class PlanBuilder:
         )
 
     def _strategy(self) -> Strategy:
-        """The decided one if a host row begins; otherwise host sequences under way go on, even on an idle device.
-
-        A policy that lets no sequence begin does not want those under way to stand still: they cannot come back.
-        """
+        """The decided one if a host row begins; else those under way go on, as they cannot come back before."""
         if not self.does_something:
             return "overlap"
         if self._host_rows:
@@ -111,11 +109,12 @@ class PlanBuilder:
 
     def _add_decodes(self, ready: list[Sequence]) -> None:
         """The next token of as many sequences as decided, skipping those for which no room can be made."""
-        fits, skipped, keeps_room = self._blocks.fits, self._skipped, self._kept_free > 0
+        size, fits, skipped, keeps_room = self._block_size, self._blocks.fits, self._skipped, self._kept_free > 0
         for sequence in islice(ready, self.decision.decodes):
             if sequence.sequence_id in skipped or (keeps_room and not self._leaves_room_for_prompts(sequence)):
                 continue
-            if fits(sequence, 1) or self._make_room(sequence, 1):
+            has_room = sequence.computed < len(sequence.block_table) * size  # as for most decodes
+            if has_room or fits(sequence, 1) or self._make_room(sequence, 1):
                 self._add_row(sequence, 1)
 
     def _add_prefills(self, ready: Iterable[Sequence]) -> None:
@@ -139,10 +138,9 @@ class PlanBuilder:
     def _fits_beside_decodes(self, prompt: Sequence) -> bool:
         """Whether the free blocks hold all of a new prompt and one more for each running decode to grow into.
 
-        Without that reserve the newest would soon be preempted and recomputed, over and over. A policy can switch it
-        off, to show what it is worth. Decodes already keep room for a prompt that is going to be parked.
+        Without that reserve the newest would soon be preempted and recomputed, over and over.
         """
-        if self._parks:
+        if self._parks:  # decodes already keep room for it
             return True
         kept = self.load.running_decodes * self._blocks.pool.block_size if self.decision.admission_reserve else 0
         return self._blocks.fits(prompt, prompt.remaining + kept)
@@ -215,12 +213,10 @@ class PlanBuilder:
     # ---- swaps ------------------------------------------------------------------------------------------------
 
     def _swap_out(self, decodes: list[Sequence]) -> list[Sequence]:
-        """Move as many ready decodes as decided to the host, newest first, as far as it has room.
+        """Move decodes to the host as decided, newest first; returns those that may enter the plan.
 
-        A decode that came from there and has computed no token since stays, or it could go to and fro endlessly.
-
-        Returns:
-            those that may enter the plan. A chosen decode in flight cannot move before its token, but stays out too.
+        A decode that came from there and has computed no token since stays, or it could go to and fro endlessly. One in
+        flight cannot move before its token, but does not enter the plan either.
         """
         chosen = [sequence for sequence in reversed(decodes) if sequence.begun][: self.decision.swap_out]
         for sequence in chosen:
@@ -230,12 +226,9 @@ class PlanBuilder:
         return [sequence for sequence in decodes if sequence.sequence_id not in leaving]
 
     def _swap_in(self, ready: list[Sequence]) -> list[Sequence]:
-        """Move as many ready host sequences as decided to the device, oldest first, as far as it has room for them.
+        """Move host sequences to the device as decided, oldest first; returns those that stay.
 
         A block stays free for each decode to grow into, so that nothing has to come back at once.
-
-        Returns:
-            those that stay.
         """
         pool, table = self._blocks.pool, self.table
         growing = len(table.running) + len(table.moving)
@@ -286,10 +279,7 @@ class PlanBuilder:
         return self.table.host_has_room(prompt, len(prompt.tokens) + 1)
 
     def _add_prompt_row(self, prompt: Sequence, count: int) -> None:
-        """A prompt to be parked reserves host blocks, if there are any, and moves after the last row of it.
-
-        It stays if its next token is its last.
-        """
+        """A prompt to be parked reserves host blocks and moves after its last row, unless one token is left to come."""
         if not self._parks:
             self._host_tier.release(prompt)
         elif self._can_park(prompt):
@@ -305,9 +295,11 @@ class PlanBuilder:
         """Put ``count`` positions of a sequence into the plan; the blocks they need are free."""
         start, tokens = sequence.computed, sequence.tokens
         end = start + count
-        new_blocks, copy = self._blocks.grow(sequence, count)
-        if copy is not None:
-            self._copies.append(Copy(*copy))
+        new_blocks: list[int] | tuple[()] = ()
+        if end > len(sequence.block_table) * self._block_size:  # else its last block has room, as for most decodes
+            new_blocks, copy = self._blocks.grow(sequence, count)
+            if copy is not None:
+                self._copies.append(Copy(*copy))
         if not sequence.begun:
             self._begin_sequence(sequence)
             new_blocks = sequence.block_table
@@ -340,11 +332,9 @@ class PlanBuilder:
     # ---- rows on the host -------------------------------------------------------------------------------------
 
     def _finish_host_tokens(self, ready: list[Sequence]) -> None:
-        """Two sub-batches of host sequences, which have their token when the step ends: first those under way.
-
-        A plan in flight may finish the tokens under way: none of them can be named again before it ends.
-        """
+        """Two sub-batches of host sequences, which have their token when the step ends: first those under way."""
         first, second = self.decision.host_decodes
+        # A plan in flight may finish the tokens under way: none of them can be named again before it ends.
         overlapping = any(plan.strategy == "overlap" for plan in self.in_flight)
         for sequence in [] if overlapping else self.cohorts.most_advanced[: first + second]:
             sub_batch = int(len(self._host_rows) >= first)
@@ -372,9 +362,9 @@ class PlanBuilder:
         """As on the device: preempt newer host sequences, newest first."""
         while not self._host_tier.can_reserve(sequence, len(sequence.tokens)):
             victim = self.table.on_host.newest
-            if any(self.table.leaving("in")) or victim is None or victim.sequence_id <= sequence.sequence_id:
+            if victim is None or victim.sequence_id <= sequence.sequence_id or victim.in_flight:
                 return False
-            if victim.in_flight:
+            if any(self.table.leaving("in")):
                 return False
             self._preempt(victim, to_host=False)
         return True

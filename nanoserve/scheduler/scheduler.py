@@ -49,9 +49,9 @@ class SchedulerObserver(Protocol):
 class Layouts:
     """The parallel layouts: which one runs, and when it may be left for another.
 
-    A transition needs an idle, empty device: no plan in flight and no KV on it. Draining the device costs recomputation
-    or two swaps for each of its sequences, so a policy that keeps changing its mind must not spend all time on it.
-    Hence the rule: at least one token is answered between two drains. Answers are finite, so everything finishes.
+    A transition needs an idle, empty device. Draining costs recomputation or two swaps for each sequence, so a policy
+    that keeps changing its mind must not spend all time on it: at least one token is answered between two drains.
+    Answers are finite, so everything finishes.
     """
 
     def __init__(self, capacities: SequenceOf[LayoutCapacity]) -> None:
@@ -142,7 +142,7 @@ class Scheduler:
         )
         self.waiting, self.running, self.on_host = self.table.waiting, self.table.running, self.table.on_host
         self.predictors = tuple(predictors)
-        self._layouts = Layouts(layouts)
+        self.layouts = Layouts(layouts)
         self._plans_in_flight: dict[int, StepPlan] = {}
         self._cohorts = HostCohorts()
         self._previous: Decision | None = None
@@ -165,12 +165,7 @@ class Scheduler:
     @property
     def layout(self) -> int:
         """The number of the parallel layout that runs."""
-        return self._layouts.current
-
-    @property
-    def changing_layout(self) -> bool:
-        """Whether the device is drained for another layout, or changes to it."""
-        return self._layouts.changing
+        return self.layouts.current
 
     @property
     def preemptions(self) -> int:
@@ -187,8 +182,8 @@ class Scheduler:
     ) -> list[SequenceUpdate]:
         """End a request, or one of its samples, from outside: an abort, or a stop string the caller has seen.
 
-        A sequence in flight ends at once for the caller. Its blocks come back with its last answer, whose tokens are
-        ignored. Unknown and finished sequences are ignored too.
+        A sequence in flight ends at once for the caller; its blocks come back with its last answer. Unknown and
+        finished sequences are ignored.
         """
         family = [sequence for sequence in self.table.unfinished(request_id) if index in (None, sequence.index)]
         for sequence in family:
@@ -201,7 +196,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None if nothing can run before an answer or an arrival comes."""
-        if len(self._plans_in_flight) >= self.pipeline_depth + self.feeds_tokens or self._layouts.target is not None:
+        if len(self._plans_in_flight) >= self.pipeline_depth + self.feeds_tokens or self.layouts.target is not None:
             return None
         builder = self._build(now)
         if not builder.does_something:
@@ -224,7 +219,7 @@ class Scheduler:
             self._plans_in_flight[plan.step] = plan
         if self._cohorts or plan.strategy != "device":
             self._cohorts.follow(plan, self.table.sequences)
-        self._layouts.target = plan.transition
+        self.layouts.target = plan.transition
         if self._growth is not None:
             self._growth.add(self.table.sequences[begin.sequence] for begin in plan.begin)
         return plan
@@ -242,7 +237,7 @@ class Scheduler:
             now=now,
             admits=admits,
         )
-        if not self._layouts.drains_for(decision.layout):
+        if not self.layouts.drains_for(decision.layout):
             builder.build(*ready)
             return builder
         builder.drain()
@@ -253,8 +248,7 @@ class Scheduler:
     def _break_deadlock(self, now: float, builder: PlanBuilder) -> PlanBuilder:
         """Nothing is in flight and the decision moved nothing, so nothing would ever change.
 
-        If partly computed prompts hold all blocks, preempt the newest and ask the policy again, until it moves
-        something or one prompt is left. If that does not help, run the oldest sequence.
+        While partly computed prompts hold all blocks, preempt the newest and ask again; at last, run the oldest.
         """
         while len(self.running) > 1 and all(sequence.status is _PREFILL for sequence in self.running):
             newest = self.running.newest
@@ -268,11 +262,7 @@ class Scheduler:
         return builder
 
     def _survey(self) -> tuple[Load, list[Sequence], list[Sequence], list[Sequence]]:
-        """What the policy sees now, and the sequences that may enter the next plan, oldest first.
-
-        Returns:
-            the snapshot; the decodes on the device; the partly computed prompts; and the sequences on the host.
-        """
+        """What the policy sees, and which decodes, partly computed prompts and host sequences may enter the plan."""
         running_decodes = context = partial_tokens = 0
         decodes, prefills, feeds_tokens, may_go_on = [], [], self.feeds_tokens, self.table.may_go_on
         for sequence in self.running:
@@ -310,7 +300,7 @@ class Scheduler:
             expected_growth=min(pool.blocks_for(growth), pool.num_blocks - 1),
             longest_remaining=longest,
             layout=self.layout,
-            layouts=len(self._layouts.capacities),
+            layouts=len(self.layouts.capacities),
             predictor=self.predictors[self.layout] if self.predictors else None,
             host_decodes=len(self.on_host),
             ready_host=len(ready_host),
@@ -338,19 +328,20 @@ class Scheduler:
         updates = []
         for progress in result.cohorts:
             cohorts.advance(progress.step, progress.layers)
+        sequences, answered = table.sequences, table.answered
         for answer in result.answers:
-            sequence = table.sequences[answer.sequence]
+            sequence = sequences[answer.sequence]
             row = sequence.in_flight[0]
             if answer.prompt_logprobs:
                 sequence.keep_prompt_logprobs(row.start, answer.prompt_logprobs)
             if row.sample or answer.error is not None:
                 if sequence.finish_reason is None:  # else it was ended while in flight
                     updates.append(self._take_tokens(sequence, answer, now))
-                table.answered(sequence)
+                answered(sequence)
                 if any_on_host:
                     cohorts.leave(answer.sequence)
         if updates:
-            self._layouts.answered = True
+            self.layouts.answered = True
         for swap in result.swapped:
             table.swap_answered(swap)
         if result.step is not None:
@@ -372,7 +363,7 @@ class Scheduler:
                 self.table.answered(sequence)
         if plan.transition is not None:
             self.transitions += 1
-            layout = self._layouts.end()
+            layout = self.layouts.end()
             self.pool.replace_blocks(layout.num_blocks)
             self.pipeline_depth = layout.pipeline_depth
 
@@ -402,7 +393,7 @@ class Scheduler:
     def _reset(self) -> None:
         """Nothing in flight will be answered and no KV is left: every sequence is recomputed from its tokens."""
         self._forget_plans()
-        self._layouts.answered = True  # nothing is left on the device, so another drain is free
+        self.layouts.answered = True  # nothing is left on the device, so another drain is free
         self._previous = None  # it was decided for a state that is gone: a drain, say
         self.table.abandon_swaps()
         self.table.reset()
@@ -412,7 +403,7 @@ class Scheduler:
         self._cohorts.clear()
         if self.observer is not None:
             self.observer.on_reset()
-        self._layouts.abandon()
+        self.layouts.abandon()
 
     def fail_all(self, error: str, now: float) -> list[SequenceUpdate]:
         """Nothing will ever be answered again: every sequence ends with an error, whether it ran or waited."""

@@ -72,9 +72,6 @@ class _Move:
 class SequenceTable:
     """All sequences that have not ended, or that have ended but are still in flight.
 
-    A sequence waits, runs on the device (holding blocks), may be preempted and wait again, may move to host memory and
-    back, and ends.
-
     A swap begins with the plan that holds it, and ends when a result names it. Until then its sequence is moving and
     holds blocks on both tiers. A parked prompt leaves with the row that computes the last of it: the swap is in the
     same plan, and the sequence has arrived when both are answered, in any order.
@@ -246,7 +243,7 @@ class SequenceTable:
         self.blocks.pool.forget_cache()
         for sequence in list(self.sequences.values()):
             self._requeue(sequence)
-        self._ended.clear()
+        self._ended = []
 
     def lose_host(self, *, for_good: bool) -> None:
         """All KV in host memory is lost, and nothing in flight of sequences there will be answered.
@@ -363,7 +360,8 @@ class SequenceTable:
         sequence.in_flight.popleft()
         status = sequence.status
         if status is not _FINISHED and sequence.place is _DEVICE:
-            self.blocks.share_full(sequence, sequence.computed - len(sequence.in_flight))
+            if self.blocks.pool.prefix_caching:
+                self.blocks.share_full(sequence, sequence.computed - len(sequence.in_flight))
             if sequence.siblings and status is _DECODE:
                 self.release_siblings(sequence)
             return
@@ -413,6 +411,5 @@ class SequenceTable:
 
     def take_ended(self) -> tuple[int, ...]:
         """Ids that the executor may forget, each once."""
-        ended = tuple(self._ended)
-        self._ended.clear()
+        ended, self._ended = tuple(self._ended), []
         return ended

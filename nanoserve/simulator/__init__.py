@@ -3,21 +3,27 @@
     workload = Workload(poisson_arrivals(4.0, seed=0), lognormal_lengths(222, 127, 1.2, 1.0, seed=0), limit=1000)
     result = simulate(make_policy("throttling", 2048), costs, workload, num_blocks=costs.memory.kv_blocks(16))
 
-Read pipeline.py (what a micro-batch meets on its way), executor.py (the Executor on it), driving.py (the loop), then
-simulation.py, which puts them together; for host memory, the CPU and several layouts tiered_executor.py, host_link.py
-and host_attention.py. docs/simulator.md says what is modelled and what is not.
+Read pipeline.py (what a micro-batch meets on its way), executor.py (the Executor on it), fleet.py (the loops), then
+simulation.py, which puts them together; for host memory, the CPU and several layouts tiered_executor.py and
+host_attention.py. docs/simulator.md says what is modelled and what is not.
 """
 
-from nanoserve.simulator.arrivals import burst, gamma_arrivals, poisson_arrivals, trace_arrivals
 from nanoserve.simulator.executor import SimulatedExecutor
-from nanoserve.simulator.length_tables import load_length_table
-from nanoserve.simulator.lengths import fixed_lengths, lognormal_lengths, trace_lengths
 from nanoserve.simulator.pipeline import Runtime, StepTimes, TieredTimes
 from nanoserve.simulator.result import SimulationResult
-from nanoserve.simulator.setting import OtherLayout
-from nanoserve.simulator.simulation import simulate
+from nanoserve.simulator.simulation import OtherLayout, simulate
 from nanoserve.simulator.tiered_executor import TieredExecutor
-from nanoserve.simulator.workload import Workload
+from nanoserve.simulator.workload import (
+    Workload,
+    burst,
+    fixed_lengths,
+    gamma_arrivals,
+    load_length_table,
+    lognormal_lengths,
+    poisson_arrivals,
+    trace_arrivals,
+    trace_lengths,
+)
 
 __all__ = [
     "OtherLayout",

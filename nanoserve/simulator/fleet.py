@@ -1,4 +1,4 @@
-"""Several whole engines in one virtual time, behind one router."""
+"""The loops that run engines: one engine on a real or a virtual clock, and a fleet of replicas in virtual time."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,15 +10,48 @@ from typing import NamedTuple
 from nanoserve.dispatcher import Router, least_tokens
 from nanoserve.engine import Engine
 from nanoserve.errors import UsageError
+from nanoserve.record.events import Observer
 from nanoserve.record.metrics import LatencyMetrics, LayoutTime, StepMetrics
 from nanoserve.request import Request
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.driving import admit, advance
-from nanoserve.simulator.executor import SimulatedExecutor
+from nanoserve.simulator.executor import VOCAB_SIZE, SimulatedExecutor
 from nanoserve.simulator.result import ReplicaFigures
 
 MOST_REPLICAS = 1024
 """Each takes a megabyte or more, for its KV blocks alone."""
+
+
+def advance(engine: Engine, until: float | None) -> None:
+    """Let an engine work until that time on its clock, or until it has nothing to do."""
+    while engine.has_work and (until is None or engine.now() < until):
+        engine.step(until)
+
+
+def admit(engine: Engine, request: Request) -> None:
+    """Give a request to an engine that has worked until it came.
+
+    Raises:
+        UsageError: if it can never run.
+    """
+    while engine.now() < request.arrival_time:
+        engine.step(request.arrival_time)  # nothing is in flight: only time passes
+    engine.add(request)
+
+
+def drive(engine: Engine, requests: Iterable[Request]) -> None:
+    """Run requests to their ends; observers of the engine's recorder see the results.
+
+    Args:
+        engine: over an executor with a real or a virtual clock.
+        requests: in the order of their arrival times, which are on the executor's clock; taken one at a time.
+
+    Raises:
+        UsageError: if a request can never run.
+    """
+    for request in requests:
+        advance(engine, request.arrival_time)
+        admit(engine, request)
+    advance(engine, None)
 
 
 class StageTime(NamedTuple):
@@ -43,6 +76,20 @@ class Replica:
     executor: SimulatedExecutor
     steps: StepMetrics
     lives: LatencyMetrics
+
+    @classmethod
+    def of(
+        cls,
+        scheduler: Scheduler,
+        executor: SimulatedExecutor,
+        steps: StepMetrics,
+        lives: LatencyMetrics,
+        observers: Sequence[Observer],
+    ) -> "Replica":
+        """An engine that is measured and observed."""
+        engine = Engine(scheduler, executor, vocab_size=VOCAB_SIZE)
+        engine.recorder.add(steps, lives, *observers)
+        return cls(engine, scheduler, executor, steps, lives)
 
     @property
     def layout_times(self) -> list[LayoutTime]:
@@ -132,7 +179,7 @@ def drive_fleet(fleet: Sequence[Replica], router: Router, requests: Iterable[Req
         for number, replica in enumerate(fleet):
             if due[number] <= now:
                 due[number] = replica.advance(now)
-        chosen = router([replica.engine.tokens.outstanding for replica in fleet])
+        chosen = router([replica.engine.recorder.outstanding for replica in fleet])
         admit(fleet[chosen].engine, request)
         due[chosen] = now
     for replica in fleet:

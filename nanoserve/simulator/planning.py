@@ -19,11 +19,9 @@ from nanoserve.costs.predictor import CostPredictor
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.scheduler.load import Policy
-from nanoserve.simulator.arrivals import burst, poisson_arrivals
 from nanoserve.simulator.result import SimulationResult
-from nanoserve.simulator.setting import OtherLayout
-from nanoserve.simulator.simulation import simulate
-from nanoserve.simulator.workload import Workload
+from nanoserve.simulator.simulation import OtherLayout, simulate
+from nanoserve.simulator.workload import Workload, burst, poisson_arrivals
 
 MOST_DEVICES = 4096
 _LITTLE_ITERATIONS = 20

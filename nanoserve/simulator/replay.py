@@ -8,8 +8,8 @@ from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request
 from nanoserve.scheduler.plan import Row, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.driving import drive
 from nanoserve.simulator.executor import SimulatedExecutor
+from nanoserve.simulator.fleet import drive
 
 
 def record_run(engine: Engine, requests: Iterable[Request]) -> RunRecord:

@@ -1,14 +1,37 @@
 """TieredExecutor: a SimulatedExecutor with host memory, attention on the CPU, and several parallel layouts."""
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from nanoserve.errors import UsageError
 from nanoserve.record.times import ReshardTimes, SwapTimes
 from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult, Swap
 from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.host_attention import HostAttention, HostRow, Processor, SubBatch
-from nanoserve.simulator.host_link import HostLink
 from nanoserve.simulator.pipeline import DECOUPLED, MovingTimes, Passage, Pipeline, Runtime, TieredTimes
+
+
+class HostLink:
+    """A full-duplex link: "out", from the devices to the host, and "in" do not hinder each other.
+
+    Every device has such a link of its own, and all devices move their part of a transfer at once, so one clock for
+    each direction stands for all of them; the host's memory is taken to keep up with them all. Copies run beside
+    computing and do not slow it down.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[Literal["out", "in"], float] = {"out": 0.0, "in": 0.0}
+
+    @property
+    def free(self) -> float:
+        """Time at which everything that has begun is over, in seconds."""
+        return max(self._free.values())
+
+    def move(self, direction: Literal["out", "in"], seconds: float, now: float) -> Passage:
+        """Queue a transfer behind those of its direction; returns from when to when it moves."""
+        start = max(now, self._free[direction])
+        end = self._free[direction] = start + seconds
+        return Passage(start, end)
 
 
 class TieredExecutor(SimulatedExecutor):

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from nanoserve.benchmarks.policies import running
 from nanoserve.benchmarks.roofline import BandwidthProbe
 from nanoserve.commands.main import main
 from triton_ops.cpu import cpu_operators
@@ -49,9 +49,9 @@ def run_undisturbed(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     return partial(run_command, "bench")
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, rounds: ModuleType, *, at: int) -> None:
-    """Somebody presses Ctrl-C when that run of requests begins; ``rounds`` is the module that starts them."""
-    run_requests, runs = rounds.run_requests, 0
+def interrupt(monkeypatch: pytest.MonkeyPatch, *, at: int) -> None:
+    """Somebody presses Ctrl-C when that run of requests begins."""
+    run_requests, runs = running.run_requests, 0
 
     def interrupted(*arguments: Any, **settings: Any) -> Any:
         nonlocal runs
@@ -60,4 +60,4 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, rounds: ModuleType, *, at: int) -
             raise KeyboardInterrupt
         return run_requests(*arguments, **settings)
 
-    monkeypatch.setattr(rounds, "run_requests", interrupted)
+    monkeypatch.setattr(running, "run_requests", interrupted)

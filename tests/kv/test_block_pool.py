@@ -24,9 +24,9 @@ def _cached_prompt(pool: BlockPool, tokens: list[int], salt: str = "") -> list[i
 def test_a_prefix_is_found_and_leaves_one_token_to_compute() -> None:
     pool = BlockPool(8, 2)
     blocks = _cached_prompt(pool, [1, 2, 3, 4])
-    assert [hit.block for hit in pool.cache.match([1, 2, 3, 4, 5], "")] == blocks
-    assert [hit.block for hit in pool.cache.match([1, 2, 3, 4], "")] == blocks[:1]
-    assert [hit.block for hit in pool.cache.match([1, 2, 9, 9, 9], "")] == blocks[:1]
+    assert [block for block, _ in pool.cache.match([1, 2, 3, 4, 5], "")] == blocks
+    assert [block for block, _ in pool.cache.match([1, 2, 3, 4], "")] == blocks[:1]
+    assert [block for block, _ in pool.cache.match([1, 2, 9, 9, 9], "")] == blocks[:1]
     assert pool.cache.match([9, 9, 3, 4, 5], "") == [], "a block matches only behind its own prefix"
 
 
@@ -45,7 +45,7 @@ def test_blank_blocks_are_reused_before_cached_ones_and_those_oldest_first() -> 
     assert pool.free_blocks == 4
     assert pool.allocate(3) == [2, 3, *second]
     assert pool.cache.match([3, 4, 5], "") == []
-    assert [hit.block for hit in pool.cache.match([1, 2, 3], "")] == first
+    assert [block for block, _ in pool.cache.match([1, 2, 3], "")] == first
 
 
 def test_the_tail_of_a_prefix_is_forgotten_before_its_head() -> None:
@@ -53,13 +53,13 @@ def test_the_tail_of_a_prefix_is_forgotten_before_its_head() -> None:
     blocks = _cached_prompt(pool, [1, 2, 3, 4])
     pool.release(blocks)
     pool.allocate(1)
-    assert [hit.block for hit in pool.cache.match([1, 2, 3, 4, 5], "")] == blocks[:1]
+    assert [block for block, _ in pool.cache.match([1, 2, 3, 4, 5], "")] == blocks[:1]
 
 
 def test_equal_content_is_cached_once() -> None:
     pool = BlockPool(4, 2)
     kept, other = _cached_prompt(pool, [1, 2]), _cached_prompt(pool, [1, 2])
-    assert [hit.block for hit in pool.cache.match([1, 2, 3], "")] == kept
+    assert [block for block, _ in pool.cache.match([1, 2, 3], "")] == kept
     pool.release(other)
     check_pool(pool, Counter(kept))
 
@@ -89,7 +89,7 @@ def test_a_hash_collision_serves_nobody_elses_cache() -> None:
     assert hash(("", tuple(tokens))) == hash(("", tuple(others)))
     cache.insert(0, "", tuple(tokens))
     assert cache.match([*others, 5], "") == []
-    assert [hit.block for hit in cache.match([*tokens, 5], "")] == [0]
+    assert [block for block, _ in cache.match([*tokens, 5], "")] == [0]
 
 
 def test_more_than_is_free_is_refused() -> None:
@@ -121,13 +121,13 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), token=st.integers(1, 3))
     def cache(self, data: st.DataObject, token: int) -> None:
         blocks = data.draw(st.sampled_from(self.owned))
-        if blocks and not any(hit.block in blocks for hit in self.pool.cache.match([token, 0], "")):
+        if blocks and not any(block in blocks for block, _ in self.pool.cache.match([token, 0], "")):
             self.pool.cache.forget(blocks[0])
             self.pool.cache.insert(blocks[0], "", (token,))
 
     @rule(token=st.integers(1, 3))
     def match(self, token: int) -> None:
-        blocks = [hit.block for hit in self.pool.cache.match([token, 0], "")]
+        blocks = [block for block, _ in self.pool.cache.match([token, 0], "")]
         self.pool.share(blocks)
         self.owned.append(blocks)
 

@@ -17,8 +17,8 @@ from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.driving import drive
 from nanoserve.simulator.executor import SimulatedExecutor
+from nanoserve.simulator.fleet import drive
 from tests.fakes.observed_executor import ObservedExecutor, UntoldExecutor, dummy_answers
 from tests.record.planned import planned
 from tests.record.tracks import tracks_of

@@ -16,8 +16,8 @@ from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork, Row, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.driving import drive
 from nanoserve.simulator.executor import END_TOKEN, VOCAB_SIZE
+from nanoserve.simulator.fleet import drive
 from nanoserve.simulator.tiered_executor import TieredExecutor
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.record.planned import planned

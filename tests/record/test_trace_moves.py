@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.benchmarks.resharding.baselines import PrefillPrioritizing
+from nanoserve.benchmarks.policies.baselines import PrefillPrioritizing
 from nanoserve.engine import Engine
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.chrome_trace import ChromeTraceFile
@@ -19,7 +19,7 @@ from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity, Row, StepPlan, StepResult, Swap
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.driving import drive
+from nanoserve.simulator.fleet import drive
 from tests.fakes.moving_executor import KV_BYTES, WEIGHT_BYTES, MovingExecutor
 from tests.record.planned import planned
 from tests.record.tracks import tracks_of

@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 
-from nanoserve.benchmarks.hybrid.cases import HybridCase, HybridCases
-from nanoserve.benchmarks.pipeline.running import make_requests, run_requests
+from nanoserve.benchmarks.policies.cases import KvCase, KvCases
+from nanoserve.benchmarks.policies.running import make_requests, run_requests
 from nanoserve.costs.predictor import Predictor
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler import make_policy
@@ -23,7 +23,7 @@ LAYER, ENDS, HOST, SLOWDOWN = (0.25, 0.45), (0.7, 2.0, 5.0), (1.0, 8.0), (1.0, 1
 """The slowdown is predicted of hybrid steps, and is not so."""
 
 
-def run(policy: str, case: HybridCase, times: TierTimes, predictor: Predictor) -> RunRecord:
+def run(policy: str, case: KvCase, times: TierTimes, predictor: Predictor) -> RunRecord:
     def scheduler() -> Scheduler:
         return Scheduler(
             make_policy(policy, BUDGET),
@@ -43,9 +43,7 @@ def run(policy: str, case: HybridCase, times: TierTimes, predictor: Predictor) -
 @pytest.mark.parametrize(("output", "share"), [(24, 0.15), (24, 0.25), (48, 0.25)])
 def test_hybrid_is_hardly_ever_slower_than_the_device_alone(output: int, share: float) -> None:
     """The device holds three of the sequences, or four; times are about the bundled model's, in milliseconds."""
-    work = HybridCases(
-        input_tokens=PROMPT, outputs=(output,), requests=REQUESTS, shares=(share,), block_size=BLOCK_SIZE
-    )
+    work = KvCases(input_tokens=PROMPT, outputs=(output,), requests=REQUESTS, shares=(share,), block_size=BLOCK_SIZE)
     case = next(work.cases())
     for layer, ends, host, slowdown in product(LAYER, ENDS, HOST, SLOWDOWN):
         times = TierTimes(

@@ -19,7 +19,7 @@ from nanoserve.simulator import (
     trace_arrivals,
     trace_lengths,
 )
-from nanoserve.simulator.length_tables import NUM_QUANTILES, LengthTable, length_tables
+from nanoserve.simulator.workload import NUM_QUANTILES, LengthTable, length_tables
 
 
 @pytest.mark.parametrize("variation", [0.2, 1.0, 3.0])

@@ -25,7 +25,7 @@ from nanoserve.record.metrics import LatencyMetrics
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator import StepTimes, Workload, burst, poisson_arrivals, simulate
-from nanoserve.simulator.driving import drive
+from nanoserve.simulator.fleet import drive
 
 LENGTHS = (RequestShape(64, 32), RequestShape(160, 64), RequestShape(320, 48), RequestShape(32, 96))
 """Lengths of the requests, in turn."""

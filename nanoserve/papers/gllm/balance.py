@@ -24,7 +24,7 @@ from nanoserve.papers.gllm.systems import (
     throughput,
 )
 from nanoserve.papers.observers import StepSample
-from nanoserve.simulator.named_lengths import named_lengths
+from nanoserve.simulator.workload import named_lengths
 
 _CAPS = (256, 1024, 4096)
 

@@ -36,7 +36,7 @@ from nanoserve.papers.gllm.systems import (
     throughput,
     ttft,
 )
-from nanoserve.simulator.length_tables import load_length_table
+from nanoserve.simulator.workload import load_length_table
 
 SYSTEMS = (VLLM, SGLANG, GLLM)
 _FEWEST = 200

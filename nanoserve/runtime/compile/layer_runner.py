@@ -1,8 +1,8 @@
 """LayerRunner runs the layers of a decoder: compiled where Inductor has compiled them, eagerly elsewhere.
 
-It is the only place where the engine meets torch's compiler. On a CPU layers are compiled ahead of time (AOTInductor)
-by another process into libraries in a cache folder; a library is loaded between two steps once it is there. On a GPU
-torch.compile compiles layers in this process when they first run, and keeps its kernels in torch's own cache.
+Only here the engine meets torch's compiler. On a CPU another process compiles layers ahead of time (AOTInductor) into
+libraries in a cache folder, which are loaded between two steps. On a GPU torch.compile compiles layers in this process
+when they first run, and keeps its kernels in torch's own cache.
 """
 
 import hashlib
@@ -147,8 +147,8 @@ class LayerRunner:
     def pre_attention(
         self, layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [T, hidden_size], cos, sin [T, 1, rotary_dim / 2] -> query [T, num_heads, head_dim], key, value
-        [T, num_kv_heads, head_dim]. T is at least 1."""
+        """hidden [T, hidden_size], cos, sin [T, 1, rotary_dim / 2], T > 0 -> query [T, num_heads, head_dim], key, value
+        [T, num_kv_heads, head_dim]."""
         outputs = self._run("pre_attention", layer, (hidden, cos, sin))
         if outputs is None:
             return layer.pre_attention(hidden, cos, sin)
@@ -156,10 +156,7 @@ class LayerRunner:
         return query, key, value
 
     def post_attention(self, layer: DecoderLayer, attention_output: Tensor, residual: Tensor) -> Tensor:
-        """attention_output [T, num_heads * head_dim] and residual [T, hidden_size] -> [T, hidden_size].
-
-        T is at least 1.
-        """
+        """attention_output [T, num_heads * head_dim] and residual [T, hidden_size], T > 0 -> [T, hidden_size]."""
         outputs = self._run("post_attention", layer, (attention_output, residual))
         return layer.post_attention(attention_output, residual) if outputs is None else outputs[0]
 
@@ -225,10 +222,7 @@ class LayerLibrary(BackgroundLibrary):
 
 
 class _TorchCompiled:
-    """A CompiledPart of torch.compile.
-
-    The all-reduces of a tensor-parallel group are compiled into it: Inductor knows torch's collectives.
-    """
+    """A CompiledPart of torch.compile, with the all-reduces of a tensor-parallel group: Inductor knows collectives."""
 
     def __init__(self, kind: CompiledKind, decoder: Decoder, backend: str | Callable[..., object]) -> None:
         with torch.device("meta"):  # weights are arguments: these are never used
@@ -254,10 +248,8 @@ class _TorchCompiled:
 
 
 def _mark_any_length(tensor: Tensor) -> None:
-    """Have torch assume nothing about a tensor's first size, nor about the width of a block table.
-
-    A size that is merely marked dynamic is compiled a second time for 1, so the sizes are marked unbacked.
-    """
+    """Have torch assume nothing about a tensor's first size, nor about the width of a block table. Sizes are marked
+    unbacked, because one that is merely marked dynamic would be compiled a second time for 1."""
     if not hasattr(tensor, "_dynamo_unbacked_indices"):
         torch._dynamo.decorators.mark_unbacked(tensor, 0)
         if tensor.dtype == torch.int32 and tensor.dim() == 2:

@@ -38,13 +38,8 @@ def default_host_threads(device_type: str) -> int:
 
 
 def divide_cores(host_threads: int) -> CoreDivision:
-    """The last `host_threads` cores for the host, the others for the device; all for both if none is left.
-
-    Only processors that this process may use are given out, and a container's limit counts.
-
-    Raises:
-        UsageError: if there are fewer cores than host threads.
-    """
+    """The last `host_threads` cores for the host, the others for the device; all for both if none is left. Counts only
+    processors that this process may use; UsageError if there are fewer."""
     usable = physical_cores()
     if host_threads > usable:
         raise UsageError(
@@ -60,11 +55,11 @@ def divide_cores(host_threads: int) -> CoreDivision:
 
 
 class DeviceCores:
-    """Keeps the device's computing in this process on the device's cores, with at most one thread for each.
+    """Keeps the device's computing in this process on the device's cores, with at most one thread for each, until
+    `close`.
 
     The computing thread makes it, before anything is compiled for a number of threads. All threads that exist are
     moved, because they may belong to its team; later ones inherit its cores, and the host's thread chooses its own.
-    Until `close`, `divide_cores` sees the device's cores only.
     """
 
     def __init__(self, division: CoreDivision) -> None:
@@ -96,13 +91,8 @@ class HostProcessor:
 
     @classmethod
     def set_apart(cls, threads: int | None, device: torch.device) -> "HostProcessor":
-        """Set that many cores apart; None for half of them, or all but two beside a GPU.
-
-        Call it in the thread that computes.
-
-        Raises:
-            UsageError: if there are fewer.
-        """
+        """Set that many cores apart, or None for the default; UsageError if there are fewer. Call it in the thread that
+        computes."""
         threads = threads or default_host_threads(device.type)
         division = divide_cores(threads)
         return cls(threads, division, DeviceCores(division) if device.type == "cpu" else None)

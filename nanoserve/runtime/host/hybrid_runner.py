@@ -121,30 +121,49 @@ class HybridRunner(ModelRunner):
         self.hybrid.forget()
         self.hybrid.take_loss()  # it is not waited for any more
 
+    @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> PreparedStep:
         if plan.strategy == "device":
             return super().prepare(plan)
-        with torch.inference_mode():
-            self._begin_and_end(plan)
-            step = HybridStep(plan, DeviceToHostCopy(self.device), self._stage_copies(plan.copies))
-            step.beginning = [self._stage_beginning(plan, number) for number in range(2)]
-            if own := [row for row in plan.rows if row.tier == "device"]:
-                self._stage_rows(step, own)  # only later is it known which host rows are sampled together with these
-            self._staging.transfer()
+        self._begin_and_end(plan)
+        step = HybridStep(plan, DeviceToHostCopy(self.device), self._stage_copies(plan.copies))
+        step.beginning = [self._stage_beginning(plan, number) for number in range(2)]
+        if own := [row for row in plan.rows if row.tier == "device"]:
+            self._stage_rows(step, own)  # only later is it known which host rows are sampled together with these
+        self._staging.transfer()
         return step
 
+    @torch.inference_mode()
     def compute(self, step: PreparedStep, entering: Tensor | None = None) -> Tensor | None:
         """Run the layers as ModelRunner does. In a HybridStep, the hidden states of the device's tokens are followed by
         those of host groups: the groups that the header names enter, and the ones past their last layer leave."""
         if not isinstance(step, HybridStep):
             return super().compute(step, entering)
-        with torch.inference_mode():
-            return self._compute_hybrid(step, entering)
+        halves: tuple[list[HostGroup], list[HostGroup]] = [], []
+        if step.header is not None:
+            entering = self._arrive(step, step.header, entering, halves)
+        inputs, device = self._issue_inputs(step, entering), None
+        if inputs is not None:
+            attention = PagedAttention(self.config, self.caches.keys, self.caches.values, inputs.batch)
+            device = DeviceRows(*self.decoder.enter(inputs.first, inputs.positions), attention, inputs.computed)
+        for number, half in enumerate(halves):
+            beginning = step.beginning[number]
+            if self.decoder.is_first and beginning is not None:
+                half.append(beginning.group(self.decoder))
+            rows = (row for row in step.plan.rows if row.tier == "host" and row.sub_batch == number)
+            half += self.hybrid.take([row.sequence for row in rows if not row.tokens])
+        if step.plan.strategy == "overlap":
+            hidden, groups = self.hybrid.overlap(device, halves[0])
+        else:
+            hidden, groups = self.hybrid.asymmetric(device, *halves)
+        step.groups = groups
+        parts = [*([] if hidden is None else [hidden]), *(group.hidden for group in groups)]
+        return self.decoder.leave(torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else None
 
+    @torch.inference_mode()
     def sample(self, step: PreparedStep, hidden: Tensor | None) -> PreparedStep:
         if isinstance(step, HybridStep):
-            with torch.inference_mode():
-                step.sampled = self._stage_with_groups(step)
+            step.sampled = self._stage_with_groups(step)
         return super().sample(step, hidden)
 
     def header_behind(self, step: HybridStep) -> Header:
@@ -168,28 +187,6 @@ class HybridRunner(ModelRunner):
         builder, tables = InputBuilder(self._block_size), [record.block_table for record in records]
         inputs = builder.build(rows, row_ends(rows), tables, self._staging.add, torch.from_numpy)
         return Beginning(plan.step, rows, inputs)
-
-    def _compute_hybrid(self, step: HybridStep, entering: Tensor | None) -> Tensor | None:
-        halves: tuple[list[HostGroup], list[HostGroup]] = [], []
-        if step.header is not None:
-            entering = self._arrive(step, step.header, entering, halves)
-        inputs, device = self._issue_inputs(step, entering), None
-        if inputs is not None:
-            attention = PagedAttention(self.config, self.caches.keys, self.caches.values, inputs.batch)
-            device = DeviceRows(*self.decoder.enter(inputs.first, inputs.positions), attention, inputs.computed)
-        for number, half in enumerate(halves):
-            beginning = step.beginning[number]
-            if self.decoder.is_first and beginning is not None:
-                half.append(beginning.group(self.decoder))
-            rows = (row for row in step.plan.rows if row.tier == "host" and row.sub_batch == number)
-            half += self.hybrid.take([row.sequence for row in rows if not row.tokens])
-        if step.plan.strategy == "overlap":
-            hidden, groups = self.hybrid.overlap(device, halves[0])
-        else:
-            hidden, groups = self.hybrid.asymmetric(device, *halves)
-        step.groups = groups
-        parts = [*([] if hidden is None else [hidden]), *(group.hidden for group in groups)]
-        return self.decoder.leave(torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else None
 
     def _arrive(
         self, step: HybridStep, header: Header, entering: Tensor | None, halves: Sequence[list[HostGroup]]

@@ -21,11 +21,7 @@ _CACHE_VARIABLE = "TRITON_CACHE_DIR"
 
 
 def usable_device(name: str) -> torch.device:
-    """The device called `name`: cpu, cuda (the current GPU) or cuda:N.
-
-    Raises:
-        UsageError: if there is no such device here, or it is too old.
-    """
+    """The device called `name`: cpu, cuda (the current GPU) or cuda:N; UsageError if none is there, or too old."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -41,7 +37,7 @@ def check_cuda(*, asked: str, instead: str) -> None:
     """See that torch finds a GPU, and take none of its memory.
 
     Args:
-        asked: who needs it, as the refusal's first words.
+        asked: what needs it, as the refusal's first words.
         instead: what to do without one, as its last words.
 
     Raises:
@@ -82,11 +78,7 @@ def usable_gpu(index: int | None, *, asked: str, instead: str) -> torch.device:
 
 
 def check_model(device: torch.device, config: ModelConfig, dtype: str, block_size: int) -> None:
-    """Whether a GPU's attention can run a model in this dtype, named as for `resolve_dtype`.
-
-    Raises:
-        UsageError: if it cannot, with what to change.
-    """
+    """Raise UsageError if a GPU's attention cannot run a model in this dtype, named as for `resolve_dtype`."""
     width = resolve_dtype(dtype, device, config.dtype).itemsize
     generation, _ = torch.cuda.get_device_capability(device)
     try:
@@ -119,8 +111,7 @@ def use_writable_triton_cache(environment: MutableMapping[str, str] = os.environ
 
 @contextmanager
 def compiler_errors(device: torch.device) -> Iterator[None]:
-    """What keeps Triton from launching a kernel for the first time, in one line: it builds a small library then, and
-    finds out what the kernel needs.
+    """Say in one line what keeps Triton from launching a kernel for the first time, when it builds a small library.
 
     Raises:
         RuntimeFailure: within, if there is no C compiler, or it fails, or the GPU is too small for the kernel.

@@ -79,8 +79,8 @@ class GpuStart:
         self._step_memory = 0
 
     def measure(self, longest: int, progress: ProgressCallback | None) -> int:
-        """Run the largest step twice: to compile what it needs, then to see its memory. So too in pieces of layers, if
-        the policy has steps of these.
+        """Run the largest step twice: to compile what it needs, then to see its memory; also in pieces of layers, if
+        the policy has such steps.
 
         Args:
             longest: tokens of the longest sequence.
@@ -116,11 +116,7 @@ class GpuStart:
         return self._step_memory + activations + CAPTURE_WORKSPACE + GRAPH_BYTES * len(self._buckets)
 
     def capture(self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None) -> GpuFacts:
-        """Have the runner replay its decode steps from now on, unless all is to run eagerly.
-
-        Raises:
-            RuntimeFailure: if there is no room for it.
-        """
+        """Have the runner replay its decode steps from now on, unless all runs eagerly; RuntimeFailure without room."""
         free, began, captured = torch.cuda.mem_get_info(self._device)[0], time.monotonic(), 0
         if self._buckets:
             captured = len(self._buckets) if self._captured(runner, max_model_len, progress) else 0
@@ -223,8 +219,8 @@ def measured_memory(device: torch.device, step: Callable[[], object]) -> int:
 
 
 def _can_be_captured(decoder: Decoder, device: torch.device) -> bool:
-    """Whether nothing in a decode step waits for the device. To try is no way to find out: a recording that fails
-    leaves torch's allocator in a state in which memory cannot be given back."""
+    """Whether nothing in a decode step waits for the device. Trying would not do: a recording that fails leaves torch's
+    allocator in a state in which memory cannot be given back."""
     config = decoder.config
     if config.moe is None or not any(config.is_sparse(layer) for layer in range(config.num_layers)):
         return True

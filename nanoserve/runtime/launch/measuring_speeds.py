@@ -35,15 +35,10 @@ _LONG_SECONDS = 0.01
 
 @torch.inference_mode()
 def measure_speeds(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> MachineSpeeds:
-    """Measure together with all other workers, which call this at the same time. All get the same result.
+    """Measure together with all workers of the group (None for one alone), which call this at the same time and get the
+    same result. Workers that share a processor count as reaching equal shares of what all reach together.
 
-    The call takes 128 MiB: 64 of weights on the device, 64 for copies. Where several workers share a processor, each
-    counts as reaching an equal share of what all reach together.
-
-    Args:
-        device: that computes.
-        dtype: of the weights.
-        group: all workers; None for one alone.
+    The call takes 128 MiB: 64 of weights in this dtype on the device, 64 for copies.
     """
     together = _Together(device, group)
     latency, bandwidth = _link(together) if together.workers > 1 else (0.0, math.inf)
@@ -68,14 +63,14 @@ class _Together:
         """Seconds of one action after a first, unmeasured one: the mean over a repeat, the best of a few repeats."""
         action()
         self._meet()
-        return min(self._look(action) for _ in range(_LOOKS))
-
-    def _look(self, action: Callable[[], object]) -> float:
-        began, count = self._now(), 0
-        while (passed := self._now() - began) < _LOOK_SECONDS or not count:
-            action()
-            count += 1
-        return passed / count
+        best = math.inf
+        for _ in range(_LOOKS):
+            began, count = self._now(), 0
+            while (passed := self._now() - began) < _LOOK_SECONDS or not count:
+                action()
+                count += 1
+            best = min(best, passed / count)
+        return best
 
     def all_reduce_seconds(self, tensor: Tensor, passes: int) -> float:
         """Seconds of one all-reduce out of `passes`, in the slowest worker. All workers get the same number."""

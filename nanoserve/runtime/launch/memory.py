@@ -27,14 +27,14 @@ def available_memory(device: torch.device | str) -> int:
     """Bytes that can still be allocated on the device; for the CPU within what its control group allows."""
     device = torch.device(device)
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # of what torch holds
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by torch
         return torch.cuda.mem_get_info(device)[0] + unused
     rooms = _control_group_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    return min([_free_memory(Path("/proc/meminfo")), *rooms])  # of control groups there may be none
+    return min([_free_memory(Path("/proc/meminfo")), *rooms])  # there may be no control groups
 
 
 def _free_memory(meminfo: Path) -> int:
-    """What the kernel estimates can be used without swapping; without /proc (macOS), the physical memory."""
+    """The kernel's estimate of what can be used without swapping; without /proc (macOS), the physical memory."""
     if meminfo.is_file():
         for line in meminfo.read_text().splitlines():
             name, _, value = line.partition(":")
@@ -120,14 +120,11 @@ def _explicit(asked: int, free: int, per_block: int, per_request: int, length: i
 
 @contextmanager
 def memory_errors(device: torch.device, problem: str, advice: str) -> Iterator[None]:
-    """Turn torch's many ways of saying "out of memory" into one line.
+    """Turn torch's many ways of saying "out of memory" into a RuntimeFailure of one line.
 
     Args:
         problem: what did not fit, as in "a step of 7 tokens does not fit".
         advice: what to change, as in "lower --max-num-batched-tokens".
-
-    Raises:
-        RuntimeFailure: within, when memory runs out.
     """
     try:
         yield

@@ -67,24 +67,6 @@ class ProfileSetting:
     host_threads: int
     """Threads that attend in host memory."""
 
-    @classmethod
-    def of_engine(cls, runner: ModelRunner, processor: HostProcessor, model: ModelConfig) -> "ProfileSetting":
-        """The setting of a running engine. Call it from the thread that computes.
-
-        Args:
-            model: the whole model; the runner may have only some of its layers.
-        """
-        host, _ = processor_name_and_flags()
-        on_gpu = runner.device.type == "cuda"
-        return cls(
-            device=torch.cuda.get_device_properties(runner.device).name if on_gpu else host,
-            host=host,
-            model=_shape(model),
-            dtype=str(runner.decoder.dtype).removeprefix("torch."),
-            threads=None if on_gpu else torch.get_num_threads(),
-            host_threads=processor.threads,
-        )
-
     def difference(self, profile: Profile) -> str | None:
         """In words, what the profile was made of, if that is another setting; None if it is this one."""
         settings = profile.settings
@@ -141,8 +123,17 @@ class StartingEngine:
 
     @cached_property
     def setting(self) -> ProfileSetting:
-        """The setting that its profile belongs to."""
-        return ProfileSetting.of_engine(self.runner, self.processor, self.model)
+        """The setting that its profile belongs to. Ask for it first in the thread that computes."""
+        device, (host, _) = self.runner.device, processor_name_and_flags()
+        on_gpu = device.type == "cuda"
+        return ProfileSetting(
+            device=torch.cuda.get_device_properties(device).name if on_gpu else host,
+            host=host,
+            model=_shape(self.model),
+            dtype=str(self.runner.decoder.dtype).removeprefix("torch."),
+            threads=None if on_gpu else torch.get_num_threads(),
+            host_threads=self.processor.threads,
+        )
 
     @property
     def code(self) -> tuple[str, str]:
@@ -197,12 +188,9 @@ def hybrid_profile(engine: StartingEngine, progress: ProgressCallback | None = N
 def profile_at_start(engine: StartingEngine, progress: ProgressCallback | None = None) -> Profile:
     """A short profile: the one that an earlier start kept, or a new one, measured in 3 to 6 seconds and at most 20.
 
-    It times few sizes, a few times each, with the layers as they run now: eagerly if they are still to be compiled. The
-    result is kept in the user's cache folder under everything it depends on, unless other programs used the
-    processors meanwhile.
-
-    Args:
-        progress: is called before and after measuring.
+    It times few sizes, a few times each, with the layers as they run now. The result is kept in the user's cache folder
+    under everything it depends on, unless other programs used the processors meanwhile. `progress` is called before
+    and after measuring.
 
     Raises:
         UsageError: for an engine whose steps are too small.

@@ -142,7 +142,7 @@ class GpuStaging:
             numbers = torch.tensor(device_blocks, dtype=torch.int64, device=self._device)
             for places in self._parts(len(device_blocks), self._num_layers):
                 chunk, sources = next(chunks), host_blocks[places]
-                chunk.copied.synchronize()  # of the time before that this chunk was used
+                chunk.copied.synchronize()  # its last use is over
                 staged, pinned = chunk.views(self._num_layers, len(sources))
                 copy_blocks_between(pool, sources, block_arrays(pinned), range(len(sources)))
                 staged.copy_(pinned, non_blocking=True)

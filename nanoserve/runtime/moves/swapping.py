@@ -136,14 +136,6 @@ class _Job(NamedTuple):
     marks: LayerMarks | None = None
     """Marks of the step whose layers they follow, going out; None if they follow none."""
 
-    def carry_out(self) -> int:
-        """Bytes moved."""
-        device_blocks = [block for swap in self.swaps for block in swap.device_blocks]
-        host_blocks = [block for swap in self.swaps for block in swap.host_blocks]
-        if self.swaps[0].direction == "out":
-            return self.mover.out(device_blocks, host_blocks, self.after, self.marks)
-        return self.mover.into(device_blocks, host_blocks, self.after)
-
 
 class Swapper:
     """Two threads, one for each direction, that carry out swaps in the order in which they begin.
@@ -196,15 +188,21 @@ class Swapper:
     def _run(self, jobs: "SimpleQueue[_Job | None]") -> None:
         while (job := jobs.get()) is not None:
             began = time.monotonic()
+            device_blocks = [block for swap in job.swaps for block in swap.device_blocks]
+            host_blocks = [block for swap in job.swaps for block in swap.host_blocks]
             try:
-                num_bytes = job.carry_out()
+                if job.swaps[0].direction == "out":
+                    num_bytes = job.mover.out(device_blocks, host_blocks, job.after, job.marks)
+                else:
+                    num_bytes = job.mover.into(device_blocks, host_blocks, job.after)
             except BaseException as error:
                 for _ in job.swaps:
                     self._failed(error)
             else:
-                ended, num_blocks = time.monotonic(), sum(len(swap.device_blocks) for swap in job.swaps)
+                ended = time.monotonic()
                 for swap in job.swaps:
-                    self._done(swap, num_bytes * len(swap.device_blocks) // max(1, num_blocks), began, ended)
+                    part = num_bytes * len(swap.device_blocks) // max(1, len(device_blocks))
+                    self._done(swap, part, began, ended)
 
 
 class LocalSwaps(Swapper):
@@ -213,7 +211,7 @@ class LocalSwaps(Swapper):
     def __init__(self) -> None:
         self._ended: SimpleQueue[int | BaseException] = SimpleQueue()
         self._under_way = 0
-        self._marks: LayerMarks | None = None  # of the newest step whose layers are waited for
+        self._marks: LayerMarks | None = None  # the newest step's, if its layers are waited for
         super().__init__(lambda swap, *_: self._ended.put(swap.swap), self._ended.put)
 
     def begin(self, swaps: Sequence[Swap], mover: BlockMover) -> LayerMarks | None:

@@ -54,16 +54,13 @@ class ProfileSizes:
     """Bytes of keys and values that attention is timed over, on the device and in host memory each."""
 
     def within(self, *, step_tokens: int, step_rows: int, context: int, kv_token_bytes: int) -> "ProfileSizes":
-        """The sizes that an engine with these limits reaches.
+        """The sizes that an engine with these limits reaches; UsageError if one does not allow two sizes.
 
         Args:
             step_tokens, step_rows: the most of a step.
             context: the longest sequence.
             kv_token_bytes: size of one token's keys and values in one layer. Contexts with which the largest batch
                 takes more than ``kv_bytes`` are left out.
-
-        Raises:
-            UsageError: if a limit does not allow two sizes.
         """
         fitting = self.kv_bytes // (self.batches[-1] * kv_token_bytes)
         return replace(
@@ -87,14 +84,8 @@ def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
 def open_probes(
     runner: ModelRunner, processor: HostProcessor, sizes: ProfileSizes, *, block_size: int
 ) -> Iterator[dict[str, Sampling]]:
-    """Probes for an idle runner, and for the part of the CPU that attends in host memory.
-
-    The runner is left as it was, except for the content of its KV cache. Everything else is given back at the end.
-
-    Args:
-        sizes: within the runner's cache: see ``cache_limits``.
-        block_size: of the runner's cache.
-    """
+    """Probes for an idle runner, and for the part of the CPU that attends in host memory. Of the runner only the
+    content of the KV cache changes. The sizes are within this cache: see ``cache_limits``."""
     config, device = runner.config, runner.device
     steps = StepTimer(runner, block_size=block_size)
     shapes = [AttentionSize(sizes.batches[-1], 1, sizes.contexts[-1]), AttentionSize(1, 1, sizes.prompts[-1])]

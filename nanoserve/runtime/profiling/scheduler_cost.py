@@ -38,10 +38,7 @@ def measure_scheduler(
     compute: Callable[[], object] = lambda: None,
 ) -> SchedulerCost:
     """Time ``schedule`` and ``apply`` with this many decoding sequences, each of ``context`` tokens at the start.
-
-    Args:
-        compute: runs before each step and is not timed. Without it Python finds its data in the processor's caches,
-            which is never so in an engine that computes on the same processor.
+    ``compute`` runs before each step and is not timed: as in an engine, it displaces data from the processor's caches.
     """
     scheduler = _running_scheduler(sequences, context, steps, policy)
     schedule_times, apply_times = [], []

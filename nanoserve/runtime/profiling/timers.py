@@ -59,13 +59,12 @@ class AttentionSize:
 class KvRegions:
     """Random keys and values of one layer, in which consecutive calls read different blocks.
 
-    In a step each call reads another layer's cache, so a call finds its data in the processor's caches only if the data
-    of all layers fits there. So there is one region for each layer of the model, or as many as there is room for.
+    In a step each call reads another layer's cache, so the processor's caches help only if the data of all layers fits.
+    So there is one region for each layer of the model, or as many as there is room for.
 
     Args:
-        config: the model's shape.
-        largest: blocks that a call reads at most.
-        most_bytes: limit for keys and values; the largest call always has room.
+        largest: blocks that a call reads at most; these always have room.
+        most_bytes: limit for keys and values.
     """
 
     def __init__(
@@ -93,12 +92,7 @@ class KvRegions:
 
 
 class AttentionTimer:
-    """Attention on the device. Sliding windows are not applied.
-
-    Args:
-        config: the model's shape.
-        regions: on the device.
-    """
+    """Attention on the device, where the regions are. Sliding windows are not applied."""
 
     def __init__(self, config: ModelConfig, regions: KvRegions) -> None:
         self._config, self._regions = config, regions
@@ -135,15 +129,11 @@ class AttentionTimer:
 
 
 class HostAttentionTimer:
-    """Attention in host memory as in the engine: handed over to a thread with cores of its own.
-
-    The device computes meanwhile, as in every step with host sequences. Where the CPU is the device too, both need the
-    same memory's bandwidth.
+    """Attention in host memory as in the engine: handed over to a thread with cores of its own. The device computes
+    meanwhile, as in every step with host sequences; a CPU shares the memory's bandwidth. Windows are not applied.
 
     Args:
-        config: the model's shape; windows are not applied.
         regions: in host memory.
-        processor: attends.
         device: where queries come from and results go.
         keep_busy: a piece of the device's work, a few milliseconds at most.
     """
@@ -162,8 +152,7 @@ class HostAttentionTimer:
         self._host = processor.start(replace(config, sliding_windows=()), part, device)
 
     def seconds(self, rows: int, keys: int) -> float:
-        """Seconds of one layer for `rows` sequences of `keys` keys each, from handing over to the result: the mean over
-        a few milliseconds of calls."""
+        """Seconds of one layer for `rows` sequences of `keys` keys each, from handing over to the result: a mean."""
         calls = cycle(self._regions.tables(AttentionSize(rows, 1, keys)))
         query, key, value = self._entering(rows)
         found: list[float] = []
@@ -209,7 +198,6 @@ class HostAttentionTimer:
         )
 
     def _rows(self, tables: Tensor, keys: int) -> AttentionBatch:
-        """The new key and value are the last ones."""
         starts = torch.arange(len(tables) + 1, dtype=torch.int32)
         contexts = torch.full((len(tables),), keys, dtype=torch.int32)
         size = self._regions.blocks.shape[3]
@@ -218,12 +206,7 @@ class HostAttentionTimer:
 
 
 class StepTimer:
-    """Runs steps on an idle runner, in blocks whose content does not matter.
-
-    Args:
-        runner: computes the whole model. After `close` it has no sequences of the timer.
-        block_size: of its cache.
-    """
+    """Runs steps on an idle runner of the whole model, in blocks whose content does not matter."""
 
     def __init__(self, runner: ModelRunner, *, block_size: int) -> None:
         self._runner, self._block_size = runner, block_size
@@ -232,8 +215,7 @@ class StepTimer:
         self._begun: set[int] = set()
 
     def layer_seconds(self, tokens: int) -> float:
-        """Seconds of a layer, with the small attention of ``attention_shape``. Embedding and last norm, which are much
-        smaller, are divided between all layers."""
+        """Seconds of a layer with the small attention of `attention_shape`, and a share of embedding and last norm."""
         shape = self.attention_shape(tokens)
         sizes = [min(shape.queries, tokens - first) for first in range(0, tokens, shape.queries)]
         seconds = self._forward_seconds(sizes)
@@ -242,14 +224,13 @@ class StepTimer:
         return seconds / self._runner.config.num_layers
 
     def attention_shape(self, tokens: int) -> AttentionSize:
-        """The attention in ``layer_seconds``: few tokens are decodes of one key each, more are prompts of a block each,
-        the last one perhaps shorter."""
+        """The attention in `layer_seconds`: few tokens are decodes of one key, more are prompts of a block."""
         size = 1 if tokens <= min(_MOST_DECODES, len(self._runner.caches.keys[0])) else self._block_size
         return AttentionSize(-(-tokens // size), size, size)
 
     def inputs_seconds(self, rows: int) -> float:
-        """Seconds that an executor takes before the layers in a step of `rows` decodes, after those of another step,
-        which on a CPU displace these data from the processor's caches."""
+        """Seconds before the layers in a step of `rows` decodes, after another step, whose layers on a CPU displace
+        these data from the processor's caches."""
         plan = self._decode_plan(rows)
         self._runner.compute(self._runner.prepare(plan))
         began = self._watch.now()
@@ -269,8 +250,8 @@ class StepTimer:
         self._runner.execute(StepPlan(0, end=tuple(self._begun)))
 
     def _forward_seconds(self, sizes: Sequence[int]) -> float:
-        """Seconds of the layers over prompts of these sizes, in a whole step: on a CPU what follows the layers takes
-        some of the processor's caches from the next ones."""
+        """Seconds of the layers over prompts of these sizes, in a whole step, whose end on a CPU displaces data of the
+        next layers from the processor's caches."""
         texts = [tuple(self._generator.randrange(self._runner.config.vocab_size) for _ in range(n)) for n in sizes]
         rows = [Row(-1 - n, 0, text, sample=True, new_blocks=(n,)) for n, text in enumerate(texts)]
         step = self._runner.prepare(StepPlan(0, begin=self._begin(texts), rows=tuple(rows)))
@@ -294,8 +275,7 @@ class StepTimer:
 
 
 def linear_pieces(decoder: Decoder) -> Callable[[], object]:
-    """The device's work beside attention in host memory: each call computes the products of the next layer for a few
-    rows."""
+    """The device's work beside attention in host memory: each call computes the next layer's products for few rows."""
     with torch.inference_mode():
         hidden = torch.randn(_BUSY_ROWS, decoder.config.hidden_size, device=decoder.device).to(decoder.dtype)
         cos, sin = decoder.rotary(torch.arange(_BUSY_ROWS, device=decoder.device))

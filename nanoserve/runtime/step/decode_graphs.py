@@ -38,7 +38,7 @@ class StaticInputs:
 
     @torch.inference_mode()  # as steps run: compiled code is made for tensors of one mode
     def __init__(self, *, most_rows: int, most_blocks: int, device: torch.device) -> None:
-        self.most_blocks = most_blocks  # of a row, for the longest sequence
+        self.most_blocks = most_blocks  # in a row of the longest sequence
         self._token_ids = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._batch = AttentionBatch(

@@ -56,7 +56,7 @@ class HostBuffer:
     def begin(self) -> None:
         """Start on another step, with new memory on the device."""
         if self._copied is not None:
-            self._copied.synchronize()  # of the step before the last: done long ago, unless the device lags behind
+            self._copied.synchronize()  # the step before the last: done long ago, unless the device lags
         self._renew()
 
     def add(self, array: np.ndarray) -> Tensor:

@@ -75,7 +75,8 @@ def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
     problem = f"a KV cache of {format_size(size)} does not fit"
     with memory_errors(device, problem, "lower --kv-cache-memory"), torch.inference_mode():
         storage = torch.empty(size, dtype=torch.uint8, device=device)
-    layers = [gpu.layers for gpu in gpus] or [compiled_layers(decoder, config) for decoder in decoders]
+    layers: list[LayerRunner | None] = [gpu.layers for gpu in gpus]
+    layers = layers or [compiled_layers(decoder, config) for decoder in decoders]
     layouts = _make_layouts(start, model, decoders, layers, allocate.num_blocks, storage, processor)
     for layout in layouts:
         layout.activations.connect()
@@ -106,7 +107,10 @@ def _set_apart(start: WorkerStart, device: torch.device) -> HostProcessor:
     config = start.config
     workers = config.num_workers * config.data_parallel
     threads = (config.host_threads or default_host_threads(device.type)) // workers
-    keep_to_own_cores(start.local_rank, workers)
+    # Before any thread computes: else threads that attend for one stage would get cores on which another one computes.
+    if hasattr(os, "sched_setaffinity"):
+        own = part_of(cores_in_use(), start.local_rank, workers)
+        os.sched_setaffinity(0, {processor for core in own for processor in core})
     return HostProcessor.set_apart(max(1, threads), device)
 
 
@@ -168,21 +172,8 @@ def _make_layouts(
     return layouts
 
 
-def keep_to_own_cores(number: int, workers: int) -> None:
-    """Have this process run on its part of the cores, before it starts any thread that computes.
-
-    Else threads that attend for one stage would be given the cores on which another one computes.
-
-    Args:
-        number: which of the workers of this machine it is.
-        workers: how many there are.
-    """
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {processor for core in part_of(cores_in_use(), number, workers) for processor in core})
-
-
 def part_of(cores: Sequence[tuple[int, ...]], number: int, workers: int) -> Sequence[tuple[int, ...]]:
-    """Cores in a row, as many for each as for the others but for one; with more workers than cores, some share one."""
+    """The cores of one of the workers of this machine: equal parts but for one core; more workers than cores share."""
     if workers > len(cores):
         return [cores[number % len(cores)]]
     return cores[number * len(cores) // workers : (number + 1) * len(cores) // workers]
@@ -197,13 +188,7 @@ def starting_engine(
     model: ModelConfig,
     speeds: MachineSpeeds,
 ) -> StartingEngine:
-    """The first stage as an engine that can be measured, over the cache that the stage has.
-
-    Args:
-        storage: of its cache.
-        model: the whole one.
-        speeds: as in StartingEngine.
-    """
+    """The first stage of the whole `model` as an engine that can be measured, over the storage of the stage's cache."""
     block_size, num_blocks = config.block_size, len(stage.runner.caches.keys[0])
     runner = ModelRunner(
         as_whole_model(stage.runner.decoder),

@@ -150,7 +150,7 @@ class WorkersExecutor:
             self._held.append(plan)
 
     def collect(self, until: float | None) -> list[StepResult]:
-        """What has become known, in order; waits for something as long as anything is in flight.
+        """New results, in order; waits for one as long as anything is in flight.
 
         Raises:
             WorkersFailed: if they cannot be started again.
@@ -206,22 +206,6 @@ class WorkersExecutor:
             self._group = None
         self._ended_by = None
 
-    # ---- what makes them faster -------------------------------------------------------------------------------
-
-    def prepare_next(self, *, waited: bool) -> None:
-        """Have the next worker prepare its layers, unless it does already; for RemoteLayers."""
-        # One that is starting would take it for how large its cache is; `_go` comes back to it.
-        if self._running and self._asked < len(self.prepared):
-            self._asked = len(self.prepared)
-            self._open_group().send(Prepare(waited), [self._asked])
-
-    def wait_for(self, known: Callable[[], bool]) -> None:
-        """Until that holds, or a worker is dead, which the next `collect` alone can say."""
-        try:
-            self._wait(known)
-        except WorkersDied as death:
-            self._death = death
-
     # ---- workers ----------------------------------------------------------------------------------------------
 
     def _send(self, plan: StepPlan) -> None:
@@ -234,7 +218,7 @@ class WorkersExecutor:
         group.send(Follow(), range(len(first), self.num_workers))
 
     def _forget_life(self) -> None:
-        """No worker has said anything yet; `_take` follows them until they run."""
+        """Reset to the beginning of a life of the workers, of which none has said anything yet."""
         self._introduced: set[int] = set()
         self._loaded: dict[int, Loaded] = {}
         self._ready: set[int] = set()
@@ -259,7 +243,7 @@ class WorkersExecutor:
         return len(self._ready) == self.num_workers
 
     def _lost(self, death: WorkersDied) -> StepResult:
-        """Everything in flight is; new workers are started with the next call, unless that is in vain."""
+        """Drop everything in flight; the next call starts new workers, unless that is in vain."""
         self._open_group().end()
         self._group = None
         self.deaths += 1
@@ -346,13 +330,27 @@ class WorkersExecutor:
         self._open_group().send(Allocate(tuple(capacity.num_blocks for capacity in self.capacities)))
 
     def _go(self) -> None:
-        """All are ready: send what was held back."""
+        """Send the plans that were held back until all workers were ready."""
         self._running_since = self.now()
         self._open_group().end_of_loading()
         self.layers.go_on()
         held, self._held = self._held, []
         for plan in held:
             self._send(plan)
+
+    def prepare_next(self, *, waited: bool) -> None:
+        """Have the next worker prepare its layers, unless it does already; for RemoteLayers."""
+        # One that is starting would take it for how large its cache is; `_go` comes back to it.
+        if self._running and self._asked < len(self.prepared):
+            self._asked = len(self.prepared)
+            self._open_group().send(Prepare(waited), [self._asked])
+
+    def wait_for(self, known: Callable[[], bool]) -> None:
+        """Until that holds, or a worker is dead, which the next `collect` alone can say."""
+        try:
+            self._wait(known)
+        except WorkersDied as death:
+            self._death = death
 
     def _new_group(self) -> WorkerGroup:
         return WorkerGroup(replace(self._start, layout=self.layout), self._model, self._host_blocks)

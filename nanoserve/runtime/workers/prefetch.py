@@ -76,7 +76,7 @@ class PrefetchThread:
     def _receive(self) -> None:
         decoder = msgspec.msgpack.Decoder(ToWorker)
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread
+            torch.cuda.set_device(self._device)  # a setting of each thread
         try:
             while True:
                 message = decoder.decode(self._socket.recv())

@@ -13,22 +13,31 @@ import zmq
 
 from nanoserve.errors import NanoserveError, RuntimeFailure
 from nanoserve.processes.sockets import connect
-from nanoserve.processes.watchdog import ParentWatchdog, own_pipes, read_line
+from nanoserve.processes.watchdog import ParentWatchdog, TiedChild
 from nanoserve.runtime.workers.messages import FromWorker, Hello, ToWorker, WorkerFailed, WorkerStart
 
+_PROGRAM = "from nanoserve.runtime.workers.process import main; main()"
 _SWITCH_SECONDS = 0.0002
 """How long one of a worker's two threads may keep the interpreter when the other wants it. With Python's 5 ms, a loop
 that has only just let go of it, to send something, waits until the next plan is prepared: longer than a small step."""
 
 
 def main() -> None:
-    """Entry point of a worker that the engine starts: stdin brings the WorkerStart and is the lifeline."""
-    parent, pulse = own_pipes()
-    directory = Path(sys.argv[2])
-    start = msgspec.json.decode(read_line(parent, directory), type=WorkerStart)
-    ParentWatchdog(parent, pulse, directory).start()
-    os.environ["TMPDIR"] = str(directory)  # what a compiler leaves that is killed goes with the rest
+    """Entry point of a worker that the engine starts; the first line of stdin is its WorkerStart."""
+    watchdog = ParentWatchdog.of_this_process()
+    start = msgspec.json.decode(watchdog.read_line(), type=WorkerStart)
+    watchdog.start()
+    os.environ["TMPDIR"] = str(watchdog.directory)  # leftovers of a killed compiler are removed with it
     run_worker(start)
+
+
+def start_worker(threads: int, directory: Path) -> TiedChild:
+    """Start a process that waits for its WorkerStart.
+
+    Raises:
+        OSError: if it cannot be started.
+    """
+    return TiedChild(_PROGRAM, directory, {"OMP_NUM_THREADS": str(threads)})
 
 
 def run_worker(start: WorkerStart) -> None:
@@ -43,7 +52,7 @@ def run_worker(start: WorkerStart) -> None:
     except NanoserveError as error:
         failed = WorkerFailed(start.rank, str(error), error.exit_code)
     except Exception as error:
-        # Workers that wait for another's hidden states fail with it: the engine knows who was the first.
+        # Workers that wait for another's hidden states fail with it: the engine knows which was the first.
         reason = (str(error).strip().splitlines() or [""])[0]
         failed = WorkerFailed(start.rank, f"{type(error).__name__}: {reason}", RuntimeFailure.exit_code)
     endpoint.report(failed)

@@ -103,10 +103,14 @@ class Worker:
                 self._take_coupled(message.plan)
             elif isinstance(message, Follow):
                 self._take_coupled(self._plan_decoder.decode(self._current.activations.receive_plan()))
-            elif isinstance(message, ForgetHost):
-                self._forget_host()
+            elif isinstance(message, ForgetHost):  # host sequences under way were lost, here or in another stage
+                self._forgotten += 1
+                self._current.stage.forget_host()
             elif isinstance(message, Prepare):
-                self._make_faster(message)
+                for stage in self._stages:
+                    stage.start(waited=message.waited)
+                self._preparing = True
+                self._tell_prepared()
 
     def _prepare(self, plan: StepPlan, received: float) -> PrefetchedStep:
         """The host's part of a step, and a place for its hidden states. If the plan does not say how many come, this
@@ -127,7 +131,8 @@ class Worker:
         with stage.memory_errors(lambda: f"a step of {step.num_tokens} tokens does not fit"):
             computed, result = self._compute(turn, entering)
         self._prefetch.done()
-        self._tell_host_loss()
+        if (reason := stage.take_loss()) is not None:
+            self._endpoint.report(HostLost(self._current.shard.worker, reason, self._forgotten))
         if not step.plan.rows and not isinstance(step, HybridStep):
             return  # a plan of swaps is answered by these alone
         if self._observe_times:
@@ -168,15 +173,6 @@ class Worker:
             result = msgspec.structs.replace(result, cohorts=header.cohorts, host_work=header.host_work)
         return computed, result
 
-    def _tell_host_loss(self) -> None:
-        if (reason := self._current.stage.take_loss()) is not None:
-            self._endpoint.report(HostLost(self._current.shard.worker, reason, self._forgotten))
-
-    def _forget_host(self) -> None:
-        """Host sequences under way were lost, here or in another stage."""
-        self._forgotten += 1
-        self._current.stage.forget_host()
-
     def _take_coupled(self, plan: StepPlan) -> None:
         """Run a plan that comes with its hidden states: pass it on, then prepare its inputs."""
         received = time.monotonic()
@@ -202,17 +198,8 @@ class Worker:
         times = ReshardTimes(step, self._current.shard.worker, layout, num_bytes, began, time.monotonic())
         self._endpoint.report(Moved(times))
 
-    # ---- what makes it faster ---------------------------------------------------------------------------------
-
-    def _make_faster(self, message: Prepare) -> None:
-        """Load what there is, or have it built by another process."""
-        for stage in self._stages:
-            stage.start(waited=message.waited)
-        self._preparing = True
-        self._tell_prepared()
-
     def _tell_prepared(self) -> None:
-        """Once nothing is being built any more."""
+        """Report once that nothing is being built any more."""
         if self._preparing and not any(stage.pending for stage in self._stages):
             self._preparing = False
             compiled = all(stage.compiled for stage in self._stages)

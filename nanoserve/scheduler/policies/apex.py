@@ -51,8 +51,8 @@ class ApexAlgorithm1(HybridPolicy):
 
     A token on the host is begun only if there are ``minimum_ratio`` times as many host sequences as device decodes
     (section 4.2). The weaknesses of the printed rules are kept: (5) counts what the CPU could compute, whether or not
-    so many host sequences exist, and compares with the device alone, never with overlap; rule 3 divides the work of the
-    longer window by the time of a step without prompts, so it holds nearly always.
+    that many host sequences exist, and compares with the device alone, never with overlap; rule 3 divides the work of
+    the longer window by the time of a step without prompts, so it holds nearly always.
     """
 
     minimum_ratio: float = 8.0

@@ -90,7 +90,7 @@ class HybridByPrediction(HybridPolicy):
         sizes, seconds = step.pipelined(served)
         asymmetric = (step.step_seconds + sum(sizes) * _token_seconds(step)) / seconds
         joining = step.linear_seconds(step.decodes + served) - step.linear_seconds(step.decodes)
-        # Sequences come and go: half of so many are there on average.
+        # Sequences come and go: on average, half of them are there.
         gained = served / 2 / (predictor.num_layers + 1) * _token_seconds(step)
         overlap = (alone + gained) / ((alone + joining) * predictor.slowdown("overlap"))
         return max(asymmetric, overlap) > 1 + self.worthwhile

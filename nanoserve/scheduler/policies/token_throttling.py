@@ -42,10 +42,7 @@ class _Throttling(Policy):
         return min(max(tokens, self.min_prefill), self.max_prefill, load.waiting_tokens, load.free_tokens)
 
     def _alone(self, load: Load) -> int:
-        """Prompt tokens of the step if one partly computed prompt is all that runs: there is nothing to keep room for.
-
-        Otherwise 0.
-        """
+        """Prompt tokens of the step if one partly computed prompt is all that runs (no room to keep free), else 0."""
         is_alone = load.ready_prefills == 1 and load.running_decodes == 0 and load.steps_in_flight == 0
         return min(self.max_prefill, load.first_waiting_tokens) if is_alone else 0
 
@@ -97,15 +94,13 @@ class AdaptiveThrottling(_Throttling):
 
     Equation 3 stays, but for two of its constants:
 
-    * Below KVthresh prefill need not stop. It stops at the reserve R, the growth of the running sequences that is
-      expected before enough of them have ended (``load.expected_growth``). R is less than 5 % of a large pool, so more
-      of the pool is used; R is more where answers are long beside the pool, so fewer sequences are preempted. It is at
-      most a share of the pool: idle memory certainly costs throughput, while preempted sequences are recomputed in
-      steps that have room.
-    * MinP is what a step has room for. Up to ``fill`` tokens a step takes as long as with one, because it waits for
-      the weights (16-bit products balance at 138 tokens on an L20, 295 on an H100), so prompt tokens that fill it up
-      delay nothing. They are spread over T steps as those of WT are. Where decodes alone fill the steps, equation 3
-      rules as in gLLM.
+    * Prefill stops not at KVthresh but at the reserve R, the growth of running sequences that is expected before enough
+      of them have ended (``load.expected_growth``). R is less than 5 % of a large pool, so more of it is used, and more
+      where answers are long beside the pool, so fewer sequences are preempted. It is at most a share of the pool: idle
+      memory certainly costs throughput, while preempted sequences are recomputed in steps that have room.
+    * MinP is what a step has room for. Up to ``fill`` tokens a step takes as long as with one, because it waits for the
+      weights (16-bit products balance at 138 tokens on an L20, 295 on an H100). Prompt tokens that fill it up delay
+      nothing; they are spread over T steps, like WT. Where decodes alone fill the steps, equation 3 rules.
 
     In symbols, with F the tokens that the blocks above R hold, and D = RD / P the decodes of the step::
 

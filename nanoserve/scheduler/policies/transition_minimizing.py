@@ -25,17 +25,17 @@ class TransitionMinimizing(Policy):
     DECODE, in cd: sequences come in from the pool as the device has room for them. Every step decodes RD / PP of those
     on the device (section 5.1). When the pool is empty and a prompt waits, the layout changes back to cp.
 
-    The paper does not say what happens to sequences that still decode when the pool runs empty. Here no block survives
-    a change of layout, so there are two ways: finish them, in steps far below what the device could carry, or send them
-    back through the pool, two moves of their KV. The cost model chooses before each step. It turns back as soon as::
+    The paper does not say what happens to sequences that still decode when the pool runs empty. No block survives a
+    change of layout, so they are finished in steps far below what the device could carry, or sent back through the
+    pool, two moves of their KV. The cost model chooses before each step. It turns back as soon as::
 
         longest_remaining * (T(b) - T(B) b / B)  >  2 (T_swap + T_transition)
 
     b decodes are left, B would fit the device if the waiting prompts had been computed, and T(b) is the time in which
     each of b gets a token. The bracket is what a step wastes. It grows as the batch shrinks, and the number of steps
-    falls with it, so large batches decode on, half empty ones turn back and a few last tokens are waited for. Both
-    transitions are counted, or a lone prompt would turn the layout under many decodes. The layout does not turn back
-    while the pool cannot hold what is on the device and the next prompt: every cycle computes a new prompt.
+    falls with it: large batches decode on, half empty ones turn back, a few last tokens are waited for. Both
+    transitions are counted, or a lone prompt would turn the layout under many decodes. The pool must hold what is on
+    the device and the next prompt, so that every cycle computes a new prompt.
 
     With one layout, or no pool to carry the KV from one to the other, this is PrefillFirst.
     """
@@ -105,7 +105,7 @@ def _wasted_seconds(load: Load, predictor: "Predictor") -> float:
     """
 
     def round_seconds(times: float) -> float:
-        """One token for each of so many times as many decodes: PP micro-batches through L / PP layers each."""
+        """One token for each of ``times`` as many decodes: PP micro-batches through L / PP layers each."""
         share = times / load.pipeline_depth
         linear = predictor.linear_seconds(round(load.running_decodes * share))
         attention = predictor.attention_seconds(round(load.context_tokens * share))

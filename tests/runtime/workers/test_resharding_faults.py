@@ -73,7 +73,7 @@ def dying_before_they_open_the_pool() -> Iterator[None]:
         nonlocal dead
         if not dead and isinstance(message, Allocate):
             dead = True
-            for child in group._children:
+            for child in group._children.values():
                 child._process.send_signal(signal.SIGSTOP)
             group._children[1]._process.send_signal(signal.SIGKILL)
         send(group, message, *ranks)
@@ -107,7 +107,7 @@ def test_requests_are_given_up_in_every_phase(pair: Pair, monkeypatch: pytest.Mo
         places = {sequence.index: sequence.place.value for sequence in family}
         updates = stop(scheduler, request_id, *arguments, **settings)
         for update in updates:
-            given_up.add("draining" if scheduler.changing_layout else f"layout {scheduler.layout}")
+            given_up.add("draining" if scheduler.layouts.changing else f"layout {scheduler.layout}")
             given_up.add(places[update.index])
         return updates
 

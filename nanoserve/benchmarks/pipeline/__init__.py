@@ -1,1 +1,0 @@
-"""Scheduling policies side by side on real worker processes: gLLM's system, measured."""

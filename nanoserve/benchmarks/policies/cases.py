@@ -1,0 +1,107 @@
+"""Cases of `bench hybrid`: output lengths as in APEX's figure 7, with less and less KV memory. No torch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from nanoserve.errors import UsageError
+from nanoserve.measures.workloads import RequestShape
+
+
+@dataclass(frozen=True, slots=True)
+class KvCase:
+    """Equal requests, and the KV blocks that the device has for them."""
+
+    shape: RequestShape
+    requests: int
+    """Number of requests, which arrive all at once."""
+    share: float
+    """Share of the blocks that would hold everything."""
+    num_blocks: int
+    """KV blocks on the device."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape.input_tokens}+{self.shape.output_tokens}, KV {self.share:.0%}"
+
+    @property
+    def shapes(self) -> list[RequestShape]:
+        return [self.shape] * self.requests
+
+    @property
+    def holds_everything(self) -> bool:
+        return self.share >= 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCases:
+    """The grid of cases: every length of answers with every share of the KV memory."""
+
+    input_tokens: int
+    outputs: Sequence[int]
+    """The lengths of the answers, ascending."""
+    requests: int
+    shares: Sequence[float]
+    """Shares of the blocks that would hold everything, ascending."""
+    block_size: int
+
+    @property
+    def name(self) -> str:
+        """Name for titles."""
+        return f"{self.requests} requests of {self.input_tokens}+{','.join(map(str, self.outputs))}"
+
+    @property
+    def longest(self) -> RequestShape:
+        return RequestShape(self.input_tokens, max(self.outputs))
+
+    def sequence_blocks(self, shape: RequestShape) -> int:
+        """Blocks of a sequence at its end."""
+        return -(-shape.total_tokens // self.block_size)
+
+    def device_blocks(self, shape: RequestShape) -> int:
+        """Blocks with which no KV has to leave the device.
+
+        They hold every sequence to its end. Policies keep more free than is ever filled: one block for each sequence to
+        grow into, and room for a prompt that only passes through to host memory.
+        """
+        prompt = -(-self.input_tokens // self.block_size)
+        return self.requests * (self.sequence_blocks(shape) + 1) + prompt
+
+    def host_blocks(self, shape: RequestShape) -> int:
+        """Blocks of host memory that hold every sequence to its end."""
+        return self.requests * self.sequence_blocks(shape)
+
+    def cases(self) -> Iterator[KvCase]:
+        """Yield the cases by output length, and within one length by share.
+
+        Raises:
+            UsageError: for a share that does not hold one request.
+        """
+        for output in self.outputs:
+            shape = RequestShape(self.input_tokens, output)
+            everything, needed = self.device_blocks(shape), self.sequence_blocks(shape)
+            for share in self.shares:
+                blocks = int(share * everything)
+                if blocks < needed:
+                    raise UsageError(
+                        f"--kv-limits {share:g}: {blocks} of {everything} KV blocks do not hold one request of "
+                        f"{shape.input_tokens}+{shape.output_tokens}; give at least {needed / everything:.3f}"
+                    )
+                yield KvCase(shape, self.requests, share, blocks)
+
+
+def parse_shares(text: str) -> tuple[float, ...]:
+    """Shares above 0 and up to 1, separated by commas: "0.3,0.6,1"; ascending, each once.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    found = set()
+    for part in text.split(","):
+        try:
+            share = float(part)
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise UsageError(f"--kv-limits takes shares above 0 and up to 1 such as 0.25,0.5,1, not {text!r:.60}")
+        found.add(share)
+    return tuple(sorted(found))

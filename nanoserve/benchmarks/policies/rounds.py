@@ -1,0 +1,206 @@
+"""Several variants in interleaved rounds: running them, and medians and ratios of their metrics. No torch."""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import msgspec
+
+from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.policies.running import make_requests, run_variant
+from nanoserve.benchmarks.policies.variants import PolicyVariant
+from nanoserve.benchmarks.rounds import GIGA, Bracketed, in_states, rotated, until_enough_count
+from nanoserve.benchmarks.serving.requests import poisson_arrivals
+from nanoserve.measures.metrics import Distribution
+from nanoserve.measures.workloads import RequestShape
+from nanoserve.record.run_record import RunRecord
+from nanoserve.request import Request
+from nanoserve.simulator.pipeline import TieredTimes
+
+Metrics = dict[str, Any]
+"""Metrics of one variant's run, by name: numbers, distributions, and structs or dicts of such."""
+Pair = tuple[str, str, str]
+"""What a pair of variants is called, and their names: the first over the second."""
+
+
+class Run(NamedTuple):
+    """What a variant made of a round's requests."""
+
+    variant: PolicyVariant
+    record: RunRecord
+    times: TieredTimes | None = None
+    """What things took in the same minutes, for the simulator; None if it takes the times of the record."""
+
+
+Measure = Callable[[Run, Run], Metrics]
+"""Metrics of a run. It is given the run of the first variant in the same round, too."""
+
+
+class PolicyRound(Bracketed, frozen=True, kw_only=True):
+    """Every variant once, with the same requests."""
+
+    variants: dict[str, Metrics]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Variants, the requests of a case, and the rounds that were measured."""
+
+    case: str
+    """Description of the requests, in a few words."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What a report says about the case beside its name; nothing if there is only one case."""
+    variants: Sequence[PolicyVariant]
+    shapes: Sequence[RequestShape]
+    vocab_size: int
+    seed: int = 0
+    rate: float = float("inf")
+    """Requests per second; if infinite, all come at once."""
+    measure: Measure
+    probe: Callable[[], float]
+    """A reading of the machine's read bandwidth, in bytes per second."""
+    foreign: ForeignLoad
+    keep: Callable[[str, Run], None]
+    """Receives each measured run as it ends, with its name among those of all cases."""
+    done: list[PolicyRound] = field(default_factory=list)
+    """The rounds so far."""
+
+    def requests(self, number: int) -> list[Request]:
+        """The requests of a round, whose number gives the seed of their prompts and arrivals; 0 is the warm-up."""
+        seed = 1000 * self.seed + number
+        return make_requests(self.shapes, poisson_arrivals(self.rate, len(self.shapes), seed), self.vocab_size, seed)
+
+    def warm_up(self) -> None:
+        """Run every variant once, unmeasured."""
+        for variant in self.variants:
+            run_variant(variant, self.requests(0), vocab_size=self.vocab_size)
+
+    def rounds(self, wanted: int) -> Iterator[PolicyRound]:
+        """Yield rounds until enough count or too many were tried; each begins with another variant."""
+        return until_enough_count(self._round, wanted)
+
+    def _round(self, number: int) -> PolicyRound:
+        # Measured in each round: a machine that others use too is not as fast in one minute as in the next.
+        measure_times = self.variants[0].engine.measure_times
+        times = None if measure_times is None else measure_times()
+        before = self.probe() / GIGA
+        runs: dict[str, Run] = {}
+        loads: dict[str, float | None] = {}
+        for variant in rotated(self.variants, number - 1):
+            self.foreign.read()
+            record = run_variant(variant, self.requests(number), vocab_size=self.vocab_size)
+            loads[variant.name] = self.foreign.read()
+            runs[variant.name] = Run(variant, record, times)
+            self.keep(f"{self.case}, {variant.name}" if self.facts else variant.name, runs[variant.name])
+        after, first = self.probe() / GIGA, runs[self.variants[0].name]
+        metrics = {one.name: self.measure(runs[one.name], first) for one in self.variants}
+        self.done.append(
+            PolicyRound(
+                case=self.case,
+                number=number,
+                bandwidth_before=before,
+                bandwidth_after=after,
+                foreign_cores=max((load for load in loads.values() if load is not None), default=None),
+                variants={name: {**found, "foreign_cores": loads[name]} for name, found in metrics.items()},
+            )
+        )
+        return self.done[-1]
+
+
+def pairs(variants: Sequence[PolicyVariant]) -> list[Pair]:
+    """Variants that differ in one thing alone.
+
+    They are other policies over the first one on the same engine, and the first engine over others under the same
+    policy.
+    """
+    found, first = [], variants[0]
+    for one, other in combinations(variants, 2):
+        if one.place == other.place and one.policy == first.policy:
+            found.append((f"{other.policy} over {one.name}", other.name, one.name))
+        elif one.policy == other.policy and one.place == first.place:
+            found.append((f"{one.place} over {other.place}, {one.policy}", one.name, other.name))
+    return found
+
+
+class Ratio(msgspec.Struct, frozen=True):
+    """One variant over another, in the rounds of one bandwidth state."""
+
+    variants: str
+    metric: str
+    state: str
+    rounds: int
+    median: float
+    low: float
+    high: float
+
+    @property
+    def text(self) -> str:
+        """The median, and how far the rounds lie apart."""
+        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def ratios(rounds: Sequence[PolicyRound], pairs: Sequence[Pair], metrics: Sequence[str]) -> list[Ratio]:
+    """Medians and extremes of each pair, metric and bandwidth state; formed within a round, never across rounds."""
+    values: dict[tuple[str, str, str], list[float]] = {}
+    for done, state in in_states(rounds):
+        for (called, metric), ratio in ratios_within(done.variants, pairs, metrics).items():
+            values.setdefault((called, metric, state), []).append(ratio)
+    return [
+        Ratio(*key, rounds=len(found), median=statistics.median(found), low=min(found), high=max(found))
+        for key, found in values.items()
+    ]
+
+
+def ratios_within(
+    variants: Mapping[str, Metrics], pairs: Sequence[Pair], metrics: Sequence[str]
+) -> dict[tuple[str, str], float]:
+    """Ratios of one round, by the pair's name and metric; metrics that one of the two lacks are left out."""
+    found = {}
+    for called, over, under in pairs:
+        for metric in metrics:
+            above, below = _number(variants[over][metric]), _number(variants[under][metric])
+            if above is not None and below is not None:
+                found[called, metric] = above / below
+    return found
+
+
+def samples(rounds: Sequence[PolicyRound], metrics: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+    """The metrics of every counting round, for ``bench diff``."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for done in rounds:
+        for name, figures in done.variants.items() if done.counts else ():
+            for metric in metrics:
+                if (value := _number(figures[metric])) is not None:
+                    found.setdefault(name, {}).setdefault(metric, []).append(value)
+    return found
+
+
+def _number(value: Distribution | float | None) -> float | None:
+    """The mean of a distribution."""
+    return value.mean if isinstance(value, Distribution) else value
+
+
+def summarize(rounds: Sequence[PolicyRound]) -> list[dict[str, Any]]:
+    """For every state and variant: medians over the counting rounds of all metrics."""
+    groups: dict[tuple[str, str], list[Metrics]] = {}
+    for done, state in in_states(rounds):
+        for name, figures in done.variants.items():
+            groups.setdefault((state, name), []).append(msgspec.to_builtins(figures))
+    return [
+        {"variant": name, "state": state, "rounds": len(found), **_median(found)}
+        for (state, name), found in groups.items()
+    ]
+
+
+def _median(values: Sequence[Any]) -> Any:
+    """Medians of equally built values, number by number; a list becomes a dict with its indices as keys, as in "0"."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    if isinstance(known[0], list | tuple):
+        known = [{str(place): part for place, part in enumerate(value)} for value in known]
+    if isinstance(known[0], dict):
+        return {name: _median([value[name] for value in known]) for name in known[0]}
+    return statistics.median(known)

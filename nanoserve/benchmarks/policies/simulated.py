@@ -1,0 +1,234 @@
+"""Real runs and the simulator, given what steps and moves took: do they agree? No torch."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import fmean, median
+
+import msgspec
+
+from nanoserve.engine import Engine
+from nanoserve.layout import ParallelLayout
+from nanoserve.measures.metrics import MILLISECONDS
+from nanoserve.record.run_record import RunRecord
+from nanoserve.record.times import StageTimes
+from nanoserve.scheduler.plan import Answer, StepPlan, work_of
+from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.simulator.fleet import drive
+from nanoserve.simulator.measured_stages import MeasuredStages, MeasuredStep
+from nanoserve.simulator.pipeline import MovingTimes
+from nanoserve.simulator.replay import replay
+from nanoserve.simulator.tiered_executor import TieredExecutor
+
+_TOKEN = 0
+"""Answered to every row: lengths are fixed, so that no token ends a request."""
+
+
+class SimulatedRatios(msgspec.Struct, frozen=True, kw_only=True):
+    """Simulated metrics of a run's requests over the real ones."""
+
+    makespan: float
+    ttft: float
+    tpot: float | None
+    """Ratios of the whole time and of the means; None where no request has a second token."""
+    simulated_seconds: float
+    simulated_ttft_ms: float
+    simulated_tpot_ms: float | None
+    """Simulated values that the ratios come from."""
+    simulated_transitions: int
+    """Changes of the layout in the simulation."""
+    plans: int
+    """Plans of the real run."""
+    replayed: int
+    """Plans that a replay of the record made again: all of them."""
+    others: int
+    """Micro-batches of the simulation that were not those of the real run."""
+
+
+def compare_with_simulator(
+    record: RunRecord,
+    make_scheduler: Callable[[], Scheduler],
+    *,
+    vocab_size: int,
+    layouts: Sequence[ParallelLayout] = (ParallelLayout(),),
+) -> SimulatedRatios | None:
+    """Replay the record, and simulate the requests in the times that steps and moves of the run took.
+
+    Args:
+        record: of workers that reported their times, with plans sent ahead.
+        make_scheduler: makes one as the run had.
+        layouts: the parallel layouts, by the scheduler's numbers.
+
+    Returns:
+        None if a layout computed nothing: its step times are unknown.
+
+    Raises:
+        ValueError: if the replay makes other plans.
+    """
+    replayed = replay(record, make_scheduler, vocab_size=vocab_size)
+    times = measured_layouts(record, layouts, make_scheduler().pool.block_size)
+    if len(times) < len(layouts):
+        return None
+    simulated = rerun(record, times, make_scheduler, vocab_size=vocab_size)
+    ttft, tpot = _means(simulated)
+    real_ttft, real_tpot = _means(record)
+    return SimulatedRatios(
+        makespan=simulated.makespan / record.makespan,
+        ttft=ttft / real_ttft,
+        tpot=None if tpot is None or real_tpot is None else tpot / real_tpot,
+        simulated_seconds=simulated.makespan,
+        simulated_ttft_ms=ttft * MILLISECONDS,
+        simulated_tpot_ms=None if tpot is None else tpot * MILLISECONDS,
+        simulated_transitions=sum(plan.transition is not None for plan in simulated.plans),
+        plans=len(record.plans),
+        replayed=len(replayed),
+        others=sum(layout.others for layout in times),
+    )
+
+
+def rerun(
+    record: RunRecord, layouts: Sequence[MovingTimes], make_scheduler: Callable[[], Scheduler], *, vocab_size: int
+) -> RunRecord:
+    """Simulate a run's requests, which come from time 0 on, in these times; only their lengths matter."""
+    scheduler = make_scheduler()
+    executor = TieredExecutor(layouts, block_size=scheduler.pool.block_size, answer=_answers)
+    again = RunRecord(executor.max_in_flight)
+    engine = Engine(scheduler, executor, vocab_size=vocab_size)
+    engine.recorder.add(again)
+    drive(engine, record.rebased_requests)
+    return again
+
+
+def _answers(plan: StepPlan) -> tuple[Answer, ...]:
+    """A token that means nothing for every row that is sampled."""
+    return tuple(Answer(row.sequence, (_TOKEN,)) for row in plan.rows if row.sample)
+
+
+def _means(record: RunRecord) -> tuple[float, float | None]:
+    """TTFT and TPOT."""
+    tpots = [timing.tpot for timing in record.timings if timing.tpot is not None]
+    return fmean(timing.ttft for timing in record.timings), fmean(tpots) if tpots else None
+
+
+class MeasuredMoves(MeasuredStages):
+    """MovingTimes of one layout: moves take what they took in the real run, in the mean.
+
+    Args:
+        steps: of the plans that ran in this layout.
+        token_seconds: of a swap begun in this layout, for each token that its blocks hold.
+        transition_seconds: of a change to this layout.
+    """
+
+    def __init__(self, steps: Sequence[MeasuredStep], token_seconds: float, transition_seconds: float) -> None:
+        super().__init__(steps)
+        self._token_seconds = token_seconds
+        self._transition_seconds = transition_seconds
+
+    def swap_seconds(self, tokens: int, stage: int) -> float:
+        """Time for all stages at once: a swap is answered when the last worker has done its part."""
+        return self._token_seconds * tokens
+
+    def reload_seconds(self, stage: int) -> float:
+        """Time for all stages at once, including the messages to and from the workers."""
+        return self._transition_seconds
+
+
+def measured_layouts(record: RunRecord, layouts: Sequence[ParallelLayout], block_size: int) -> list[MeasuredMoves]:
+    """The times of each layout that computed anything."""
+    found = []
+    for number, layout in enumerate(layouts):
+        part = record.only([plan for plan in record.plans if plan.rows and plan.layout == number])
+        if not part.plans:
+            continue
+        steps = measured_steps(part, layout.tensor_parallel)
+        seconds = _swap_token_seconds(record, number, block_size)
+        found.append(MeasuredMoves(steps, seconds, _transition_seconds(record, number)))
+    return found
+
+
+def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> float:
+    """Seconds per token, from plan to answer, of swaps that began in this layout; each direction is a queue.
+
+    A swap that follows its row begins when the step does. If it is answered with the step, it may have ended sooner.
+    Its tokens are then added to those of the next swap of the same plan that took longer.
+    """
+    answered = {swap: moment for moment, done in record.collected.items() for result in done for swap in result.swapped}
+    computing = _computing_since(record)
+    free: dict[str, float] = {}
+    seconds, tokens = 0.0, 0
+    for plan in record.plans:
+        hidden = 0
+        for swap in plan.swaps:
+            begins = computing[plan.step] if swap.after_row else record.planned[plan.step].time
+            moved = hidden + len(swap.device_blocks) * block_size
+            if swap.after_row and answered[swap.swap] <= record.known[plan.step]:
+                hidden = moved
+                continue
+            began = max(begins, free.get(swap.direction, 0.0))
+            free[swap.direction] = ended = answered[swap.swap]
+            hidden = 0
+            if plan.layout == layout:
+                seconds += max(0.0, ended - began)
+                tokens += moved
+    return seconds / tokens if tokens else 0.0
+
+
+def _computing_since(record: RunRecord) -> dict[int, float]:
+    """Times at which the first worker began to compute, by step."""
+    since: dict[int, float] = {}
+    for times in record.stage_times:
+        since[times.step] = min(times.started, since.get(times.step, times.started))
+    return since
+
+
+def _transition_seconds(record: RunRecord, layout: int) -> float:
+    """Mean seconds from plan to answer of the changes to this layout."""
+    changes = [plan.step for plan in record.plans if plan.transition == layout]
+    return fmean(record.known[step] - record.planned[step].time for step in changes) if changes else 0.0
+
+
+def measured_steps(record: RunRecord, tensor_parallel: int = 1) -> list[MeasuredStep]:
+    """What each plan took on each stage and on each link, and the host's part in it.
+
+    A stage's time is the simulator's: from the moment at which the plan before was computed, its own inputs were
+    prepared and its activations there, whichever came last, until it was computed. It includes what the worker does
+    between two plans.
+    """
+    stages = record.stages(tensor_parallel)
+    links = [_send_seconds(before, after) for before, after in pairwise(stages)]
+    began, free, prepared, steps = _could_be_made(record, stages[-1]), [0.0] * len(stages), 0.0, []
+    for number, plan in enumerate(record.plans):
+        parts, sends = [stage[number] for stage in stages], [link[number] for link in links]
+        arrived = [0.0, *(before.computed + send for before, send in zip(parts, sends, strict=False))]
+        starts = [max(*moments, times.prepared) for *moments, times in zip(arrived, free, parts, strict=True)]
+        host = max(0.0, parts[0].prepared - max(prepared, began[plan.step]))
+        free, prepared = [times.computed for times in parts], parts[0].prepared
+        stage_seconds = tuple(max(0.0, end - start) for start, end in zip(starts, free, strict=True))
+        steps.append(MeasuredStep(work_of(plan.rows), stage_seconds, tuple(sends), host))
+    return steps
+
+
+def _send_seconds(before: Sequence[StageTimes], after: Sequence[StageTimes]) -> list[float]:
+    """How long each plan's activations were on their way from one stage to the next.
+
+    That is seen where the next stage waited for them from the beginning. Where it turned to them later, the way took at
+    least the rest of the wait, and most likely the median of the ways that were seen.
+    """
+    both = list(zip(before, after, strict=True))
+    seen = [late.arrived - early.computed for early, late in both if late.began <= early.computed]
+    likely = median(seen) if seen else 0.0
+    return [
+        max(0.0, min(late.arrived - early.computed, max(likely, late.arrived - late.began))) for early, late in both
+    ]
+
+
+def _could_be_made(record: RunRecord, last_stage: list[StageTimes]) -> dict[int, float]:
+    """For each plan, when the simulator could make it: as soon as the last stage had computed another one.
+
+    The real engine hears of that a little later, takes the result in and decides; the simulator counts all this as the
+    host's part. A plan that waited for no result could be made when a request came.
+    """
+    ended = {times.step: times.computed for times in last_stage}
+    ended_at: dict[float, float] = {}
+    for step, known in record.known.items():
+        ended_at[known] = max(ended_at.get(known, 0.0), ended[step])
+    return {step: ended_at.get(planned.clock, planned.clock) for step, planned in record.planned.items()}

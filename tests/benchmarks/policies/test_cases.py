@@ -1,0 +1,41 @@
+"""What is asked: lengths, and memory as a share of what holds everything."""
+
+import pytest
+
+from nanoserve.benchmarks.policies.cases import KvCases, parse_shares
+from nanoserve.commands.bench_hybrid import parse_contenders
+from nanoserve.errors import UsageError
+
+
+def _work(*shares: float) -> KvCases:
+    return KvCases(input_tokens=13, outputs=(7, 40), requests=10, shares=shares, block_size=4)
+
+
+def test_the_whole_holds_every_sequence_and_what_policies_keep_free() -> None:
+    cases = list(_work(0.5, 1.0).cases())
+    assert [case.name for case in cases] == ["13+7, KV 50%", "13+7, KV 100%", "13+40, KV 50%", "13+40, KV 100%"]
+    assert [case.num_blocks for case in cases] == [32, 10 * (5 + 1) + 4, 77, 10 * (14 + 1) + 4]
+    assert [case.holds_everything for case in cases] == [False, True] * 2
+    assert len(cases[0].shapes) == 10
+    assert _work(1.0).host_blocks(_work(1.0).longest) == 140
+
+
+def test_a_share_that_holds_no_request_is_refused_with_one_that_does() -> None:
+    with pytest.raises(UsageError, match=r"--kv-limits 0.05: 3 of 64 KV blocks .* 13\+7; give at least 0.078"):
+        list(_work(0.05).cases())
+
+
+def test_shares_are_read_in_any_order() -> None:
+    assert parse_shares("1, 0.25,0.5,1") == (0.25, 0.5, 1.0)
+
+
+@pytest.mark.parametrize("text", ["", "0", "1.1", "-1", "half", "nan", "0.5;1"])
+def test_what_is_no_share_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--kv-limits takes shares above 0 and up to 1"):
+        parse_shares(text)
+
+
+def test_the_device_alone_comes_first() -> None:
+    assert parse_contenders("sarathi, overlap:cohorts=4", 32) == ("sarathi", "overlap:cohorts=4")
+    with pytest.raises(UsageError, match="begins with one that leaves the CPU alone, as sarathi, not neo"):
+        parse_contenders("neo,sarathi", 32)
