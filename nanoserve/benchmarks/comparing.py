@@ -121,10 +121,10 @@ def _ratios_within(done: Round) -> dict[Key, float]:
     """(case, peer, metric) -> ours over theirs, in one round."""
     ours = done.engines[OURS].figures
     return {
-        (done.case, peer, metric): ours[metric] / theirs
+        (done.case, peer, metric): ours[metric] / engine.figures[metric]
         for peer, engine in done.engines.items()
-        for metric, theirs in engine.figures.items()
-        if peer != OURS and metric in METRICS and metric in ours
+        for metric in METRICS
+        if peer != OURS and metric in ours and metric in engine.figures
     }
 
 
