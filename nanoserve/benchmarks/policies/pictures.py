@@ -69,18 +69,18 @@ def _single_stage(record: RunRecord) -> list[StageTimes]:
 
 def plot_phases(path: Path, title: str, runs: Mapping[str, Run]) -> None:
     """A panel for each run with two layouts: a strip of its phases above the share of blocks in use (Seesaw, figures 2
-    and 6). All panels have one scale of time.
+    and 6).
 
     Raises:
         RuntimeFailure: if the file cannot be written.
     """
-    found = {name: run for name, run in runs.items() if len(run.variant.layouts) == 2}
-    longest = max((run.record.makespan for run in found.values()), default=None)
-    panels = [_phases_panel(name, run, longest) for name, run in found.items()]
+    drawn = {name: run for name, run in runs.items() if len(run.variant.layouts) == 2}
+    end = max(run.record.makespan for run in drawn.values())
+    panels = [_phases_panel(name, run, end) for name, run in drawn.items()]
     draw(Chart(title, panels, columns=1), path, panel_size=(13.0, 2.7))
 
 
-def _phases_panel(name: str, run: Run, longest: float | None) -> AnnotatedPanel:
+def _phases_panel(name: str, run: Run, end: float) -> AnnotatedPanel:
     record = run.record
     began = record.arrivals[0].arrival_time
     times = [moment - began for moment, _ in record.blocks]
@@ -99,7 +99,7 @@ def _phases_panel(name: str, run: Run, longest: float | None) -> AnnotatedPanel:
         kind="step",
         bands=[Band(_kind(phase), phase.began - began, phase.began - began + phase.seconds) for phase in record.phases],
         top=_TOP,
-        right=longest,
+        right=end,
     )
 
 
