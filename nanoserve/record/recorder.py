@@ -83,7 +83,7 @@ class Recorder:
         self._prompt_tokens = self._output_tokens = 0
         self._begun: dict[int, Sequence] = {}  # sequences in plans, without a token that was seen
         self._in_flight: dict[int | None, StepPlan] = {}
-        self._recent: deque[tuple[StepPlan, int, int, float]] = deque(maxlen=RECENT_STEPS)
+        self._recent: deque[RecentStep] = deque(maxlen=RECENT_STEPS)
         self._take_times = executor.take_times if isinstance(executor, Telling) else None
         self._observers: list[Observer] = []
         self._load: Load | None = None
@@ -119,10 +119,7 @@ class Recorder:
 
     def take_steps(self) -> list[RecentStep]:
         """The steps that have ended since the last call, at most RECENT_STEPS of them."""
-        steps = [
-            RecentStep(plan.step, *step_tokens(plan), running, waiting, seconds)
-            for plan, running, waiting, seconds in self._recent
-        ]
+        steps = list(self._recent)
         self._recent.clear()
         return steps
 
@@ -201,8 +198,8 @@ class Recorder:
             self._tick()
         for result in results:
             if (plan := self._in_flight.pop(result.step, None)) is not None:
-                scheduler = self._scheduler
-                self._recent.append((plan, len(scheduler.running), len(scheduler.waiting), result.seconds))
+                held = len(self._scheduler.running), len(self._scheduler.waiting)
+                self._recent.append(RecentStep(plan.step, *step_tokens(plan), *held, result.seconds))
             elif result.lost is not None:
                 self.losses += 1
                 self._in_flight.clear()
