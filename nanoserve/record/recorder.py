@@ -35,8 +35,6 @@ from nanoserve.record.events import (
 from nanoserve.record.forecasts import Forecasts
 from nanoserve.record.times import StageTimes, Times
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate
-from nanoserve.scheduler.cohorts import HostCohorts
-from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 
@@ -86,11 +84,9 @@ class Recorder:
         self._recent: deque[RecentStep] = deque(maxlen=RECENT_STEPS)
         self._take_times = executor.take_times if isinstance(executor, Telling) else None
         self._observers: list[Observer] = []
-        self._load: Load | None = None
-        self._decision = Decision(0, 0)
         self._clock: float | None = None
         if scheduler.predictors:
-            scheduler.observer = self
+            scheduler.observer = self.forecasts
 
     # ---- counters ---------------------------------------------------------------------------------------------
 
@@ -127,7 +123,7 @@ class Recorder:
 
     def add(self, *observers: Observer) -> None:
         """Show observers everything from now on."""
-        self._scheduler.observer = self
+        self._scheduler.observer = self.forecasts
         self._observers += observers
 
     @contextmanager
@@ -175,8 +171,8 @@ class Recorder:
             self._begun[begin.sequence] = self._scheduler.table.sequences[begin.sequence]
         if self._observers:
             clock = handed_over if self._clock is None else self._clock
-            forecast, blocks = self.forecasts.of(plan.step), Blocks.of(self._scheduler)
-            decided = self._load, self._decision, blocks, forecast
+            forecasts, blocks = self.forecasts, Blocks.of(self._scheduler)
+            decided = forecasts.load, forecasts.decision, blocks, forecasts.of(plan.step)
             self._emit(Planned(handed_over, clock, plan, *decided, *step_tokens(plan)))
         if self._take_times is not None:
             self._show_times(self._take_times())
@@ -277,21 +273,6 @@ class Recorder:
         if not request.samples:
             self.outstanding -= request.tokens
             del self.requests[sequence.request.request_id]
-
-    # ---- the scheduler ----------------------------------------------------------------------------------------
-
-    def on_plan(self, plan: StepPlan, load: Load, decision: Decision, cohorts: HostCohorts) -> None:
-        """A plan is made from what the policy saw and decided; the cohorts do not follow it yet."""
-        self._load, self._decision = load, decision
-        self.forecasts.on_plan(plan, decision, cohorts)
-
-    def on_result(self, result: StepResult, cohorts: HostCohorts) -> None:
-        """A result is taken in; the cohorts do not advance by it yet."""
-        self.forecasts.on_result(result, cohorts)
-
-    def on_reset(self) -> None:
-        """No result will come of the plans in flight."""
-        self.forecasts.on_reset()
 
     # -----------------------------------------------------------------------------------------------------------
 
