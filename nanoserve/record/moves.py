@@ -1,7 +1,6 @@
 """Moves between device and host memory: bytes, bandwidth, and overlap with computing. No torch."""
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 
 import msgspec
 
@@ -83,13 +82,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 def overlap(first: Sequence[Span], second: Sequence[Span]) -> float:
     """Seconds covered by both; each is merged."""
-    starts = [(began, 1) for began, _ in (*first, *second)]
-    edges = sorted([*starts, *((ended, -1) for _, ended in (*first, *second))])
-    total, depth = 0.0, 0
-    for (moment, step), (following, _) in pairwise(edges):
-        depth += step
-        total += following - moment if depth == 2 else 0.0
-    return total
+    return max(0.0, _length(first) + _length(second) - _length(merged((*first, *second))))
 
 
 def _length(spans: Iterable[Span]) -> float:
