@@ -9,12 +9,12 @@ What is attached decides how much is recorded:
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from nanoserve.errors import RuntimeFailure
 from nanoserve.record.counters import EngineStatus, RecentStep
@@ -37,6 +37,9 @@ from nanoserve.record.times import StageTimes, Times
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 RECENT_STEPS = 32
 """Steps that a recorder keeps, to show what an engine did last."""
@@ -157,14 +160,7 @@ class Recorder:
         Raises: as the executor does.
         """
         handed_over = self.executor.now() if self._observers else 0.0
-        began = time.perf_counter()
-        try:
-            self.executor.submit(plan)
-        except RuntimeFailure:
-            self._on_failure()
-            raise
-        finally:
-            self.executor_seconds += time.perf_counter() - began
+        self._call(self.executor.submit, plan)
         if plan.ends:
             self._in_flight[plan.step] = plan
         for begin in plan.begin:
@@ -182,14 +178,7 @@ class Recorder:
 
         Raises: as the executor does.
         """
-        began = time.perf_counter()
-        try:
-            results = self.executor.collect(until)
-        except RuntimeFailure:
-            self._on_failure()
-            raise
-        finally:
-            self.executor_seconds += time.perf_counter() - began
+        results = self._call(self.executor.collect, until)
         if self._clock is not None:
             self._tick()
         for result in results:
@@ -215,11 +204,10 @@ class Recorder:
         Raises:
             RuntimeFailure: if an observer could not do its work to the end.
         """
-        if self._take_times is not None:
-            self._show_times(self._take_times())
-        ended = Finished(self.executor.now(), Blocks.of(self._scheduler))
-        self.executor.close()
-        self._emit(ended)
+        try:
+            self.finish()
+        finally:
+            self.executor.close()
 
     # ---- the engine -------------------------------------------------------------------------------------------
 
@@ -280,9 +268,17 @@ class Recorder:
         for observer in self._observers:
             observer(event)
 
-    def _on_failure(self) -> None:
-        self._in_flight.clear()
-        self._emit(ExecutorFailed(self.executor.now()))
+    def _call(self, part: Callable[[T], R], argument: T) -> R:
+        """Call a part of the executor, and count its time."""
+        began = time.perf_counter()
+        try:
+            return part(argument)
+        except RuntimeFailure:
+            self._in_flight.clear()
+            self._emit(ExecutorFailed(self.executor.now()))
+            raise
+        finally:
+            self.executor_seconds += time.perf_counter() - began
 
     def _show_times(self, times: SequenceOf[Times]) -> None:
         if times and self._observers:

@@ -72,7 +72,7 @@ class RunTrace:
         self._cpu_free = began
         self._cohorts: list[_Cohort] = []
         self._corrections: Mapping[str, float] = {}
-        self._blocks: Blocks | None = None
+        self._used_blocks: dict[str, tuple[int, int]] = {}  # used and all of them, as last written
         self._failure: RuntimeFailure | None = None
 
     def __call__(self, event: Event) -> None:
@@ -239,13 +239,11 @@ class RunTrace:
 
     def _count_blocks(self, blocks: Blocks, now: float) -> None:
         """Write the numbers of used blocks, if they have changed."""
-        time, before = now - self._began, self._blocks
-        device, host = (blocks.used_device, blocks.device), (blocks.used_host, blocks.host)
-        if before is None or (before.used_device, before.device) != device:
-            self._file.counter(self._scheduler, "KV blocks on the device", time, _used_and_free(*device))
-        if blocks.host and (before is None or (before.used_host, before.host) != host):
-            self._file.counter(self._scheduler, "KV blocks in the host pool", time, _used_and_free(*host))
-        self._blocks = blocks
+        device = ("KV blocks on the device", blocks.used_device, blocks.device)
+        for name, used, total in (device, ("KV blocks in the host pool", blocks.used_host, blocks.host)):
+            if total and self._used_blocks.get(name) != (used, total):
+                self._used_blocks[name] = used, total
+                self._file.counter(self._scheduler, name, now - self._began, {"used": used, "free": total - used})
 
     def _bar(
         self, track: Track, name: str, start: float, end: float, arguments: Mapping[str, object] | None = None
@@ -257,10 +255,6 @@ def _first_free(taken: Iterable[int]) -> int:
     """The lowest track that is free."""
     numbers = set(taken)
     return next(track for track in count() if track not in numbers)
-
-
-def _used_and_free(used: int, total: int) -> dict[str, float]:
-    return {"used": used, "free": total - used}
 
 
 def bars_of(times: StageTimes, free: float) -> list[tuple[str, float, float]]:
