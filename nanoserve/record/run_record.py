@@ -120,7 +120,7 @@ class RunRecord:
 
     @cached_property
     def stage_times(self) -> list[StageTimes]:
-        """Times of every worker for every plan."""
+        """What every worker took for every plan."""
         return [times for event in self.of(Worked) for times in event.stages]
 
     def count_stage_times(self) -> int:

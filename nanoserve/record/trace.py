@@ -67,7 +67,7 @@ class RunTrace:
         self._link = host_link_bandwidth
         self._close = close
         self._phases = PhaseTracker()
-        self._in_flight: dict[int, tuple[int, Planned]] = {}  # by step: which track, and what
+        self._in_flight: dict[int | None, tuple[int, Planned]] = {}  # by step: which track, and what
         self._free: dict[int, float] = {}  # by rank: since when
         self._cpu_free = began
         self._cohorts: list[_Cohort] = []
@@ -131,16 +131,16 @@ class RunTrace:
             if result.lost is not None:
                 self._bar(Track(self._workers, "deaths"), result.lost, now, now)
                 self._forget_plans()
-            if result.step in self._in_flight:
-                self._on_step(result, now, collected.corrections)
+            if (begun := self._in_flight.pop(result.step, None)) is not None:
+                self._on_step(*begun, result, now, collected.corrections)
             self._on_host(result, now)
             if not self._tells_times and result.step is not None:
                 self._bar(self._worker(0), "compute", now - result.seconds, now, {"step": result.step})
 
-    def _on_step(self, result: StepResult, now: float, corrections: Mapping[str, float]) -> None:
+    def _on_step(
+        self, track: int, planned: Planned, result: StepResult, now: float, corrections: Mapping[str, float]
+    ) -> None:
         """Draw a micro-batch that has its result."""
-        assert result.step is not None, "a plan ended"
-        track, planned = self._in_flight.pop(result.step)
         plan, decodes, prompt = planned.plan, planned.decodes, planned.prompt_tokens
         counts = {"step": plan.step, "decodes": decodes, "prompt_tokens": prompt, "sequences": len(plan.rows)}
         name = f"{decodes} decodes + {prompt} prompt tokens"

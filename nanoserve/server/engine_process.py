@@ -6,7 +6,7 @@ It never waits for the front end: commands and reports queue in the sockets. It 
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from nanoserve.engine import Engine
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.processes.watchdog import ParentWatchdog
 from nanoserve.record.counters import RecentStep
-from nanoserve.request import Request, Sequence, SequenceUpdate
+from nanoserve.request import Sequence, SequenceUpdate
 from nanoserve.server.messages import (
     Command,
     Ending,
@@ -97,16 +97,14 @@ class EngineLoop:
         if isinstance(command, Stop):
             return self._engine.stop(command.request_id, index=command.index, reason=command.reason)
         self._added += 1
-        self._add(command.request, command.finished)
-        return []
-
-    def _add(self, request: Request, finished: Iterable[int]) -> None:
+        request_id = command.request.request_id
         try:
-            self._engine.add(request)
+            self._engine.add(command.request)
         except UsageError as error:
-            self._mailbox.send(Refused(request.request_id, str(error)))
-        for index in finished:
-            self._engine.stop(request.request_id, index=index)
+            self._mailbox.send(Refused(request_id, str(error)))
+        for index in command.finished:
+            self._engine.stop(request_id, index=index)
+        return []
 
     def _report(self, updates: list[SequenceUpdate], steps: list[RecentStep]) -> None:
         report = StepReport(
