@@ -1,7 +1,9 @@
 """Many independent simulations on all cores: deterministic, each job once, and Ctrl-C ends it all at once."""
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -11,7 +13,6 @@ from typing import Any, Self
 from nanoserve.benchmarks.machine import available_cores
 from nanoserve.errors import RuntimeFailure
 from nanoserve.papers.framework import Outcomes, SimulationJob
-from nanoserve.processes.children import follow_parent
 
 Progress = Callable[[int, int], None]
 """Takes how many jobs are done, and of how many."""
@@ -76,7 +77,12 @@ class Runner:
 
 def _follow_parent() -> None:
     """Ctrl-C reaches every process of a terminal, and only the first one answers it; no process outlives that one."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None and parent.pid is not None, "a process of the pool has a parent"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    follow_parent(parent.pid)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a process of the pool has a parent"
+    parent.join()
+    os._exit(1)

@@ -30,7 +30,6 @@ from nanoserve.record.events import (
     Planned,
     Stopped,
     Worked,
-    step_tokens,
 )
 from nanoserve.record.forecasts import Forecasts
 from nanoserve.record.times import StageTimes, Times
@@ -292,3 +291,10 @@ class Recorder:
         assert self._clock is not None, "the clock is stepped"
         ticks = ceil(self.executor.now() * _TICKS_PER_SECOND)
         self._clock = max(self._clock + 1 / _TICKS_PER_SECOND, ticks / _TICKS_PER_SECOND)
+
+
+def step_tokens(plan: StepPlan) -> tuple[int, int]:
+    """Decodes, which are rows of one token, and tokens of longer rows."""
+    lengths = [len(row.tokens) for row in plan.rows]
+    decodes = lengths.count(1)
+    return decodes, sum(lengths) - decodes
