@@ -40,9 +40,8 @@ class _Fit:
     """Counts of one layer, the mean over all, beside its measured times."""
 
     def __init__(self, profile: Profile) -> None:
-        bits = profile.bits
         self._profile = profile
-        self._counts = ModelCounts(profile.model, precision=Precision(weight_bits=bits, kv_bits=bits, other_bits=bits))
+        self._counts = ModelCounts(profile.model, precision=Precision.of(profile.bits))
         self.matrix = self._matrix_share()
         self.attention = self._attention_share()
 

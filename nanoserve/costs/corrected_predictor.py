@@ -108,28 +108,22 @@ class CorrectedPredictor:
     # ----------------------------------------------------------------------------------------- Predictor
 
     def linear_seconds(self, tokens: int) -> float:
-        """See Predictor; corrected."""
         return self._factor(_LINEAR, tokens) * self._base.linear_seconds(tokens)
 
     def attention_seconds(self, context_tokens: int) -> float:
-        """See Predictor; corrected."""
         return self._factor(_ATTENTION, context_tokens) * self._base.attention_seconds(context_tokens)
 
     def prefill_attention_seconds(self, tokens: int) -> float:
-        """See Predictor; corrected."""
         return self._factor(_PREFILL_ATTENTION, tokens) * self._base.prefill_attention_seconds(tokens)
 
     def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
-        """See Predictor; corrected."""
         seconds = self._base.host_attention_seconds(sequences, context_tokens)
         return self._factor(_HOST_ATTENTION, context_tokens) * seconds
 
     def step_overhead_seconds(self, rows: int = 1) -> float:
-        """See Predictor; corrected."""
         return self._factor(_OVERHEAD, rows) * self._base.step_overhead_seconds(rows)
 
     def slowdown(self, strategy: Strategy) -> float:
-        """See Predictor; corrected."""
         index = _STRATEGIES.get(strategy)
         learned = 1.0 if index is None else exp(self._filter.mean[index])
         return learned * self._base.slowdown(strategy)
@@ -139,7 +133,6 @@ class CorrectedPredictor:
         return self._base.swap_seconds(context_tokens)
 
     def transition_seconds(self, layout: int) -> float:
-        """See Predictor; uncorrected."""
         return self._base.transition_seconds(layout)
 
     # -------------------------------------------------------------------------------------- of whole steps

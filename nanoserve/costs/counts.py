@@ -44,6 +44,11 @@ class Precision:
             if getattr(self, name) not in STORED_BITS:
                 raise UsageError(f"{name} must be one of {', '.join(map(str, STORED_BITS))}, not {getattr(self, name)}")
 
+    @classmethod
+    def of(cls, bits: int) -> "Precision":
+        """Every number in this many bits."""
+        return cls(weight_bits=bits, kv_bits=bits, other_bits=bits)
+
     @property
     def weight_bytes(self) -> float:
         """Bytes per weight of a layer, its share of the scales included."""

@@ -73,15 +73,15 @@ AnyEntry = TypeVar("AnyEntry", bound=_Entry)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What computes: a GPU, or a CPU in its place."""
+    """What computes: a GPU, a CPU in its place, or the CPUs of a host."""
 
     name: str
-    memory_bytes: float
-    """Total bytes."""
+    memory_bytes: float = 0.0
+    """Total bytes; 0 for the CPUs of a host, whose memory belongs to the machine."""
     memory_bandwidth: float
     """Bytes per second."""
     flops: float
-    """Operations per second of 16-bit matrix products."""
+    """Operations per second of 16-bit matrix products; of a host's CPUs, of float32."""
     measured: bool
     """The figures were reached, not printed in a data sheet."""
 
@@ -115,16 +115,6 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostCpu:
-    """The CPUs of a host: bytes per second of their memory and float32 operations per second."""
-
-    name: str
-    memory_bandwidth: float
-    flops: float
-    measured: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """Equal devices in one or more nodes."""
 
@@ -138,7 +128,7 @@ class Machine:
     """Between nodes; None if there is but one."""
     host_link: Link
     """Between each device and the host's memory."""
-    processor: HostCpu | None
+    processor: Device | None
     """The host's CPUs, None if unknown."""
     host_memory_bytes: float
     """Host memory of a node; 0 if unknown."""
@@ -242,19 +232,11 @@ def _entry(tables: Tables, kind: type[AnyEntry], name: str, source: str) -> AnyE
 
 def _link(tables: Tables, name: str, source: str) -> Link:
     entry = _entry(tables, _LinkEntry, name, source)
-    return Link(
-        name=name,
-        bandwidth=entry.gb_per_s * GIGA,
-        latency=entry.latency_us / MICROSECONDS,
-        measured=entry.measured,
-    )
+    bandwidth, latency = entry.gb_per_s * GIGA, entry.latency_us / MICROSECONDS
+    return Link(name=name, bandwidth=bandwidth, latency=latency, measured=entry.measured)
 
 
-def _processor(tables: Tables, name: str, source: str) -> HostCpu:
+def _processor(tables: Tables, name: str, source: str) -> Device:
     entry = _entry(tables, _ProcessorEntry, name, source)
-    return HostCpu(
-        name=name,
-        memory_bandwidth=entry.memory_gb_per_s * GIGA,
-        flops=entry.gflops * GIGA,
-        measured=entry.measured,
-    )
+    bandwidth, flops = entry.memory_gb_per_s * GIGA, entry.gflops * GIGA
+    return Device(name=name, memory_bandwidth=bandwidth, flops=flops, measured=entry.measured)

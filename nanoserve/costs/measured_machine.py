@@ -89,8 +89,7 @@ def precision_of(dtype: str) -> Precision:
     """
     if dtype not in _BITS:
         raise UsageError(f"unknown number format {dtype!r}; use one of {', '.join(_BITS)}")
-    bits = _BITS[dtype]
-    return Precision(weight_bits=bits, kv_bits=bits, other_bits=bits)
+    return Precision.of(_BITS[dtype])
 
 
 def layout_predictors(
