@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import exp, isfinite, log, log2
+from operator import attrgetter
 from typing import Final
 
 from nanoserve.costs.factor_filter import FactorFilter, Noise
@@ -28,6 +29,11 @@ class _Part:
     smallest: int
     """The logarithm (base 16) of the size of the first one."""
 
+    @property
+    def indices(self) -> range:
+        """Numbers of the part's factors."""
+        return range(self.first, self.first + self.factors)
+
     def shares(self, size: float) -> tuple[tuple[int, float], ...]:
         """The factors between which a size lies, and how near it is to each; the outermost count beyond them, too."""
         place = log2(max(size, 1.0)) / _OCTAVES - self.smallest
@@ -39,30 +45,23 @@ class _Part:
         return (self.first + below, 1.0 - (place - below)), (self.first + below + 1, place - below)
 
 
-_LINEAR = _Part(0, 4, 0)  # over 1, 16, 256 and 4096 rows of tokens
-_ATTENTION = _Part(4, 4, 2)  # over 256 keys to a million
-_PREFILL_ATTENTION = _Part(8, 3, 1)  # over 16 tokens to 4096
-_HOST_ATTENTION = _Part(11, 4, 2)
-_OVERHEAD = _Part(15, 3, 0)
 _PARTS: Final = {
-    "linear": _LINEAR,
-    "attention": _ATTENTION,
-    "prefill attention": _PREFILL_ATTENTION,
-    "host attention": _HOST_ATTENTION,
-    "overhead": _OVERHEAD,
+    "linear": _Part(0, 4, 0),  # over 1, 16, 256 and 4096 rows of tokens
+    "attention": _Part(4, 4, 2),  # over 256 keys to a million
+    "prefill attention": _Part(8, 3, 1),  # over 16 tokens to 4096
+    "host attention": _Part(11, 4, 2),
+    "overhead": _Part(15, 3, 0),
 }
 _STRATEGIES: Final[dict[Strategy, int]] = {"asymmetric": 18, "overlap": 19}
 _FACTORS: Final = 20
-_OF_HOST_ATTENTION: Final = range(_HOST_ATTENTION.first, _HOST_ATTENTION.first + _HOST_ATTENTION.factors)
 
 
 def _prior() -> list[list[float]]:
     """Covariance: the sizes of a part are wrong alike, for the most part."""
     rows = [[0.0] * _FACTORS for _ in range(_FACTORS)]
     for part in _PARTS.values():
-        indices = range(part.first, part.first + part.factors)
-        for one in indices:
-            for other in indices:
+        for one in part.indices:
+            for other in part.indices:
                 rows[one][other] = _COMMON**2 + _OWN**2 * (one == other)
     for index in _STRATEGIES.values():
         rows[index][index] = _OF_STRATEGY**2
@@ -80,6 +79,9 @@ class _Sum:
         self.seconds += times * other.seconds
         for factor, seconds in other.by_factor.items():
             self.by_factor[factor] = self.by_factor.get(factor, 0.0) + times * seconds
+
+
+_seconds = attrgetter("seconds")
 
 
 class CorrectedPredictor:
@@ -108,20 +110,20 @@ class CorrectedPredictor:
     # ----------------------------------------------------------------------------------------- Predictor
 
     def linear_seconds(self, tokens: int) -> float:
-        return self._factor(_LINEAR, tokens) * self._base.linear_seconds(tokens)
+        return self._factor("linear", tokens) * self._base.linear_seconds(tokens)
 
     def attention_seconds(self, context_tokens: int) -> float:
-        return self._factor(_ATTENTION, context_tokens) * self._base.attention_seconds(context_tokens)
+        return self._factor("attention", context_tokens) * self._base.attention_seconds(context_tokens)
 
     def prefill_attention_seconds(self, tokens: int) -> float:
-        return self._factor(_PREFILL_ATTENTION, tokens) * self._base.prefill_attention_seconds(tokens)
+        return self._factor("prefill attention", tokens) * self._base.prefill_attention_seconds(tokens)
 
     def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
         seconds = self._base.host_attention_seconds(sequences, context_tokens)
-        return self._factor(_HOST_ATTENTION, context_tokens) * seconds
+        return self._factor("host attention", context_tokens) * seconds
 
     def step_overhead_seconds(self, rows: int = 1) -> float:
-        return self._factor(_OVERHEAD, rows) * self._base.step_overhead_seconds(rows)
+        return self._factor("overhead", rows) * self._base.step_overhead_seconds(rows)
 
     def slowdown(self, strategy: Strategy) -> float:
         index = _STRATEGIES.get(strategy)
@@ -157,7 +159,7 @@ class CorrectedPredictor:
         self._filter.observe(gradient, error, self._noise)
         self._filter.drift_back(index for index in _STRATEGIES.values() if index != used)
         if used is None:
-            self._filter.drift_back(_OF_HOST_ATTENTION)
+            self._filter.drift_back(_PARTS["host attention"].indices)
         self._remember(work)
 
     def observe_host(self, sequences: int, context_tokens: int, seconds: float) -> None:
@@ -165,14 +167,14 @@ class CorrectedPredictor:
         predicted = self.host_attention_seconds(sequences, context_tokens)
         if not (seconds > 0 and isfinite(seconds)) or predicted <= 0:
             return
-        gradient = dict(_HOST_ATTENTION.shares(context_tokens))
+        gradient = dict(_PARTS["host attention"].shares(context_tokens))
         self._filter.observe(gradient, log(seconds / predicted), self._host_noise)
         self._sizes["host attention"] = context_tokens
 
     @property
     def corrections(self) -> Mapping[str, float]:
         """The factor of each part at the size it last had, and those of the strategies."""
-        factors = {name: self._factor(part, self._sizes[name]) for name, part in _PARTS.items()}
+        factors = {name: self._factor(name, size) for name, size in self._sizes.items()}
         return factors | {name: exp(self._filter.mean[index]) for name, index in _STRATEGIES.items()}
 
     def _remember(self, work: StepFeatures) -> None:
@@ -184,21 +186,20 @@ class CorrectedPredictor:
 
     # -------------------------------------------------------------------------------------------- inside
 
-    def _factor(self, part: _Part, size: float) -> float:
+    def _factor(self, part: str, size: float) -> float:
         mean = self._filter.mean
-        return exp(sum([share * mean[index] for index, share in part.shares(size)]))
+        return exp(sum([share * mean[index] for index, share in _PARTS[part].shares(size)]))
 
-    def _of(self, part: _Part, size: float, seconds: float) -> _Sum:
+    def _of(self, part: str, size: float, seconds: float) -> _Sum:
         """A part of that size and its seconds by the base, corrected."""
         corrected = self._factor(part, size) * seconds
-        return _Sum(corrected, {index: share * corrected for index, share in part.shares(size)})
+        return _Sum(corrected, {index: share * corrected for index, share in _PARTS[part].shares(size)})
 
     def _step(self, work: StepFeatures) -> _Sum:
         """A step without the slowdown of its strategy."""
-        both = work.strategy == "asymmetric"
-        step = self._pipelined(work) if both else self._united(work)
+        step = self._pipelined(work) if work.strategy == "asymmetric" else self._united(work)
         rows = max(1, work.sampled)
-        step.add(self._of(_OVERHEAD, rows, self._base.step_overhead_seconds(rows)))
+        step.add(self._of("overhead", rows, self._base.step_overhead_seconds(rows)))
         return step
 
     def _united(self, work: StepFeatures) -> _Sum:
@@ -225,22 +226,22 @@ class CorrectedPredictor:
             first = self._linear(work.device.tokens + _come_to(layer, work.host))
             first.add(attention)
             second = self._linear(_come_to(layer, work.host_second))
-            layers.add(_longer(first, self._cpu(layer, work.host_second)), until - layer)
-            layers.add(_longer(second, self._cpu(layer, work.host)), until - layer)
+            layers.add(max(first, self._cpu(layer, work.host_second), key=_seconds), until - layer)
+            layers.add(max(second, self._cpu(layer, work.host), key=_seconds), until - layer)
         return layers
 
     def _linear(self, tokens: int) -> _Sum:
         """The linear part of one layer."""
-        return self._of(_LINEAR, tokens, self._base.linear_seconds(tokens)) if tokens else _Sum()
+        return self._of("linear", tokens, self._base.linear_seconds(tokens)) if tokens else _Sum()
 
     def _device_attention(self, work: StepFeatures) -> _Sum:
         """Attention of one layer. A chunk takes the difference of a prompt to its end and one to its beginning."""
         keys = work.device.decode_context
-        attention = self._of(_ATTENTION, keys, self._base.attention_seconds(keys)) if keys else _Sum()
+        attention = self._of("attention", keys, self._base.attention_seconds(keys)) if keys else _Sum()
         for start, length in work.device.chunks:
             before = self._base.prefill_attention_seconds(start) if start else 0.0
             longer = max(0.0, self._base.prefill_attention_seconds(start + length) - before)
-            attention.add(self._of(_PREFILL_ATTENTION, start + length, longer))
+            attention.add(self._of("prefill attention", start + length, longer))
         return attention
 
     def _cpu(self, layer: int, batches: Sequence[HostBatch]) -> _Sum:
@@ -250,13 +251,9 @@ class CorrectedPredictor:
         if not keys:
             return _Sum()
         rows = sum([batch.sequences for batch in attending])
-        return self._of(_HOST_ATTENTION, keys, self._base.host_attention_seconds(rows, keys))
+        return self._of("host attention", keys, self._base.host_attention_seconds(rows, keys))
 
 
 def _come_to(layer: int, batches: Iterable[HostBatch]) -> int:
     """Rows in the linear part of that layer."""
     return sum([batch.sequences for batch in batches if batch.first_layer <= layer])
-
-
-def _longer(one: _Sum, other: _Sum) -> _Sum:
-    return one if one.seconds >= other.seconds else other

@@ -23,17 +23,13 @@ class Noise:
     """The relative scatter of numbers of one kind around their expectation; outliers count in part."""
 
     def __init__(self) -> None:
-        self._variance = _NOISE**2
-
-    @property
-    def variance(self) -> float:
-        return self._variance
+        self.variance = _NOISE**2
 
     def observe(self, error: float) -> None:
         """Take in the error of one number, as a logarithm."""
-        limited = min(error * error, 9.0 * self._variance)
-        variance = self._variance + _NOISE_RATE * (limited - self._variance)
-        self._variance = min(max(variance, _LEAST_NOISE**2), _MOST_NOISE**2)
+        limited = min(error * error, 9.0 * self.variance)
+        variance = self.variance + _NOISE_RATE * (limited - self.variance)
+        self.variance = min(max(variance, _LEAST_NOISE**2), _MOST_NOISE**2)
 
 
 class FactorFilter:

@@ -124,13 +124,13 @@ class Machine:
     """Devices of a node, which share ``link``."""
     link: Link
     """Between the devices of a node."""
-    network: Link | None
+    network: Link | None = None
     """Between nodes; None if there is but one."""
     host_link: Link
     """Between each device and the host's memory."""
-    processor: Device | None
+    processor: Device | None = None
     """The host's CPUs, None if unknown."""
-    host_memory_bytes: float
+    host_memory_bytes: float = 0.0
     """Host memory of a node; 0 if unknown."""
     source: str
     """Source of the device's data."""

@@ -73,9 +73,7 @@ def measured_machine(
         ),
         devices_per_node=devices,
         link=Link(name="between workers", bandwidth=speeds.link_bandwidth, latency=speeds.link_latency, measured=True),
-        network=None,
         host_link=Link(name="to host memory", bandwidth=speeds.host_link_bandwidth, latency=0.0, measured=True),
-        processor=None,
         host_memory_bytes=host_memory_bytes,
         source="measured at start",
     )

@@ -18,7 +18,7 @@ from nanoserve.costs.efficiency import Efficiency
 from nanoserve.costs.hardware import Device, Link, Machine
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
-from nanoserve.processes.files import replace_file
+from nanoserve.processes.files import read_bytes, replace_file
 
 SCHEMA: Final = "nanoserve-profile/2"
 _MOST_TOKENS = 2**28
@@ -183,7 +183,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             device=self.device.device,
             devices_per_node=1,
             link=link,
-            network=None,
             host_link=link,
             processor=self.host.device,
             host_memory_bytes=self.host.memory_bytes,
@@ -201,12 +200,7 @@ def read_profile(path: Path) -> Profile:
     Raises:
         UsageError: if the file is no profile, naming the key that is wrong.
     """
-    try:
-        if path.exists() and not path.is_file():  # a directory; or a pipe or device, reading which might never end
-            raise UsageError(f"{path} is not a regular file")
-        content = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    content = read_bytes(path, UsageError)
     try:
         return msgspec.json.decode(content, type=Profile)
     except (msgspec.MsgspecError, NanoserveError) as error:

@@ -82,10 +82,9 @@ class StepCosts:
             "prefill attention": device.flops * factors.attention,
         }
         self._activation_bytes = self.counts.precision.other_bytes
-        self._group = [self._channel(self._first_rank(stage), self._degree) for stage in range(self.num_stages)]
-        self._onward = [
-            self._channel(self._first_rank(stage), 2 * self._degree) for stage in range(self.num_stages - 1)
-        ]
+        self._degree = self.layout.tensor_parallel
+        self._group = [self._channel(stage, 1) for stage in range(self.num_stages)]
+        self._onward = [self._channel(stage, 2) for stage in range(self.num_stages - 1)]
         self._host = Channel.of(machine.host_link, self.efficiency)
         stages = [(tuple(self.counts.stages[stage].items()), self._group[stage]) for stage in range(self.num_stages)]
         self._first_alike = [stages.index(stage) for stage in stages]  # the first stage with the same layers and links
@@ -122,7 +121,7 @@ class StepCosts:
         seconds = layers * self.efficiency.kernels_per_layer * self.efficiency.kernel_seconds
         if self._degree > 1:
             seconds += layers * _ALL_REDUCES_PER_LAYER * self._all_reduce_seconds(tokens, stage)
-        for matrix, times in self.counts.layer_products(stage):
+        for matrix, times in self.counts.layer_products[stage]:
             seconds += self._product_seconds(matrix, tokens) * times
         self._layers_seconds[tokens, stage] = seconds
         return seconds
@@ -244,12 +243,6 @@ class StepCosts:
         logits = work.sampled * self.counts.vocabulary * self.counts.precision.other_bytes
         return self._group[stage].send_seconds(logits * (self._degree - 1))
 
-    @property
-    def _degree(self) -> int:
-        return self.layout.tensor_parallel
-
-    def _first_rank(self, stage: int) -> int:
-        return stage * self._degree
-
-    def _channel(self, first: int, count: int) -> Channel:
-        return Channel.of(self.machine.link_among(first, count), self.efficiency)
+    def _channel(self, stage: int, stages: int) -> Channel:
+        """What joins the devices of this many stages from that one on."""
+        return Channel.of(self.machine.link_among(stage * self._degree, stages * self._degree), self.efficiency)
