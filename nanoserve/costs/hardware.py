@@ -113,6 +113,21 @@ class Link:
             raise UsageError(f"a bandwidth is scaled by a factor above 0, not {factor}")
         return replace(self, bandwidth=self.bandwidth * factor)
 
+    def send_seconds(self, num_bytes: float) -> float:
+        """Seconds to send one message from one device to another."""
+        return self.latency + num_bytes / self.bandwidth
+
+    def all_reduce_seconds(self, num_bytes: float, devices: int) -> float:
+        """The sum of ``num_bytes`` on each of `devices` devices, known to all of them.
+
+        Every device sends and receives 2 (t - 1) / t of the bytes (a ring, reduce-scatter then all-gather), at *bus*
+        bandwidth; *algorithm* bandwidth, bytes over time, is lower by that factor. The shortest way there and back is
+        a tree: 2 ceil(log2 t) messages after one another.
+        """
+        if devices == 1:
+            return 0.0
+        return 2 * (devices - 1).bit_length() * self.latency + 2 * (devices - 1) / devices * num_bytes / self.bandwidth
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:

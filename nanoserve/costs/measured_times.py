@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from nanoserve.costs.profile import Profile
-from nanoserve.costs.step_features import Strategy
-from nanoserve.costs.work import Chunk, StepWork
+from nanoserve.costs.work import Chunk, StepWork, Strategy
 
 
 class MeasuredTimes:

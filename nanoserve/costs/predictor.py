@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from nanoserve.costs.step_costs import StepCosts
-from nanoserve.costs.step_features import Strategy
-from nanoserve.costs.work import StepWork
+from nanoserve.costs.work import StepWork, Strategy
 
 
 class Predictor(Protocol):
