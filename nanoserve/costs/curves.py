@@ -1,7 +1,7 @@
 """MeasuredCurve and MeasuredGrid: measured times over sizes, straight lines between the sizes that were measured."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any, Self
 
@@ -112,12 +112,16 @@ class MeasuredGrid(Measured, frozen=True, kw_only=True):
 
         return self._with(without)
 
+    def cells(self) -> Iterator[tuple[int, int, float]]:
+        """Each batch and context with its time."""
+        for batch, row in zip(self.batches, self.seconds, strict=True):
+            yield from ((batch, context, seconds) for context, seconds in zip(self.contexts, row, strict=True))
+
     def over_keys(self) -> MeasuredCurve:
         """A curve over the total number of keys: the means of the cells with equal totals."""
         cells: dict[int, list[float]] = {}
-        for batch, row in zip(self.batches, self.seconds, strict=True):
-            for context, seconds in zip(self.contexts, row, strict=True):
-                cells.setdefault(batch * context, []).append(seconds)
+        for batch, context, seconds in self.cells():
+            cells.setdefault(batch * context, []).append(seconds)
         sizes = tuple(sorted(cells))
         means = tuple(sum(cells[size]) / len(cells[size]) for size in sizes)
         return MeasuredCurve(sizes=sizes, seconds=means, low=means, high=means)
