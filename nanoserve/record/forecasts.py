@@ -14,7 +14,7 @@ import msgspec
 
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.costs.predictor import Predictor
-from nanoserve.costs.step_features import HostBatch, StepFeatures
+from nanoserve.costs.work import HostBatch, StepFeatures
 from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Cohort, Decision, Load
 from nanoserve.scheduler.plan import HostWork, Row, StepPlan, StepResult, work_of

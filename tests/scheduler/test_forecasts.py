@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
-from nanoserve.costs.step_features import HostBatch, StepFeatures
-from nanoserve.costs.work import StepWork
+from nanoserve.costs.work import HostBatch, StepFeatures, StepWork
 from nanoserve.engine import Engine
 from nanoserve.record.forecasts import Forecast, Forecasts, features_of
 from nanoserve.request import Request, SamplingParams, Sequence

@@ -15,7 +15,7 @@ from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
 from nanoserve.benchmarks.policies.gains import HYBRID, gains_of_run
 from nanoserve.benchmarks.policies.rounds import Metrics, PolicyRound, Run
 from nanoserve.benchmarks.policies.simulated import SimulatedRatios, compare_with_simulator, rerun
-from nanoserve.costs.step_features import Strategy
+from nanoserve.costs.work import Strategy
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, request_distributions
 from nanoserve.record.forecasts import Forecast
 from nanoserve.record.phases import Phase
