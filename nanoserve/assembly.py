@@ -46,7 +46,7 @@ from nanoserve.scheduler.scheduler import Scheduler
 from triton_ops.cpu import CpuOperators, cpu_operators
 
 if TYPE_CHECKING:
-    from nanoserve.runtime.workers.remote_layers import RemoteLayers
+    from nanoserve.runtime.workers.outstanding import RemoteLayers
 
 
 @dataclass(frozen=True, slots=True)

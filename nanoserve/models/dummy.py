@@ -15,8 +15,8 @@ from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.decoder import INITIAL_STANDARD_DEVIATION, Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import resolve_dtype
+from nanoserve.models.hub import dummy_config, dummy_shape
 from nanoserve.models.loading import INDEX_NAME, SINGLE_NAME, empty_decoder
-from nanoserve.models.shapes import dummy_config, dummy_shape
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, shard_parts, tensor_parts
 from nanoserve.processes.sizes import format_size

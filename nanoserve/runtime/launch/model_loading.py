@@ -11,10 +11,9 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.dummy import make_dummy_model
-from nanoserve.models.hub import ProgressCallback, ResolvedModel
+from nanoserve.models.hub import ProgressCallback, ResolvedModel, dummy_config
 from nanoserve.models.loading import load_model
 from nanoserve.models.resharding import ReshardableWeights
-from nanoserve.models.shapes import dummy_config
 from nanoserve.models.shards import Shard
 from nanoserve.processes.files import unreadable_as_model_error
 from nanoserve.processes.sizes import format_size

@@ -27,8 +27,7 @@ from nanoserve.processes.threads import physical_cores, processor_name_and_flags
 from nanoserve.runtime.host.host_attention import HostAttentionLost
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.memory import memory_errors
-from nanoserve.runtime.profiling.parts import ProfileSizes, cache_limits, fields_of, open_probes
-from nanoserve.runtime.profiling.rounds import Effort, take_rounds
+from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, cache_limits, fields_of, open_probes, take_rounds
 from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
 from nanoserve.runtime.profiling.timers import linear_pieces
 from nanoserve.runtime.step.model_runner import ModelRunner

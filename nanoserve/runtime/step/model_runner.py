@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
-from nanoserve.runtime.sampling.grammars import SequenceGrammar
+from nanoserve.runtime.sampling.adjustments import SequenceGrammar
 from nanoserve.runtime.sampling.sampler import SamplingState
 from nanoserve.runtime.step.answers import SampledRows, ScoredPrompt
 from nanoserve.runtime.step.forward_pass import (

@@ -14,11 +14,9 @@ from nanoserve.models.hub import ResolvedModel
 from nanoserve.processes.sockets import connect
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 from nanoserve.processes.threads import threads_of_each
-from nanoserve.runtime.launch.rendezvous import Presence, SharedKeys
-from nanoserve.runtime.launch.torchrun import TorchrunProcess
-from nanoserve.runtime.workers.child import GRACE_SECONDS, WorkerChild
+from nanoserve.runtime.launch.rendezvous import Presence, SharedKeys, TorchrunProcess
 from nanoserve.runtime.workers.messages import WorkerFailed, WorkerStart
-from nanoserve.runtime.workers.process import prepare_socket
+from nanoserve.runtime.workers.process import GRACE_SECONDS, WorkerChild, prepare_socket
 
 _POLL_SECONDS = 0.1
 _LAST_WORDS_MILLISECONDS = 1000

@@ -36,8 +36,7 @@ from nanoserve.runtime.workers.messages import (
     StepObserved,
     WorkerStart,
 )
-from nanoserve.runtime.workers.outstanding import HostLosses, Moves
-from nanoserve.runtime.workers.remote_layers import RemoteLayers
+from nanoserve.runtime.workers.outstanding import HostLosses, Moves, RemoteLayers
 from nanoserve.scheduler.plan import LayoutCapacity, StepPlan, StepResult
 
 

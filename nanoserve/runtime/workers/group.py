@@ -22,9 +22,8 @@ from nanoserve.processes.threads import threads_of_each
 from nanoserve.runtime.launch.memory import available_memory
 from nanoserve.runtime.launch.rendezvous import Rendezvous
 from nanoserve.runtime.moves.host_pool import HostPool
-from nanoserve.runtime.workers.child import GRACE_SECONDS, WorkerChild
 from nanoserve.runtime.workers.messages import FromWorker, ToWorker, WorkerFailed, WorkerStart
-from nanoserve.runtime.workers.process import identity, prepare_socket
+from nanoserve.runtime.workers.process import GRACE_SECONDS, WorkerChild, identity, prepare_socket
 
 
 class SharedFiles:

@@ -11,7 +11,7 @@ import zmq
 from nanoserve.engine_config import EngineConfig
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.runtime.workers.executor import WorkersExecutor
-from nanoserve.runtime.workers.remote_layers import RemoteLayers
+from nanoserve.runtime.workers.outstanding import RemoteLayers
 
 _WATCH_SECONDS = 1.0
 """How long to wait at most, so that workers that are silent are noticed."""

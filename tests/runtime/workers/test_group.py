@@ -18,8 +18,7 @@ import pytest
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, WorkersFailed
 from nanoserve.layout import ParallelLayout
-from nanoserve.models.hub import ResolvedModel
-from nanoserve.models.shapes import dummy_config
+from nanoserve.models.hub import ResolvedModel, dummy_config
 from nanoserve.runtime.workers import group as groups
 from nanoserve.runtime.workers.executor import WorkersExecutor
 from nanoserve.scheduler.plan import Row, StepPlan, StepResult
@@ -56,7 +55,7 @@ while True:
 
 @pytest.fixture(autouse=True)
 def no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr("nanoserve.runtime.workers.child._PROGRAM", WORKER)
+    monkeypatch.setattr("nanoserve.runtime.workers.process._PROGRAM", WORKER)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
 
@@ -133,7 +132,7 @@ def test_workers_that_are_stopped_are_not_ready_long_before_they_are_replaced(mo
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="elsewhere it is in files")
 def test_what_workers_share_has_a_name_until_all_are_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The blocks of the host tier, and with two layouts the weights of a model that has none in files."""
-    monkeypatch.setattr("nanoserve.runtime.workers.child._PROGRAM", WORKER.replace("(1000,)", "(1000, 1000)"))
+    monkeypatch.setattr("nanoserve.runtime.workers.process._PROGRAM", WORKER.replace("(1000,)", "(1000, 1000)"))
     shape = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 16, "hidden_size": 8}
     shape |= {"intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "rms_norm_eps": 1e-5}
     (tmp_path / "small.json").write_text(json.dumps(shape | {"max_position_embeddings": 64}))
@@ -163,7 +162,7 @@ def test_workers_that_cannot_be_started_again_are_not_tried_twice(monkeypatch: p
     with closing(two_workers()) as workers:
         gone = "endpoint.report(WorkerFailed(start.rank, 'small: no such model directory', 3))"
         refusing = WORKER.replace("endpoint.report(Loaded", f"{gone}\ntime.sleep(9)\nstation.report(Loaded")
-        monkeypatch.setattr("nanoserve.runtime.workers.child._PROGRAM", refusing)
+        monkeypatch.setattr("nanoserve.runtime.workers.process._PROGRAM", refusing)
         os.kill(processes(workers)[0], signal.SIGKILL)
         assert loss(workers) == "worker 0 was killed by SIGKILL"
         expected = "^the workers died and cannot be started again: small: no such model directory$"
@@ -209,7 +208,7 @@ def test_an_engine_that_is_stopped_for_a_while_keeps_its_workers(tmp_path: Path)
     """Ctrl-Z and fg: the plan that it sends at once finds them."""
     program = (
         "import sys; from tests.runtime.workers import test_group as test\n"
-        "import nanoserve.runtime.workers.child as child; child._PROGRAM = test.WORKER\n"
+        "import nanoserve.runtime.workers.process as process; process._PROGRAM = test.WORKER\n"
         "test.groups.SILENCE_SECONDS = 2.0\n"
         "workers = test.two_workers(); print('started', flush=True); sys.stdin.readline()\n"
         "print(test.answer(workers, 0).step, flush=True); workers.close()"

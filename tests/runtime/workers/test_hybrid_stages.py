@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from nanoserve.processes.threads import cores_in_use
-from nanoserve.runtime.workers import child
+from nanoserve.runtime.workers import process
 from nanoserve.runtime.workers.building import part_of
 from nanoserve.runtime.workers.executor import WorkersExecutor
 from nanoserve.scheduler.plan import HostWork, StepPlan, StepResult
@@ -124,7 +124,7 @@ def losing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("losing") / "stage of"
     with pytest.MonkeyPatch().context() as patch:
         patch.setenv(LOSE, str(path))
-        patch.setattr(child, "_PROGRAM", child._PROGRAM.replace(MAIN, DISTURBED + MAIN))
+        patch.setattr(process, "_PROGRAM", process._PROGRAM.replace(MAIN, DISTURBED + MAIN))
         patch.setattr("nanoserve.processes.quarantine.DEATHS_SECONDS", 0.0)
         yield path
 
@@ -156,9 +156,9 @@ def test_the_last_stage_tells_of_all(stages: WorkersExecutor, reference: Referen
 def test_each_stage_keeps_to_cores_of_its_own(stages: WorkersExecutor, reference: Reference) -> None:
     """What attends for one of them takes nothing from another one's device."""
     cores = cores_in_use()
-    for number, process in enumerate(Pair(stages, reference).processes):
+    for number, started in enumerate(Pair(stages, reference).processes):
         mine = {processor for core in part_of(cores, number, 2) for processor in core}
-        assert len(os.sched_getaffinity(process)) > 0 and os.sched_getaffinity(process) <= mine
+        assert len(os.sched_getaffinity(started)) > 0 and os.sched_getaffinity(started) <= mine
 
 
 @pytest.mark.parametrize(
