@@ -156,7 +156,9 @@ class WorkerGroup:
         try:
             if host_blocks:
                 self._shared.make(path := directory / "blocks")
-                HostPool.create(path, model, num_blocks=host_blocks, block_size=config.block_size, dtype=dtype)
+                HostPool.open(
+                    path, model, num_blocks=host_blocks, block_size=config.block_size, dtype=dtype, create=True
+                )
                 start = replace(start, host_pool=(str(path), host_blocks))
             if len(config.layouts) > 1 and start.model_directory is None:
                 saved = directory / "model"
