@@ -63,11 +63,7 @@ class GrammarChecker:
             return False
 
     def check(self, schema: str) -> None:
-        """Check that text can follow a schema.
-
-        Raises:
-            UsageError: if it cannot; the message says why.
-        """
+        """Check that text can follow a schema. Raises UsageError if it cannot; the message says why."""
         if self.knows(schema):
             return
         answer = self._process.ask(json.dumps({"schema": schema, "seconds": SECONDS}))

@@ -57,15 +57,11 @@ class Vocabulary:
 
 
 def load_vocabulary(directory: Path, vocab_size: int | None) -> Vocabulary:
-    """Read the tokenizer of a model directory.
+    """Read the tokenizer of a model directory. Raises ModuleNotFoundError without llguidance; ModelError if there is no
+    usable tokenizer; UsageError if llguidance cannot use it.
 
     Args:
         vocab_size: width of the logits; None takes the tokenizer's.
-
-    Raises:
-        ModuleNotFoundError: without llguidance.
-        ModelError: if there is no usable tokenizer.
-        UsageError: if llguidance cannot use it.
     """
     from llguidance import LLTokenizer
 
@@ -161,22 +157,16 @@ class GrammarCompiler:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary, built on first use: about a second for 150,000 tokens.
-
-        Raises:
-            UsageError: without llguidance, and for vocabularies that it cannot use.
-        """
+        """The vocabulary, built on first use: about a second for 150,000 tokens. Raises UsageError without llguidance,
+        and for vocabularies that it cannot use."""
         try:
             return load_vocabulary(self._directory, self._vocab_size)
         except ModuleNotFoundError:
             raise UsageError(f"structured output needs llguidance: {install_command('json')}") from None
 
     def matcher(self, schema: str) -> Matcher:
-        """A matcher at the beginning of a text.
-
-        Raises:
-            UsageError: if the schema is not valid, not supported, or too complex.
-        """
+        """A matcher at the beginning of a text. Raises UsageError if the schema is not valid, not supported, or too
+        complex."""
         # Another thread may call `forget` at any moment: a worker prepares a step while it handles results of another.
         compiled = self._compiled.pop(schema, None) or self._compile(schema)
         self._compiled[schema] = compiled  # now the most recently used

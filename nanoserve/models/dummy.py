@@ -63,16 +63,13 @@ def save_dummy_checkpoint(
     make_file: Callable[[Path], None] = Path.touch,
     free: int | None = None,
 ) -> None:
-    """Write the model that `make_dummy_model` makes on a CPU as a checkpoint, in the number format of its runs.
+    """Write the model that `make_dummy_model` makes on a CPU as a checkpoint, in the number format of its runs. Raises
+    ModelError if `spec` is not a model; RuntimeFailure if it cannot be written.
 
     Args:
         directory: an existing directory.
         make_file: makes each file of weights, empty.
         free: bytes that the files may take; by default the free space of the directory's file system.
-
-    Raises:
-        ModelError: if `spec` is not a model.
-        RuntimeFailure: if it cannot be written.
     """
     config = dummy_config(spec)
     files = list(_shared_out(config, dtype))

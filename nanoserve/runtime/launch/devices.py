@@ -34,14 +34,11 @@ def usable_device(name: str) -> torch.device:
 
 
 def check_cuda(*, asked: str, instead: str) -> None:
-    """See that torch finds a GPU, and take none of its memory.
+    """See that torch finds a GPU, and take none of its memory. Raises UsageError if it finds none.
 
     Args:
         asked: what needs it, as the refusal's first words.
         instead: what to do without one, as its last words.
-
-    Raises:
-        UsageError: if it finds none.
     """
     if torch.version.cuda is None:
         raise UsageError(
@@ -55,11 +52,8 @@ def check_cuda(*, asked: str, instead: str) -> None:
 
 
 def usable_gpu(index: int | None, *, asked: str, instead: str) -> torch.device:
-    """The GPU of that number, or the current one; `asked` and `instead` as for `check_cuda`.
-
-    Raises:
-        UsageError: if there is no such GPU, or it is too old for the kernels.
-    """
+    """The GPU of that number, or the current one; `asked` and `instead` as for `check_cuda`. Raises UsageError if there
+    is no such GPU, or it is too old for the kernels."""
     check_cuda(asked=asked, instead=instead)
     count = torch.cuda.device_count()
     if index is None:
@@ -112,10 +106,7 @@ def use_writable_triton_cache(environment: MutableMapping[str, str] = os.environ
 @contextmanager
 def compiler_errors(device: torch.device) -> Iterator[None]:
     """Say in one line what keeps Triton from launching a kernel for the first time, when it builds a small library.
-
-    Raises:
-        RuntimeFailure: within, if there is no C compiler, or it fails, or the GPU is too small for the kernel.
-    """
+    Raises RuntimeFailure, within, if there is no C compiler, or it fails, or the GPU is too small for the kernel."""
     try:
         yield
     except Exception as error:

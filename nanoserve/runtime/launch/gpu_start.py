@@ -80,16 +80,13 @@ class GpuStart:
 
     def measure(self, longest: int, progress: ProgressCallback | None) -> int:
         """Run the largest step twice: to compile what it needs, then to see its memory; also in pieces of layers, if
-        the policy has such steps.
+        the policy has such steps. Raises RuntimeFailure if there is no room for it, or its kernels cannot be built.
 
         Args:
             longest: tokens of the longest sequence.
 
         Returns:
             Bytes to keep free for steps, and for capturing them.
-
-        Raises:
-            RuntimeFailure: if there is no room for it, or its kernels cannot be built.
         """
         config = self._config
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * longest)

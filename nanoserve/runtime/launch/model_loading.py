@@ -22,11 +22,7 @@ from nanoserve.runtime.launch.memory import memory_errors
 
 
 def read_config(resolved: ResolvedModel) -> ModelConfig:
-    """The model's shape; nothing else of it is read.
-
-    Raises:
-        ModelError: if it cannot be used.
-    """
+    """The model's shape; nothing else of it is read. Raises ModelError if it cannot be used."""
     with unreadable_as_model_error():
         if resolved.directory is None:
             return dummy_config(resolved.name)
@@ -42,13 +38,8 @@ def load_decoder(
     shard: Shard | None = None,
     group: TensorParallelGroup | None = None,
 ) -> tuple[Decoder, ModelConfig]:
-    """The decoder with its weights, or a shard of it, and the config of the whole model.
-
-    Raises:
-        ModelError: if the model cannot be used.
-        UsageError: if a setting makes no sense for it.
-        RuntimeFailure: if the memory does not suffice.
-    """
+    """The decoder with its weights, or a shard of it, and the config of the whole model. Raises ModelError if the model
+    cannot be used; UsageError if a setting makes no sense for it; RuntimeFailure if the memory does not suffice."""
     with _loading(resolved, config, device):
         if resolved.directory is None:
             return make_dummy_model(resolved.name, config.dtype, device, shard=shard, group=group)
@@ -65,14 +56,12 @@ def load_layouts(
     shards: Sequence[Shard],
     groups: Sequence[TensorParallelGroup | None],
 ) -> ReshardableWeights:
-    """A worker's decoders under several layouts, the first of which is in place.
+    """A worker's decoders under several layouts, the first of which is in place. Raises ModelError, UsageError,
+    RuntimeFailure as `load_decoder`.
 
     Args:
         resolved: in a directory; a dummy is written to one first.
         shards, groups: of this worker, for each layout.
-
-    Raises:
-        ModelError, UsageError, RuntimeFailure: as `load_decoder`.
     """
     model, directory = read_config(resolved), resolved.directory
     assert directory is not None, "weights that are read more than once are in files"

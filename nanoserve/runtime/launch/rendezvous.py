@@ -62,11 +62,8 @@ class TorchrunProcess:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "TorchrunProcess | None":
-        """This process, by the variables that torchrun sets; None if it was started by something else.
-
-        Raises:
-            UsageError: if torchrun was told to keep its store to itself.
-        """
+        """This process, by the variables that torchrun sets; None if it was started by something else. Raises
+        UsageError if torchrun was told to keep its store to itself."""
         variables = os.environ if environment is None else environment
         if "TORCHELASTIC_RUN_ID" not in variables:  # other programs set RANK for their own purposes
             return None
@@ -269,14 +266,11 @@ class Rendezvous:
     @classmethod
     def open(cls, num_workers: int, model: str) -> Self:
         """For the workers of a new engine, or for new workers after a loss. Under torchrun this waits until the
-        processes of all other workers are there.
+        processes of all other workers are there. Raises UsageError if torchrun started another number of processes;
+        RuntimeFailure if another process does not come, cannot take part or does not fit.
 
         Args:
             model: its name, which must be the same on all machines.
-
-        Raises:
-            UsageError: if torchrun started another number of processes.
-            RuntimeFailure: if another process does not come, cannot take part or does not fit.
         """
         process = TorchrunProcess.from_environment()
         if process is None:
@@ -315,10 +309,7 @@ class Rendezvous:
 
     def addresses(self, directory: Path) -> Addresses:
         """New addresses: on one machine in a private, new directory, else on the interface to the other machines.
-
-        Raises:
-            RuntimeFailure: if the directory's name is too long for a socket, or no port is free.
-        """
+        Raises RuntimeFailure if the directory's name is too long for a socket, or no port is free."""
         process = self.torchrun
         if process is None:
             return Addresses(local_address(directory), local_address(directory), f"file://{directory / 'meeting'}")

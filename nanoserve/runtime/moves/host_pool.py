@@ -63,10 +63,8 @@ class HostPool:
         """The pool in a file, which another process of this machine has created with the same arguments.
 
         With `create`, make it in an empty file. Every byte is reserved now: no write into it can fail later. When
-        others have opened it, the file may be removed: the pool goes with its last user.
-
-        Raises:
-            RuntimeFailure: if the pool, or the memory for it, is not there.
+        others have opened it, the file may be removed: the pool goes with its last user. Raises RuntimeFailure if the
+        pool, or the memory for it, is not there.
         """
         shape = _shape(config, num_blocks, block_size)
         descriptor, size = _open_file(path), prod(shape) * dtype.itemsize
@@ -112,14 +110,12 @@ def choose_host_blocks(model: ModelConfig, config: EngineConfig, reserved: int =
     """How many blocks one engine's host pool gets: 0, unless asked for or needed by two layouts or the policy.
 
     ``--host-kv-memory`` is that of all engines of this machine together, in equal shares. Without it they get a share
-    of what is free, but each no more than ``--max-num-seqs`` sequences of full length can use.
+    of what is free, but each no more than ``--max-num-seqs`` sequences of full length can use. Raises UsageError if
+    more is asked for than is free, or the pool is too small to be of use.
 
     Args:
         model: the whole one.
         reserved: bytes of free memory that something else is going to take.
-
-    Raises:
-        UsageError: if more is asked for than is free, or the pool is too small to be of use.
     """
     if not config.uses_host_memory:
         return 0

@@ -32,11 +32,8 @@ class WorkerAgent:
     """Finds the model on this machine, and fetches it if need be."""
 
     def keep(self) -> None:
-        """Until the command is done on the first machine.
-
-        Raises:
-            NanoserveError: if this process cannot take part, or the first machine is gone or failed.
-        """
+        """Until the command is done on the first machine. Raises NanoserveError if this process cannot take part, or
+        the first machine is gone or failed."""
         self.process.use_interface()
         try:
             resolved = self.resolve()

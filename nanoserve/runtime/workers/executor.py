@@ -45,6 +45,7 @@ class WorkersExecutor:
 
     When a worker dies, all are ended, and `collect` says that everything in flight is lost. With the next call new ones
     are started; plans that are submitted before these are ready wait. How often that may go on is up to the caller.
+    Raises NanoserveError, from the constructor or `wait_until_ready`, if the workers cannot start.
 
     Args:
         resolved, model: the model, and its shape.
@@ -57,9 +58,6 @@ class WorkersExecutor:
         profiles: have the first worker find out what policies that attend in host memory predict by.
         engine: number of the engine, of ``config.data_parallel``.
         wait: until they are ready; without, `wait_until_ready` is to be called before anything else.
-
-    Raises:
-        NanoserveError: from the constructor or `wait_until_ready`, if the workers cannot start.
     """
 
     def __init__(
@@ -128,12 +126,8 @@ class WorkersExecutor:
     # ---- plans ------------------------------------------------------------------------------------------------
 
     def submit(self, plan: StepPlan) -> None:
-        """Send a plan to the workers, or keep it until they are ready.
-
-        Raises:
-            WorkersFailed: if they cannot be started again.
-            RuntimeError: if the executor is closed or as many plans as may be are in flight already.
-        """
+        """Send a plan to the workers, or keep it until they are ready. Raises WorkersFailed if they cannot be started
+        again; RuntimeError if the executor is closed or as many plans as may be are in flight already."""
         self._open_group()
         if plan.ends:
             if len(self._in_flight) >= self.max_in_flight:
@@ -149,11 +143,8 @@ class WorkersExecutor:
             self._held.append(plan)
 
     def collect(self, until: float | None) -> list[StepResult]:
-        """New results, in order; waits for one as long as anything is in flight.
-
-        Raises:
-            WorkersFailed: if they cannot be started again.
-        """
+        """New results, in order; waits for one as long as anything is in flight. Raises WorkersFailed if they cannot be
+        started again."""
         self._open_group()
         if not self._in_flight and not self._moves.swapping and until is None:
             until = self.now()
@@ -371,15 +362,12 @@ class WorkersExecutor:
 
 
 def common_num_blocks(workers: Sequence[Loaded], config: EngineConfig, longest: int, layout: int = 0) -> int:
-    """Blocks of the KV cache in a parallel layout. Workers on the CPUs of one machine share its memory; GPUs have
-    their own.
+    """Blocks of the KV cache in a parallel layout. Workers on the CPUs of one machine share its memory; GPUs have their
+    own. Raises UsageError if a request of full length does not fit, or more is asked for than is free.
 
     Args:
         longest: the model's own limit, in tokens.
         layout: its number.
-
-    Raises:
-        UsageError: if a request of full length does not fit, or more is asked for than is free.
     """
     per_block: defaultdict[str, int] = defaultdict(int)
     free: dict[str, int] = {}

@@ -113,13 +113,11 @@ _PROGRAM = "from nanoserve.runtime.workers.process import main; main()"
 
 
 class WorkerChild:
-    """A process that runs a worker; it lives as long as this process holds its pipes, and no longer.
+    """A process that runs a worker; it lives as long as this process holds its pipes, and no longer. Raises OSError if
+    it cannot be started.
 
     Args:
         directory: a name from `choose_directory`; it is removed with everything in it when this process is gone.
-
-    Raises:
-        OSError: if it cannot be started.
     """
 
     def __init__(self, rank: int, threads: int, directory: Path) -> None:
