@@ -82,23 +82,16 @@ def whole_model(config: ModelConfig) -> Shard:
 def shards_of_layouts(config: ModelConfig, engine: EngineConfig) -> tuple[list[Shard], ...]:
     """The shards of each of the engine's layouts, by layout and rank. Raises UsageError if the model cannot be divided
     like this; the line names the option that asked for it."""
-    if engine.decode_layout is None:
-        return (
-            make_shards(
-                config,
-                pipeline_parallel=engine.pipeline_parallel,
-                tensor_parallel=engine.tensor_parallel,
-                pipeline_split=engine.pipeline_split,
-            ),
-        )
+    options = (None,) if engine.decode_layout is None else PAIR_OPTIONS
     return tuple(
         make_shards(
             config,
             pipeline_parallel=layout.pipeline_parallel,
             tensor_parallel=layout.tensor_parallel,
-            asked=f"{option} {layout.name}",
+            pipeline_split=engine.pipeline_split,
+            asked=None if option is None else f"{option} {layout.name}",
         )
-        for option, layout in zip(PAIR_OPTIONS, engine.layouts, strict=True)
+        for option, layout in zip(options, engine.layouts, strict=True)
     )
 
 
