@@ -28,7 +28,7 @@ from nanoserve.record.recorder import Telling
 from nanoserve.record.trace import RunTrace
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
-from nanoserve.runtime.host.host_processor import HostProcessor, divide_cores
+from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.devices import usable_device
 from nanoserve.runtime.launch.gpu_start import GpuFacts, GpuStart
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
@@ -86,7 +86,7 @@ def build_engine(
         raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
     # Settings that this machine cannot meet are refused before anything is loaded.
     if config.host_threads is not None:
-        divide_cores(config.host_threads)
+        HostProcessor.divide(config.host_threads)
     if config.profile is not None:
         read_profile(Path(config.profile))
     build = _build_here if config.data_parallel * config.num_workers == 1 else _build_on_workers

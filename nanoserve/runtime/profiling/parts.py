@@ -199,7 +199,7 @@ def open_probes(
         most_bytes=sizes.kv_bytes,
     )
     attention = AttentionTimer(config, regions(device=device))
-    shares_memory = processor.device is not None
+    shares_memory = processor.confines_device
     keep_busy = linear_pieces(runner.decoder) if shares_memory else lambda: time.sleep(_PAUSE)
     host = HostAttentionTimer(
         config, regions(device=torch.device("cpu")), processor, device=device, keep_busy=keep_busy
