@@ -38,7 +38,8 @@ class WorkerAgent:
         try:
             resolved = self.resolve()
         except NanoserveError as error:  # for the engine to hear, too, which would wait
-            self._decline(str(error))
+            if (number := next(self._meetings(), None)) is not None:
+                self._enter(number, Presence.here("", str(error)))
             raise
         mine = Presence.here(resolved.name)
         for number in self._meetings():
@@ -62,11 +63,6 @@ class WorkerAgent:
     def _over(self, number: int) -> bool:
         """Whether the workers of a meeting have nothing left to do."""
         return self.keys.finished() is not None or any(map(self.keys.has, (f"{number}/over", f"{number + 1}/engine")))
-
-    def _decline(self, problem: str) -> None:
-        for number in self._meetings():
-            self._enter(number, Presence.here("", problem))
-            return
 
     def _enter(self, number: int, mine: Presence) -> None:
         self.keys.set(f"{number}/present/{self.process.rank}", msgspec.msgpack.encode(mine))

@@ -15,7 +15,7 @@ from nanoserve.costs.profile import Profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
-from nanoserve.record.times import ReshardTimes, SwapTimes, Times
+from nanoserve.record.times import Times
 from nanoserve.runtime.launch.memory import choose_num_blocks
 from nanoserve.runtime.workers.group import WorkerGroup, WorkersDied
 from nanoserve.runtime.workers.messages import (
@@ -268,7 +268,12 @@ class WorkersExecutor:
         elif isinstance(message, StepObserved):
             self._times.append(message.times)
         elif isinstance(message, Moved):
-            self._take_move(message.times)
+            if self._start.observe_times:
+                self._times.append(message.times)
+            if (result := self._moves.end_part(message.times)) is not None:
+                if result.step is not None:
+                    self._in_flight.discard(result.step)
+                self._results.append(result)
         elif isinstance(message, Prepared):
             self.prepared[message.rank] = message.compiled
             self.layers.go_on()
@@ -287,17 +292,6 @@ class WorkersExecutor:
             self._show_start()
             if self._running:
                 self._go()
-
-    def _take_move(self, times: ReshardTimes | SwapTimes) -> None:
-        """A worker has done its part of a move."""
-        if self._start.observe_times:
-            self._times.append(times)
-        result = self._moves.end_part(times)
-        if result is None:
-            return
-        if result.step is not None:
-            self._in_flight.discard(result.step)
-        self._results.append(result)
 
     def _show_start(self) -> None:
         """Show how many workers run: each imports torch long before it loads."""
