@@ -29,11 +29,10 @@ from nanoserve.record.trace import RunTrace
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
-from nanoserve.runtime.launch.devices import usable_device
 from nanoserve.runtime.launch.gpu_start import GpuFacts, GpuStart
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 from nanoserve.runtime.launch.memory import available_memory, choose_num_blocks, kv_bytes_per_block
-from nanoserve.runtime.launch.model_loading import load_decoder, read_config
+from nanoserve.runtime.launch.model_loading import load_decoder, read_config, usable_device
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_predictor
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.gpu_staging import staging_memory

@@ -17,8 +17,8 @@ from nanoserve.models.hub import ProgressCallback
 from nanoserve.processes.sizes import format_size
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
-from nanoserve.runtime.launch.devices import compiler_errors
 from nanoserve.runtime.launch.memory import memory_errors, out_of_memory
+from nanoserve.runtime.launch.model_loading import compiler_errors
 from nanoserve.runtime.sampling.sampler import SamplingRows, SamplingState, sample
 from nanoserve.runtime.step.answers import rows_per_chunk
 from nanoserve.runtime.step.decode_graphs import CudaRecorder, DecodeGraphs, StaticInputs, bucket_sizes
